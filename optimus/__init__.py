@@ -1,6 +1,6 @@
 """Optimus pretrains Mixture-of-Experts and dense language models.
 
-Importing this package imports no torch.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Entry point of the `optimus` command and of `python -m optimus`.
 
-Until `optimus.cli.process` installs Python's handler of SIGINT, Ctrl-C ends the process by the
-signal's default action. Python's handler would print a traceback of the import that Ctrl-C
-interrupts.
+While modules are imported, SIGINT has its default action: Ctrl-C ends the process without a
+message. Python's own handler would print a traceback of the interrupted import;
+`optimus.cli.process` installs that handler again.
 """
 
 import signal
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else inherited as ignored
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if inherited as ignored
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

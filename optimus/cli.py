@@ -25,15 +25,15 @@ from optimus.errors import (
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that SIGPIPE ended
 _STALL_S = 5.0
-"""Seconds to wait for a reader of standard error that has stopped reading."""
+"""Seconds that a write waits while the reader of standard error does not read."""
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
 """Commands that import torch. On a terminal they first print that they are starting."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables by which users choose how OpenMP's threads wait."""
+"""Environment variables that set whether OpenMP threads spin or sleep while they wait."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; README lists the statuses."""
+    """Run one command and return its exit status. README lists the statuses."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """Run one command and end this process with the command's exit status, by os._exit if
-    `_leaves_at_once` returns True."""
+    """Run the command in `sys.argv` and end this process with the command's exit status. If
+    `_leaves_at_once` returns True, use os._exit, which skips the interpreter's shutdown."""
     _open_standard_streams()
     from optimus.launch.environment import read_rank
     from optimus.observe.log import set_up_logging
@@ -63,7 +63,7 @@ def process() -> NoReturn:
     # Libraries such as torch.compile start interpreters, which must not import from the working
     # directory: it may belong to another user.
     os.environ["PYTHONSAFEPATH"] = "1"
-    if sys.argv[1:2] == ["train"]:  # other commands may have to remove files before they end
+    if sys.argv[1:2] == ["train"]:  # other commands may have to remove files on a signal
         from optimus.launch.signals import exit_on_stop_signals
 
         exit_on_stop_signals()
@@ -74,7 +74,7 @@ def process() -> NoReturn:
     try:
         code = main()
     except BrokenPipeError:
-        if not _reader_has_gone():  # the broken pipe is not standard output
+        if not _reader_has_gone():  # a pipe other than standard output broke
             raise
         code = _PIPE_CLOSED
     except Exception:
@@ -96,26 +96,26 @@ def process() -> NoReturn:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether the program that read standard output has closed it, as `head` does."""
+    """Return whether the reader of standard output has closed the pipe, as `head` does."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Stderr:
-    """Standard error that can neither end nor block a command.
+    """Standard error that neither raises nor blocks, so that lost output cannot end a command.
 
     Text that cannot be written is dropped, for instance if the reader has exited, the terminal is
-    closed or the disk is full. If a reader has stopped reading, one write waits _STALL_S seconds
-    for it; after that, lines are dropped and counted until the reader reads again, because other
-    ranks would take a blocked rank for lost.
+    closed or the disk is full. If the reader stops reading, one write waits _STALL_S seconds.
+    Later lines are dropped and counted until the reader reads again: if a rank waited longer, the
+    other ranks would report it as lost.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._text = stream, ""
-        self._lock = threading.RLock()  # reentrant, since a signal handler may print, too
+        self._lock = threading.RLock()  # reentrant, since a signal handler may print during a write
         self._wait_s, self._dropped = _STALL_S, 0
-        self._cut = False  # whether the last byte written is inside a line
+        self._cut = False  # True if the last write ended inside a line
 
     def write(self, text: str) -> int:
         with self._lock:
@@ -134,7 +134,7 @@ class _Stderr:
                 return
 
     def _emit(self, data: bytes) -> None:
-        poll = select.poll()  # one for each call: a signal handler may print while this waits
+        poll = select.poll()  # not shared: a signal handler may print during this poll
         poll.register(self._stream.fileno(), select.POLLOUT)
         waiting = data
         if self._dropped:
@@ -156,28 +156,30 @@ class _Stderr:
 
 
 def _open_standard_streams() -> None:
-    """Open standard streams that were closed when this process started, so that no file of a run
-    gets descriptor 1 or 2, and wrap standard error."""
+    """Open each closed standard stream on os.devnull, and wrap standard error in `_Stderr`.
+
+    If a stream stayed closed, a file of the run would get its descriptor and receive the output.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is `number`
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):  # a path may have bytes that no encoding can decode
+    if hasattr(sys.stdout, "reconfigure"):  # a printed path may have undecodable bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     sys.stderr = _Stderr(sys.stderr)
 
 
 def _avoid_spinning() -> None:
-    """Make OpenMP's threads sleep while they wait for each other, unless the user has chosen
-    otherwise. Call this before torch is imported, because OpenMP reads the setting when it is
-    loaded.
+    """Make OpenMP threads sleep while they wait for each other, unless the user has set one of
+    the variables in _WAITING. Call this before torch is imported: OpenMP reads its settings when
+    its library is loaded.
 
-    By default, threads of GNU's OpenMP (PyPI's torch) spin for up to 17 ms, Intel's for up to 200
-    ms. With more threads than free cores, a spinning thread takes the core from the thread for
-    which it waits: docs/benchmarks/step.md has figures.
+    By default, waiting threads spin: for up to 17 ms in GNU OpenMP (torch from PyPI), for up to
+    200 ms in Intel OpenMP. With more threads than free cores, a spinning thread occupies a core
+    that the other threads need to finish. docs/benchmarks/step.md has figures.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -189,13 +191,14 @@ def _leaves_at_once() -> bool:
 
 
 def _without_output_errors() -> contextlib.suppress:
-    """Return a context that ignores errors of writing to a closed stream, so that they do not
-    change the process's exit status."""
+    """Return a context manager that ignores errors of a write to a closed stream. Such errors
+    must not change the process's exit status."""
     return contextlib.suppress(OSError, ValueError)
 
 
 def _flush() -> bool:
-    """Flush both streams; return False if output was lost, for instance to a closed stream."""
+    """Flush standard output and standard error. Return False if a flush failed, so that output was
+    lost."""
     done = True
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
@@ -206,27 +209,27 @@ def _flush() -> bool:
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that ops raise if a backend chosen by name is not available; empty if the
-    kernels are not loaded."""
+    """Return the exception types that an op raises if the backend that the user set is not
+    available. The tuple is empty if optimus_kernels is not imported."""
     module = sys.modules.get("optimus_kernels.cache")
     return () if module is None else (module.KernelError,)
 
 
 def _error_of(error: Exception) -> OptimusError | None:
-    """Return the error to print for `error`; None for a bug."""
+    """Return the error to show to the user, or None if `error` is a bug of Optimus."""
     if isinstance(error, _kernel_errors()):
         return ConfigError(str(error))
     return as_optimus_error(error)
 
 
 def _end(error: OptimusError) -> int:
-    """Print the Outcome of a command that ends with `error`, if this rank is the one that prints
-    it; return the exit status."""
+    """End the command with `error` and return the exit status. The error is printed unless
+    another rank prints it."""
     from optimus.distributed.agreement import end_alone
 
     ended = end_alone(error)
     if _is_rank_of_a_launcher():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else its status could replace the run's
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its status, 143, could replace the run's
     if ended.prints:
         with _without_output_errors():
             print(ended.line, file=sys.stderr, flush=True)
@@ -235,16 +238,16 @@ def _end(error: OptimusError) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process prints messages about its start. Only rank 0 does; for ranks of
-    our spawner, the spawner prints them."""
+    """Return whether this process prints the messages about its start. Only rank 0 prints them;
+    with `--nproc`, the parent process prints them instead."""
     from optimus.launch.environment import RENDEZVOUS, read_rank
 
     return RENDEZVOUS not in os.environ and read_rank() == 0
 
 
 def _is_rank_of_a_launcher() -> bool:
-    """Return whether srun or mpiexec started this process, and not torchrun, our spawner or a
-    user."""
+    """Return whether srun or mpiexec started this process. Return False for a process that
+    torchrun, `--nproc` or a user started."""
     from optimus.launch.environment import is_launched
 
     return "RANK" not in os.environ and is_launched()
@@ -297,7 +300,7 @@ def _add(
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a TOML file; configs/run holds examples")
+    parser.add_argument("config", help="a TOML file; configs/run has examples")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
 
 
@@ -309,7 +312,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--nproc",
         type=int,
         metavar="N",
-        help="start N local ranks; without it the environment of mpiexec, srun or torchrun counts",
+        help="start N ranks here; without it, mpiexec, srun or torchrun set rank and world size",
     )
     parser.add_argument(
         "--dry-run",
@@ -324,7 +327,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         ("data", "the data"),
         ("run-dir", "the run directory and its checkpoints"),
     ):
-        text = f"with --dry-run: for a machine that does not see {absent}"
+        text = f"with --dry-run: do not check {absent}, which this machine cannot read"
         parser.add_argument(f"--skip-{name}-check", action="store_true", help=text)
 
 
@@ -346,11 +349,11 @@ class _PrintSettings(argparse.Action):
 
 
 def _train(args: argparse.Namespace, arguments: list[str]) -> int:
-    if _is_rank_of_a_launcher():  # before anything that takes time is imported
+    if _is_rank_of_a_launcher():  # before the slow imports
         status = OutcomeKind.FAILED.exit_status
-        # srun returns the highest exit status of all ranks. If another rank fails before this one's
-        # first step, srun sends SIGTERM to this rank, whose default status, 143, would hide the
-        # status of the failed rank.
+        # srun returns the highest exit status of all ranks. If another rank fails before this
+        # rank's first step, srun sends SIGTERM to this rank. The default status for SIGTERM, 143,
+        # would hide the status of the failed rank.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
     from optimus.config import load_config
     from optimus.launch.environment import STARTED, read_launch_env
@@ -389,7 +392,9 @@ def _check_no_dry_run_options(args: argparse.Namespace) -> None:
     for option in ("nodes", "skip_data_check", "skip_run_dir_check"):
         if (value := getattr(args, option)) is not None and value is not False:
             name = option.replace("_", "-")
-            raise ConfigError(f"--{name} belongs to --dry-run; add that or leave it out")
+            raise ConfigError(
+                f"--{name} has an effect only with --dry-run; add it or remove --{name}"
+            )
 
 
 def _dry_run(args: argparse.Namespace) -> int:
@@ -405,12 +410,14 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "plan", _plan, "Parameters, FLOPs and memory of a run, in advance.")
+    parser = _add(
+        commands, "plan", _plan, "Compute parameters, FLOPs and memory of a run in advance."
+    )
     _add_config(parser)
     parser.add_argument(
         "--resolved",
         action="store_true",
-        help="print what `train` would run instead: mesh, batch, data, start and settings",
+        help="instead, print the mesh, batch, data, start and settings that `train` would use",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -443,15 +450,15 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
     parser = _add(
-        commands, "convert", _convert, "Between Hugging Face directories and checkpoints."
+        commands, "convert", _convert, "Convert between Hugging Face directories and checkpoints."
     )
     parser.add_argument("direction", choices=("from-hf", "to-hf"))
     parser.add_argument(
         "source", help="from-hf: a Hugging Face directory; to-hf: a checkpoint or run"
     )
-    parser.add_argument("out", help="directory to make; it must not exist")
+    parser.add_argument("out", help="directory to create; it must not exist")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), help="to-hf: type to write (as stored)"
+        "--dtype", choices=("fp32", "bf16"), help="to-hf: dtype to write (default: as stored)"
     )
 
 
@@ -460,7 +467,7 @@ def _convert(args: argparse.Namespace, arguments: list[str]) -> int:
 
     if args.direction == "from-hf":
         if args.dtype:
-            raise ConfigError("--dtype belongs to to-hf; from-hf keeps the types of the directory")
+            raise ConfigError("convert from-hf keeps the dtypes of the source; remove --dtype")
         from_hf(args.source, args.out)
     else:
         to_hf(args.source, args.out, args.dtype)
@@ -469,13 +476,15 @@ def _convert(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "eval", _eval, "Loss of a checkpoint on a data set.")
+    parser = _add(commands, "eval", _eval, "Compute the loss of a checkpoint on a data set.")
     parser.add_argument(
         "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
     )
     parser.add_argument("data", help="a data set written by optimus-data, such as OUT/eval")
-    parser.add_argument("--instances", type=int, default=0, metavar="N", help="how many (0: all)")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="at once (8)")
+    parser.add_argument("--instances", type=int, default=0, metavar="N", help="instances (0: all)")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="instances per forward pass (8)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -501,7 +510,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     for name, kind, default, meaning in (
         ("tokens", int, 64, "tokens to sample at most"),
-        ("temperature", float, 0.8, "of the sampling; 0: the likeliest token"),
+        ("temperature", float, 0.8, "temperature of the sampling; 0: the likeliest token"),
         ("top-k", int, 50, "sample from the N likeliest tokens; 0: from the whole vocabulary"),
         ("seed", int, 0, "seed of the sampling"),
     ):
@@ -550,7 +559,7 @@ def _add_kernels(commands: argparse._SubParsersAction) -> None:
         "backends",
         nargs="*",
         metavar="BACKEND",
-        help="build: sycl, cuda or cpu; without one, those whose compiler is here",
+        help="build: sycl, cuda or cpu; default: all whose compiler is installed",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -560,7 +569,7 @@ def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.platform import import_ipex
 
     if args.action == "status" and args.backends:
-        raise ConfigError(f"kernels status {args.backends[0]}: it lists them all; leave it out")
+        raise ConfigError(f"kernels status lists all backends; remove {args.backends[0]!r}")
     import_ipex()  # some versions of torch have xpu devices only with IPEX
     if args.action == "build":
         build_kernels(args.backends)

@@ -36,7 +36,7 @@ _GIB = 1 << 30
 
 
 def examine() -> dict[str, Any]:
-    """Return the report of `optimus doctor --json`. Runs no collective and compiles nothing."""
+    """Return the report of `optimus doctor --json`, without collectives or compilation."""
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -50,7 +50,7 @@ def examine() -> dict[str, Any]:
 
 
 def format_examination(examination: dict[str, Any]) -> str:
-    """Return the report as text, one line for each entry."""
+    """Format the result of `examine` as text, one line for each entry."""
     lines = []
     for title, facts in examination.items():
         lines.append(title)
@@ -63,8 +63,8 @@ def format_examination(examination: dict[str, Any]) -> str:
 
 
 def kernels_status() -> dict[str, Any]:
-    """Return the report of `optimus kernels status --json`. Raises ConfigError if OPTIMUS_KERNELS
-    names no backend."""
+    """Return the report of `optimus kernels status --json`. Raises ConfigError if the value of
+    OPTIMUS_KERNELS is unknown."""
     try:
         backend.chosen()
     except KernelError as error:
@@ -73,13 +73,16 @@ def kernels_status() -> dict[str, Any]:
 
 
 def build_kernels(names: Sequence[str]) -> None:
-    """Compile the backends `names` ahead of any run; without names, all that can be compiled here.
+    """Compile the kernels of the backends in `names`, so that no run has to. If `names` is empty,
+    compile every backend that this machine can compile.
 
-    Raises ConfigError for the first backend that cannot be built, or if none can be compiled.
+    Raises ConfigError if a name is unknown, a backend cannot be built, or none can be compiled.
     """
     for name in names:
         if name not in build.BACKENDS:
-            raise ConfigError(f"kernels build {name}: it is one of {', '.join(build.BACKENDS)}")
+            raise ConfigError(
+                f"kernels build {name}: unknown backend; use one of {', '.join(build.BACKENDS)}"
+            )
     wanted = list(dict.fromkeys(names)) or [name for name in build.BACKENDS if _can_build(name)]
     if not wanted:
         reasons = "; ".join(
@@ -91,7 +94,7 @@ def build_kernels(names: Sequence[str]) -> None:
             entry = build.build(name)
         except KernelError as error:
             raise ConfigError(f"kernels build {name}: {error}") from error
-        logger.info("%s kernels in %s", name, entry.library)
+        logger.info("the %s kernels are in %s", name, entry.library)
 
 
 def _can_build(name: str) -> bool:
@@ -103,8 +106,8 @@ def _can_build(name: str) -> bool:
 
 
 def format_status(kernels: dict[str, Any]) -> str:
-    """Return the kernels' status as text: for each backend its state, and the reason why each other
-    build in the cache is not used."""
+    """Format the result of `kernels_status` as text: the state of each backend, and each build in
+    the cache that is not used, with the reason."""
     lines = [f"choice: {kernels['choice']}", f"cache: {kernels['cache']}"]
     for status in kernels["backends"]:
         text = status["why_not"]
@@ -204,8 +207,8 @@ def _kernels() -> dict[str, Any]:
 
 
 def _peaks() -> dict[str, str]:
-    """Return the measured peaks in FLOP/s to which MFU refers, by cache file. After a file is
-    removed, the next run measures that peak again."""
+    """Return a description of each measured peak FLOP/s (the denominator of MFU), by the path of
+    its cache file. If a user removes a file, the next run measures that peak again."""
     return {str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()}
 
 

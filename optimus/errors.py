@@ -1,9 +1,9 @@
-"""Errors that users can meet, and the Outcome that ends a run or a command.
+"""Errors that are shown to users, and the Outcome that ends a run or a command.
 
-A user's mistake raises one of these errors with one line that names the key, the value and the
-remedy; the command line prints that line and exits with the status of the error's kind. A bug of
-Optimus is an assertion instead. An error concerns one rank; before ranks end, they agree on one
-Outcome (optimus.distributed.agreement).
+A mistake of the user raises one of these errors. Its message is one line with the key, the value
+and the remedy. The command line prints the message and exits with the status of the error's kind.
+A bug of Optimus raises an assertion instead. Each rank raises its own error; before the ranks of a
+run end, they agree on one Outcome (optimus.distributed.agreement).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from enum import Enum
 from typing import Literal
 
 _LINE_CHARS = 2000
-"""Largest number of characters of a message. Of a longer one the middle is left out, since the
-remedy is at the end."""
+"""Maximum number of characters in a message. `one_line` leaves out the middle of a longer message
+and keeps the end, which contains the remedy."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 Phase = Literal["launch", "meeting", "setup", "training", "benchmark"]
-"""Phases of a rank: reading its command, meeting the other ranks, building its states, doing its
-updates, and benchmarking."""
+"""Phases of a rank: reading the command (launch), rendezvous with the other ranks (meeting),
+building model and optimizer (setup), updates (training), and `optimus bench` (benchmark)."""
 
 
 class OutcomeKind(Enum):
-    """Ways in which a run or a command can end. The values are their names in JSON output."""
+    """Ways in which a run or a command can end. JSON output contains the values."""
 
     DONE = "done"
     FAILED = "failed"
@@ -38,7 +38,7 @@ class OutcomeKind(Enum):
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a process that ends in this way; README lists them."""
+        """Exit status of a process that ends in this way. README lists the statuses."""
         return _EXIT_STATUS[self]
 
 
@@ -55,15 +55,15 @@ _EXIT_STATUS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The way in which a run or a command ends, as one rank reports it.
+    """The end of a run or a command, as one rank reports it.
 
     Attributes:
-        kind: Determines the exit status.
+        kind: Way in which the run ends; determines the exit status.
         message: One line for the user.
-        rank: The rank that reports it; 0 if all ranks report the same.
-        host: The machine of that rank.
-        step: The update that the rank was doing; 0 before the first.
-        phase: What the rank was doing.
+        rank: Rank that reports the Outcome; 0 if all ranks report the same.
+        host: Host name of that rank's machine.
+        step: Update in which that rank ended; 0 before the first update.
+        phase: Phase in which that rank ended.
     """
 
     kind: OutcomeKind
@@ -74,12 +74,12 @@ class Outcome:
     phase: Phase = "launch"
 
     def to_json(self) -> str:
-        """Return the JSON object with a key for each attribute."""
+        """Return a JSON object with one key for each attribute."""
         return json.dumps({**asdict(self), "kind": self.kind.value})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Outcome:
-        """Return the Outcome that `to_json` wrote. Raises ValueError for any other text."""
+        """Parse the result of `to_json`. Raises ValueError for any other text."""
         try:
             fields = json.loads(text)
             return cls(**{**fields, "kind": OutcomeKind(fields["kind"])})
@@ -88,27 +88,28 @@ class Outcome:
 
 
 class OptimusError(Exception):
-    """Base of all expected failures. The message is one line."""
+    """Base class of the errors that users see. The message is one line."""
 
     kind = OutcomeKind.FAILED
 
     @property
     def exit_code(self) -> int:
-        """The exit status of a process that ends with this error."""
+        """Exit status of a process that ends with this error."""
         return self.kind.exit_status
 
 
 class ConfigError(OptimusError):
-    """An unknown key, a wrong type, or settings that cannot go together."""
+    """A setting or argument that is unknown, has a wrong type or contradicts another."""
 
     kind = OutcomeKind.USAGE
 
 
 class LaunchError(ConfigError):
-    """Environment variables of a launcher, or an address, with which ranks cannot meet.
+    """Environment variables of a launcher, or an address, with which the rendezvous cannot work.
 
     Attributes:
-        of_rank: True if it concerns this rank alone; otherwise all ranks of the machine find it.
+        of_rank: True if the error concerns this rank alone. If False, all ranks of the machine
+            raise the same error, and only the machine's first rank prints it.
     """
 
     def __init__(self, message: str, of_rank: bool = False) -> None:
@@ -141,8 +142,8 @@ class Stopped(OptimusError):
 
 
 class NonFiniteError(OptimusError):
-    """A NaN or an infinity in a loss, a gradient or an optimizer state. All ranks of a run raise it
-    together, and no checkpoint contains the value."""
+    """A NaN or an infinity in a loss, a gradient or an optimizer state. All ranks of a run raise
+    this error together, and no checkpoint contains the NaN or infinity."""
 
     kind = OutcomeKind.NONFINITE
 
@@ -154,8 +155,8 @@ class LostPeerError(OptimusError):
 
 
 def as_optimus_error(error: Exception) -> OptimusError | None:
-    """Return the error to show the user: `error` itself, or an OptimusError of one line if a file
-    or disk failed. None for a bug, which is shown with its stack."""
+    """Return the error to show to the user: `error` itself if it is an OptimusError, or a new
+    OptimusError if a file or disk failed. Return None for a bug, which needs a traceback."""
     if isinstance(error, OptimusError):
         return error
     if not isinstance(error, OSError):
@@ -167,8 +168,8 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
 
 
 def one_line(text: object) -> str:
-    """Return `text` folded onto one line and printable, for messages built from other libraries'
-    errors and from names and values in files. The middle of a very long line is left out."""
+    """Return `text` as one printable line, for a message that contains another library's error or
+    a name or value from a file. The middle of a very long text is left out."""
     line = printable(" ".join(str(text).split()))
     if len(line) <= _LINE_CHARS:
         return line
@@ -176,30 +177,30 @@ def one_line(text: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters, line ends and lone surrogates as escapes. A terminal
-    would execute control characters, and no encoding has lone surrogates."""
+    """Return `text` with control characters, line ends and lone surrogates escaped. A terminal
+    would execute control characters, and lone surrogates cannot be encoded."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def printable_lines(text: str) -> str:
-    """Return `text` with `printable` applied to each line; line ends are kept."""
+    """Apply `printable` to each line of `text` and keep the line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def _printable(character: str) -> str:
-    # Cc: terminal escapes; Cf: among others, marks that reverse the reading direction; Cs: lone
-    # surrogates; Zl, Zp: line ends.
+    # Unicode categories. Cc: terminal escapes; Cf: invisible marks, such as those that reverse the
+    # reading direction; Cs: lone surrogates; Zl, Zp: line ends.
     escaped = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     kept = character in "\t\u200c\u200d"  # joiners are part of words and of emoji
     return character if kept or not escaped else ascii(character)[1:-1]
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return `number` with its noun, such as `1 shard` and `2,000 shards`.
+    """Return a number followed by a noun, such as `1 shard` or `2,000 shards`.
 
     Args:
-        number: Number of elements.
-        noun: Noun for an element, in the singular.
-        plural: Plural of `noun` if it is not `noun` with an s.
+        number: Number to print.
+        noun: Noun in the singular.
+        plural: Plural of `noun`. If it is empty, an s is added to `noun`.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

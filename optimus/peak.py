@@ -1,8 +1,8 @@
-"""The peak FLOP/s that MFU refers to: from a data sheet, or measured once on a device and cached.
+"""Peak FLOP/s of a device, the denominator of MFU: from a data sheet, or measured and cached.
 
-Measured peaks are cached in files of the user's cache directory, one for each kind of device,
-dtype, library, torch version and number of threads. A run records its peak in its directory and
-keeps it when it is resumed.
+Measured peaks are cached in the user's cache directory, in one file for each combination of
+device, dtype, library, torch version and number of threads. A run also records its peak in the
+run directory and uses the same peak after a resume.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from optimus.errors import counted, one_line
 from optimus.io import files
 from optimus.platform import device_name, synchronize
 
-# Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Max 1550: one tile as measured on Aurora.
+# Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Intel Max 1550: one tile, measured on Aurora.
 _BF16_PEAKS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -35,28 +35,28 @@ _BF16_PEAKS = {
 }
 _FORMAT = "optimus-peak"
 _KINDS = {"str": str, "int": int, "float": (int, float)}
-"""Types that a value in a file may have, by the annotation of the field."""
+"""Accepted types of a field in a cache file, by the annotation of the field."""
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
-"""Largest spread of a measurement that is cached. A measurement with a larger one is used by one
-run only."""
+"""Maximum `Peak.spread` of a measurement that is cached. Only the run that makes a measurement
+with a larger spread uses it."""
 _MIN_CPU_SHARE = 0.9
-"""Least share of the processor time that all threads could have had during a product. With less,
-other programs interrupted the product, and its time does not count."""
+"""Minimum processor time of a product, as a fraction of its wall-clock time * threads. If the
+fraction is lower, other programs interrupted the threads, and the product does not count."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The conditions of a measurement."""
+    """Conditions of a measurement. A cached peak is used only under the same conditions."""
 
     device: str
-    """Device type."""
+    """Device type, such as `cuda`."""
     name: str
     """Name of the processor or accelerator."""
     dtype: str
     library: str
-    """Library that computes the products."""
+    """Library that computes the matrix products."""
     torch: str
     """Version of torch."""
     threads: int
@@ -69,16 +69,16 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one rank, and its source."""
+    """Peak FLOP/s of one rank, and how it was found."""
 
     setup: Setup
     flops: float
     spread: float
-    """Relative difference in rate between the fastest product and the third fastest or, if there
-    are 30 or more products, the last one of the fastest tenth."""
+    """Relative difference in rate between the fastest product and a slower product: the third
+    fastest or, with 30 or more products, the 10th percentile of the times."""
     method: str
     measured_at: str
-    """UTC; empty for a data sheet."""
+    """Time of the measurement in UTC; empty for a peak from a data sheet."""
 
     @property
     def is_reliable(self) -> bool:
@@ -99,14 +99,14 @@ def find_peak(
 ) -> Peak:
     """Return the peak FLOP/s of a device for matrix products.
 
-    The peak is that of a data sheet, else that of the cache, else it is measured now. A measurement
-    takes about a second and is cached if it is reliable.
+    The peak comes from a data sheet, else from the cache, else from a new measurement. A
+    measurement takes about a second and is cached if its spread is small.
 
     Args:
-        device: Device of this rank. The peak of a CPU is that of this rank's intra-op threads.
+        device: Device of this rank. On a CPU, the peak covers this rank's intra-op threads.
         dtype: Dtype of the products.
         library: Name of the library that computes the products.
-        log: Called with each line for the log.
+        log: Function that writes one line to the log.
 
     Returns:
         The peak in FLOP/s of one rank.
@@ -123,32 +123,32 @@ def find_peak(
         _cache(peak, log)
     else:
         log(
-            f"the peak of MFU was measured with a spread of {peak.spread:.0%} because the machine "
-            "is busy; it is not cached, and the next run measures again"
+            f"the peak FLOP/s for MFU was measured with a spread of {peak.spread:.0%} because the "
+            "machine is busy; it is not cached, and the next run measures again"
         )
     return peak
 
 
 def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
-    """Return the conditions of a measurement on this rank."""
+    """Return the Setup of a measurement on this rank."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     dtype_name = str(dtype).removeprefix("torch.")
     return Setup(device.type, device_name(device), dtype_name, library, torch.__version__, threads)
 
 
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
-    """Time many short products on this rank's threads; the peak is the rate of the fastest.
+    """Measure the peak: the rate of the fastest of many short matrix products on this rank.
 
-    On a CPU a product counts only if its threads had the processor. One thread is timed by its
-    processor time. Several threads are timed by the wall clock, and a product counts if they got
-    nine tenths of the processor time. If fewer than three products count, the peak is the rate of
-    one thread times the number of threads, with a spread of 1. Wall-clock time alone would measure
-    other programs on a busy machine: at a load of 18 on two cores, products of 1024^3 took 20 times
-    as long by the wall clock as by processor time.
+    On a CPU, time in which other programs interrupt the product must not count. One thread is
+    timed by its processor time. Several threads are timed by the wall clock, and a product counts
+    only if the threads got 90 % of the processor time. If fewer than three products count, the peak
+    is the rate of one thread times the number of threads, with a spread of 1. Wall-clock time alone
+    is wrong on a busy machine: at a load of 18 on two cores, products of 1024^3 took 20 times as
+    long by the wall clock as by processor time.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
-        # Slow arithmetic gets small products: without fp16 instructions, 1024^3 takes 2 s in fp16.
+        # Small products if arithmetic is slow: without fp16 instructions, 1024^3 takes 2 s in fp16.
         size = 512 if min(_thread_times(256, dtype, 0.0)) < 0.004 else 256
     method = f"measured {size}^3 matmul"
     if device.type != "cpu":
@@ -188,7 +188,7 @@ def _timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]:
-    """Return the processor seconds of each of several products on this thread."""
+    """Return the processor time in seconds of each of several products on this thread."""
     run = _product(size, dtype, torch.device("cpu"))
     times_s: list[float] = []
     end = time.perf_counter() + budget_s
@@ -198,8 +198,8 @@ def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]
 
 
 def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Return the wall-clock seconds of products during which all threads had the processor. The
-    list may be empty."""
+    """Return the wall-clock seconds of the products that no other program interrupted, as
+    _MIN_CPU_SHARE defines. The list may be empty."""
     run, times_s = _product(size, dtype, torch.device("cpu")), []
     end = time.perf_counter() + 0.75 * _BUDGET_S
     while time.perf_counter() < end:
@@ -211,7 +211,7 @@ def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[fl
 
 
 def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return the wall-clock seconds of products on a device other than a CPU."""
+    """Return the wall-clock seconds of each of several products on an accelerator."""
     run = _product(size, dtype, device)
     times_s: list[float] = []
 
@@ -227,8 +227,8 @@ def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[f
 
 
 def cache_dir() -> Path | None:
-    """Return OPTIMUS_PEAK_CACHE, or optimus/peaks in the user's cache directory; None without a
-    home directory."""
+    """Return the directory of cached peaks: OPTIMUS_PEAK_CACHE, or optimus/peaks in the user's
+    cache directory. Return None if the user has no home directory."""
     if setting := os.environ.get("OPTIMUS_PEAK_CACHE"):
         return Path(setting)
     try:
@@ -239,7 +239,7 @@ def cache_dir() -> Path | None:
 
 
 def kept_peaks() -> list[tuple[Path, Peak]]:
-    """Return the peaks in the cache that can be used, each with the path of its file."""
+    """Return the usable peaks in the cache, each with the path of its file."""
     directory = cache_dir()
     paths = sorted(directory.glob("*.json")) if directory is not None else []
     peaks = ((path, read_peak(path)) for path in paths)
@@ -251,7 +251,7 @@ def _read(setup: Setup, log: Callable[[str], None]) -> Peak | None:
         return None
     cached = read_peak(directory / f"{setup.key}.json")
     if isinstance(cached, str):
-        log(f"{cached}; it is ignored, and the peak of MFU is measured again")
+        log(f"{cached}; the file is ignored, and the peak FLOP/s for MFU is measured again")
         return None
     return cached if cached is not None and cached.setup == setup else None
 
@@ -261,10 +261,10 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
 
     Args:
         path: Path of the file.
-        private: Refuse the file if another user owns it or its folder, or may write to one of them.
+        private: Refuse the file if another user owns it or its folder, or can write to either.
 
     Returns:
-        The peak, None if the file does not exist, or the reason why it is not used.
+        The peak, None if the file does not exist, or the reason why the file is not used.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -290,8 +290,8 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
 
 
 def _parse(data: bytes) -> Peak:
-    """Return the peak that `write_peak` wrote. Raises one of several exceptions for other
-    content."""
+    """Parse the content of a file that `write_peak` wrote. For other content, raise one of the
+    exceptions that `read_peak` catches."""
     tree = files.parse_checked_json(data)
     is_peak = tree.pop("format") == _FORMAT
     del tree["self_xxh3"]
@@ -309,7 +309,7 @@ def _parse(data: bytes) -> Peak:
 
 
 def _cache(peak: Peak, log: Callable[[str], None]) -> None:
-    """Write a peak to the cache; log a line if that fails."""
+    """Write a peak to the cache. If the write fails, log a line."""
     if (directory := cache_dir()) is None:
         return
     try:
@@ -319,22 +319,22 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
         path.chmod(0o600)  # under umask 002 the group could write it, and read_peak would refuse it
     except OSError as error:
         log(
-            f"the peak of MFU is not cached: {error.filename or directory}: {error.strerror}; set "
-            "OPTIMUS_PEAK_CACHE to a writable directory"
+            f"the peak FLOP/s for MFU is not cached: {error.filename or directory}: "
+            f"{error.strerror}; set OPTIMUS_PEAK_CACHE to a writable directory"
         )
 
 
 def write_peak(path: Path, peak: Peak) -> None:
-    """Write a peak atomically, for `read_peak`. Raises OSError."""
+    """Write a peak to a file that `read_peak` can read, atomically. Raises OSError."""
     files.write_bytes(path, files.checked_json({"format": _FORMAT, **dataclasses.asdict(peak)}))
 
 
 class RunPeak:
-    """The peak FLOP/s to which MFU in one run refers. It stays the same when the run is resumed.
+    """Peak FLOP/s from which one run computes its MFU. A resumed run keeps its peak.
 
-    Only the first rank has a RunPeak, which is for that rank's threads. It is measured while the
-    other ranks wait or prepare, since a cached peak must not depend on the number of ranks on the
-    machine. MFU therefore becomes lower if ranks slow each other down.
+    Only the first rank has a RunPeak, for its own device or threads. It measures the peak while the
+    other ranks wait or set up, so that the cached peak does not depend on the number of ranks on
+    the machine. If ranks slow each other down during training, MFU is therefore lower.
     """
 
     def __init__(
@@ -346,13 +346,13 @@ class RunPeak:
         library: str,
         log: Callable[[str], None],
     ) -> None:
-        """Use the peak that this run has recorded, if it is resumed with the same setup; else find
-        the peak and record it.
+        """Read the peak that this run recorded earlier, if the run is resumed with the same Setup.
+        Otherwise find the peak and record it in the run directory.
 
         Args:
-            run_dir: Directory of the run.
-            resumed: True if the run was started before.
-            device, dtype, library, log: As for `find_peak`; `log` also gets the peak in use.
+            run_dir: Run directory.
+            resumed: True if the run continues after step 0.
+            device, dtype, library, log: As for `find_peak`. `log` also receives the peak in use.
         """
         self._path, self._log, self._was_too_low = run_dir / "peak.json", log, False
         setup = setup_of(device, dtype, library)
@@ -367,14 +367,14 @@ class RunPeak:
         self._record()
 
     def mfu(self, flops: float) -> float | None:
-        """Return MFU: the rate `flops`, in FLOP/s, as a share of the peak. A rate above the peak
-        shows that the peak was too low: the rate becomes the peak, and None is returned."""
+        """Return the MFU of a step: `flops`, in FLOP/s, divided by the peak. If `flops` is above
+        the peak, the peak was too low: `flops` becomes the peak, and the result is None."""
         if flops <= self.peak.flops:
             return flops / self.peak.flops
         if not self._was_too_low:
             self._log(
-                f"the peak of MFU was too low: a step reached {flops / 1e12:.3g} TFLOP/s, which is "
-                "the peak from now on; the step's mfu is null"
+                f"the peak FLOP/s for MFU was too low: a step reached {flops / 1e12:.3g} TFLOP/s, "
+                "which is the peak from now on; the step's mfu is null"
             )
             if (directory := cache_dir()) is not None:
                 with contextlib.suppress(OSError):

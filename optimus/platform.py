@@ -24,19 +24,19 @@ _IPEX = "intel_extension_for_pytorch"
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype for a value of `train.dtype`."""
+    """Return the torch dtype for a value of `train.dtype`."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
-    """Select the device of this rank.
+    """Return the device of this rank and make it torch's current device.
 
     Args:
-        local_rank: Number of this rank on its node.
-        wanted: Device type; "auto" for the first that is available of xpu, cuda and cpu.
+        local_rank: Number of this rank on its node, used as the device index.
+        wanted: Device type. "auto" selects the first available type of xpu, cuda and cpu.
 
     Raises:
-        ConfigError: torch finds no device of that type, or fewer devices than the node has ranks.
+        ConfigError: torch finds no device of the type, or none with the index `local_rank`.
     """
     kinds = ("xpu", "cuda", "cpu") if wanted == "auto" else (wanted,)
     for kind in kinds:
@@ -48,8 +48,8 @@ def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
         count = module.device_count()
         if local_rank >= count:
             raise ConfigError(
-                f"local rank {local_rank} has no {kind} device: this node shows {count}; "
-                "start at most that many ranks per node or set train.device=cpu"
+                f"local rank {local_rank} has no {kind} device: torch finds {count} on this node; "
+                f"start at most {count} ranks per node, or set train.device=cpu"
             )
         device = torch.device(kind, local_rank)
         module.set_device(device)
@@ -61,7 +61,7 @@ def collective_backend(device: torch.device) -> str:
     """Return the torch.distributed backend for a device: xccl, ccl, nccl or gloo.
 
     Raises:
-        ConfigError: This torch has no collective backend for xpu devices.
+        ConfigError: No collective backend for xpu devices is installed, or its import fails.
     """
     if device.type == "cuda":
         return "nccl"
@@ -74,8 +74,9 @@ def collective_backend(device: torch.device) -> str:
                 importlib.import_module("oneccl_bindings_for_pytorch")
             except (ImportError, OSError) as error:
                 raise ConfigError(
-                    f"oneccl_bindings_for_pytorch does not fit this torch: {one_line(error)}; "
-                    "install those of the same version, or a torch with xccl"
+                    "cannot import oneccl_bindings_for_pytorch with this torch: "
+                    f"{one_line(error)}; install the bindings for torch {torch.__version__}, "
+                    "or a torch with xccl"
                 ) from None
             return "ccl"
         raise ConfigError(
@@ -86,16 +87,18 @@ def collective_backend(device: torch.device) -> str:
 
 
 def device_of_backend(backend: str) -> torch.device:
-    """Return the device on which a backend's collectives need their tensors: this process's
-    accelerator or the CPU."""
+    """Return the device for the tensors of a backend's collectives: the current accelerator for
+    nccl, xccl and ccl, else the CPU."""
     kinds = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu"}
     return torch.device(kinds.get(backend, "cpu"))
 
 
 def import_ipex() -> str:
-    """Import Intel's extension for PyTorch (IPEX) if it is installed and OPTIMUS_IPEX is not 0.
-    Return its version, "absent", or the reason why it is not imported. docs/intel.md says what IPEX
-    changes.
+    """Import Intel's extension for PyTorch (IPEX), unless OPTIMUS_IPEX is 0. docs/intel.md lists
+    the effects of the import.
+
+    Returns:
+        The version of IPEX, "absent" if it is not installed, or why it is not imported.
     """
     if os.environ.get("OPTIMUS_IPEX") == "0":
         return "left out by OPTIMUS_IPEX=0"
@@ -108,8 +111,8 @@ def import_ipex() -> str:
 
 
 def check_compile(compile_blocks: bool) -> None:
-    """Raise ConfigError for `train.compile` together with IPEX, whose layer_norm on CPUs has no
-    gradient in compiled code: training would continue with wrong gradients."""
+    """Raise ConfigError if `train.compile` is used together with IPEX. In compiled code, IPEX's
+    layer_norm for CPUs has no gradient, so training would continue with wrong gradients."""
     wanted = os.environ.get("OPTIMUS_IPEX") != "0" and importlib.util.find_spec(_IPEX) is not None
     if compile_blocks and (wanted or _IPEX in sys.modules):
         raise ConfigError(
@@ -119,18 +122,19 @@ def check_compile(compile_blocks: bool) -> None:
 
 
 def use_private_compile_cache() -> None:
-    """Make torch.compile store its libraries in a folder that no other user can write: one of mode
-    0700 in the temporary directory, unless TORCHINDUCTOR_CACHE_DIR is set.
+    """Make torch.compile store its libraries in a folder that only this user can write.
 
-    torch's default folder has a predictable name, and torch loads the files it finds there.
-    Precompiled headers are always stored there, so they are switched off.
+    The folder has mode 0700 and is in the temporary directory, unless the user has set
+    TORCHINDUCTOR_CACHE_DIR. torch's default folder has a predictable name, so another user could
+    create it and put libraries into it, which torch would load. torch stores precompiled headers
+    in the default folder in any case, so they are switched off.
 
     Raises:
-        ConfigError: Other users can rename folders of the temporary directory.
+        ConfigError: Other users can replace folders in the temporary directory.
     """
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_folder())
-    inductor = importlib.import_module("torch._inductor.config")  # the import reads the variable
+    inductor = importlib.import_module("torch._inductor.config")  # reads TORCHINDUCTOR_CACHE_DIR
     if hasattr(inductor, "cpp_cache_precompile_headers"):
         setattr(inductor, "cpp_cache_precompile_headers", False)  # noqa: B010, unknown to torch 2.8
 
@@ -156,20 +160,20 @@ def _private_folder() -> Path:
 
 
 def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int:
-    """Set the intra-op threads of this rank.
+    """Set the number of intra-op threads of torch in this process.
 
     Args:
-        threads: `train.threads`. If it is 0, the number is 1 in deterministic mode, else
-            OMP_NUM_THREADS, else this rank's share of the cores.
+        threads: `train.threads`. With 0, the number is 1 in deterministic mode, else
+            OMP_NUM_THREADS if it is set, else the available cores / `local_world_size`.
         deterministic: `train.deterministic`.
         local_world_size: Number of ranks on this node.
 
     Returns:
-        The number of threads.
+        The number of threads that was set.
     """
     if threads == 0 and deterministic:
         threads = 1
-    if threads == 0:  # OMP_NUM_THREADS may be a list with a number for each level of nesting
+    if threads == 0:  # OMP_NUM_THREADS may be a list, one number per nesting level
         text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         threads = int(text) if text.isdecimal() else 0
     threads = threads or max(1, available_cores() // local_world_size)
@@ -184,8 +188,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the largest number of bytes that tensors had on the device so far; on a CPU, the
-    largest resident set size of the process, in bytes."""
+    """Return the peak memory so far in bytes: the tensors on an accelerator, or the resident set
+    size of this process for a CPU."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job on real text: prepare the interpreter's own standard library, train a small
-# Mixture-of-Experts model on it with two ranks, evaluate, draw, sample. Run by `make demo`.
+# Demo on real text, run by `make demo`: prepares Python's standard library as a data set, trains a small
+# Mixture-of-Experts model on it with two ranks, evaluates it, plots its metrics and samples from it.
 # A second demo keeps the data and trains a new model; an interrupted demo continues where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -24,10 +24,10 @@ def main(demo: Path) -> None:
     assert newest is not None, "the demo's run left no checkpoint"
     print(
         f"""
-held-out loss of the model      {held_out["loss"]:.3f} nats a token (step {held_out["step"]})
-unigram entropy of the shards   {unigram:.3f}
-add-one bigram, held out        {baselines["held_out"]["bigram_loss"]:.3f}
-the model is {unigram - held_out["loss"]:.2f} nats below the unigram entropy
+held-out loss of the model           {held_out["loss"]:.3f} nats per token (step {held_out["step"]})
+held-out loss of an add-one bigram   {baselines["held_out"]["bigram_loss"]:.3f}
+unigram entropy of training data     {unigram:.3f}
+The model is {unigram - held_out["loss"]:.2f} nats below the unigram entropy
 
 loss curve       {demo / "run" / "report.png"}
 metrics          {demo / "run" / "metrics.jsonl"}, {demo / "run" / "eval.jsonl"}

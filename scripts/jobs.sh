@@ -1,6 +1,6 @@
 # Functions of the job scripts in slurm/ and pbs/, which source this file with `set -euo pipefail`. Each
-# script has its options in variables of the same names, the command after -- in `command`, the command
-# that submits the job in `submit`, and the command that runs in the job in `launch`.
+# script sets variables with the names of its options, `command` (the command after --), `submit` (the
+# command that submits the job) and `launch` (the command that runs in the job).
 
 unset CDPATH # with it, cd prints the directory and may change to another one
 me=$(basename "$0")
@@ -12,8 +12,8 @@ refuse() {
     exit 2
 }
 
-# "NAME ..." WHAT ARGUMENT...: reads the options of these names, --dry-run and --inside, and the
-# command after --, which messages call a WHAT. An option NAME! takes no value and is added to `flags`.
+# Arguments: "NAME ..." WHAT ARGUMENT... Parses the options --NAME, --dry-run and --inside, and the command
+# after --, which messages call WHAT. An option that is listed as NAME! has no value and is added to `flags`.
 read_options() {
     local names=" $1 " what=$2 name
     shift 2
@@ -37,7 +37,7 @@ read_options() {
     command=("${@:2}")
 }
 
-# OPTIONS VALUE...: an empty value means that the option is not set.
+# Arguments: OPTIONS VALUE... Refuses a value that is not a whole number; an empty value is an unset option.
 need_whole_numbers() {
     local number
     for number in "${@:2}"; do
@@ -46,24 +46,24 @@ need_whole_numbers() {
     done
 }
 
-# Variables that a job takes from the environment of its submission: paths of programs and libraries,
-# variables that modules set, and settings of Optimus and of the libraries it uses. Nothing else: PBS
-# shows the variables of a job to every user that may query it, and a job needs no secrets.
+# Variables that are exported to a job: paths of programs and libraries, variables that modules set, and
+# settings of Optimus and of the libraries it uses. No others are exported, because PBS shows the variables
+# of a job to every user who may query it, and secrets must not appear there.
 job_needs='PATH|LD_LIBRARY_PATH|LIBRARY_PATH|CPATH|PYTHON.*|VIRTUAL_ENV|CONDA_.*|LANG|LC_.*|TZ'
 job_needs+='|XDG_CACHE_HOME|CC|CXX|CUDA_.*|NVIDIA_.*|OCL_.*|ZE_.*|ZES_.*|SYCL_.*|ONEAPI_.*|IGC_.*|Neo.*|MASTER_.*'
 job_needs+='|LOADEDMODULES|_LMFILES_|MODULE.*|LMOD_.*|CMPLR_ROOT|MKLROOT|TBBROOT|CCL_.*|FI_.*|I_MPI_.*|MPI_.*'
 job_needs+='|MPICH_.*|MPIR_.*|PALS_.*|UCX_.*|NCCL_.*|GLOO_.*|OMP_.*|KMP_.*|MKL_.*|DNNL_.*|MALLOC_.*|TORCH_.*|PYTORCH_.*'
 job_needs+='|IPEX_.*|TOKENIZERS_PARALLELISM|OPTIMUS|OPTIMUS_.*'
 
-# NAME,...: sets `exported` to the names of the variables that a job takes: these and the needed ones.
+# Argument: NAME,... Sets `exported` to these names and the names of the variables that match `job_needs`.
 read_exported() {
     local name names=()
     IFS=, read -ra names <<<"$1"
     for name in ${names[@]+"${names[@]}"}; do
         [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ||
-            refuse "--export takes names of variables with commas between, not '$name'"
+            refuse "--export takes variable names separated by commas, not '$name'"
         [[ -v $name ]] || refuse "--export $name: it is not set"
-        export "${name?}" # a variable that is set but not exported would not reach the job
+        export "${name?}" # a shell variable that is not exported would not reach the job
     done
     while read -r name; do
         case $name in
@@ -74,7 +74,7 @@ read_exported() {
     exported=$(printf '%s\n' "${names[@]}" | sort -u | paste -sd, -)
 }
 
-# Reads the options of an `optimus-data` job: --nodes or --array, and the program.
+# Parses the options of an `optimus-data` job, and checks --nodes, --array and the program.
 read_data_options() {
     read_options "$1" command "${@:2}"
     [[ -z $nodes || -z $array ]] || refuse "give --nodes or --array, not both"
@@ -86,13 +86,13 @@ read_data_options() {
     export TOKENIZERS_PARALLELISM=false # processes divide the work; more threads would compete for their cores
 }
 
-# Refuses a run as `optimus train` would, before its job waits in a queue; prints what it will do.
+# Checks the run with `optimus train --dry-run`, before its job waits in a queue, and prints its summary.
 check_run() {
     type -P "$program" >/dev/null || refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS"
     "$program" train "${command[@]}" --dry-run --nodes "$nodes" --nproc "$ranks" "${flags[@]}"
 }
 
-# WORD...: prints a line for the job's shell, the only one that has PBS_NODEFILE.
+# Prints its arguments as a command line. $PBS_NODEFILE is not quoted: the job's shell must expand it.
 show() {
     local word
     for word in "$@"; do
@@ -104,23 +104,23 @@ show() {
     echo
 }
 
-# COMMAND...: runs the command if this is a job; returns otherwise.
+# Runs its arguments as a command if this script runs inside the job, else returns.
 in_job() {
     [[ -n $inside ]] || return 0
     [[ -z $dry ]] || { show "${launch[@]}"; exit; }
     "$@"
 }
 
-# Runs the ranks of one program and exits with their status.
+# Runs `launch`, the ranks of the job, and exits with their status.
 run_ranks() {
     local status=0
-    trap : TERM # the ranks receive it, too, save and end; this shell returns their status
+    trap : TERM # the ranks also receive SIGTERM, save and end; this shell waits for their status
     "${launch[@]}" || status=$?
-    exit $((status > 128 ? 5 : status)) # a rank that a signal ended is lost
+    exit $((status > 128 ? 5 : status)) # status 5, a lost rank, if a signal ended a rank
 }
 
-# VARIABLE PROGRAM OPTION...: submits a job that runs this script with --inside, these options, the same
-# command and the program in the variable; a dry run prints the job and the command that it launches.
+# Arguments: VARIABLE PROGRAM OPTION... Submits a job that sets VARIABLE to PROGRAM and runs this script with
+# --inside, the options and the same command. A dry run prints the job and the command that it launches.
 submit_job() {
     local job this
     this=$(cd "$(dirname "$0")" && pwd)/$me
@@ -131,8 +131,7 @@ submit_job() {
         printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"
         show "${launch[@]}"
     else
-        # Not through a pipe: with a command that does not read all of it, SIGPIPE would end this script
-        # with status 141.
+        # No pipe: if the command does not read all input, SIGPIPE would end this script with status 141.
         "${submit[@]}" <<<$'#!/bin/bash\n'"$job"
     fi
 }

@@ -3,11 +3,11 @@
 
     python scripts/language.py [PATH ...]
 
-Checks docstrings, comments, message strings and names of functions, classes, arguments, variables
-and attributes of Python files; the text of Markdown; comments of TOML, shell, C++, CUDA and SYCL
-files. CONTRIBUTING.md, "Words", gives the rule. Prints a line for each finding: file, line, word,
-suggestion. Paths in EXEMPT are not checked until they are rewritten, unless they are given. Lines
-of scripts/language_allowed.txt are allowed, with a reason each. Exit status 1 with findings.
+The script checks the docstrings, comments, message strings and names in Python files, the text of
+Markdown files, and the comments in TOML, shell, C++, CUDA and SYCL files. CONTRIBUTING.md, "Words",
+has the rules. Each finding is printed as file, line, word and suggestion. Without arguments, all
+paths except those in EXEMPT are checked. Lines that occur in scripts/language_allowed.txt are
+allowed; that file has the reasons. The exit status is 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WORDS = {
     r"whoever|whosoever": "the subject that acts",
     r"gives? out": '"distribute" or "print"',
 }
-"""Idioms, as regular expressions of whole words, and what to write in their place."""
+"""Regular expressions of disallowed idioms, and the suggested replacement for each."""
 
 NAMES = {
     **dict.fromkeys(
@@ -57,10 +57,10 @@ NAMES = {
     ),
     **dict.fromkeys(("item", "thing", "elem", "obj", "info"), "say what it is"),
 }
-"""Names that say nothing about their values, and advice for a better name."""
+"""Disallowed names, which do not describe their values, and advice for a better name."""
 
 _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When|Why)\b")
-"""A docstring begins with a verb or a noun phrase."""
+"""Disallowed first words of a docstring. It begins with a verb or a noun phrase."""
 
 EXEMPT = (
     # Rewritten by a later issue.
@@ -118,12 +118,12 @@ def main() -> int:
     for finding in findings:
         print(finding)
     if findings:
-        print(f"{len(findings)} findings; CONTRIBUTING.md, section Words, says how to write")
+        print(f"{len(findings)} findings; fix them as CONTRIBUTING.md, section Words, describes")
     return 1 if findings else 0
 
 
 def read_allowed() -> set[str]:
-    """Return the allowed lines; each has its reason in a comment above it."""
+    """Return the allowed lines of ALLOWED, without the comments that give the reasons."""
     if not ALLOWED.exists():
         return set()
     lines = [line.strip() for line in ALLOWED.read_text(encoding="utf-8").splitlines()]
@@ -133,7 +133,7 @@ def read_allowed() -> set[str]:
 
 
 def check_text(path: str, text: str) -> list[Finding]:
-    """Return the findings of a file with this content, in the order of its lines."""
+    """Return the findings in `text`, the content of the file `path`, in order of lines."""
     suffix = Path(path).suffix
     findings: Iterable[Finding]
     if suffix == ".py":
@@ -221,7 +221,7 @@ def _line_of(text: str, position: int) -> int:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Return as many line ends as a block of code has, so that lines keep their numbers."""
+    """Return the newlines of the matched block of code, so that line numbers do not change."""
     return "\n" * match[0].count("\n")
 
 

@@ -16,7 +16,7 @@ grep -vE '^(#|torch==|intel-|tbb==|tcmlib==|umf==)' constraints.txt >"$wanted"
 import json, platform, sys
 
 here = f"{platform.system()} {platform.machine()} {sys.version_info[0]}.{sys.version_info[1]}"
-assert here == "Linux x86_64 3.11", f"the hashes are of Linux x86_64 3.11, not of {here}"
+assert here == "Linux x86_64 3.11", f"the hashes are for Linux x86_64 3.11, but this is {here}"
 print("# Made by scripts/lock.sh from constraints.txt, for Linux on x86-64 with CPython 3.11.")
 for package in json.load(sys.stdin)["install"]:
     name, version = (package["metadata"][key] for key in ("name", "version"))

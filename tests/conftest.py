@@ -39,7 +39,7 @@ set_up_logging()  # as commands do; tests read the lines on stderr
 
 @pytest.fixture(scope="session")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Return the server that forks ranks. It starts with the first job."""
+    """Return the pool of forked ranks. The first call of `run` starts its server process."""
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
@@ -47,14 +47,15 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks(rank_pool: RankPool) -> Callable:
-    """Return a function that runs another function on forked ranks and returns the results by rank:
-    `ranks(n, function, *arguments, timeout_s=60)`. See RankPool.run."""
+    """Return `RankPool.run`. `ranks(n, function, *arguments, timeout_s=60)` calls the function on n
+    forked ranks and returns a list with the result of each rank."""
     return rank_pool.run
 
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with the environment of a container: no HOME, and a user id without an account."""
+    """Simulate a container without a home directory: HOME is unset, and the user id has no
+    account."""
     for name in ("HOME", "XDG_CACHE_HOME", "OPTIMUS_KERNELS_CACHE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -66,6 +67,6 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a tiny data set, which is made once per session. Tests must not
-    change it."""
+    """Return the directory of a tiny data set. Tests share the directory and must not change
+    it."""
     return make_tiny_data(tmp_path_factory.mktemp("tiny"))

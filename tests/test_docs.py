@@ -1,5 +1,5 @@
-"""The commands, options, settings, files and links that the pages name exist, and README's map of
-the folders is complete."""
+"""Test that the commands, options, settings, files and links in the documentation exist, and that
+README's map of the folders is complete."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SEPARATORS = {"&&", "||", "|", ";", "&", ">"}
 
 
 def shell_commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of every command in the sh blocks of a page, without comments and
-    assignments."""
+    """Yield the words of each command in the `sh` code blocks of a page, without comments and
+    variable assignments."""
     for language, block in _FENCE.findall(text):
         if language != "sh":
             continue
@@ -128,8 +128,7 @@ def headings(text: str) -> set[str]:
 
 
 def mapped_folders(text: str) -> list[str]:
-    """Return the paths of the folders in README's map, in which two spaces of indentation are one
-    level."""
+    """Return the paths of the folders in README's map. Two spaces of indentation are one level."""
     block = text.split("## Map of the folders", 1)[1].split("```", 2)[1]
     folders, above = [], []
     for line in block.splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""`optimus doctor` and `optimus kernels`: packages, devices and compiled kernels."""
+"""Tests of `optimus doctor` and `optimus kernels`: packages, devices and compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from optimus.cli import main
 
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,9 @@ def test_kernels_are_built_ahead_of_time_and_listed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["build", "gpu"], "kernels build gpu: it is one of sycl, cuda, cpu"),
+        (["build", "gpu"], "kernels build gpu: unknown backend; use one of sycl, cuda, cpu"),
         (["build", "cpu"], "kernels build cpu: CXX=no-such-compiler: no such compiler"),
-        (["status", "cpu"], "kernels status cpu: it lists them all"),
+        (["status", "cpu"], "kernels status lists all backends; remove 'cpu'"),
     ],
 )
 def test_failed_build_is_a_single_line_and_status_2(arguments, says, monkeypatch, capsys):
@@ -69,7 +69,7 @@ def test_failed_build_is_a_single_line_and_status_2(arguments, says, monkeypatch
 def test_unknown_choice_is_reported(monkeypatch, capsys):
     monkeypatch.setenv("OPTIMUS_KERNELS", "fast")
     assert main(["kernels", "status"]) == 2
-    message = "OPTIMUS_KERNELS='fast': it is one of auto"
+    message = "OPTIMUS_KERNELS='fast': unknown backend; use one of auto"
     shown = capsys.readouterr()
     assert message in shown.err and shown.err.count("\n") == 1 and not shown.out
     assert main(["doctor"]) == 0  # doctor reports the error and continues

@@ -1,4 +1,4 @@
-"""Counted nouns in messages: `1 shard`, `2 shards`."""
+"""Tests of messages: counted nouns (`1 shard`, `2 shards`), control characters and length."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COUNTED = (
     "arrays|checkpoints|damages|documents|experts|files|instances|layers|problems|ranks|rows|"
     "shards|stages|steps|threads|units|updates|workers"
 )
+# Expressions that need no `counted`: they are never 1, or are not a count.
 ALWAYS_SEVERAL = {
     "{size} ranks",  # the size of an axis, which is above 1 here
     "{result['world']} ranks",  # printed only if an axis is above 1
@@ -36,8 +37,8 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """Yield each f-string expression that a plural noun follows, with the noun. Such messages
-    should use `counted`."""
+    """Yield each f-string expression that is followed by a plural noun, together with the noun.
+    Such messages should use `counted`."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):
@@ -63,7 +64,7 @@ def test_counted(arguments, text):
 
 @pytest.mark.parametrize("package", ["optimus", "data_prep"])
 def test_messages_count_with_the_helper(package):
-    """Every message uses the helper `counted`, so that none says `1 ranks`."""
+    """Every message uses the helper `counted`, so that no message contains `1 ranks`."""
     assert [*by_hand('f"on {n} ranks"')] == ["{n} ranks"]
     assert not [*by_hand('f"ranks {n} or higher"')]
     by_expression = {

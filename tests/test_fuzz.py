@@ -1,4 +1,5 @@
-"""The drill of random runs for one minute, and the reduction of a failing case to a simpler one."""
+"""Tests of the fuzz drill: random runs for one minute, and the reduction of a failing case to a
+simpler case."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "fuzz.py"
 
 
 def test_random_runs_keep_all_promises():
-    """For longer drills run scripts/drills/fuzz.py --minutes M."""
+    """Run the drill for one minute. `scripts/drills/fuzz.py --minutes M` runs it for longer."""
     drill = [sys.executable, str(DRILL), "--minutes", "0.9", "--seed", "8", "--out", "-"]
     result = subprocess.run(drill, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr[-4000:]
@@ -30,7 +31,7 @@ def test_case_of_the_command_line_is_run():
 
 
 def test_failing_case_is_reduced_to_the_simplest():
-    """If any choice of the reduced case were simpler, the case would not fail."""
+    """The reduced case fails, and each case in which one choice is simpler does not fail."""
 
     def judge(case):
         failed = case["second.pp"] > 1 and case["second.async_save"]

@@ -1,8 +1,9 @@
-"""Files of released versions, in tests/golden: this version loads and verifies them and continues
-the runs.
+"""Test that this version reads the files of earlier versions in tests/golden and continues their
+runs.
 
-Each directory was written by one version. Its `expected.json` records what that version read from
-the files and the metrics and states after it had continued each run. Tests work on copies.
+Each directory was written by one version. `expected.json` in the directory records the values that
+the old version read from the files, and the metrics and states of the runs that it continued. Tests
+work on copies.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ OTHER_LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "dense-bf16-tp": (2, [*ALONE, "parallel.dp=2", "optim.sharding=so"], False),
     "dense-fp32-pp-tied": (1, ALONE, True),
 }
-"""For each run another layout with which it is continued: the number of ranks, the settings, and
-whether CONTRACT.md promises the same bits as before (it does in deterministic mode if only dp and
-pp change)."""
+"""For each run, another layout in which the run is continued: number of ranks, settings, and a flag
+that requires bitwise equal results (in deterministic mode, if only dp and pp change)."""
 
 OTHER_ARITHMETIC: tuple[str, ...] = ()
-"""Versions after which the order of additions was changed on purpose, so that bits differ."""
+"""Versions after which the order of additions was deliberately changed. Their metrics are compared
+within tolerances."""
 
 # Tolerances for processors and layouts whose matrix products add in another order. The tolerance of
-# fp32 is that of CONTRACT.md for tp and ep.
+# fp32 is the bound of deterministic mode for tp and ep.
 LOSS_WITHIN = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 NORM_WITHIN = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Relative tolerances of gradient norms."""
@@ -67,16 +68,16 @@ NORM_WITHIN = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory) -> Path:
-    """Return a copy of the whole corpus. Tests must not change it."""
+    """Return the path of a copy of tests/golden. Tests share the copy and must not change it."""
     return Path(shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden") / "all"))
 
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """Return `corpus(version, *changed)`. This function makes a copy of the version's files the
-    working directory, because files refer to each other by relative paths, and returns the content
-    of expected.json. Tests may write only to the paths `changed`; the others are links to files
-    that tests share."""
+    """Return the function `corpus(version, *changed)`. It makes a copy of the version's files the
+    working directory, because the files refer to each other by relative paths, and returns the
+    content of expected.json. Tests may write only to the paths `changed`. All other paths are links
+    to files that tests share."""
 
     def enter(version: str, *changed: str) -> dict:
         for name in changed:
@@ -89,7 +90,7 @@ def corpus(copies, tmp_path, monkeypatch):
 
 
 def link_missing(source: Path, folder: Path) -> None:
-    """Complete `folder`, a partial copy of `source`, with links to the files that it lacks."""
+    """Create links in `folder` to all files of `source` that `folder` does not contain."""
     for path in source.iterdir():
         target = folder / path.name
         if not target.exists():
@@ -99,7 +100,7 @@ def link_missing(source: Path, folder: Path) -> None:
 
 
 def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
-    """Continue a run; return on the first rank the hash of each state as it was loaded."""
+    """Continue a run. Return the hash of each state directly after loading; {} except on rank 0."""
     hashes: dict[str, str] = {}
     go = loop.Run.go
 
@@ -122,7 +123,7 @@ def same_bits(version: str) -> bool:
 
 
 def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> None:
-    """Compare lines of metrics of runs that add numbers in another order, within the tolerances."""
+    """Assert that lines of metrics are equal within the tolerances."""
     for line, expected in zip(lines, expected_lines, strict=True):
         assert line.keys() >= expected.keys()
         exact = ("step", "lr", "tokens", "loss_scale", "skipped_steps")
@@ -133,8 +134,8 @@ def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> No
 
 
 def assert_same(lines: list[dict], expected: list[dict]) -> None:
-    """Compare the values in lines of metrics to the bit. Keys that only `lines` has, of a later
-    version, are ignored."""
+    """Assert that lines of metrics have bitwise equal values. Keys that only `lines` has are
+    ignored, because later versions may add keys."""
     known = [{key: line[key] for key in old} for line, old in zip(lines, expected, strict=True)]
     assert known == expected
 
@@ -150,9 +151,9 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize(("version", "name"), RUNS)
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
-    """States are loaded to the bit on any layout. Later updates equal those of the old version to
-    the bit if the layout promises that and the machine is of the same kind; otherwise they are
-    within the tolerances."""
+    """In any layout, the loaded states are bitwise equal to the saved states. Later updates are
+    bitwise equal to those of the old version if the machine is of the same kind and the layout
+    guarantees equal bits. Otherwise they are equal within the tolerances."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)
@@ -239,8 +240,8 @@ def test_run_is_plotted_and_continues_a_text(corpus, capsys, version):
 
 @pytest.mark.parametrize(("version", "name"), RUNS)
 def test_configurations_are_loaded(corpus, version, name):
-    """The configuration with `base` and overrides has the same values as the one that the run
-    resolved."""
+    """The configuration file of the user, with `base` and overrides, has the same values as the
+    resolved configuration that the run saved."""
     expected = corpus(version)["runs"][name]
     _, config, *overrides = expected["command"]
     written, resolved = load_config(config, overrides), load_config(f"runs/{name}/config.toml")
@@ -269,15 +270,15 @@ def test_data_sets_are_valid_and_readable(corpus, capsys, version, name):
 
 
 def arrays(hashes: dict[str, str]) -> dict[str, str]:
-    """Return only the hashes of .npy files: token arrays, documents, ids and shards, which must
-    never change. Files of JSON may gain keys."""
+    """Return only the hashes of .npy files: token arrays, documents, ids and shards. These files
+    must never change, while later versions may add keys to JSON files."""
     return {name: value for name, value in hashes.items() if name.endswith(".npy")}
 
 
 @pytest.mark.parametrize(("version", "name"), DATA)
 def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
-    """The command that made a data set changes nothing if the data set is complete, and after its
-    removal makes an equal one."""
+    """The command of a complete data set changes no file when it runs again. After the data set is
+    deleted, the command writes equal arrays."""
     # All of `data` is copied, because commands compare paths with links resolved.
     facts = corpus(version, "data")["data"][name]
     folder = Path("data", name)
@@ -297,8 +298,8 @@ def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
 def test_interrupted_directory_is_finished_without_repeated_work(
     corpus, version, name, monkeypatch
 ):
-    """The documents of a finished unit are not encoded again, and neither are those that a
-    checkpoint of an unfinished unit has."""
+    """The command does not encode documents again if they are in a finished unit or in a checkpoint
+    of an unfinished unit."""
     folder = Path("interrupted", name)
     facts = corpus(version, str(folder))["interrupted"][name]
     (finished,) = folder.glob("tokens/unit-*.json")
@@ -317,7 +318,7 @@ def test_interrupted_directory_is_finished_without_repeated_work(
 
 
 def texts_of(folder: Path, unit: int) -> list[str]:
-    """Return the documents of a unit."""
+    """Return the texts of the documents in a unit."""
     plan = json.loads((folder / "tokens" / "plan.json").read_text())
     names = [plan["inputs"][number]["name"] for number in range(*plan["units"][unit])]
     all_documents = documents(Path(names[0]).parent)
@@ -325,5 +326,5 @@ def texts_of(folder: Path, unit: int) -> list[str]:
 
 
 def test_corpus_was_not_changed(copies):
-    """As the last test of this file, check that no test wrote to files that other tests read."""
+    """No test changed the shared files. This test must be the last test in the file."""
     assert golden.hash_files(copies) == golden.hash_files(GOLDEN)

@@ -1,5 +1,5 @@
-"""The drill of mutated files: 100 of its cases, and readers with planted faults, which it must
-find."""
+"""Tests of the drill of mutated files: it runs 100 cases, and it must detect readers with planted
+faults."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
 
 
 def test_mutated_files_are_refused_or_read_with_the_same_result():
-    """Mutate files of all formats, those with higher weights more often. This takes 20 s on two
-    slow cores. For more cases run scripts/drills/hostile_files.py --cases N."""
+    """The drill mutates files of all formats, which takes 20 s on two slow cores. Formats with a
+    higher weight have more cases. `scripts/drills/hostile_files.py --cases N` runs more cases."""
     drill = [sys.executable, str(DRILL), "--cases", "100", "--seed", "5"]
     done = subprocess.run(drill, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -85,7 +85,7 @@ def test_seal_updates_the_hashes_of_a_changed_file(tmp_path):
 
 
 def _read(words: Sequence[str]) -> int:
-    """Read the sample correctly."""
+    """Read sample.json correctly."""
     try:
         value = json.loads(files.read_regular("sample.json", 1 << 20))["value"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -120,7 +120,7 @@ def _writes_outside(words: Sequence[str]) -> int:
 
 
 def _writes_unaudited(words: Sequence[str]) -> int:
-    """Write to a file as a C library does, without an audit event of Python."""
+    """Create a file with a call of the C library, which causes no audit event of Python."""
     libc = ctypes.CDLL(None)
     os.close(libc.open(b"../outside/new", os.O_WRONLY | os.O_CREAT, 0o600))
     return _read(words)
@@ -215,8 +215,8 @@ def planted(name: str) -> Format:
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
-    """Return an arena with one sample. All readers are correct while the arena is prepared, and
-    faulty afterwards."""
+    """Return an arena with one sample file. All readers are correct while the arena is prepared.
+    Afterwards, each reader in FAULTS has its fault."""
     arena = Arena(tmp_path_factory.mktemp("arena"), LIMITS)
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
@@ -242,8 +242,8 @@ def test_planted_fault_is_a_finding(arena, name):
 
 
 def test_correct_reader_has_no_finding(arena):
-    """The sample has no hash, so a mutated file may be read as another value, which is the outcome
-    "other"."""
+    """The sample contains no hash. A mutated file may therefore be read as another value, which is
+    the outcome "other" and no finding."""
     correct = planted("sound")
     changes = [mutate(random.Random(n), b'{"value": 5}', "json") for n in range(60)]
     cases = [
@@ -255,7 +255,7 @@ def test_correct_reader_has_no_finding(arena):
 
 
 def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
-    """The reader fails only in a process that has already read other files."""
+    """The reader fails only in a process that has already run two other cases."""
     calls: list[int] = []
 
     def raises_later(words: Sequence[str]) -> int:

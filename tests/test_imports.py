@@ -1,5 +1,5 @@
-"""Imports go in one direction: packages import only what the table allows, without cycles, and
-commands that need no heavy library import none."""
+"""Tests of imports: packages import only the packages that the table allows, imports have no cycle,
+and `import optimus` and the commands import no heavy library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BASE = "errors io.files launch observe.events observe.log"
 COMMON = f"{BASE} config platform"
 ALL = "*"
 
-# For each package the packages that it may import. They are above it in the table, so imports go in
-# one direction.
+# For each package, the packages that it may import. They precede the package in the table, so that
+# imports go in one direction.
 ALLOWED = {
     # The base layer, without torch.
     "errors": "",
@@ -61,8 +61,8 @@ ALLOWED = {
 ENTRY_POINTS = ("cli", "__main__", "optimus")
 """Modules that import a package only inside the function that needs it, so that `optimus --help` is
 fast."""
-# For each package the libraries that it may not import (DESIGN idea 4: model code knows no process
-# group).
+# For each package, the libraries that it may not import. Model code, for example, does not use
+# process groups.
 BANNED = {
     **dict.fromkeys(
         ("errors", "io.files", "launch", "observe.events", "observe.log", "config", "data_prep"),
@@ -79,8 +79,8 @@ IMPORTS = read_imports(MODULES)
 
 
 def package_of(module: str) -> str:
-    """Return `model` for `optimus.model.layers`, `optimus` for the package itself, and for a module
-    with an entry in the table its name."""
+    """Return the key of ALLOWED for a module: `model` for `optimus.model.layers`, `io.files` for
+    `optimus.io.files`, and `optimus` for the package `optimus`."""
     names = module.split(".")
     if names[0] == "optimus_kernels":
         return "kernels"
@@ -90,7 +90,7 @@ def package_of(module: str) -> str:
 
 
 def forbidden(statement: Import) -> str:
-    """Return why this import is forbidden, or ""."""
+    """Return the reason why an import is forbidden, or "" if it is allowed."""
     package, top = package_of(statement.importer), statement.imported.split(".")[0]
     if top in OUTSIDE:
         return f"packages do not import {top}/"
@@ -219,7 +219,7 @@ def test_imports_without_torch(statement):
     heavy = "' '.join({'torch', 'transformers', 'matplotlib'} & {*sys.modules})"
     code = f"import sys; {statement}; sys.exit({heavy} or 0)"
     done = python("-c", code)
-    assert done.returncode == 0, f"{statement} brings: {done.stderr}"
+    assert done.returncode == 0, f"{statement} imports: {done.stderr}"
 
 
 def test_dependencies_are_those_that_are_imported():
@@ -254,8 +254,8 @@ def test_requirements_are_pinned():
 
 
 def test_pins_except_torch_have_hashes():
-    """On Linux x86-64 the set-up installs from constraints-hashes.txt, which scripts/lock.sh
-    writes."""
+    """On Linux x86-64, scripts/setup.sh installs the packages of constraints-hashes.txt, which
+    scripts/lock.sh writes."""
     lines = (ROOT / "constraints-hashes.txt").read_text().splitlines()[1:]
     matches = [
         re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines

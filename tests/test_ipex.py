@@ -1,5 +1,5 @@
-"""Commands with Intel's extension for PyTorch: they import it, doctor shows it, and results change
-only by rounding."""
+"""Tests with Intel's extension for PyTorch (IPEX): commands import it, `optimus doctor` shows its
+version, and it changes the losses of a run only by rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.tiny import tiny_config
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("intel_extension_for_pytorch") is None,
-    reason="no intel-extension-for-pytorch here; `make test-compat` has it",
+    reason="intel-extension-for-pytorch is not installed; run `make test-compat`",
 )
 LOADED = (
     "import sys; from optimus.cli import main; code = main(sys.argv[1:]); print({}); exit(code)"
@@ -24,7 +24,7 @@ LOADED = (
 
 
 def optimus(with_ipex: bool, *arguments: str) -> tuple[str, bool]:
-    """Run a command in its own process; return its standard output, and whether it imported
+    """Run a command in a separate process. Return its standard output and whether it imported
     IPEX."""
     code = LOADED.format("'intel_extension_for_pytorch' in sys.modules")
     done = python("-c", code, *arguments, OPTIMUS_IPEX="1" if with_ipex else "0")
@@ -65,7 +65,7 @@ torch.compile(norm, backend="aot_eager")(x).square().sum().backward()
 print("gradient:", x.grad)
 """
     done = python("-c", code)
-    assert "gradient: None" in done.stdout, "it has one now: platform.check_compile can go"
+    assert "gradient: None" in done.stdout, "layer_norm has a gradient: remove check_compile"
     options = {"train__deterministic": False, "train__compile": True}
     path = tmp_path / "compiled.toml"
     path.write_text(dump_toml(tiny_config(tiny_data, tmp_path / "run", **options)))

@@ -1,5 +1,5 @@
-"""The peak FLOP/s that MFU is relative to: cached only if the measurement is reliable, measured
-once, unchanged on resume, and never exceeded."""
+"""Tests of the peak FLOP/s, to which MFU refers. It is measured once, cached only if the
+measurement is reliable, unchanged on resume, and never exceeded."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch) -> list[Peak]:
-    """Replace the measurement: each one gives 1 TFLOP/s more than the one before. Return the list
-    to which each is appended."""
+    """Replace `peak.measure`: the first call returns 1 TFLOP/s, and each later call returns
+    1 TFLOP/s more. Return the list of all returned peaks."""
     peaks: list[Peak] = []
 
     def measure(device, dtype, setup) -> Peak:
@@ -68,8 +68,8 @@ def test_measurement_restores_the_threads_and_is_positive(dtype, threads):
 
 
 def test_time_of_other_programs_does_not_count(monkeypatch):
-    """The wall clock runs ten times as fast, as if other programs had used the processor most of
-    the time."""
+    """The test makes the wall clock run ten times as fast, as if other programs used the processor
+    for 90 % of the time."""
     setup, plain = setup_of(*FP32), time.perf_counter
     quiet = peak.measure(*FP32[:2], setup)
     monkeypatch.setattr(time, "perf_counter", lambda: 10 * plain())
@@ -78,8 +78,8 @@ def test_time_of_other_programs_does_not_count(monkeypatch):
 
 
 def test_interrupted_threads_do_not_count(monkeypatch):
-    """Several threads are timed by the wall clock, but only in intervals in which none is
-    interrupted. Here no interval is."""
+    """With several threads, only products that no other program interrupts are timed. If all are
+    interrupted, the peak is the measurement of one thread times the number of threads."""
     monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
     result = peak.measure(*FP32[:2], setup)
@@ -209,7 +209,7 @@ def test_run_writes_null_for_an_mfu_above_unity(tiny_data, tmp_path, cache, monk
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     log = told_by(tree)
     assert log.count("MFU refers to 1e-12 TFLOP/s per device (measured, float32, ") == 1
-    assert log.count("the peak of MFU was too low") == 1
+    assert log.count("the peak FLOP/s for MFU was too low") == 1
     values = [line["mfu"] for line in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert values[0] is None and all(value is None or value <= 1 for value in values)
 

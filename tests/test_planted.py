@@ -1,5 +1,5 @@
-"""The table of planted faults matches the code and the tests. scripts/drills/planted.py plants the
-faults."""
+"""Test that the table of planted faults matches the code and the tests. scripts/drills/planted.py
+inserts the faults."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_each_fault_changes_a_unique_text():
         path = ROOT / fault["file"]
         count = path.read_text(encoding="utf-8").count(fault["old"]) if path.is_file() else 0
         if count != 1 or fault["old"] == fault["new"]:
-            wrong.append(f"{fault['name']}: {fault['file']} holds `old` {count} times")
-    assert not wrong, "the code has moved: port these entries of tests/planted/faults.toml"
+            wrong.append(f"{fault['name']}: {fault['file']} contains `old` {count} times")
+    assert not wrong, "the code has changed: update these entries of tests/planted/faults.toml"
 
 
 def test_each_fault_names_tests_that_exist():

@@ -1,4 +1,4 @@
-"""Collective backends of devices, conflicts with IPEX, and threads."""
+"""Tests of collective backends, conflicts with IPEX, the number of threads and compile caches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ distributed.Backend.register_backend("ccl", make, devices=["cpu"])
 
 @pytest.fixture
 def oneccl(tmp_path, monkeypatch):
-    """Return a function that writes an importable module named like Intel's bindings."""
+    """Return a function that writes a fake module `oneccl_bindings_for_pytorch` with a text."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "oneccl_bindings_for_pytorch", raising=False)
 
@@ -77,7 +77,7 @@ def test_missing_backend_is_a_single_line(oneccl, monkeypatch, text, message):
 
 @pytest.mark.parametrize("how", ["imported", "to be imported", "left out"])
 def test_compiling_with_ipex_is_refused(how, tmp_path, monkeypatch):
-    """In compiled code the layer_norm of IPEX has no gradient (tests/test_ipex.py shows this)."""
+    """With torch.compile, IPEX's layer_norm has no gradient, as tests/test_ipex.py shows."""
     name = "intel_extension_for_pytorch"
     monkeypatch.setenv("OPTIMUS_IPEX", "1" if how == "to be imported" else "0")
     monkeypatch.delitem(sys.modules, name, raising=False)

@@ -1,4 +1,4 @@
-"""The pool of forked ranks: it runs functions on ranks and reports every failure."""
+"""Tests of the pool of forked ranks, which runs functions on ranks and reports every failure."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def kill_rank(culprit: int, signal_number: int) -> None:
 
 
 def sleep_unless_first(pid_folder: str) -> None:
-    """Write a file that is named after this process and contains its parent's id; rank 0 then
-    returns."""
+    """Write the id of the parent process to a file whose name is the id of this process. Then
+    rank 0 returns, and the other ranks sleep."""
     Path(pid_folder, str(os.getpid())).write_text(str(os.getppid()))
     if os.environ["RANK"] != "0":
         time.sleep(600)
@@ -197,5 +197,5 @@ def test_lost_server_is_reported_and_replaced(tmp_path):
 
 
 def _filled(folder: Path) -> list[bool]:
-    """Return for each file in the folder whether it has content."""
+    """Return a list with an entry for each file in the folder: whether the file has content."""
     return [entry.stat().st_size > 0 for entry in folder.iterdir()]

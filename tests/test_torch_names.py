@@ -1,5 +1,5 @@
-"""The names of torch.cuda and torch.xpu that the code uses exist. Most of that code does not run on
-a machine without such a device, so only a user with one would find a wrong name."""
+"""Test that the names of torch.cuda and torch.xpu in the code exist. Most of this code does not run
+on a machine without a GPU, so other tests would not detect a wrong name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that the type check of `make lint` ignores are few, and each gives the reason."""
+"""Test that few lines are excluded from the type check of `make lint`, and all give a reason."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Each op has a schema, a fake implementation for tracing, a reference implementation in plain torch
 and, where it is differentiable, a gradient. Importing this package registers `torch.ops.optimus.*`.
-Nothing is compiled until an op runs; `backend` then loads compiled kernels or falls back to the
-reference implementations. Each op's file documents the shapes of its operands and results.
+The first op that runs compiles or loads the kernels of its device, or falls back to the reference
+implementations (`backend`). Each op's file documents the shapes of its operands and results.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""adamw_: one AdamW update of a flat chunk, in place, in one pass over its states.
+"""adamw_: in-place AdamW update of a flat chunk of parameters, in one pass over memory.
 
-The op computes what torch.optim.AdamW(fused=True) does, and also the casts before and after it: the
-gradient is read in the dtype it was accumulated in (bf16, fp16 or fp32) and scaled, and the updated
-master is also written in the parameter's dtype. One pass moves 28 bytes per parameter; three passes
-move 44.
+The op computes the update of torch.optim.AdamW(fused=True) and the casts before and after it. It
+reads the gradient in its own dtype (bf16, fp16 or fp32), scales it, and also writes the updated
+master weights in the parameter's dtype. With bf16 gradients and parameters, the single pass moves
+28 bytes per parameter; the three passes of cast, update and cast move 40.
 
-Every element is rounded as torch's kernel rounds full vectors on AVX2 and AVX-512. The length of a
-tensor, the way it is sliced, the number of threads and the backend therefore change no bit. Torch
-itself rounds its last elements (length mod 16) differently. The reference implementation applies
-the same roundings, so it gives these bits on any machine.
+The op rounds every element as torch's kernel rounds full AVX2 and AVX-512 vectors. (Torch rounds
+the last length mod 16 elements of a tensor differently.) Results are therefore bitwise independent
+of the length and slicing of tensors, of the number of threads and of the backend. The reference
+implementation applies the same roundings, so its results are bitwise equal on any machine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from optimus_kernels import library
 from optimus_kernels.ops import define
 
 _SLICE = 1 << 18
-"""Elements that the reference implementation updates at a time, which bounds its temporaries."""
+"""Number of elements that the reference implementation updates at a time, to limit its memory."""
 
 
 class Coefficients(NamedTuple):
-    """Factors of an update, in the order of OptimusAdamw in interface.h.
+    """Scalar coefficients of an update, in the order of the C struct OptimusAdamw (interface.h).
 
-    All are computed in fp64, as torch does, and rounded to fp32 once when they are used.
+    They are computed in fp64, as in torch, and rounded to fp32 once, when they are used.
     """
 
     grad_scale: float
@@ -57,25 +57,26 @@ def adamw_(
     step: int,
     grad_scale: float = 1.0,
 ) -> None:
-    """Update master, exp_avg and exp_avg_sq in place. NaN and infinities pass through: the caller
-    checks gradients for them.
+    """Update master, exp_avg and exp_avg_sq in place.
+
+    The op does not check the gradient for NaN and infinities; they propagate to all outputs. The
+    tensors must not overlap, which is not checked.
 
     Args:
-        master: fp32 [n], the parameters that the optimizer updates.
+        master: fp32 [n], the master weights.
         exp_avg: fp32 [n], the first moment.
         exp_avg_sq: fp32 [n], the second moment.
         grad: fp32, bf16 or fp16 [n].
-        param_out: bf16 or fp16 [n], receives master rounded to nearest even (NaN stays NaN); None
-            if master is the parameter itself.
+        param_out: bf16 or fp16 [n], output: the updated master, rounded to nearest even (NaN stays
+            NaN). None if master is the parameter itself.
         step: number of this update, from 1.
-        grad_scale: factor of the gradient, such as a clipping factor or the inverse of a loss
-            scale. It multiplies the gradient in fp32 with one rounding, which gives the bits of
+        grad_scale: number that multiplies the gradient, such as a clipping factor or the inverse of
+            a loss scale. The product is rounded to fp32 once, so it is bitwise equal to
             `grad.float().mul_(grad_scale)`.
 
     Raises:
-        ValueError: a shape, device, layout or number is invalid. Tensors must be contiguous and
-            must not overlap.
-        TypeError: a tensor has another dtype.
+        ValueError: a shape, device or number is invalid, or a tensor is not contiguous.
+        TypeError: a tensor has a dtype that is not listed above.
     """
     settings = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
     _adamw(master, exp_avg, exp_avg_sq, grad, param_out, *settings)
@@ -90,7 +91,7 @@ def coefficients_of(
     step: int,
     grad_scale: float,
 ) -> Coefficients:
-    """Return the factors of an update, in fp64."""
+    """Return the coefficients of an update, in fp64."""
     return Coefficients(
         grad_scale=grad_scale,
         decay=1 - lr * weight_decay,
@@ -111,7 +112,7 @@ def reference(
     param_out: Tensor | None,
     coefficients: Coefficients,
 ) -> None:
-    """Update in plain torch: the reference implementation, whose bits the kernels reproduce."""
+    """Reference implementation in plain torch. The kernels compute bitwise equal results."""
     flat = [t.view(-1) for t in (master, exp_avg, exp_avg_sq, grad)]
     params = None if param_out is None else param_out.view(-1)
     for begin in range(0, master.numel(), _SLICE):
@@ -124,7 +125,7 @@ def reference(
 
 def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None:
     g = g * n.grad_scale
-    from_m = _fp32(n.lerp) < 0.5  # torch's lerp adds to the nearer of m and g
+    from_m = _fp32(n.lerp) < 0.5  # as torch's lerp, start from the nearer of m and g
     weight = _fp32(n.lerp) if from_m else _fp32(_fp32(n.lerp) - 1)
     m.copy_(_fused(weight, g - m, m if from_m else g))
     v.copy_(_fused(g * n.one_minus_beta2, g, v * n.beta2))
@@ -134,15 +135,15 @@ def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None
 
 
 def _fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c of fp32 numbers, rounded once. Torch has no op for this fused multiply-add.
+    """Return the fused multiply-add a * b + c of fp32 numbers, rounded once. Torch has no such op.
 
-    The product is exact in fp64. The fp64 sum is rounded to odd: the last bit records that a
-    remainder was dropped, so that the second rounding, to fp32, is correct.
+    The product is exact in fp64. The fp64 sum is rounded to odd: an inexact sum becomes the fp64
+    neighbour whose last bit is 1. The second rounding, to fp32, is then correct.
     """
     product = a * b.double()
     addend = c.double()
     total = product + addend
-    rest = total - product  # the error of a sum, exactly: Knuth's TwoSum
+    rest = total - product  # Knuth's TwoSum gives the exact error
     remainder = (product - (total - rest)) + (addend - rest)
     even = (total.view(torch.int64) & 1) == 0
     inexact = (remainder != 0) & remainder.isfinite()
@@ -156,8 +157,8 @@ def _fp32(value: float) -> float:
 
 
 def _as_fp32(value: float, like: Tensor) -> Tensor:
-    """Return `value` as an fp32 tensor without dims, to divide by. To divide by a Python number,
-    some devices multiply by its inverse, which rounds differently."""
+    """Return `value` as a 0-dim fp32 tensor, for use as a divisor. If the divisor is a Python
+    number, some devices multiply by its inverse instead, which rounds differently."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
@@ -173,17 +174,18 @@ def _check(
     for name, tensor in tensors.items():
         if tensor.shape != master.shape or not tensor.is_contiguous():
             raise ValueError(
-                f"adamw_: {name} {list(tensor.shape)} must be contiguous and of master's shape "
-                f"{list(master.shape)}"
+                f"adamw_: {name} {list(tensor.shape)} must be contiguous and have the shape of "
+                f"master, {list(master.shape)}"
             )
         if tensor.device != master.device:
-            raise ValueError(f"adamw_: {name} is on {tensor.device}, master on {master.device}")
+            raise ValueError(f"adamw_: {name} is on {tensor.device}; move it to {master.device}")
         if tensor.dtype not in allowed.get(name, (torch.float32,)):
             expected = ", ".join(map(str, allowed.get(name, (torch.float32,))))
-            raise TypeError(f"adamw_: {name} is {tensor.dtype}; it must be {expected}")
+            raise TypeError(f"adamw_: {name} is {tensor.dtype}; use {expected}")
     if step < 1 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(
-            f"adamw_: step {step} must be at least 1, beta1 {beta1} and beta2 {beta2} in [0, 1)"
+            f"adamw_: step = {step}, beta1 = {beta1}, beta2 = {beta2}; step must be at least 1, "
+            "beta1 and beta2 at least 0 and less than 1"
         )
 
 

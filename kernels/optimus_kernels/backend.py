@@ -1,9 +1,10 @@
-"""Choice of the library that runs a device's ops, with a fallback to plain torch.
+"""Selection of the library that runs the ops of a device, with a fallback to plain torch.
 
-Fallback order: xpu uses sycl, then torch; cuda uses cuda, then torch; cpu uses cpu, then torch. The
-environment variable `OPTIMUS_KERNELS`, or else the name passed to `choose`, selects a backend. With
-auto (the default) the first available backend is used; if that is torch, one log line gives the
-reason. With any other name, that backend is used, and it is an error if it is not available.
+Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
+variable `OPTIMUS_KERNELS` selects the backend; if it is not set, the name passed to `choose` does.
+"auto" (the default) selects the compiled backend of the device if it is available, and otherwise
+plain torch, with one log line that gives the reason. For any other name, KernelError is raised if
+that backend is not available.
 """
 
 from __future__ import annotations
@@ -23,58 +24,58 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Number of ranks up to which a run compiles missing kernels. A larger run only loads libraries
-that `optimus kernels build` compiled before."""
+"""Largest number of ranks of a run that compiles missing kernels. Larger runs only load libraries
+that `optimus kernels build` has compiled."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
-"""Environment variables that give the number of processes under torchrun, MPICH and PALS, Open MPI,
-and Slurm (the last two)."""
+"""Environment variables in which launchers set the number of processes. In this order: torchrun,
+MPICH and PALS, Open MPI, Slurm (the last two)."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The library that computes a device's ops."""
+    """Library that runs the ops of a device."""
 
     name: str
-    """sycl, cuda, cpu or torch (the reference implementations)."""
+    """One of sycl, cuda, cpu and torch (the reference implementations)."""
     key: str = ""
-    """Name of the library's cache entry, a hash of sources, torch version, compiler and flags."""
+    """Name of the library's cache entry, with a hash of the build's inputs; "" for torch."""
     library: ctypes.CDLL | None = field(default=None, compare=False)
     """The loaded library; None for torch."""
     why_not: str = field(default="", compare=False)
-    """With auto: the reason why the device's compiled kernels are not used, or ""."""
+    """Reason why "auto" selected torch instead of the device's compiled backend, or ""."""
 
 
 _configured = "auto"
 _active: dict[str, Backend] = {}
 _loaded: dict[tuple[int, int], ctypes.CDLL] = {}
-"""The loaded libraries by the device and inode numbers of their files. The file descriptors stay
-open: the dynamic linker identifies a library by its path, here /proc/self/fd/N, and if N were
+"""Loaded libraries by the device number and inode number of their files. Their file descriptors
+stay open: the dynamic linker identifies a library by its path, here /proc/self/fd/N, and if N were
 closed, another library could get the same path."""
 
 
 def choose(name: str) -> None:
-    """Set the backend from the configuration.
+    """Set the backend that the configuration names.
 
     Args:
-        name: one of CHOICES. The environment variable OPTIMUS_KERNELS takes precedence over it.
+        name: one of CHOICES. The environment variable OPTIMUS_KERNELS takes precedence.
 
     Raises:
         KernelError: `name` is unknown.
     """
     global _configured
     if name not in CHOICES:
-        raise KernelError(f"kernels {name!r}: it is one of {', '.join(CHOICES)}")
+        raise KernelError(f"kernels {name!r}: unknown backend; use one of {', '.join(CHOICES)}")
     if name != _configured:
         _configured = name
         _active.clear()
 
 
 def chosen() -> tuple[str, str]:
-    """Return the backend name in effect and the name of the setting that gave it.
+    """Return the name of the selected backend and the name of the setting that selects it.
 
     Raises:
         KernelError: OPTIMUS_KERNELS has an unknown value.
@@ -83,12 +84,14 @@ def chosen() -> tuple[str, str]:
     if not name:
         return _configured, "kernels.backend"
     if name not in CHOICES:
-        raise KernelError(f"OPTIMUS_KERNELS={name!r}: it is one of {', '.join(CHOICES)}")
+        raise KernelError(
+            f"OPTIMUS_KERNELS={name!r}: unknown backend; use one of {', '.join(CHOICES)}"
+        )
     return name, "OPTIMUS_KERNELS"
 
 
 def active(device: torch.device | str) -> Backend:
-    """Return the backend of a device; it is chosen and loaded on the first call.
+    """Return the backend of a device. The first call for a device type selects and loads it.
 
     Raises:
         KernelError: a backend was selected by name and is not available.
@@ -103,12 +106,12 @@ def active(device: torch.device | str) -> Backend:
 
 
 def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
-    """Choose and load the backend of a device type, as `active` does, without logging or caching.
+    """Select and load the backend of a device type, and return it without storing or logging it.
 
     Args:
         kind: device type: cpu, cuda or xpu.
-        may_build: compile a missing library. By default this is allowed for up to
-            MAX_BUILDING_WORLD ranks; a lock lets one process compile at a time.
+        may_build: compile a missing library; a file lock lets one process compile at a time. By
+            default, runs of up to MAX_BUILDING_WORLD ranks may compile.
         key: name of the cache entry to prefer if several are compatible.
 
     Raises:
@@ -120,7 +123,7 @@ def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
         return Backend("torch")
     if name not in ("auto", device_backend):
         raise KernelError(
-            f"{origin} = {name}: it computes on {DEVICE_OF[name]}, and the data is on {kind}; "
+            f"{origin} = {name}: this backend runs on {DEVICE_OF[name]}, not on {kind}; "
             f"use {' or '.join(filter(None, (device_backend, 'torch', 'auto')))}"
         )
     assert device_backend is not None
@@ -134,17 +137,17 @@ def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
 
 
 def use(kind: str, backend: Backend) -> None:
-    """Make `backend` the active one of a device type, after all ranks have agreed on it."""
+    """Set the active backend of a device type. Called after all ranks have agreed on `backend`."""
     _active[kind] = backend
 
 
 def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
-    """Return a compiled library.
+    """Return a compiled library from the cache, or compile it.
 
     Args:
-        may_build: compile a library with this machine's compiler if the cache has none that it
-            compiled.
-        key: name of the cache entry to prefer among compatible ones that were compiled elsewhere.
+        may_build: use a library of this machine's compiler, and compile it if the cache does not
+            have it. If this is False or fails, any compatible library in the cache is used.
+        key: name of the cache entry to prefer if several are compatible.
 
     Raises:
         KernelError: no compatible library exists and none can be compiled.
@@ -166,8 +169,8 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
     ]
     hint = f" ({others[0]})" if others else ""
     raise KernelError(
-        f"none is built in {cache.cache_dir()}{hint}; run `optimus kernels build` once, since "
-        f"a run of more than {MAX_BUILDING_WORLD} ranks does not compile"
+        f"{cache.cache_dir()} has no compatible library{hint}; run `optimus kernels build` once, "
+        f"because a run of more than {MAX_BUILDING_WORLD} ranks does not compile"
     )
 
 
@@ -175,7 +178,8 @@ def load(entry: Entry) -> ctypes.CDLL:
     """Load a library and check its C interface.
 
     Raises:
-        KernelError: the library does not load or has another version of the interface.
+        KernelError: the library cannot be loaded, or its interface has another version or lacks a
+            function.
     """
     path = entry.library
     try:
@@ -185,8 +189,8 @@ def load(entry: Entry) -> ctypes.CDLL:
         raise KernelError(f"{path} does not load: {' '.join(str(error).split())}") from error
     if version != build.interface_version():
         raise KernelError(
-            f"{path} has interface {version}, this package needs {build.interface_version()}; "
-            "run `optimus kernels build`"
+            f"{path} has interface version {version}, but this package needs "
+            f"{build.interface_version()}; run `optimus kernels build`"
         )
     missing = [name for name in build.interface_functions() if not hasattr(library, name)]
     if missing:
@@ -198,8 +202,9 @@ def load(entry: Entry) -> ctypes.CDLL:
 
 
 def _load_descriptor(file: int) -> ctypes.CDLL:
-    """Load the library from its open descriptor `file`, because another file may have its path by
-    now. Close `file` if the library is already loaded or cannot be loaded. Raises OSError."""
+    """Load the library from its open file descriptor, because its path may now lead to another
+    file. Close the descriptor if the library is already loaded or cannot be loaded. Raises OSError
+    if it cannot be loaded."""
     status = os.fstat(file)
     inode = status.st_dev, status.st_ino
     if inode in _loaded:
@@ -214,8 +219,8 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
 
 
 def status() -> list[dict[str, Any]]:
-    """Return a dict per backend: whether its device is present, whether its library is compiled and
-    for which target, and the reason if it cannot be used. Compiles nothing."""
+    """Return one dict per backend: whether its device is present, whether a library is compiled and
+    for which target, and the reason if the library cannot be used. Does not compile."""
     return [_status_of(backend) for backend in build.BACKENDS]
 
 
@@ -242,11 +247,11 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return the reason why `entry` cannot be used, or "". Raises KernelError if there is no entry
-    and none can be compiled, or if the library of `entry` does not load."""
+    """Return the reason why `entry` cannot be used, or "" if it can. Raises KernelError if `entry`
+    is None and no library can be compiled, or if the library of `entry` cannot be loaded."""
     if entry is None:
         build.plan(backend)
-        return "not built yet; `optimus kernels build` does it, or the first run"
+        return "not built yet; run `optimus kernels build`, or the first run builds it"
     # The library of an absent device may link to a runtime that is not installed here.
     if device_is_present(DEVICE_OF[backend]):
         load(entry)
@@ -264,8 +269,8 @@ def _built_for(entry: Entry) -> dict[str, Any]:
 
 
 def _may_build() -> bool:
-    """Return whether this run has few enough processes to compile. The first of `_WORLD_SIZES` that
-    is set gives their number."""
+    """Return whether this run has at most MAX_BUILDING_WORLD processes. Their number is read from
+    the first variable in `_WORLD_SIZES` that is set, and is 1 if none is set."""
     sizes = (os.environ.get(name, "") for name in _WORLD_SIZES)
     world = next((size for size in sizes if size.isdigit()), "1")
     return int(world) <= MAX_BUILDING_WORLD

@@ -1,7 +1,7 @@
 """Compilation of `csrc` for a backend: sources, targets, compilers and flags.
 
-Every backend becomes one shared library with the C interface of csrc/include/interface.h. The cpu
-and cuda builds therefore need no headers of torch.
+Each backend is compiled to one shared library with the C interface of csrc/include/interface.h, so
+the cpu and cuda builds need no headers of torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ CPU_FLAGS = [
     "-fno-trapping-math",  # never -ffast-math: it breaks NaN
 ]
 PORTABLE = "portable"
-# A source file *_avx2.cpp is compiled with the flags of avx2, and so on. dispatch.cpp chooses
-# between the instruction sets at run time.
+# Files *_avx2.cpp and *_avx512.cpp are compiled with the flags of their instruction set.
+# dispatch.cpp selects an instruction set at run time.
 CPU_ISAS = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags for compilers that do not support the instruction sets of CPU_ISAS: g++ before 11, clang++
-before 12."""
+"""Flags for a build without the instruction sets of CPU_ISAS: for processors other than x86-64, and
+with compilers that do not support them (g++ before 11, clang++ before 12)."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -53,19 +53,19 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """All inputs of the compilation of a library, except for the version of the C interface."""
+    """All inputs of the compilation of a library. Their hash is in the name of its cache entry."""
 
     backend: str
     sources: str
     """Hash of all files of csrc that the backend uses."""
     torch: str
     machine: str
-    """The processor's architecture, such as x86_64."""
+    """Architecture of the processor, such as x86_64."""
     arch: str
-    """The devices compiled for, such as sm_80,sm_90."""
+    """GPU architectures or CPU instruction sets to compile for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """The line of `--version` that identifies the compiler, and any flags that follow the
+    """Line of the compiler's `--version` output that identifies it, followed by any flags after the
     compiler's name in CXX or NVCC."""
 
     @property
@@ -74,8 +74,8 @@ class Target:
 
 
 def csrc() -> Path:
-    """Return the folder of the sources, which is inside the package. In a checkout the package has
-    a symbolic link to it."""
+    """Return the folder of the C++ sources inside the package. In a checkout it is a symbolic link
+    to kernels/csrc."""
     return Path(__file__).resolve().parent / "csrc"
 
 
@@ -83,7 +83,9 @@ def sources(backend: str) -> list[Path]:
     """Return the files to compile for a backend. Raises KernelError if there are none."""
     files = sorted((csrc() / backend).glob(f"*{SUFFIX[backend]}"))
     if not files:
-        raise KernelError(f"{csrc() / backend} has no *{SUFFIX[backend]} files")
+        raise KernelError(
+            f"{csrc() / backend} has no *{SUFFIX[backend]} files; reinstall the package"
+        )
     return files
 
 
@@ -94,7 +96,7 @@ def interface_functions() -> list[str]:
 
 
 def interface_version() -> int:
-    """Return OPTIMUS_ABI of csrc/include/interface.h, which every library reports."""
+    """Return the version of the C interface, OPTIMUS_ABI in csrc/include/interface.h."""
     text = (csrc() / "include" / "interface.h").read_text()
     match = re.search(r"define OPTIMUS_ABI (\d+)", text)
     assert match, "interface.h does not define OPTIMUS_ABI"
@@ -103,7 +105,7 @@ def interface_version() -> int:
 
 @functools.cache
 def source_hash(backend: str) -> str:
-    """Return a hash of the backend's files and the shared headers, including their names."""
+    """Return a hash of names and contents of the backend's files and of the shared headers."""
     digest = hashlib.sha256()
     folders = (csrc() / "include", csrc() / backend)
     for folder in folders:
@@ -116,7 +118,7 @@ def source_hash(backend: str) -> str:
 
 def why_incompatible(entry: Entry) -> str:
     """Return the reason why a compiled library is not compatible with this machine and package, or
-    "". Its compiler is not compared, because a library may come from another machine."""
+    "" if it is. The compiler is ignored, because another machine may have compiled the library."""
     backend, record = entry.record["backend"], entry.record
     portable_only = record.get("arch") == PORTABLE
     for field, expected in (
@@ -134,15 +136,15 @@ def why_incompatible(entry: Entry) -> str:
 
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
-    """Return a compatible library from the cache, whichever compiler made it: the entry named
-    `key`, or else the newest; None if there is no compatible one."""
+    """Return a compatible library from the cache, or None if there is none. If several are
+    compatible, prefer the entry named `key`, then the newest. Any compiler may have made it."""
     compatible = [entry for entry in cache.entries(backend) if not why_incompatible(entry)]
     return next((entry for entry in compatible if entry.key == key), next(iter(compatible), None))
 
 
 def build(backend: str) -> Entry:
-    """Return the library for `backend`, compiled now unless the cache has it. Raises KernelError
-    with the reason if it cannot be compiled."""
+    """Return the library for `backend`, and compile it first if the cache does not have it. Raises
+    KernelError with the reason if it cannot be compiled."""
     target, compiler = plan(backend)
     compilers = {"cpu": _compile_cpu, "cuda": _compile_cuda, "sycl": _compile_sycl}
     record = {**asdict(target), "compiler_path": compiler[0]}
@@ -150,8 +152,8 @@ def build(backend: str) -> Entry:
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
-    """Return the target that `build` would compile here, and the compiler's command. Raises
-    KernelError if there is no working compiler or no source file."""
+    """Return the target that `build` would compile on this machine, and the compiler's command.
+    Raises KernelError if there is no working compiler or no source file."""
     compiler = find_compiler(backend)
     sources(backend)
     version = compiler_version(tuple(compiler))
@@ -169,8 +171,8 @@ def plan(backend: str) -> tuple[Target, list[str]]:
 
 
 def arch(backend: str, portable_only: bool = False) -> str:
-    """Return the devices or CPU instruction sets that a library is compiled for; with
-    `portable_only`, the portable instruction set."""
+    """Return the GPU architectures or CPU instruction sets to compile for, separated by commas.
+    With `portable_only`, CPU libraries contain only the portable instruction set."""
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
     if backend == "sycl":
@@ -179,7 +181,7 @@ def arch(backend: str, portable_only: bool = False) -> str:
 
 
 def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
-    """Return the compiler flags of all files as one string, for the hash of a target."""
+    """Return the compiler flags of all source files as one string, the `flags` of a target."""
     if backend == "cpu":
         isas = (PORTABLE_FLAGS,) if portable_only else CPU_ISAS.values()
         groups = (*isas, *CPU_FILE_FLAGS.values())
@@ -189,15 +191,15 @@ def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
 
 
 def is_clang(version: str) -> bool:
-    """Return whether a compiler's line of `--version` names clang or Intel's compilers, which are
-    based on it."""
+    """Return whether the compiler is clang or one of Intel's compilers, which are based on clang.
+    `version` is a line of its `--version` output."""
     return "clang" in version.lower() or "oneapi" in version.lower()
 
 
 @functools.cache
 def openmp_runtime() -> str:
-    """Return the file of the OpenMP runtime that torch has loaded, or "". Kernels that use the same
-    runtime share torch's threads, and torch.set_num_threads applies to them."""
+    """Return the path of the OpenMP runtime that torch has loaded, or "" if there is none. Kernels
+    that use the same runtime share torch's threads and obey torch.set_num_threads."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -209,9 +211,9 @@ def openmp_runtime() -> str:
 
 
 def _openmp_flags(clang: bool) -> list[str]:
-    """Return the OpenMP flags that work with torch's runtime. Code that clang compiles needs LLVM's
-    or Intel's runtime; code that g++ compiles works with any runtime. If torch has no suitable
-    runtime, loops are vectorized but run on one thread."""
+    """Return the OpenMP flags that work with torch's OpenMP runtime. Code compiled by clang needs
+    LLVM's or Intel's runtime; code compiled by g++ works with any runtime. Without a suitable
+    runtime, the flags vectorize loops but run them on one thread."""
     runtime = openmp_runtime()
     if not runtime or (clang and "libgomp" in Path(runtime).name):
         return ["-fopenmp-simd"]
@@ -220,8 +222,8 @@ def _openmp_flags(clang: bool) -> list[str]:
 
 @functools.cache
 def _supports_isas(compiler: tuple[str, ...]) -> bool:
-    """Return whether the compiler supports AVX2 and AVX-512; if not, only the portable kernels are
-    built."""
+    """Return whether the compiler can compile for AVX2 and AVX-512 on this machine. If not, only
+    the portable kernels are compiled."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     isa_flags = [flag for isa in CPU_ISAS.values() for flag in isa]
@@ -233,7 +235,7 @@ def _supports_isas(compiler: tuple[str, ...]) -> bool:
 
 
 def find_compiler(backend: str) -> list[str]:
-    """Return the command that compiles for `backend`. Raises KernelError if there is none."""
+    """Return the compiler command for `backend`. Raises KernelError if no compiler is found."""
     if backend == "sycl":
         return sycl_build.find_compiler()
     names = {"cpu": ("g++", "clang++", "c++"), "cuda": ("nvcc",)}[backend]
@@ -243,9 +245,11 @@ def find_compiler(backend: str) -> list[str]:
         try:
             command = shlex.split(setting)
         except ValueError as error:
-            raise KernelError(f"{variable}={setting}: it is not a command ({error})") from error
+            raise KernelError(
+                f"{variable}={setting}: not a shell command ({error}); fix or unset {variable}"
+            ) from error
         if not command or shutil.which(command[0]) is None:
-            raise KernelError(f"{variable}={setting}: no such compiler")
+            raise KernelError(f"{variable}={setting}: no such compiler; fix or unset {variable}")
         return command
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     fallback = [f"{home}/bin/nvcc"] if backend == "cuda" else []
@@ -260,13 +264,15 @@ def find_compiler(backend: str) -> list[str]:
 
 @functools.cache
 def compiler_version(compiler: tuple[str, ...]) -> str:
-    """Return the line of `--version` that identifies a compiler. Raises KernelError if it does not
-    run."""
+    """Return the line of the compiler's `--version` output that identifies it. Raises KernelError
+    if the compiler cannot be run or prints nothing."""
     text = _run([*compiler, "--version"], limit_s=60)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        raise KernelError(f"{shlex.join(compiler)} --version prints nothing; is it a compiler?")
-    # nvcc prints its release on a later line than its name.
+        raise KernelError(
+            f"{shlex.join(compiler)} --version prints nothing; set CXX or NVCC to a compiler"
+        )
+    # nvcc prints its name on the first line and its release on a later line.
     return next((line for line in lines if "release" in line.lower()), lines[0])
 
 
@@ -285,7 +291,7 @@ def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
         _run([*common, *file_flags, "-c", source, "-o", out])
         objects.append(out)
     library = work / "liboptimus_cpu.so"
-    # Link without -fopenmp, which would add the compiler's OpenMP runtime to torch's.
+    # Link torch's OpenMP runtime, without -fopenmp, which would also link the compiler's runtime.
     runtime = [openmp_runtime()] if "-fopenmp" in openmp else []
     _run([*compiler, "-shared", *objects, *runtime, "-o", library])
     return library
@@ -311,7 +317,7 @@ def _run(
     command: Sequence[object], limit_s: float = _COMPILE_S, environ: dict[str, str] | None = None
 ) -> str:
     """Run a command and return its standard output. Raises KernelError if the command fails; the
-    message has the first line of output that contains "error"."""
+    message contains the command's first line of output with the word "error"."""
     arguments = [str(word) for word in command]
     try:
         result = subprocess.run(
@@ -324,13 +330,13 @@ def _run(
             stdin=subprocess.DEVNULL,
         )
     except OSError as error:
-        raise KernelError(f"{arguments[0]} does not run: {error.strerror}") from error
+        raise KernelError(f"{arguments[0]} cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise KernelError(f"{arguments[0]} took more than {limit_s:.0f} s") from error
     if result.returncode:
         lines = [line for line in (result.stderr + result.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
         raise KernelError(
-            f"{Path(arguments[0]).name} ended with {result.returncode}: {errors[0].strip()}"
+            f"{Path(arguments[0]).name} failed with status {result.returncode}: {errors[0].strip()}"
         )
     return result.stdout

@@ -1,13 +1,13 @@
-"""Cache of compiled kernels on disk, shared by many processes; an entry is absent or complete.
+"""Cache of compiled kernels on disk, shared by many processes. No process reads incomplete entries.
 
-CACHE/<backend>-<key>/ contains the library and `info.json`, which records the inputs of the build
-and the hash of the library's bytes. Both are written under a temporary name and renamed together. A
-process that compiles holds the lock CACHE/.<backend>-<key>.lock.
+The entry CACHE/<backend>-<key>/ contains the library and `info.json`, which records the inputs of
+the build and the hash of the library. Both files are written to a temporary folder, which is then
+renamed. A process that compiles holds the lock CACHE/.<backend>-<key>.lock.
 
-Loading a library runs its code, and a hash in the same folder proves nothing about its author. An
-entry is therefore used only if nobody except this user, root or the owner of a read-only cache can
-have written it. Files are opened before they are checked, each relative to the checked folder above
-it, so that nobody can exchange a file between the check and its use.
+Loading a library runs its code, and a hash in the same folder does not prove who wrote it. An entry
+is therefore used only if all users who can have written it are trusted: this user, root and the
+owner of the cache folder. Each file is opened first, relative to its checked folder, and the open
+file is checked, so that nobody can replace the file between the check and its use.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from typing import Any
 
 RECORD = "info.json"
 LOCK_WAIT_S = 900.0
-"""Longest wait for another process that compiles. Ahead-of-time compilation for Intel's PVC GPUs
-takes minutes."""
+"""Longest time to wait for another process that compiles. Ahead-of-time compilation for Intel's PVC
+GPUs takes minutes."""
 _POLL_S = 0.1
 _MAX_LINKS = 40
-"""Symbolic links followed while a path is resolved; Linux has the same limit."""
+"""Largest number of symbolic links that are followed to resolve a path, as in Linux."""
 _MAX_RECORD_BYTES = 1 << 20
-"""Number of bytes of an info.json that are read at most. No build writes as many."""
+"""Largest number of bytes that are read from an info.json file. No build writes a larger file."""
 
 
 class KernelError(RuntimeError):
-    """Compiled kernels are not available. The message is one line: the problem, its cause and the
-    remedy."""
+    """Raised if compiled kernels are not available. The message is one line with the problem, its
+    cause and the remedy."""
 
 
 def cache_dir() -> Path:
-    """Return OPTIMUS_KERNELS_CACHE, or optimus-kernels in the user's cache directory.
+    """Return the cache folder: the environment variable OPTIMUS_KERNELS_CACHE, or `optimus-kernels`
+    in the user's cache directory.
 
     Raises:
-        KernelError: this user has no home directory, as in a container that runs under a user id
-            without an account.
+        KernelError: the variable is not set and the user has no home directory, for example in a
+            container whose user id has no account.
     """
     setting = os.environ.get("OPTIMUS_KERNELS_CACHE")
     if setting:
@@ -69,9 +70,9 @@ class Entry:
     """A compiled library in the cache."""
 
     path: Path
-    """Directory of the entry."""
+    """Folder of the entry."""
     record: dict[str, Any]
-    """Content of info.json: the fields of `build.Target`, `library`, `sha256` and `built_at`."""
+    """Content of info.json: the fields of `build.Target`, and those that `_compile` adds."""
 
     @property
     def library(self) -> Path:
@@ -83,19 +84,19 @@ class Entry:
 
 
 def key_of(fields: dict[str, Any]) -> str:
-    """Return 16 hexadecimal digits of a hash of all inputs of a build."""
+    """Return a hash of the inputs of a build, as 16 hexadecimal digits."""
     text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def entries(backend: str) -> list[Entry]:
-    """Return the usable entries of a backend, newest first, in the same order on all ranks."""
+    """Return the usable entries of a backend, newest first. The order is the same on all ranks."""
     usable = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
     return sorted(usable, key=lambda entry: (-entry.record["built_at"], entry.key))
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return the reasons why entries of a backend are not trusted, by the entry's name."""
+    """Return a dict from the name of each refused entry of a backend to the reason."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -109,7 +110,7 @@ def refused(backend: str) -> dict[str, str]:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the entry at `path`; None if it is absent, incomplete, damaged or not trusted."""
+    """Return the entry at `path`, or None if it is absent, incomplete, damaged or not trusted."""
     try:
         with _opened(path) as (entry, library):
             intact = _sha256(library) == entry.record["sha256"]
@@ -119,7 +120,7 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def open_library(entry: Entry) -> int:
-    """Return a new file descriptor of the entry's library, which is checked again now.
+    """Check the entry again and return a new file descriptor of its library.
 
     Raises:
         KernelError: the library is absent, or another user may have written it.
@@ -128,7 +129,7 @@ def open_library(entry: Entry) -> int:
         with _opened(entry.path) as (_, library):
             return os.dup(library)
     except (OSError, ValueError) as error:
-        raise KernelError(f"{entry.library} is not loaded: {error}") from error
+        raise KernelError(f"{entry.library} cannot be loaded: {error}") from error
 
 
 def _paths(backend: str) -> list[Path]:
@@ -140,9 +141,9 @@ def _paths(backend: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Open the entry at `path` for the time of a `with` statement, which receives the entry and a
-    descriptor of its library. Raises OSError if a file cannot be opened, and ValueError if another
-    user may have written the entry or if its info.json is not one that a build writes."""
+    """Yield the entry at `path` and a file descriptor of its library, which is closed at the end of
+    the `with` statement. Raises OSError if a file cannot be opened, and ValueError if another user
+    may have written the entry or if its info.json is invalid."""
     with contextlib.ExitStack() as stack:
         root, owners = _open_cache(path.parent)
         stack.callback(os.close, root)
@@ -157,15 +158,15 @@ def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[int], bool]) -> int:
-    """Return a descriptor of `path`, which is in the open folder `folder`. Raises OSError if it
-    cannot be opened, and ValueError if it is a link, is not of the expected kind, or may have been
-    written by a user who is not in `owners`."""
+    """Open a file or folder and return its descriptor. `folder` is the descriptor of its parent
+    folder. Raises OSError if `path` cannot be opened, and ValueError if it is a symbolic link, is
+    not of the expected kind, or may have been written by a user who is not in `owners`."""
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ValueError(f"{path} is a link") from error
+            raise ValueError(f"{path} is a symbolic link") from error
         raise OSError(error.errno, error.strerror, str(path)) from error
     reason = _why_untrusted(path, os.fstat(file), owners, is_kind)
     if reason:
@@ -175,26 +176,26 @@ def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[
 
 
 def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the fields of info.json of the entry at `path`. Raises ValueError if no build writes
-    such values."""
+    """Return the fields of the info.json file of the entry at `path`. `content` is the content of
+    the file. Raises ValueError if a field is missing or invalid."""
     try:
         record = json.loads(content)
         library, built_at = record["library"], record["built_at"]
-        # A name that contains a folder could lead out of the entry's own folder, whose owner and
-        # mode were checked.
+        # A name that contains a folder could refer to a file outside the entry's folder, whose
+        # owner and mode were checked.
         is_file_name = Path(library).name == library and library not in ("", "..", RECORD)
         valid = is_file_name and isinstance(record["sha256"], str) and 0 <= built_at < math.inf
-        # `backend` selects the sources whose hash is compared with the library's.
+        # `backend` is a folder name: build.source_hash reads the sources in this folder.
         valid = valid and path.name.startswith(f"{record['backend']}-")
     except (KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{path / RECORD}: {error}") from error
+        raise ValueError(f"{path / RECORD} is invalid: {error!r}") from error
     if not valid:
-        raise ValueError(f"{path / RECORD} has values that no build writes")
+        raise ValueError(f"{path / RECORD} has an invalid library, sha256, built_at or backend")
     return record
 
 
 def _open_cache(root: Path) -> tuple[int, set[int]]:
-    """Return a descriptor of the cache folder, and the ids of the users whose files in it are
+    """Open the cache folder. Return its descriptor and the ids of the users whose files in it are
     trusted: this user, root and, unless this user is root, the owner of the folder. Raises OSError
     if the folder cannot be opened, and ValueError with the reason if other users may have written
     entries to it."""
@@ -212,19 +213,19 @@ def _open_cache(root: Path) -> tuple[int, set[int]]:
 
 
 def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -> str:
-    """Return the reason why other users may have written entries to the cache folder, or may have
-    replaced it; "" if they cannot. `status` is that of the open cache folder."""
+    """Return the reason why users who are not in `owners` may have written to the cache folder or
+    may have replaced it, or "" if they cannot. `status` is the os.fstat result of the folder."""
     real, folders, links = _walk(root)
     for link in links:
         of_link = link.lstat()
         if of_link.st_uid not in (0, os.geteuid()):
-            return f"another user's link leads to the cache folder: {_describe(link, of_link)}"
+            return f"another user's link is in the path of the cache: {_describe(link, of_link)}"
     reason = _why_untrusted(real, status, owners, stat.S_ISDIR)
     if reason:
         return reason
     # A user who can rename a folder of the path can replace the cache folder. A sticky bit prevents
-    # this if the cache folder is this user's. It proves nothing if the cache folder is another
-    # user's, because that folder may already be the replacement.
+    # this if this user or root owns the cache folder. If another user owns it, the sticky bit does
+    # not help, because the folder may already be a replacement.
     foreign = status.st_uid not in (0, os.geteuid())
     for above in folders:
         mode = above.stat()
@@ -236,10 +237,15 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
 
 
 def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
-    """Resolve `path`. Return the real path, every folder in which a component of it was looked up,
-    and the symbolic links that were followed. The parents of `path` and of the real path would not
-    be enough: if a link leads to a second link, the folder of the second link is among neither.
-    Raises OSError if a link cannot be read or if there are too many."""
+    """Resolve `path`. Return the real path, all folders in which its components were looked up, and
+    the symbolic links that were followed.
+
+    A user who can write to one of these folders can redirect the path. Checking only the parents of
+    `path` and of the real path would miss a folder: if a link refers to a second link, the folder
+    of the second link is not among these parents.
+
+    Raises OSError if a link cannot be read or if there are too many links.
+    """
     current, folders, links = Path("/"), dict[Path, None](), list[Path]()
     components = [*reversed(path.absolute().parts[1:])]
     while components:
@@ -264,8 +270,9 @@ def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
 def _why_untrusted(
     path: Path, status: os.stat_result, owners: set[int], is_kind: Callable[[int], bool]
 ) -> str:
-    """Return the reason why `path` cannot be trusted: its `status` is of another kind of file, or
-    another user may have written it. Return "" if there is no reason."""
+    """Return the reason why `path` is not trusted, or "" if it is trusted. It is not trusted if it
+    is not of the expected kind, or if a user who is not in `owners` may have written it. `status`
+    is the os.fstat result of `path`."""
     if not is_kind(status.st_mode):
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
@@ -283,14 +290,14 @@ def _describe(path: Path, status: os.stat_result) -> str:
 
 
 def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
-    """Return the entry `name`; compile it unless it exists.
+    """Return the entry `name`, and compile it first if it does not exist.
 
     Other processes wait while one process compiles. If the compilation fails, the waiting processes
     raise the same error and do not compile again.
 
     Args:
         name: name of the entry, `<backend>-<key>`.
-        compile_into: compiles in the given directory and returns the path of the library there.
+        compile_into: function that compiles in a given folder and returns the path of the library.
         record: inputs of the build, written to info.json.
 
     Raises:
@@ -341,8 +348,8 @@ def _compile(
             "built_at": time.time(),
         }
         (work / RECORD).write_text(json.dumps(content, indent=1) + "\n")
-        # Under umask 002 the group could write the files, and the entry would be refused. Others
-        # may read them; the mode of the cache folder (0700) decides whether they can reach them.
+        # Under umask 002 the group could write the files, and the entry would be refused. Other
+        # users may read the files, if the mode of the cache folder (by default 0700) permits it.
         for path, mode in ((library, 0o755), (work / RECORD, 0o644), (work, 0o755)):
             path.chmod(mode)
             _fsync(path)
@@ -361,9 +368,9 @@ def _compile(
 
 
 def _rename(work: Path, final: Path) -> None:
-    """Rename `work` to `final`, and replace a damaged entry. On a file system whose locks do not
-    work, as on some network file systems, two processes may compile the same entry; the entry of
-    the first that finishes is kept."""
+    """Rename `work` to `final`, and replace a damaged entry. If file locks do not work, as on some
+    network file systems, two processes may compile the same entry; the first entry that is renamed
+    is kept."""
     damaged = None
     if final.exists() and read_entry(final) is None:
         damaged = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
@@ -377,8 +384,8 @@ def _rename(work: Path, final: Path) -> None:
 
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:
-    """Raise the error of another process if it failed to compile this entry after `started`, while
-    this process waited."""
+    """Raise the error of another process that failed to compile this entry after `started`, while
+    this process waited for the lock. Delete the record of an earlier failure."""
     failure = root / f".{name}.failed"
     with contextlib.suppress(FileNotFoundError):
         if failure.stat().st_mtime >= started:
@@ -387,8 +394,8 @@ def _raise_failure_since(root: Path, name: str, started: float) -> None:
 
 
 def _remove_leftovers(root: Path, name: str) -> None:
-    """Remove the temporary folders of builds that were killed. The caller holds the lock, so no
-    other process uses them."""
+    """Remove the temporary folders of builds that were killed. The caller must hold the lock, so
+    that no other process uses the folders."""
     for path in root.glob(f".{name}.*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -401,8 +408,8 @@ def _locked(path: Path) -> Iterator[None]:
         while not _try_lock(file):
             if time.monotonic() > deadline:
                 raise KernelError(
-                    f"{path} has been held for {LOCK_WAIT_S:.0f} s by another process that "
-                    "compiles; end it, or compile before the run with `optimus kernels build`"
+                    f"lock {path} has been held for {LOCK_WAIT_S:.0f} s by another process that "
+                    "compiles; end that process, or run `optimus kernels build` before the run"
                 )
             time.sleep(_POLL_S)
         yield
@@ -415,7 +422,7 @@ def _try_lock(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # without locks, the atomic rename suffices
+    except OSError as error:  # no locks: the atomic rename suffices
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
     return True

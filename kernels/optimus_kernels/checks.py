@@ -1,6 +1,6 @@
 """Checks of the operands of ops, with messages that name operand, shape and dtype.
 
-Messages are formatted only when they are raised: torch.compile cannot format dynamic sizes.
+Messages are formatted only after a check fails, because torch.compile cannot format dynamic sizes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def debug() -> bool:
-    """Return whether indices are checked before they are used (OPTIMUS_KERNELS_DEBUG=1). On an
-    accelerator each check makes the host wait for the device."""
+    """Return whether ops check indices before they use them (OPTIMUS_KERNELS_DEBUG=1). On an
+    accelerator, each check makes the host wait for the device."""
     return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
 
 
@@ -26,26 +26,26 @@ def check_operands(
     """Check dtypes and devices of an op's operands.
 
     Args:
-        op: name for messages.
-        values: floating-point operands by name; None is skipped.
+        op: name of the op, for messages.
+        values: floating-point operands by name; None values are skipped.
         indices: index tensors by name.
 
     Raises:
-        TypeError: `values` have different dtypes or one that is not supported, `indices` are not
-            int32, or operands are on different devices.
+        TypeError: `values` have different dtypes or an unsupported dtype, `indices` are not int32,
+            or operands are on different devices.
     """
     present = {name: value for name, value in values.items() if value is not None}
     dtypes = {value.dtype for value in present.values()}
     if len(dtypes) > 1:
-        raise TypeError(f"{op}: {_dtypes(present)}; they must have one dtype")
+        raise TypeError(f"{op}: {_dtypes(present)}; they must have the same dtype")
     if not dtypes <= set(FLOATS):
-        raise TypeError(f"{op}: {_dtypes(present)}; it computes in fp32, bf16, fp16 and fp64")
+        raise TypeError(f"{op}: {_dtypes(present)}; use fp32, bf16, fp16 or fp64")
     if any(index.dtype is not torch.int32 for index in indices.values()):
         raise TypeError(f"{op}: {_dtypes(indices)}; indices must be int32, as route returns them")
     operands = {**present, **indices}
     if len({value.device for value in operands.values()}) > 1:
         devices = ", ".join(f"{name} on {value.device}" for name, value in operands.items())
-        raise TypeError(f"{op}: {devices}; all must be on one device")
+        raise TypeError(f"{op}: {devices}; move all to one device")
 
 
 def check_index(op: str, name: str, index: Tensor, size: int) -> None:
@@ -62,9 +62,9 @@ def check_index(op: str, name: str, index: Tensor, size: int) -> None:
 
 
 def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
-    """Raise ValueError unless offsets rise from 0 to at most `rows`. Offsets on a CPU are always
-    checked. Those on an accelerator are checked only in debug mode, because the host must wait for
-    their values."""
+    """Raise ValueError unless offsets start at 0, do not decrease, and end at `rows` or less.
+    Offsets on a CPU are always checked. Offsets on an accelerator are checked only in debug mode,
+    because the host must wait for their values."""
     if not (offsets.is_cpu or debug()):
         return
     bounds = offsets.tolist()
@@ -76,7 +76,7 @@ def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
 
 
 def shapes(named: Mapping[str, Tensor]) -> str:
-    """Return names and shapes for an error message."""
+    """Return the names and shapes of tensors as text for an error message."""
     return ", ".join(f"{name} {list(value.shape)}" for name, value in named.items())
 
 

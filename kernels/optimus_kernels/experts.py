@@ -1,11 +1,12 @@
 """The experts of a layer in one autograd function: out = sum over k of w * down(swiglu(gate_up x)).
 
-T tokens, D hidden, F intermediate, E local experts, K experts per token, N = T*K slots, R rows.
+T tokens, D hidden, F intermediate, E local experts, K experts per token, N = T*K slots (one for
+each token and k), R rows (slots of local experts, sorted by expert).
 
-Forward saves x, the weights, the indices and, unless backward is to recompute it, the
-pre-activation h. It saves no gathered input, activation or expert output. The gradient of a routing
-weight is <da, a> with da = dout Wd, which backward computes anyway, so nothing is divided by a
-weight (Optimus paper, section 3.1, stages 4 and 5).
+Forward saves x, the weights, the indices and, unless backward recomputes it, the pre-activation h.
+It saves neither gathered inputs nor activations nor expert outputs. With a = swiglu(h), backward
+computes da = dout Wd in any case. The gradient of a routing weight is <da, a>, so it needs neither
+the expert outputs nor a division by the weight (Optimus paper, section 3.1, stages 4 and 5).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from optimus_kernels.swiglu import reference_backward as swiglu_backward_referen
 
 
 class WeightWork:
-    """Weight gradients that a backward pass deferred, to be computed once. Until then the object
-    keeps the gradient of the output, x, and 3F numbers per row in memory."""
+    """Deferred computation of the weight gradients of one backward pass. The object keeps x, the
+    gradient of the output and 3F numbers per row in memory until it is deleted."""
 
     def __init__(
         self,
@@ -56,13 +57,14 @@ class WeightWork:
 
     @torch.no_grad()
     def compute(self, into: WeightGrads) -> None:
-        """Write the gradients to `into`, with the bits that backward would have given."""
+        """Compute the gradients and write them to `into`. They are bitwise equal to gradients that
+        backward computes without deferral."""
         self._implementation.weight_grads(*self._inputs, into)
 
 
 Destination = WeightGrads | Callable[[WeightWork], None] | None
-"""Destination of the weight gradients of a backward pass: the given tensors, a function that
-receives the deferred work, or autograd (None)."""
+"""Destination of the weight gradients of a backward pass: tensors that receive them, a function to
+call with the deferred computation, or None to return them to autograd."""
 
 
 def experts(
@@ -75,24 +77,25 @@ def experts(
     save_input_only: bool = False,
     weight_grads: Callable[[], Destination] | None = None,
 ) -> Tensor:
-    """Apply the experts to their tokens and sum the weighted outputs.
+    """Apply the experts to their tokens and return the weighted sum of their outputs.
 
     Args:
-        x: [T, D], of the same dtype (fp32, bf16, fp16 or fp64) and device as the next three. Under
-            autocast all four are cast to autocast's dtype, as the operands of a linear layer are,
-            unless x is fp64.
+        x: [T, D]. x, weights, gate_up and down must have the same device and dtype (fp32, bf16,
+            fp16 or fp64). Under autocast they are first cast to its dtype, as the operands of a
+            linear layer are, unless x is fp64.
         weights: [T, K], routing weights.
-        gate_up: [E, 2F, D], the rows of gate above those of up.
+        gate_up: [E, 2F, D], for each expert the F rows of gate, then the F rows of up.
         down: [E, D, F].
-        rows: result of `route`. If the offsets are on the host, h is saved for the R rows of local
-            experts. Otherwise h is saved for all N rows, because the host would have to wait for
-            the value of R; a caller that knows R may pass rows.token and rows.slot shortened to R
+        rows: result of `route`. If its offsets are on the host, h is saved only for the R rows of
+            local experts. Otherwise h is saved for N rows, because the host would have to wait for
+            the value of R. A caller that knows R may shorten rows.token and rows.slot to R
             elements.
-        save_input_only: do not save h, but recompute it in backward. That is 22 % more arithmetic;
-            at OLMoE's sizes in bf16 forward then saves 4 KB per token instead of 36 KB.
-        weight_grads: called once in each backward; returns the destination of the weight gradients.
-            Unless that is None, autograd receives no gradient for gate_up and down. torch.compile
-            does not support it.
+        save_input_only: do not save h, but recompute it in backward. This needs 22 % more
+            arithmetic; at OLMoE's sizes in bf16, forward then saves 4 KB per token instead of
+            36 KB.
+        weight_grads: function that is called once in each backward and returns the destination of
+            the weight gradients. If the destination is not None, autograd receives no gradient for
+            gate_up and down. torch.compile does not support this argument.
 
     Returns:
         [T, D] of x's dtype.
@@ -120,9 +123,12 @@ def experts(
 
 
 def _without_absent_rows(rows: Rows) -> Rows:
-    """Return `rows` without the slots of experts on other ranks, which are most slots under expert
-    parallelism. Under torch.compile, and if the offsets are on an accelerator, return all rows:
-    sizes in compiled code must not depend on values, and the host would wait for the offsets."""
+    """Return `rows` without the slots of experts on other ranks. Under expert parallelism these are
+    most slots.
+
+    Return `rows` unchanged under torch.compile, because sizes in compiled code must not depend on
+    values, and if the offsets are on an accelerator, because the host would wait for them.
+    """
     offsets, token, slot, row = rows
     readable = offsets.is_cpu and not isinstance(offsets, FakeTensor)
     if torch.compiler.is_compiling() or not readable or offsets.numel() == 0:
@@ -147,12 +153,12 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients. The ops of backward have no gradient, so a second derivative would
-        be wrong without an error."""
+        """Compute the gradients. Refuse create_graph: the ops of backward have no gradient, so a
+        second derivative would be wrong without an error."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "experts has no second derivative; leave out create_graph, or compute experts in "
-                "plain torch"
+                "experts has no second derivative; do not use create_graph, or compute the experts "
+                "in plain torch"
             )
         *operands, h = ctx.saved_tensors
         if ctx.weight_grads is not None:
@@ -173,7 +179,7 @@ def _backward_to(
     h: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweights. Write the weight gradients to the tensors of `destination`, or call
-    it with the deferred work."""
+    `destination` with the deferred computation of these gradients."""
     if isinstance(destination, WeightGrads):
         return _backward_into(grad, *operands, h, *destination)
     implementation = _implementation(operands.x, operands.gate_up)
@@ -187,8 +193,8 @@ def reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, save_h: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out [T, D] and h [N, 2F], which is empty unless `save_h`: the reference
-    implementation."""
+    """Reference implementation of forward. Return out [T, D] and h [N, 2F]; h is empty unless
+    `save_h`."""
     h = grouped_reference(gather_reference(x, token, row), gate_up.mT, offsets)
     y = grouped_reference(swiglu_reference(h), down.mT, offsets)
     return reduce_reference(y, weights, row, slot), h if save_h else x.new_empty(0)
@@ -198,8 +204,8 @@ def reference_backward(
     grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, h: Tensor | None, with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dx, dweights, dgate_up and ddown, of which the last two are empty unless
-    `with_weights`: the reference implementation of backward."""
+    """Reference implementation of backward. Return dx, dweights, dgate_up and ddown; dgate_up and
+    ddown are empty unless `with_weights`."""
     copies, dy = gather_reference(x, token, row), gather_reference(grad, token, row)
     h = grouped_reference(copies, gate_up.mT, offsets) if h is None else h
     da = grouped_reference(dy, down, offsets)
@@ -214,9 +220,12 @@ def reference_backward(
 
 
 def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
-    """Return the module that implements forward and backward. All products use the same one. Their
-    rows have D, F or 2F elements; only D and F are checked, because rows of 2F elements are aligned
-    if rows of F elements are."""
+    """Return the module that implements forward and backward, experts_grouped or experts_loop.
+
+    The choice depends on the alignment of the rows of all matrix products. Rows have D, F or 2F
+    elements; only D and F are checked, because rows of 2F elements are aligned if rows of F
+    elements are.
+    """
     chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if chosen == "torch" else experts_loop
 
@@ -226,8 +235,9 @@ def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     check("experts", operands)
     operands = dense("experts", operands)
     out, h = _implementation(operands.x, operands.gate_up).forward(operands, save_h)
-    # The loop adds padding rows at the end. The two implementations must return the same sizes:
-    # torch.compile caches compiled code on disk, where a run with the other one may load it.
+    # experts_loop appends padding rows to h. Both implementations must return the same sizes,
+    # because torch.compile caches compiled code on disk, and a run with the other implementation
+    # may load it.
     return out, h[: operands.token.shape[0]] if save_h else h
 
 
@@ -259,14 +269,15 @@ def _fake_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 def _check_into(into: WeightGrads, operands: Operands) -> None:
     if into.gate_up.shape != operands.gate_up.shape or into.down.shape != operands.down.shape:
         raise ValueError(
-            f"experts: gradients go to {list(into.gate_up.shape)} and {list(into.down.shape)}, "
-            f"but the weights are {list(operands.gate_up.shape)} and {list(operands.down.shape)}"
+            f"experts: the gradients of gate_up {list(operands.gate_up.shape)} and down "
+            f"{list(operands.down.shape)} cannot be written to tensors of other shapes, "
+            f"{list(into.gate_up.shape)} and {list(into.down.shape)}"
         )
     for name, target in (("gate_up", into.gate_up), ("down", into.down)):
-        check_operands(f"experts_backward_into: memory for {name}", {name: target}, {})
+        check_operands(f"experts_backward_into: gradient of {name}", {name: target}, {})
         if target.device != operands.x.device:
             raise TypeError(
-                f"experts_backward_into: memory for {name} is on {target.device}, x on "
+                f"experts_backward_into: gradient of {name} is on {target.device}; move it to "
                 f"{operands.x.device}"
             )
 
@@ -316,8 +327,8 @@ def _flops_forward(
     x: torch.Size, weights: torch.Size, gate_up: torch.Size, down: torch.Size,
     offsets: torch.Size, token: torch.Size, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs for torch's FlopCounterMode, which does not see inside an op: 3 products of
-    R x D x F."""
+    """Return the FLOPs of forward: 3 matrix products of R x D x F. torch's FlopCounterMode needs
+    this formula because it does not see inside an op."""
     return 6 * token[0] * x[1] * down[2]
 
 
@@ -329,7 +340,7 @@ def _flops_backward(
     offsets: torch.Size, token: torch.Size, slot: torch.Size, row: torch.Size,
     h: torch.Size | None, *more: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs of backward: twice those of forward, or as many as forward if gate_up and
-    down need no gradient, plus those of computing h if it is recomputed."""
+    """Return the FLOPs of backward: twice the FLOPs of forward, or as many as in forward if gate_up
+    and down need no gradient. If h is recomputed, add its FLOPs."""
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

@@ -1,5 +1,5 @@
-"""The experts' forward and backward as grouped products over all rows. The host does not wait for
-values of the device."""
+"""Forward and backward of the experts as grouped matrix products over all rows. The host does not
+wait for values on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return out [T, D] and h [N, 2F], which is empty unless `save_h`."""
+    """Return out [T, D] and h [N, 2F]; h is empty unless `save_h`."""
     x, rows = operands.x, operands.rows
     h = _hidden(x, operands.gate_up, rows)
     y = grouped_mm(swiglu(h), operands.down.mT, rows.offsets)
@@ -30,11 +30,14 @@ def backward(
     into: WeightGrads | None,
     defer: bool = False,
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
-    """Return dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
-    `weight_grads` computes the weight gradients later (else None).
+    """Compute the gradients, and write the weight gradients to `into` unless it is None.
 
-    Weight gradients are written to `into` unless it is None. dx is computed first: under expert
-    parallelism its communication overlaps the weight gradients.
+    dx is computed before the weight gradients, so that under expert parallelism the communication
+    of dx overlaps their computation.
+
+    Returns:
+        dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
+        `weight_grads` computes the weight gradients later (otherwise None).
     """
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     h = _hidden(x, gate_up, rows) if h is None else h
@@ -51,7 +54,7 @@ def backward(
 def weight_grads(
     grad: Tensor, x: Tensor, rows: Rows, deferred: DeferredInputs, into: WeightGrads
 ) -> None:
-    """Compute the weight gradients that `backward` deferred."""
+    """Compute the weight gradients that `backward` deferred, and write them to `into`."""
     _weight_grads(gather(grad, rows.token, rows.row), x, rows, deferred, into)
 
 

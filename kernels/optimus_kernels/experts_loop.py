@@ -1,16 +1,16 @@
-"""The experts' forward and backward as a loop over experts, whose working set stays in the cache.
+"""Forward and backward of the experts as a loop over experts. The working set stays in the cache.
 
-Copies of tokens, activations and gradients of an expert are in scratch memory that all experts
-share; the rows of results are slices of one buffer. This is the fastest implementation on CPUs. On
-accelerators the host would wait for the offsets.
+All experts share one scratch memory for the gathered tokens, activations and gradients of the
+current expert. Results are written to slices of buffers that have the rows of all experts. This is
+the fastest implementation on CPUs. On accelerators the host would have to wait for the offsets.
 
-Our bf16 product (product.py) accepts any number of rows. oneDNN computes fp16, bf16 without AMX,
-and fp32 where `fastest_library` selects it. oneDNN compiles a kernel for each new shape (1.5 to 2.5
-ms, against 0.08 ms for a product of 256 rows of 256 x 512), and routing produces new shapes all the
-time. The row counts of oneDNN's products are therefore rounded up to a multiple of 16, or of 32
-above 512, which gives few enough shapes for oneDNN's cache of 1024 kernels. The padding rows of one
-expert's result are the first rows of the next expert, whose own product overwrites them later.
-Products that sum over rows have zeros in the padding rows.
+Our bf16 kernel (product.py) accepts any number of rows. oneDNN computes products in fp16, in bf16
+without AMX, and in fp32 where `fastest_library` selects it. oneDNN compiles a kernel for each new
+shape, and routing constantly produces new shapes. Compiling takes 1.5 to 2.5 ms; a product of 256
+rows with a 256 x 512 matrix takes 0.08 ms. The number of rows of each oneDNN product is therefore
+padded to a multiple of 16, or of 32 above 512 rows, so that oneDNN's cache of 1024 kernels has
+space for all shapes. The padding rows of an expert's result are the first rows of the next expert,
+whose product overwrites them later. In products that sum over rows, the padding rows are zeros.
 """
 
 from __future__ import annotations
@@ -35,25 +35,28 @@ _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
-    """Return the number of rows that a buffer needs after its last row in use, because oneDNN's
-    products write padding rows; 0 for tensors `x` that oneDNN does not multiply."""
+    """Return the number of rows that a buffer needs in addition to its used rows, because oneDNN's
+    products write padding rows. Return 0 if oneDNN does not multiply tensors like `x`."""
     return _MAX_PADDING - 1 if by_onednn(x) else 0
 
 
 class DeferredInputs(NamedTuple):
     """Tensors from which deferred weight gradients are computed, in addition to x and the output's
-    gradient. The loop begins the rows of each expert at a row number that is a multiple of 32. For
-    any row length this is a multiple of 64 bytes, as in scratch memory. Padding rows are zeros."""
+    gradient.
+
+    `backward` of this module starts the rows of each expert at a multiple of 32 rows, which is
+    aligned to 64 bytes for any row length, as scratch memory is. Padding rows are zeros.
+    """
 
     dh: Tensor
-    """[P, 2F], gradient of the pre-activation. P is the number of rows including padding."""
+    """[P, 2F], gradient of the pre-activation, for P rows including padding."""
     scaled: Tensor
-    """[P, F], activation times routing weight."""
+    """[P, F], activation multiplied by the routing weight."""
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
     """Wrap a forward or backward pass so that its products use the fastest library for the dtype
-    and device of its first argument, a tensor or `Operands` (whose x counts)."""
+    and device of its first argument. This argument is a tensor, or `Operands`, whose x is used."""
 
     @functools.wraps(run)
     def call(first: Tensor | Operands, *rest: Any, **more: Any) -> Any:
@@ -64,14 +67,14 @@ def _with_fastest_library(run: _Pass) -> _Pass:
 
 
 def fresh_grads(parameters: Iterable[Tensor]) -> WeightGrads:
-    """Return uninitialized memory for the gradients of gate_up and down."""
+    """Return uninitialized tensors for the gradients of `parameters`, gate_up and down."""
     gate_up, down = (memory.empty(parameter.shape, parameter) for parameter in parameters)
     return WeightGrads(gate_up, down, add=False)
 
 
 @_with_fastest_library
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return out [T, D] and h [R + extra rows, 2F], which is empty unless `save_h`."""
+    """Return out [T, D] and h [R + extra rows, 2F]; h is empty unless `save_h`."""
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)
@@ -102,9 +105,12 @@ def backward(
     into: WeightGrads | None,
     defer: bool = False,
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
-    """Return dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
-    `weight_grads` computes the weight gradients later (else None). Weight gradients are written to
-    `into` unless it is None."""
+    """Compute the gradients, and write the weight gradients to `into` unless it is None.
+
+    Returns:
+        dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
+        `weight_grads` computes the weight gradients later (otherwise None).
+    """
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)
@@ -148,8 +154,8 @@ def backward(
 def weight_grads(
     grad: Tensor, x: Tensor, rows: Rows, deferred: DeferredInputs, into: WeightGrads
 ) -> None:
-    """Compute the weight gradients that `backward` deferred. The products are those that `backward`
-    would have computed, so the result is bitwise the same."""
+    """Compute the weight gradients that `backward` deferred, and write them to `into`. The matrix
+    products are the same as in `backward` without `defer`, so the gradients are bitwise equal."""
     blocks, longest = _expert_blocks(rows, x)
     both = memory.empty((2, longest, x.shape[1]), x)
     targets = _Targets(into, rows, x)
@@ -168,16 +174,16 @@ def weight_grads(
 def _backward_views(
     both: Tensor, da: Tensor, dh: Tensor, rows: int, start: int
 ) -> tuple[Tensor, ...]:
-    """Return views of backward's scratch memory, which experts with the same number of rows share.
-    The views of da and dh begin at row `start`."""
+    """Return views of backward's scratch memory for an expert with `rows` rows: the copies of x,
+    dy, dy^T, da, dh and dh^T. The views of da and dh begin at row `start`."""
     copies, dy = both.narrow(1, 0, rows).unbind(0)
     dh = dh.narrow(0, start, rows)
     return copies, dy, dy.t(), da.narrow(0, start, rows), dh, dh.t()
 
 
 class _Targets:
-    """Destinations of the experts' weight gradients. Unless gradients are added, the constructor
-    sets those of experts without rows to zero."""
+    """Tensors that receive the experts' weight gradients. If gradients are written and not added,
+    the constructor sets the gradients of experts without rows to zero."""
 
     def __init__(self, into: WeightGrads, rows: Rows, x: Tensor) -> None:
         gate_up, down, self._add = into
@@ -193,16 +199,15 @@ class _Targets:
                         target.zero_()
 
     def take(self, e: int, dh_t: Tensor, copies: Tensor, dy_t: Tensor, scaled: Tensor) -> None:
-        """Write or add the weight gradients of expert e: dh^T [2F, R] @ copies [R, D] for gate_up
-        and dy^T [D, R] @ scaled [R, F] for down."""
+        """Compute the weight gradients of expert e, and write or add them: dh^T [2F, R] @ copies
+        [R, D] for gate_up and dy^T [D, R] @ scaled [R, F] for down. The expert has R rows."""
         gate_up, down = self._pairs[e]
         product(dy_t, scaled, down, self._add, self._scratch)
         product(dh_t, copies, gate_up, self._add, self._scratch)
 
 
 def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
-    """Return the first row of each expert in the deferred inputs, and the number of rows that the
-    deferred inputs have."""
+    """Return the first row of each expert in `DeferredInputs`, and the total number of rows."""
     starts, end = [], 0
     for *_, padded in blocks:
         starts.append(end)
@@ -211,8 +216,8 @@ def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], 
 
 
 def _expert_blocks(rows: Rows, x: Tensor) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Return (expert, first row, number of rows, number with padding) of each expert that has rows,
-    and the largest number with padding."""
+    """Return (expert, first row, number of rows, number of rows with padding) for each expert that
+    has rows, and the largest number of rows with padding."""
     bounds, rounds = rows.offsets.tolist(), by_onednn(x) and amx_kernel(x) is None
     blocks = []
     for e in range(len(bounds) - 1):

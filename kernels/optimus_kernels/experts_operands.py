@@ -11,17 +11,17 @@ from optimus_kernels.route import Rows
 
 
 class Operands(NamedTuple):
-    """Operands of forward and backward, in the order of the ops' schemas; `route.Rows` documents
+    """Operands of forward and backward, in the order of the ops' schemas. `route.Rows` documents
     the last four."""
 
     x: Tensor
-    """[T, D]"""
+    """[T, D], the inputs of the experts."""
     weights: Tensor
     """[T, K], routing weights."""
     gate_up: Tensor
-    """[E, 2F, D]"""
+    """[E, 2F, D], the gate and up projections."""
     down: Tensor
-    """[E, D, F]"""
+    """[E, D, F], the down projections."""
     offsets: Tensor
     token: Tensor
     slot: Tensor
@@ -33,20 +33,21 @@ class Operands(NamedTuple):
 
 
 class WeightGrads(NamedTuple):
-    """Tensors that backward writes weight gradients to, of any dtype."""
+    """Tensors to which backward writes the weight gradients. They may have another floating-point
+    dtype than the weights."""
 
     gate_up: Tensor
-    """[E, 2F, D]"""
+    """[E, 2F, D], the gradient of gate_up."""
     down: Tensor
-    """[E, D, F]"""
+    """[E, D, F], the gradient of down."""
     add: bool
-    """Add to the tensors' values instead of replacing them. The sums have the bits of autograd,
-    which computes a gradient completely before it adds it."""
+    """Add the gradients to the tensors instead of replacing their values. The sums are bitwise
+    equal to those of autograd, because each gradient is computed completely before it is added."""
 
 
 def check(op: str, operands: Operands, **more: Tensor) -> None:
-    """Raise ValueError or TypeError unless shapes, dtypes and devices match; `more` are further
-    floating-point operands by name."""
+    """Raise ValueError or TypeError unless shapes, dtypes and devices match. `more` contains
+    additional floating-point operands by name; only their dtype and device are checked."""
     x, weights, gate_up, down, *rows = operands
     named = {"x": x, "weights": weights, "gate_up": gate_up, "down": down}
     if [value.dim() for value in named.values()] != [2, 2, 3, 3]:
@@ -61,12 +62,13 @@ def check(op: str, operands: Operands, **more: Tensor) -> None:
         )
     if operands.offsets.shape != (experts + 1,):
         raise ValueError(
-            f"{op}: routed for {operands.offsets.shape[0] - 1} experts, but gate_up "
-            f"{list(gate_up.shape)} has {experts}"
+            f"{op}: rows are routed for {operands.offsets.shape[0] - 1} experts, but gate_up "
+            f"{list(gate_up.shape)} has {experts}; pass num_experts={experts} to route"
         )
     if operands.row.shape != weights.shape or weights.shape[0] != x.shape[0]:
         raise ValueError(
-            f"{op}: {shapes(named)}, routed slots {list(operands.row.shape)}; T or K do not match"
+            f"{op}: {shapes(named)}, rows.row {list(operands.row.shape)}; weights and rows.row "
+            "must be [T, K] for x [T, D]"
         )
     if operands.token.dim() != 1 or operands.token.shape != operands.slot.shape:
         raise ValueError(
@@ -78,7 +80,8 @@ def check(op: str, operands: Operands, **more: Tensor) -> None:
 
 
 def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) -> None:
-    """Raise ValueError or TypeError unless the operands of a backward pass match; h may be None."""
+    """Raise ValueError or TypeError unless the operands of a backward pass match in shape, dtype
+    and device. `h` may be None."""
     if h is None:
         check(op, operands, grad=grad)
     else:
@@ -86,14 +89,15 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
     rows, columns = operands.token.shape[0], operands.gate_up.shape[1]
     if grad.shape != operands.x.shape or (h is not None and h.shape != (rows, columns)):
         raise ValueError(
-            f"{op}: grad {list(grad.shape)} must be {list(operands.x.shape)}, as x is, and h "
-            f"{None if h is None else list(h.shape)} [{rows}, {columns}] or None"
+            f"{op}: grad is {list(grad.shape)} and h {None if h is None else list(h.shape)}; grad "
+            f"must be {list(operands.x.shape)} as x, and h [{rows}, {columns}] or None"
         )
 
 
 def dense(op: str, operands: Operands) -> Operands:
-    """Check the indices, and return the operands with contiguous x, routing weights and indices,
-    because kernels receive their addresses. gate_up and down may have any strides."""
+    """Check the indices, and return the operands with contiguous x, routing weights and indices.
+    They must be contiguous because kernels receive only their addresses. gate_up and down may have
+    any strides."""
     x, weights, gate_up, down, *rows = operands
     result = Operands(
         x.contiguous(), weights.contiguous(), gate_up, down, *(index.contiguous() for index in rows)
@@ -108,6 +112,7 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Return the checked and contiguous operands of a backward pass."""
+    """Check the operands of a backward pass, and return them as `dense` does, with contiguous grad
+    and h."""
     check_backward(op, grad, operands, h)
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

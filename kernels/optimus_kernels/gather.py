@@ -1,7 +1,6 @@
 """gather: copy the token of each row, out[r] = x[token[r]]; zeros where token[r] is -1.
 
-The gradient of x is `reduce_rows` without weights, which sums in the order of k and without
-atomics.
+`reduce_rows` without weights computes the gradient of x, in the order of k and without atomics.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
     Args:
         x: [T, D], fp32, bf16, fp16 or fp64.
-        token: int32 [R], from `route`. Values outside -1 to T - 1 are undefined behavior: they read
-            other memory or end the process. OPTIMUS_KERNELS_DEBUG=1 makes them a ValueError.
-        row: int32 [T, K], from `route`; used by the gradient.
+        token: int32 [R], the token of each row, from `route`; -1 gives a row of zeros. Values
+            outside -1 to T - 1 are undefined behavior: the op reads other memory or ends the
+            process. With OPTIMUS_KERNELS_DEBUG=1 they raise ValueError.
+        row: int32 [T, K], the rows of each token, from `route`; used only by the gradient.
 
     Returns:
         [R, D] of x's dtype.
@@ -36,7 +36,7 @@ def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
 
 def reference(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    """Gather in plain torch: the reference implementation."""
+    """Reference implementation of `gather` in plain torch."""
     if not len(x):
         return x.new_zeros(len(token), x.shape[1])
     copies = x.index_select(0, token.clamp(min=0).long())
@@ -46,8 +46,8 @@ def reference(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 def _check(x: Tensor, token: Tensor, row: Tensor) -> None:
     if (x.dim(), token.dim(), row.dim()) != (2, 1, 2):
         raise ValueError(
-            f"gather: x {list(x.shape)} must be [T, D], token {list(token.shape)} [R], row "
-            f"{list(row.shape)} [T, K]"
+            f"gather: x {list(x.shape)}, token {list(token.shape)}, row {list(row.shape)}; they "
+            "must be x [T, D], token [R], row [T, K]"
         )
     check_operands("gather", {"x": x}, {"token": token, "row": row})
 
@@ -62,10 +62,12 @@ def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
 
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
-    """Copy x[token[start : start + count]] to out[:count]; `count` is by default the number of rows
-    of `out`. Operands must be contiguous, which is not checked. A token of -1 is allowed only with
-    compiled kernels. `start` is an argument because slicing `token` would take as long as launching
-    the kernel."""
+    """Copy x[token[start : start + count]] to out[:count] and return `out`.
+
+    `count` defaults to the number of rows of `out`. Operands must be contiguous, which is not
+    checked. Only compiled kernels accept a token of -1. `start` is an argument because slicing
+    `token` would take as long as launching the kernel.
+    """
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
     if kernels is None:

@@ -1,9 +1,11 @@
 """Grouped matrix products: each expert's rows times that expert's weights, and the weight gradient.
 
-E experts; expert e has rows offsets[e] to offsets[e+1] - 1. There are two implementations. "torch"
-is torch's grouped_mm: one launch, and no copy of the offsets to the host. "loop" is one product per
-expert into slices of the result, which is faster on CPUs and supports every dtype. Result rows from
-offsets[E] on are undefined.
+Expert e of E experts has rows offsets[e] to offsets[e+1] - 1. Rows of the result from offsets[E] on
+are undefined.
+
+There are two implementations. "torch" is torch's grouped_mm: it launches one kernel and does not
+copy the offsets to the host. "loop" writes one product per expert to a slice of the result: it is
+faster on CPUs and supports every dtype.
 """
 
 from __future__ import annotations
@@ -21,35 +23,36 @@ from optimus_kernels.ops import define
 
 FORMS = ("auto", "torch", "loop")
 _ROW_BYTES = 16
-"""Alignment of strides that torch's grouped_mm requires."""
+"""Alignment in bytes that torch's grouped_mm requires for strides."""
 _form = "auto"
 torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""torch.nn.functional.grouped_mm since torch 2.10; before, the private op with the same
-semantics."""
+"""torch.nn.functional.grouped_mm (torch 2.10 and later), or the private op with the same semantics
+in earlier versions, or None if torch has neither."""
 
 
 def set_form(name: str) -> None:
     """Select the implementation of all grouped products of this process.
 
     Args:
-        name: "loop", "torch", or "auto": loop on CPUs, elsewhere torch where it works.
+        name: "loop", "torch" or "auto". "auto" selects loop on CPUs; on other devices it selects
+            torch if torch supports the operands, otherwise loop.
 
     Raises:
         ValueError: `name` is unknown.
     """
     global _form
     if name not in FORMS:
-        raise ValueError(f"grouped_gemm {name!r}: it is one of {', '.join(FORMS)}")
+        raise ValueError(f"grouped_gemm {name!r}: unknown name; use one of {', '.join(FORMS)}")
     _form = name
 
 
 def form(like: Tensor, *widths: int) -> str:
-    """Return the implementation for tensors like `like`.
+    """Return the implementation for operands with the device and dtype of `like`.
 
     Args:
-        like: tensor of the operands' device and dtype.
-        widths: elements per row of each operand and result. torch requires multiples of 16 bytes;
-            for others "auto" selects loop.
+        like: tensor with the operands' device and dtype.
+        widths: number of elements per row of each operand and result. torch requires rows of a
+            multiple of 16 bytes; for other rows "auto" selects loop.
 
     Returns:
         "torch" or "loop".
@@ -74,8 +77,8 @@ def _why_not_torch(like: Tensor, widths: Sequence[int]) -> str:
     if any(width * like.element_size() % _ROW_BYTES for width in widths):
         sizes = ", ".join(str(width) for width in widths)
         return (
-            f"its rows must be a multiple of {_ROW_BYTES} bytes, and these have {sizes} elements "
-            f"of {like.dtype}"
+            f"rows must be a multiple of {_ROW_BYTES} bytes, but these have {sizes} elements of "
+            f"{like.dtype}"
         )
     return ""
 
@@ -84,33 +87,33 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Multiply the rows of each expert by its weights.
 
     Args:
-        rows: [R, A].
-        weights: [E, A, B]; each matrix is contiguous or the transpose of a contiguous one.
-        offsets: int32 [E+1].
+        rows: [R, A], sorted by expert.
+        weights: [E, A, B]; each matrix is contiguous or the transpose of a contiguous matrix.
+        offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
 
     Returns:
-        [R, B] = rows of expert e @ weights[e].
+        [R, B]; for each expert e, its rows multiplied by weights[e].
     """
     return _grouped_mm(rows, weights, offsets)
 
 
 def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply two matrices over the rows of each expert.
+    """Compute a^T @ b separately over the rows of each expert: the weight gradient of `grouped_mm`.
 
     Args:
-        a: [R, A].
-        b: [R, B].
-        offsets: int32 [E+1].
+        a: [R, A], sorted by expert.
+        b: [R, B], sorted by expert.
+        offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
 
     Returns:
-        [E, A, B] = (rows of a of expert e)^T @ (rows of b of expert e); zeros for an expert without
-        rows.
+        [E, A, B]; for each expert, its rows of a, transposed, times its rows of b. Zeros for an
+        expert without rows.
     """
     return _grouped_mm_weight(a, b, offsets)
 
 
 def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply with a mask for each expert: the reference implementation."""
+    """Reference implementation: multiply all rows by each expert's weights and select its rows."""
     index = torch.arange(len(rows), device=rows.device)
     out = rows.new_zeros(len(rows), weights.shape[2])
     for e in range(len(weights)):
@@ -120,7 +123,7 @@ def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Compute the weight gradient with a mask for each expert: the reference implementation."""
+    """Reference implementation: for each expert, zero the rows of other experts and multiply."""
     index = torch.arange(len(a), device=a.device)
     products = []
     for e in range(len(offsets) - 1):
@@ -163,8 +166,8 @@ _weight_products = {"torch": _torch_weight_products, "loop": _loop_weight_produc
 
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch supports both grouped products on this device and in this dtype. The
-    only reliable way to find out is to run them."""
+    """Return whether torch supports both grouped products for this device type and dtype. The
+    function runs the products, because this is the only reliable test."""
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)

@@ -27,7 +27,7 @@ _CODES = {-1: "the dtype is not fp32, bf16 or fp16", -2: "a size is negative or 
 
 
 class Native:
-    """Launchers of one compiled library, for tensors of one device type."""
+    """The functions of one compiled library, which launch kernels on one device type."""
 
     def __init__(self, library: ctypes.CDLL, device: str) -> None:
         self._device = device
@@ -40,8 +40,8 @@ class Native:
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
-        """Launch a kernel on the current stream of the device of `on`. Raises RuntimeError with the
-        reason if the kernel returns an error code."""
+        """Call the library's function optimus_<name>, which launches a kernel on the current stream
+        of the device of `on`. Raises RuntimeError with the reason if it returns an error code."""
         if self._device == "cpu":
             code = self._functions[name](*arguments, None)
         else:
@@ -56,8 +56,8 @@ class Native:
 
 
 def native(tensor: Tensor, any_dtype: bool = False) -> Native | None:
-    """Return the compiled kernels for the device and dtype of `tensor`; None if the reference
-    implementation must be used."""
+    """Return the compiled kernels for the device and dtype of `tensor`, or None if the reference
+    implementation must be used. With `any_dtype`, the dtype does not matter."""
     if not any_dtype and tensor.dtype not in DTYPES:
         return None
     active = backend.active(tensor.device)

@@ -1,14 +1,15 @@
-"""Reuse of large CPU buffers: fresh memory costs a page fault every 4 KiB.
+"""Reuse of large CPU buffers, because newly allocated memory costs a page fault for every 4 KiB.
 
-Measured at D 2048, F 1024, E 64 in bf16: fresh buffers for weight gradients took 45 % of backward.
-The C library returns buffers of this size to the kernel when they are freed and maps new ones in
-the next step. This module keeps them, and reuses a buffer once no tensor refers to it: a `.grad`, a
-view or a saved activation keeps its buffer like any other memory.
+With D 2048, F 1024, E 64 in bf16, new buffers for weight gradients took 45 % of the time of
+backward. The C library returns large buffers to the operating system when they are freed, and maps
+new buffers in the next step. This module keeps the buffers, and reuses a buffer when no tensor
+refers to it. A `.grad`, a view or a saved activation counts as a reference.
 
-The cost: the process keeps at most 1.5 times the memory that its largest step used at once, also
-during evaluation and after a model is deleted. `release` (`optimus_kernels.release_memory` for
-users) frees unused buffers; nothing here calls it, because the next step would allocate them again.
-The tensors have storage of a fixed size: `untyped_storage().resize_` raises.
+The process keeps up to 1.5 times the most memory that tensors of this module used at one time, also
+during evaluation and after a model is deleted. `release`, which users import as
+`optimus_kernels.release_memory`, frees unused buffers. This package does not call it, because the
+next step would allocate the buffers again. The storage of the tensors has a fixed size:
+`untyped_storage().resize_` raises an error.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 20
-"""Bytes below which torch's allocator is as fast."""
+"""Smallest buffer in bytes that is reused. Below this size torch's allocator is as fast."""
 _GRAIN = 1 << 21
-"""Sizes are rounded up to a multiple of this, a huge page, so that slightly different sizes share
-buffers."""
+"""Sizes are rounded up to a multiple of this number of bytes (a huge page), so that requests of
+slightly different sizes can use the same buffer."""
 _SLACK = 1.25
-"""A free buffer serves a request whose rounded size is at least 1/1.25 of the buffer's."""
+"""Largest ratio of the size of a reused buffer to the rounded size of the request."""
 _SPARE = 1.5
-"""Limit of the size of all buffers, as a multiple of the most memory that tensors used at one time.
-Above it the least recently used free buffers are released. A limit of 1.0 would release the forward
-pass's buffers during backward."""
+"""Limit of the total size of all buffers, as a multiple of the most memory that tensors used at one
+time. Above the limit, the least recently used free buffers are released. A limit of 1.0 would
+release the buffers of the forward pass during backward."""
 _MAX_IDLE_REQUESTS = 4096
-"""Number of requests after which an unused buffer is released."""
+"""A free buffer is released if it was not used in this number of requests."""
 
 _lock = threading.Lock()
 _buffers: list[_Buffer] = []
@@ -44,20 +45,20 @@ _most_used = 0
 
 
 class _Buffer:
-    """Memory that other processes do not share. Each tensor made from it holds a reference to
-    `memory`; without such references the buffer is free."""
+    """Private memory of this process. Each tensor that uses the buffer has a reference to `memory`.
+    Without such references the buffer is free."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # Linux without huge pages refuses
+            with contextlib.suppress(OSError):  # error if Linux has no huge pages
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.last_request = 0
 
     def count(self) -> int:
-        """Return the reference count of `memory`. Each tensor made from it adds one reference to
-        the `_REFERENCES_WHEN_FREE` of a buffer without tensors."""
+        """Return the reference count of `memory`: `_REFERENCES_WHEN_FREE`, plus one for each tensor
+        that uses the buffer."""
         return sys.getrefcount(self.memory)
 
     def free(self) -> bool:
@@ -73,8 +74,8 @@ _REFERENCES_WHEN_FREE = _references_when_free()
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return an uninitialized contiguous tensor with the dtype and device of `like`; large ones on
-    a CPU use the buffers of this module."""
+    """Return an uninitialized contiguous tensor with the dtype and device of `like`. Large tensors
+    on a CPU use the buffers of this module."""
     size = math.prod(shape) * like.element_size()
     if not like.is_cpu or size < SMALLEST:
         return like.new_empty(shape)
@@ -101,8 +102,8 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return a free buffer that fits `size` bytes, or else a new one. Before a new one is made,
-    free buffers are released that exceed the limit of `_SPARE` or have not been used for
+    """Return a free buffer for `size` bytes, or a new buffer if none fits. Before it makes a new
+    buffer, release free buffers that exceed the limit of `_SPARE` or that were not used in the last
     `_MAX_IDLE_REQUESTS` requests."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
@@ -126,8 +127,8 @@ def _find(size: int) -> _Buffer:
 
 
 def _drop(released: list[_Buffer]) -> int:
-    """Unmap buffers to which only `_buffers` and the caller's list refer; return their size in
-    bytes."""
+    """Unmap free buffers, remove them from `_buffers`, and return their total size in bytes. Only
+    `_buffers` and the caller's list may refer to them."""
     for buffer in released:
         _buffers.remove(buffer)
         buffer.memory.close()

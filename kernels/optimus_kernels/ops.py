@@ -1,8 +1,8 @@
-"""Registration of ops: schema, implementation, fake and gradient under one name, `optimus::NAME`.
+"""Registration of ops: schema, implementation, fake implementation and gradient of `optimus::NAME`.
 
-Schemas are defined in Python, so the names exist whether or not anything is compiled. An
-implementation uses the compiled kernels of `library.native` if there are any, and otherwise the
-reference implementation, which defines the op.
+Schemas are defined in Python, so the ops exist even if no kernels are compiled. The implementation
+of an op calls the compiled kernels that `library.native` returns or, if there are none, the
+reference implementation, which defines the results of the op.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ def define(
     backward: Callable | None = None,
     save: Callable | None = None,
 ) -> Any:
-    """Define an op and return it.
+    """Define an op in the namespace `optimus` and return it.
 
     Args:
-        schema: such as `gather(Tensor x) -> Tensor`.
-        run: the implementation.
-        fake: returns empty outputs of the right shapes.
-        backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. Without it a
-            request for a gradient raises NotImplementedError; autograd itself would skip the op
-            without an error.
-        save: `save(ctx, inputs, output)`, the setup_context of torch.library.register_autograd.
+        schema: name and schema of the op, such as `gather(Tensor x) -> Tensor`.
+        run: the implementation on all devices.
+        fake: the fake implementation for tracing, which returns empty outputs of the right shapes.
+        backward: `backward(ctx, *grads)`, the argument of torch.library.register_autograd. If it is
+            None, backward through the op raises NotImplementedError; torch by default would omit
+            the gradient without an error.
+        save: `save(ctx, inputs, output)`, the argument `setup_context` of
+            torch.library.register_autograd.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -46,9 +47,9 @@ def define(
 
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
-    """Raise NotImplementedError if an operand requires a gradient. This is for an op that writes to
-    its operands: torch registers no gradient function for it, which could raise the error in
-    backward."""
+    """Raise NotImplementedError if an operand requires a gradient. Ops that write to their operands
+    call this function in forward, because torch accepts no gradient function for such ops that
+    could raise the error in backward."""
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
 
@@ -62,12 +63,12 @@ def _refusing(name: str) -> Callable:
 
 def _no_gradient(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"torch.ops.optimus.{name} has no gradient: use optimus_kernels.experts instead of "
-        "its ops, and no create_graph; for second derivatives, compute in plain torch"
+        f"torch.ops.optimus.{name} has no gradient; call optimus_kernels.experts instead of this "
+        "op, do not use create_graph, and compute second derivatives in plain torch"
     )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which reference implementations compute: fp64 for fp64, else fp32 as in
-    the kernels."""
+    """Return the dtype in which reference implementations compute: fp64 for fp64 operands, and fp32
+    for all others, as in the kernels."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,14 +1,14 @@
-"""Matrix products of one expert: our bf16 kernel on CPUs with AMX, torch's mm elsewhere.
+"""Matrix products of one expert: our bf16 kernel on CPUs with AMX, torch.mm otherwise.
 
-`fastest_library` makes torch's mm use oneDNN where torch's default library is slower. The kernel
-(csrc/cpu/amx_avx512.cpp) needs no compilation for a new number of rows; a call costs 3 us, and a
-call of mm 20 us. The kernel can add to the output while it writes.
+`fastest_library` makes torch.mm use oneDNN where torch's default library is slower. Our kernel
+(csrc/cpu/amx_avx512.cpp) needs no compilation for a new number of rows. A call costs 3 us; a call
+of torch.mm costs 20 us. The kernel can add to the output while it writes.
 
-A product that is added to fp32 sums is first rounded to its operands' dtype, and an fp32 product is
-computed completely before it is added. This gives the bits of autograd, which computes a gradient
-and then adds it. A BLAS function that starts from the previous sum, or adds block by block (MKL's
-addmm from 385 rows on), gives other bits; gradients would then depend on how many microbatches a
-rank adds up (CONTRACT.md, "Deterministic mode").
+A product that is added to fp32 sums is first rounded to its operands' dtype. An fp32 product is
+computed completely before it is added. The sums are therefore bitwise equal to those of autograd,
+which computes a gradient and then adds it. A BLAS function that starts from the previous sum, or
+adds block by block (MKL's addmm from 385 rows on), rounds differently. Gradients would then depend
+on the number of microbatches that a rank accumulates, which deterministic mode excludes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from optimus_kernels import backend
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _ARGUMENTS = (_P, _I, _P, _I, _P, _I, _L, _L, _L)
 PROFILED_AS = "optimus::product"
-"""Name of the kernel's products in torch's profiler."""
+"""Name of the AMX kernel's products in torch's profiler."""
 _WIDEN_ELEMENTS = 1 << 16
-"""Elements to convert to fp32 at a time, so that they stay in the L2 cache."""
+"""Number of elements to convert to fp32 at a time, so that they stay in the L2 cache."""
 _FP32_ERROR = 1e-5
-"""Relative error below which a product of 256 x 256 must have been computed in fp32; bf16 gives
+"""Largest relative error of a 256 x 256 product that is computed in fp32. In bf16 the error is
 2e-3."""
 
 
 def amx_kernel(like: Tensor) -> Callable[..., int] | None:
-    """Return the AMX kernel for products of tensors like `like`; None if torch's mm computes
+    """Return the AMX kernel for products of tensors like `like`, or None if torch.mm must compute
     them."""
     if like.dtype is not torch.bfloat16 or not like.is_cpu:
         return None
@@ -48,8 +48,7 @@ def amx_kernel(like: Tensor) -> Callable[..., int] | None:
 
 
 def by_onednn(like: Tensor) -> bool:
-    """Return whether, within `fastest_library`, oneDNN computes torch's products of tensors like
-    `like`."""
+    """Return whether torch.mm of tensors like `like` uses oneDNN within `fastest_library`."""
     if not like.is_cpu:
         return False
     if like.dtype is torch.float32:
@@ -58,10 +57,10 @@ def by_onednn(like: Tensor) -> bool:
 
 
 def library_of(like: Tensor) -> str:
-    """Return the name of the library that, within `fastest_library`, computes torch's products.
+    """Return the name of the library that torch.mm uses within `fastest_library`.
 
     Args:
-        like: tensor of the operands' device and dtype.
+        like: tensor with the operands' device and dtype.
 
     Returns:
         "oneDNN", "MKL" or "BLAS" on a CPU, else the device type.
@@ -75,14 +74,14 @@ def library_of(like: Tensor) -> str:
 
 @contextlib.contextmanager
 def fastest_library(like: Tensor) -> Iterator[None]:
-    """Run fp32 products on CPUs that are not Intel's in oneDNN: MKL, torch's default, is half as
-    fast there.
+    """Make torch use oneDNN for fp32 products on CPUs that are not made by Intel. MKL, torch's
+    default, is half as fast on these CPUs. Results are still computed in fp32.
 
-    Until the `with` statement ends, products of other threads also use oneDNN. Results are still
-    computed in fp32.
+    Until the `with` statement ends, the setting also applies to other threads.
 
     Args:
-        like: tensor of the operands' device and dtype. Only fp32 on a CPU has an effect.
+        like: tensor with the operands' device and dtype. The function has an effect only for fp32
+            on a CPU.
     """
     if like.dtype is torch.float32 and by_onednn(like):
         with onednn():
@@ -97,10 +96,11 @@ _num_inside, _default_precision = 0, "none"
 
 @contextlib.contextmanager
 def onednn() -> Iterator[None]:
-    """Run torch's fp32 products on CPUs in oneDNN, which computes in fp32 or, on processors with
-    AMX, in bf16. This is a setting of the process: the last thread that leaves restores it."""
+    """Make torch use oneDNN for fp32 products on CPUs. oneDNN computes them in fp32 or, on
+    processors with AMX, in bf16. The setting applies to the whole process; when the last thread
+    leaves the `with` statement, the previous value is restored."""
     global _num_inside, _default_precision
-    mkldnn: Any = torch.backends.mkldnn  # it creates its attributes on import
+    mkldnn: Any = torch.backends.mkldnn  # its attributes are created on import
     settings = mkldnn.matmul
     with _lock:
         if not _num_inside:
@@ -119,7 +119,7 @@ def onednn() -> Iterator[None]:
 @functools.cache
 def onednn_is_exact() -> bool:
     """Return whether oneDNN is available for fp32 products (torch 2.9 and later) and computes them
-    in fp32."""
+    in fp32, according to a comparison with a product in fp64."""
     if not hasattr(torch.backends.mkldnn, "matmul") or not torch.backends.mkldnn.is_available():
         return False
     a = torch.linspace(-1, 1, 1 << 16).sin().view(256, 256)
@@ -131,13 +131,13 @@ def onednn_is_exact() -> bool:
 
 @functools.cache
 def _onednn_is_better() -> bool:
-    """Return whether to prefer oneDNN for fp32. A rule decides and not a measurement, so that ranks
-    on equal machines agree."""
+    """Return whether to prefer oneDNN for fp32 products. The result does not depend on measured
+    times, so that ranks on equal machines agree."""
     return torch.backends.mkl.is_available() and not _made_by_intel() and onednn_is_exact()
 
 
 def _made_by_intel() -> bool:
-    """Return whether the processor is Intel's; True if it is unknown."""
+    """Return whether the processor is made by Intel. Return True if its vendor is unknown."""
     try:
         vendor = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
@@ -148,15 +148,16 @@ def _made_by_intel() -> bool:
 def product(
     a: Tensor, b: Tensor, out: Tensor, add: bool = False, scratch: Tensor | None = None
 ) -> None:
-    """Write a @ b to `out`, or add it.
+    """Write a @ b to `out`, or add it to `out`.
 
     Args:
         a: [M, K].
-        b: [K, N] of the same dtype. The AMX kernel accepts contiguous operands and transposes of
-            contiguous ones; mm computes the others.
-        out: [M, N], contiguous, of the operands' dtype or (for sums of gradients) another.
+        b: [K, N] of the same dtype. The AMX kernel accepts only operands that are contiguous or
+            transposes of contiguous tensors; torch.mm computes other products.
+        out: [M, N], contiguous, of the operands' dtype or, for sums of gradients, of another dtype.
         add: add to `out` instead of replacing it.
-        scratch: memory for M * N elements of a's dtype, used if `needs_scratch`; allocated if None.
+        scratch: memory for M * N elements of a's dtype, for products that need it according to
+            `needs_scratch`. If it is None, the memory is allocated.
     """
     kernel = amx_kernel(a)
     if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):
@@ -169,9 +170,8 @@ def product(
         _add(value, out) if add else out.copy_(value)
         return
     if kernel is not None:
-        mode = int(add) + int(
-            out.dtype != a.dtype
-        )  # of optimus_cpu_gemm; 2: round, then add to fp32
+        # Argument `add` of optimus_cpu_gemm: 0 write, 1 add, 2 round and then add to fp32.
+        mode = int(add) + int(out.dtype != a.dtype)
         if torch.autograd._profiler_enabled():
             with torch.profiler.record_function(PROFILED_AS):
                 return _call(kernel, a, b, out, mode)
@@ -183,8 +183,8 @@ def product(
 
 
 def needs_scratch(like: Tensor, out: torch.dtype, add: bool) -> bool:
-    """Return whether products of contiguous tensors like `like` are computed in scratch memory
-    before they are written or added to an output of dtype `out`."""
+    """Return whether `product` of contiguous tensors like `like` needs scratch memory, because it
+    must be computed there before it is written or added to an output of dtype `out`."""
     return _uses_scratch(amx_kernel(like) is not None, like, out, add)
 
 
@@ -198,7 +198,7 @@ def _add(value: Tensor, out: Tensor) -> None:
     if value.dtype == out.dtype or not out.is_cpu or not out.is_contiguous():
         out.add_(value)
         return
-    # On a CPU torch would first convert all of `value` to the dtype of `out`, in fresh memory.
+    # On a CPU add_ would first convert all of `value` to the dtype of `out`, in new memory.
     blocks = zip(
         out.view(-1).split(_WIDEN_ELEMENTS), value.view(-1).split(_WIDEN_ELEMENTS), strict=True
     )
@@ -220,8 +220,8 @@ def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, mode: i
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the AMX kernel of a library. Return None if the processor, the system or the compiler
-    does not support AMX, or if the library, which a test made, lacks the function."""
+    """Return the AMX kernel of a library. Return None if the processor, the operating system or the
+    compiler does not support AMX, or if the library lacks the function (only in tests)."""
     if not hasattr(library, "optimus_cpu_has_gemm") or not library.optimus_cpu_has_gemm():
         return None
     function = library.optimus_cpu_gemm

@@ -20,11 +20,11 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
     """Sum the rows of each token, multiplied by their weights.
 
     Args:
-        y: [R, D].
-        weights: [T, K] of y's dtype; None: all 1.
-        row: int32 [T, K], from `route`; -1 adds nothing. Values outside -1 to R - 1 are undefined
-            behavior; OPTIMUS_KERNELS_DEBUG=1 makes them a ValueError.
-        slot: int32 [R], from `route`; used by the gradient.
+        y: [R, D], the rows to add.
+        weights: [T, K] of y's dtype. None: all weights are 1.
+        row: int32 [T, K], the rows of each token, from `route`; -1 adds nothing. Values outside -1
+            to R - 1 are undefined behavior; with OPTIMUS_KERNELS_DEBUG=1 they raise ValueError.
+        slot: int32 [R], the slot t*K + k of each row, from `route`; used only by the gradient.
 
     Returns:
         [T, D] of y's dtype.
@@ -35,14 +35,16 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
 def reduce_rows_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return dy [R, D], for each row its weight times grad [T, D] of its token, and dweights [T, K]
-    (fp32, or fp64 for fp64), for each slot the dot product of grad of its token and y of its
-    row."""
+    """Return the gradients of `reduce_rows`, given the gradient `grad` [T, D] of its output.
+
+    Row r has the slot slot[r] = t*K + k. dy [R, D] is weights[t, k] * grad[t] for each row r.
+    dweights [T, K] is the dot product <grad[t], y[r]> for each slot, in fp32 (fp64 if y is fp64).
+    """
     return _reduce_backward(grad, y, weights, slot)
 
 
 def reference(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """Reduce in plain torch: the reference implementation."""
+    """Reference implementation of `reduce_rows` in plain torch."""
     compute = compute_dtype(y.dtype)
     out = torch.zeros(row.shape[0], y.shape[1], dtype=compute, device=y.device)
     if not len(y):
@@ -59,7 +61,7 @@ def reference(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> T
 def reference_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients in plain torch: the reference implementation."""
+    """Reference implementation of the gradients in plain torch."""
     compute = compute_dtype(y.dtype)
     used_rows = (slot >= 0).nonzero().flatten()
     slots = slot[used_rows].long()
@@ -74,12 +76,12 @@ def reference_backward(
 def _check(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> None:
     if (y.dim(), row.dim(), slot.dim()) != (2, 2, 1):
         raise ValueError(
-            f"reduce_rows: y {list(y.shape)} must be [R, D], row {list(row.shape)} [T, K], slot "
-            f"{list(slot.shape)} [R]"
+            f"reduce_rows: y {list(y.shape)}, row {list(row.shape)}, slot {list(slot.shape)}; they "
+            "must be y [R, D], row [T, K], slot [R]"
         )
     if weights is not None and weights.shape != row.shape:
         raise ValueError(
-            f"reduce_rows: weights {list(weights.shape)} must be {list(row.shape)}, as row is"
+            f"reduce_rows: weights {list(weights.shape)} must have row's shape {list(row.shape)}"
         )
     check_operands("reduce_rows", {"y": y, "weights": weights}, {"row": row, "slot": slot})
 

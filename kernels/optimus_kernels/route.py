@@ -1,8 +1,9 @@
 """route: assign each slot a row in the buffers of the experts (Optimus paper, section 3.1, stages 2
 and 3).
 
-T tokens, K experts per token, slot t*K + k, N = T*K; E local experts. A stable counting sort: rows
-are ordered by expert and then by slot, in every run, on every device and for any number of threads.
+T tokens, K experts per token, N = T*K slots; E local experts. Slot t*K + k is the k-th expert of
+token t. A stable counting sort orders the rows by expert and then by slot, so the result is the
+same in every run, on every device and for any number of threads.
 """
 
 from __future__ import annotations
@@ -18,31 +19,30 @@ from optimus_kernels.ops import define
 
 
 class Rows(NamedTuple):
-    """Assignment of slots to rows, int32."""
+    """Assignment of slots to rows, in int32. Slot t*K + k is the k-th expert of token t."""
 
     offsets: Tensor
-    """[E+1]: expert e has rows offsets[e] to offsets[e+1] - 1; R = offsets[E] rows in all."""
+    """[E+1]: expert e has rows offsets[e] to offsets[e+1] - 1. There are R = offsets[E] rows."""
     token: Tensor
     """[N]: the token of each row; -1 from row R on."""
     slot: Tensor
     """[N]: the slot of each row; -1 from row R on."""
     row: Tensor
-    """[T, K]: the row of each slot; -1 if its expert is not local."""
+    """[T, K]: the row of each slot; -1 if the slot's expert is not local."""
 
 
 def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None = None) -> Rows:
     """Assign rows to the slots of local experts.
 
     Args:
-        chosen: int64 [T, K], expert numbers.
-        first_expert: number of the first local expert.
-        num_experts: number E of local experts. Slots of other experts, and of numbers that no
-            expert has, get no row.
-        of: number of all experts. If it is given, debug mode raises ValueError for a number in
-            `chosen` that no expert has.
+        chosen: int64 [T, K], the indices of the experts that each token chose.
+        first_expert: index of the first local expert.
+        num_experts: number E of local experts. Slots with any other expert index get no row.
+        of: total number of experts. If it is given, debug mode (OPTIMUS_KERNELS_DEBUG=1) raises
+            ValueError if an index in `chosen` is not in [0, of).
 
     Returns:
-        The rows; offsets has E+1 elements.
+        The row of each slot, and the token and slot of each row.
 
     Raises:
         ValueError: `chosen` is not int64 [T, K].
@@ -51,7 +51,7 @@ def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None
 
 
 def reference(chosen: Tensor, first_expert: int, num_experts: int) -> Rows:
-    """Route in plain torch: the reference implementation."""
+    """Reference implementation of `route` in plain torch."""
     slots, top_k = chosen.numel(), chosen.shape[1]
     expert = chosen.flatten() - first_expert
     expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
@@ -84,7 +84,7 @@ def _check(chosen: Tensor, num_experts: int) -> None:
             f"route: chosen is {chosen.dtype} {list(chosen.shape)}; it must be int64 [T, K]"
         )
     if num_experts < 0:
-        raise ValueError(f"route: {num_experts} experts")
+        raise ValueError(f"route: num_experts = {num_experts} must not be negative")
 
 
 def _run(

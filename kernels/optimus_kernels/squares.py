@@ -1,10 +1,10 @@
-"""square_bins_: the exact sum of squares of a flat tensor, whose bits depend on no order of
-additions.
+"""square_bins_: sum of squares of a flat tensor, bitwise independent of the order of additions.
 
-Squares are added in fp64 within blocks of 32, by halves: element j to element j + 16, then j to j +
-8 and so on. The sums of blocks are added exactly: there is a bin for each exponent, to which the
-significands of sums with this exponent are added as integers. A significand is added as two halves,
-so that 2^36 of them fit. Bins of several tensors and ranks are added as integers, in any order.
+Within blocks of 32 elements, squares are added in fp64 by halves: first elements j and j + 16, then
+j and j + 8, and so on. The sums of blocks are added exactly: each binary exponent has a bin, an
+integer to which the significands of the sums with this exponent are added. The upper and the lower
+half of a significand are added to separate integers, so that 2^36 significands do not overflow.
+Bins of several tensors and ranks are added as integers, in any order.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from optimus_kernels import backend
 from optimus_kernels.ops import define
 
 BLOCK = 32
-"""Elements of a block; tensors are divided at multiples of it."""
+"""Number of elements in a block. Tensors may be divided only at multiples of this number."""
 _BINS = 640
 _MIN_EXPONENT = -340
-"""Binary exponent of the first bin. Nonzero sums of a block's fp32 squares have larger exponents
-than the first bin and smaller ones than the last."""
+"""Binary exponent of the first bin. The exponents of all nonzero, finite block sums are between the
+exponents of the first and the last bin."""
 _LOW = 27
-"""Bits of the lower half of a significand; the upper half has 26."""
+"""Number of bits in the lower half of a significand. The upper half has 26 bits."""
 _SLICE = 1 << 20
-"""Elements that the reference implementation processes at a time, which bounds its temporaries."""
+"""Number of elements that the reference implementation processes at a time, to limit its memory."""
 
 
 def new_bins(device: torch.device) -> Tensor:
-    """Return empty bins, int64 [2 * 640 + 1]: for each of 640 exponents the sum of the upper halves
-    of significands, then for each the sum of the lower halves, then the number of blocks whose sum
-    is not finite."""
+    """Return empty bins, int64 [2 * 640 + 1]. They contain the sum of the upper halves of
+    significands for each of 640 exponents, then the sum of the lower halves for each exponent, then
+    the number of blocks whose sum is not finite."""
     return torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
 
 
 def square_bins_(bins: Tensor, flat: Tensor) -> None:
-    """Add the squares of `flat` to `bins`.
+    """Add the squares of `flat` to `bins` in place.
 
     Args:
         bins: int64 [1281], from `new_bins`.
@@ -54,7 +54,7 @@ def square_bins_(bins: Tensor, flat: Tensor) -> None:
 
 
 def total_of(bins: Tensor) -> float:
-    """Return the sum in `bins`, rounded towards zero once; NaN if a block was not finite."""
+    """Return the sum of all bins, rounded towards zero once, or NaN if a block is not finite."""
     *halves, infinite = bins.tolist()
     if infinite:
         return math.nan
@@ -62,13 +62,12 @@ def total_of(bins: Tensor) -> float:
     for exponent in range(_BINS):
         high, low = halves[exponent], halves[_BINS + exponent]
         total += ((high << _LOW) + low) << exponent
-    shift = max(0, total.bit_length() - 900)  # a float holds no integer of more than 1023 bits
+    shift = max(0, total.bit_length() - 900)  # an integer of over 1024 bits overflows
     return math.ldexp(total >> shift, _MIN_EXPONENT - 53 + shift)
 
 
 def reference(bins: Tensor, flat: Tensor) -> None:
-    """Add the squares in plain torch: the reference implementation, whose bits the kernel
-    reproduces."""
+    """Reference implementation in plain torch. The kernel computes bitwise equal bins."""
     for slice_ in flat.split(_SLICE):
         sums = slice_.view(-1, BLOCK).double().square_()
         while sums.shape[1] > 1:
@@ -77,7 +76,7 @@ def reference(bins: Tensor, flat: Tensor) -> None:
 
 
 def _add_blocks(bins: Tensor, blocks: Tensor) -> None:
-    """Add the sums of blocks, fp64 >= 0, to the bins."""
+    """Add the block sums `blocks` (fp64, not negative) to the bins."""
     finite = torch.isfinite(blocks)
     bins[-1] += (~finite).sum()
     fraction, exponent = torch.frexp(torch.where(finite, blocks, 0.0))
@@ -89,11 +88,11 @@ def _add_blocks(bins: Tensor, blocks: Tensor) -> None:
 
 def _check(bins: Tensor, flat: Tensor) -> None:
     if bins.dtype is not torch.int64 or flat.dtype is not torch.float32:
-        raise TypeError(f"square_bins_: bins {bins.dtype} and flat {flat.dtype}; int64 and fp32")
+        raise TypeError(f"square_bins_: bins {bins.dtype}, flat {flat.dtype}; use int64 and fp32")
     if bins.shape != (2 * _BINS + 1,) or flat.dim() != 1 or flat.numel() % BLOCK:
         raise ValueError(
-            f"square_bins_: bins {list(bins.shape)} must be [{2 * _BINS + 1}] and flat "
-            f"{list(flat.shape)} a multiple of {BLOCK}"
+            f"square_bins_: bins {list(bins.shape)} must be [{2 * _BINS + 1}], and flat "
+            f"{list(flat.shape)} must have one dim, a multiple of {BLOCK}"
         )
     if not (bins.is_contiguous() and flat.is_contiguous()) or bins.device != flat.device:
         raise ValueError("square_bins_: bins and flat must be contiguous and on one device")
@@ -109,15 +108,15 @@ def _run(bins: Tensor, flat: Tensor) -> None:
 
 
 def _kernel(flat: Tensor) -> Callable[..., int] | None:
-    """Return the compiled kernel, which exists only for CPUs; None if the reference implementation
-    must be used."""
+    """Return the compiled kernel, which exists only for CPUs, or None if the reference
+    implementation must be used."""
     library = backend.active(flat.device).library if flat.is_cpu else None
     return None if library is None else _bind(library)
 
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the kernel of a library; None if the library, which a test made, lacks it."""
+    """Return the kernel of a library, or None if the library lacks it (only in tests)."""
     if not hasattr(library, "optimus_cpu_square_bins"):
         return None
     function = library.optimus_cpu_square_bins

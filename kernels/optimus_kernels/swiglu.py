@@ -1,9 +1,10 @@
-"""swiglu: a = silu(g) * u with [g, u] = h; its backward also computes the gradient of the routing
-weight.
+"""swiglu: a = silu(g) * u with [g, u] = h. Its backward also computes the gradient of the routing
+weights.
 
-The experts' output is out = sum of w * (a Wd^T). With da = dout Wd, the gradient of w * a: dw =
-<da, a>, dh = swiglu'(w * da), and the gradient of Wd needs w * a. Each slot has at most one row, so
-no gradient is a sum over rows.
+The experts' output is out = sum of w * (a Wd^T), so the gradient of w * a is da = dout Wd. Backward
+computes the gradient dw = <da, a> of the routing weight, the gradient dh of h from the gradient
+w * da of a, and w * a, which the gradient of Wd needs. Each slot has at most one row, so no
+gradient is a sum over rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from optimus_kernels.ops import compute_dtype, define
 
 
 def swiglu(h: Tensor) -> Tensor:
-    """Return silu(g) * u [R, F] for h [R, 2F] = [g, u], computed in fp32."""
+    """Return silu(g) * u [R, F] for h = [g, u] [R, 2F], computed in fp32 (in fp64 if h is fp64)."""
     return _swiglu(h)
 
 
@@ -33,18 +34,18 @@ def swiglu_backward(
         h: [R, 2F], the pre-activation.
         da: [R, F], gradient of the weighted activation w * a; the function multiplies it by w.
         weights: routing weights [T, K], of the dtype of `h`.
-        slot: int32 [R], the index of each row in the flattened `weights`; -1 for a row without a
-            weight, whose results are zeros.
+        slot: int32 [R], the index of each row's weight in the flattened `weights`. -1 for a row
+            without a weight; its results are zeros.
 
     Returns:
-        dh [R, 2F], w * a [R, F], and dweights fp32 [T, K] (fp64 for fp64) with zeros for slots
-        without a row.
+        dh [R, 2F], w * a [R, F], and dweights [T, K] in fp32 (in fp64 if h is fp64), with zeros for
+        slots without a row.
     """
     return _swiglu_backward(h, da, weights, slot)
 
 
 def reference(h: Tensor) -> Tensor:
-    """Compute SwiGLU in plain torch: the reference implementation."""
+    """Reference implementation of `swiglu` in plain torch."""
     g, u = h.to(compute_dtype(h.dtype)).chunk(2, dim=1)
     return (F.silu(g) * u).to(h.dtype)
 
@@ -52,7 +53,7 @@ def reference(h: Tensor) -> Tensor:
 def reference_backward(
     h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients in plain torch: the reference implementation."""
+    """Reference implementation of `swiglu_backward` in plain torch."""
     compute = compute_dtype(h.dtype)
     g, u = h.to(compute).chunk(2, dim=1)
     is_row = slot >= 0
@@ -74,7 +75,7 @@ def reference_backward(
 
 def _check(h: Tensor) -> None:
     if h.dim() != 2 or h.shape[1] % 2:
-        raise ValueError(f"swiglu: h {list(h.shape)} must be [R, 2F]")
+        raise ValueError(f"swiglu: h {list(h.shape)} must be [R, 2F], with an even second dim")
     check_operands("swiglu", {"h": h}, {})
 
 
@@ -86,7 +87,7 @@ def _run(h: Tensor) -> Tensor:
 
 
 def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
-    """Write SwiGLU of rows start to start + count - 1 of h to out[:count]. Operands must be
+    """Write swiglu(h[start : start + count]) to out[:count] and return `out`. Operands must be
     contiguous; nothing is checked."""
     kernels = library.native(h)
     if kernels is None:
@@ -149,10 +150,14 @@ def swiglu_backward_into(
     count: int,
     outs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Compute the gradients for the rows h[start:], da[:count] and slot[first:] and write them to
-    the first rows of outs = dh, scaled and dweights. Operands must be contiguous; nothing is
-    checked. `scaled` may be da itself. dweights [T, K] must be zeros; only the slots of these rows
-    are written."""
+    """Compute the gradients of `count` rows and write them to `outs`: dh[:count], scaled[:count]
+    and dweights.
+
+    The inputs are rows h[start : start + count], da[:count] and slot[first : first + count].
+    Operands must be contiguous; nothing is checked. `scaled` (w * a) may be the same tensor as
+    `da`. In dweights [T, K], only the elements at the slots of these rows are written. They must be
+    zero before the call.
+    """
     kernels = library.native(h)
     if kernels is None:
         slots = slot[first : first + count]

@@ -1,9 +1,9 @@
-"""Compilation of csrc/sycl for torch's xpu devices with torch's SyclExtension or IPEX's
-DPCPPExtension.
+"""Compilation of csrc/sycl for torch's xpu devices, with torch's SyclExtension or with
+DPCPPExtension of IPEX (Intel Extension for PyTorch).
 
-Neither has been run on an Intel GPU yet: tests check the arguments that they receive, and the
-sources, compiled with Intel's compiler, on a CPU device. Both extensions are built with setuptools:
-run as a script, this module is their setup.py.
+Neither build has been run on an Intel GPU yet. Tests check the arguments of both extensions, and
+run the sources, compiled with Intel's compiler, on a CPU device. Both extensions are built with
+setuptools; this module, run as a script, is their setup.py.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ IPEX = "intel_extension_for_pytorch"
 
 
 def arch_list() -> str:
-    """Return TORCH_XPU_ARCH_LIST, by default pvc. With an empty list every process would compile
-    the kernels at run time."""
+    """Return the devices to compile for: TORCH_XPU_ARCH_LIST, or "pvc" if it is unset or empty,
+    because without a list every process would compile the kernels at run time."""
     return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
 
 
 def way() -> str:
-    """Return `torch` if this torch supports xpu devices and has SyclExtension, `ipex` if only
-    IPEX's DPCPPExtension exists. Raises KernelError if neither does."""
+    """Return the extension to build with: "torch" if this torch supports xpu devices and has
+    SyclExtension, or "ipex" if only IPEX's DPCPPExtension is available. Raises KernelError if
+    neither is available."""
     if getattr(torch.version, "xpu", None) and _torch_has_sycl_extension():
         return "torch"
     if _has_dpcpp_extension() and torch.xpu.is_available():
@@ -56,18 +57,22 @@ def way() -> str:
 
 
 def find_compiler() -> list[str]:
-    """Return the command icpx. Raises KernelError if icpx, or what torch needs to use it, is
-    missing."""
+    """Return the compiler command, icpx. Raises KernelError if icpx, torch's xpu support, or ninja
+    (for torch's SyclExtension) is missing."""
     extension = way()
     if shutil.which("icpx") is None:
-        raise KernelError("no compiler: icpx is not on PATH; load the oneAPI module or setvars.sh")
+        raise KernelError(
+            "no compiler: icpx is not on PATH; load the oneAPI module or source setvars.sh"
+        )
     if extension == "torch" and shutil.which("ninja") is None:
-        raise KernelError("ninja is not on PATH; torch's SyclExtension needs it: pip install ninja")
+        raise KernelError(
+            "SyclExtension needs ninja, which is not on PATH; run `pip install ninja`"
+        )
     return ["icpx"]
 
 
 def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command that builds the extension in `work`, and additions to its environment."""
+    """Return the command that builds the extension in `work`, and environment variables for it."""
     job = {"way": way(), "sources": [str(s) for s in sources], "include": str(include)}
     parents = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [parents, os.environ.get("PYTHONPATH")]))
@@ -81,13 +86,13 @@ def built_library(work: Path) -> Path:
     one."""
     libraries = list(work.glob(f"{NAME}*.so"))
     if len(libraries) != 1:
-        raise KernelError(f"the SYCL build left {len(libraries)} libraries instead of one")
+        raise KernelError(f"the SYCL build wrote {len(libraries)} libraries to {work}, not one")
     return libraries[0]
 
 
 def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
-    """Return the arguments of torch's SyclExtension. The source files end in .sycl;
-    TORCH_XPU_ARCH_LIST lists the devices to compile for."""
+    """Return the arguments of torch's SyclExtension, which accepts source files that end in .sycl
+    and compiles for the devices in TORCH_XPU_ARCH_LIST."""
     return {
         "name": NAME,
         "sources": list(sources),
@@ -98,8 +103,8 @@ def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
 
 
 def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str, Any]:
-    """Return the arguments of IPEX's DPCPPExtension. It accepts only .cpp files, so sources are
-    copied to `work`; AOT compilation is requested with compiler and linker options."""
+    """Return the arguments of IPEX's DPCPPExtension. It accepts only .cpp files, so the sources are
+    copied to `work`. Compiler and linker options request ahead-of-time compilation."""
     copies = []
     for source in map(Path, sources):
         copy = work / f"{source.stem}_sycl.cpp"
@@ -116,8 +121,8 @@ def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build the extension that the job of `command` describes, and leave the library in the work
-    folder."""
+    """Build the extension and write the library to the work folder. The arguments are the two that
+    `command` passes: the job as JSON and the work folder."""
     from setuptools import setup
 
     job, work = json.loads(arguments[0]), Path(arguments[1]).resolve()
@@ -149,8 +154,9 @@ def _torch_has_sycl_extension() -> bool:
 
 
 def _has_dpcpp_extension() -> bool:
-    """Return whether IPEX has the extension, without an import: find_spec of a submodule imports
-    its parents, and IPEX changes torch's operators on import, which OPTIMUS_IPEX=0 forbids."""
+    """Return whether IPEX has DPCPPExtension. The function must not import IPEX, because the import
+    changes torch's operators, which OPTIMUS_IPEX=0 forbids. find_spec of a submodule would import
+    its parent, so the function looks for the file."""
     spec = importlib.util.find_spec(IPEX)
     folders = spec.submodule_search_locations if spec else None
     return any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders or ())

@@ -3,8 +3,7 @@
 Times are the slowest rank's. Bytes are payloads of the rank that moved most, as counted by a
 `TrafficMeter`. The bubble is measured from the executor's actions, waits for other stages taken
 out, and simulated on the same lists: with the mean times measured, and with
-a backward of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B (CONTRACT.md,
-"Words").
+a backward of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adding up a chunk's gradients over ranks, once a step.
 
-The loss carries the global scale (CONTRACT.md, "Ranks"), so it is a pure sum. Where states are
+The loss carries the global scale, so it is a pure sum. Where states are
 divided each of the n ranks that add comes to hold 1/n of the chunk, a piece, and pieces are put
 together to the shard that the rank updates.
 """

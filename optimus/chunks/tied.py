@@ -1,4 +1,4 @@
-"""Further uses of a parameter (tied embeddings): each with a gradient of its own (CONTRACT.md)."""
+"""Further uses of a parameter (tied embeddings): each with a gradient of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optimus.distributed.collectives import ALONE
 @dataclass(frozen=True)
 class Use:
     """A further use of a parameter, with a leaf of its own over the same storage, such as the
-    output head's of tied embeddings: one accumulator for each use (CONTRACT.md)."""
+    output head's of tied embeddings: one accumulator for each use."""
 
     name: str
     leaf: Tensor

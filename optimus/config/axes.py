@@ -1,7 +1,8 @@
-"""The axes of parallelism, in one table.
+"""Table of the axes of parallelism: pipeline (pp), data (dp), expert (ep) and tensor (tp).
 
-Ranks, process groups, gradient sums, the counting of losses and the ranks that a plan lists are all
-derived from this table. `[parallel]` has the size of each axis.
+Other packages derive from the table the coordinates of ranks, the process groups, the axes over
+which gradients are summed, the ranks whose losses count, and the ranks that `optimus plan` lists.
+Section `[parallel]` of a configuration sets the size of each axis.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ Axes = tuple[str, ...]
 
 
 class Axis(NamedTuple):
-    """An axis of parallelism: how its ranks differ, and the settings that its size must divide."""
+    """Properties of an axis of parallelism."""
 
     ranks_have: Literal["other layers", "other data", "parts of the data", "the same data"]
-    """The difference between ranks along the axis. Ranks with parts of the data each compute a part
-    of the losses and of every gradient. Of ranks with the same data, the losses of the first one
-    count."""
+    """Difference between the ranks along the axis: their layers, their data, or the part of the
+    same data that they process. Ranks with "parts of the data" each compute a summand of the losses
+    and of every gradient. Ranks with "the same data" compute the same losses, and only the losses
+    of the first rank count."""
     divides: tuple[str, ...] = ()
     """Settings that the size of the axis must divide."""
 
@@ -36,7 +38,7 @@ AXES = {
         ),
     ),
 }
-"""All axes, from the outermost to the innermost (CONTRACT.md, "Ranks")."""
+"""All axes, from the outermost to the innermost; consecutive ranks differ first along tp."""
 
 
 def _axes(*kinds: str) -> Axes:
@@ -52,11 +54,11 @@ SAME_DATA = _axes("the same data")
 UNEQUAL = _axes("other layers", "the same data")
 """Axes along which ranks may have model states of different sizes."""
 MODEL = tuple(axis for axis in AXES if axis != "dp")
-"""Axes of the ranks that form one replica of the model; dp is the number of replicas."""
+"""Axes along which the ranks of one replica of the model differ; dp is the number of replicas."""
 WITHIN_BLOCK = tuple(
     name for name, axis in AXES.items() if axis.divides or "parts" in axis.ranks_have
 )
-"""Axes along which ranks communicate inside a block."""
-# Other packages rely on it: a pipeline stage is a range of consecutive ranks, and dp is the
+"""Axes along which ranks communicate inside a transformer block."""
+# Other packages assume that a pipeline stage is a range of consecutive ranks and that dp is the
 # outermost axis within a stage.
 assert list(AXES)[:2] == ["pp", "dp"]

@@ -1,7 +1,7 @@
-"""The reference of all settings, generated from the docstrings of `optimus.config.sections`.
+"""Generate the reference of all settings from the docstrings of `optimus.config.sections`.
 
-`python -m optimus.config.reference > docs/configuration.md` writes the page. A test compares the
-page with its source.
+`python -m optimus.config.reference > docs/configuration.md` writes the page. A test checks that the
+page is up to date.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from optimus.config.sections import Config
 _INTRODUCTION = """# Settings
 
 Generated from `optimus/config/sections.py`; `optimus train --settings` prints the same text. A
-configuration is a TOML file with these sections. `base = "other.toml"` (or a list of files) takes
-all settings that the file does not have from other files. `section.key=value` on the command line
-replaces a setting. For optional settings, 0 means "off" or "derived from other settings".
+configuration is a TOML file with these sections. With `base = "other.toml"` (or a list of files) it
+inherits the settings of other files; its own settings take precedence. `section.key=value` on the
+command line replaces a setting. For optional settings, 0 means "off" or "derived from other
+settings".
 """
 
 
 def settings_text(markdown: bool = True) -> str:
-    """Return all sections and keys with types, defaults and meanings, as Markdown or plain text."""
+    """Return the types, defaults and meanings of all settings, as Markdown or as plain text."""
     blocks = [_INTRODUCTION] if markdown else []
     for name, field in Config.model_fields.items():
         section = field.annotation
@@ -54,7 +55,7 @@ def _rows(section: type[BaseModel], markdown: bool) -> list[str]:
 
 
 def type_name(annotation: Any) -> str:
-    """Return the description of a type for users, such as `"fp32", "bf16"` or `list of integer`."""
+    """Return the text that describes a type, such as `"fp32", "bf16"` or `list of integer`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return ", ".join(f'"{choice}"' for choice in arguments)

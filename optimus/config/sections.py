@@ -1,6 +1,6 @@
-"""All settings with types, defaults and meanings. Help and docs are generated from this file.
+"""All settings, with types, defaults and meanings. Help and docs are generated from this file.
 
-For optional settings, 0 means "off" or "derived from other settings"; the docstring says which.
+For optional settings, 0 means "off" or "derived from other settings", as each docstring explains.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAX_FROZEN, MAX_PATTERN_CHARS = 1000, 256
-"""Limits of `optim.frozen`, which checkpoints store: each pattern is compared with each name."""
+"""Maximum number of patterns in `optim.frozen`, and maximum length of a pattern. Readers of a
+checkpoint compare each stored pattern with each parameter name; the limits bound their time."""
 
 
 def _experts(value: Any) -> Any:
-    """Validate an integer, or a list with an integer for each layer, which becomes a tuple."""
+    """Return the value of `model.num_experts`, with a list converted to a tuple. Raises ValueError
+    if the value is neither an integer >= 0 nor a list of such integers."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("must be a whole number >= 0, or a list with one for each layer")
+        raise ValueError("must be a whole number >= 0, or a list with such a number for each layer")
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -29,7 +31,8 @@ Experts = Annotated[int | tuple[int, ...], BeforeValidator(_experts)]
 
 
 class Section(BaseModel):
-    """Base class of sections: frozen, without unknown keys, without conversion of types."""
+    """Base class of sections. Instances are immutable; unknown keys and values of another type are
+    errors."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -42,14 +45,14 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Scaling of the rotary embedding to a longer context, with the field names of Hugging Face."""
+    """Scaling of rotary embeddings (RoPE) to a longer context. Names are those of Hugging Face."""
 
     type: Literal["linear", "dynamic", "llama3", "yarn"]
-    """`linear` divides positions by `factor`; `llama3` does so for low frequencies only; `yarn`
-    interpolates between the two; `dynamic` raises the base for positions above
-    max_position_embeddings."""
+    """Method. `linear` divides all frequencies by `factor`. `llama3` and `yarn` divide low
+    frequencies, keep high frequencies and interpolate between them. `dynamic` increases the base
+    for sequences longer than max_position_embeddings."""
     factor: Annotated[float, Field(gt=0)]
-    """Ratio of the new context length to the old one."""
+    """Ratio of the extended context length to the original context length."""
     original_max_position_embeddings: CountOrZero = 0
     """llama3, yarn: context length of the original training, in tokens."""
     low_freq_factor: NonNegative = 0.0
@@ -59,20 +62,22 @@ class RopeScaling(Section):
     """llama3: frequencies whose wavelength is below original_max_position_embeddings /
     high_freq_factor are not changed."""
     beta_fast: NonNegative = 0.0
-    """yarn: frequencies with more rotations than this in the original context are not changed;
-    0: 32."""
+    """yarn: frequencies that make more than this number of rotations in the original context are
+    not changed; 0: the default of 32 rotations."""
     beta_slow: NonNegative = 0.0
-    """yarn: frequencies with fewer rotations than this in the original context are divided by
-    `factor`; 0: 1."""
+    """yarn: frequencies that make fewer than this number of rotations in the original context are
+    divided by `factor`; 0: the default of 1 rotation."""
     truncate: bool = True
-    """yarn: round the bounds of the interpolated range outwards to whole frequencies."""
+    """yarn: round the bounds of the range of interpolated frequencies to integer indices, the lower
+    bound down and the upper bound up."""
     attention_factor: NonNegative = 0.0
-    """yarn: factor of the rotated queries and keys; 0: derived from `factor`, `mscale` and
+    """yarn: rotated queries and keys are multiplied by this; 0: derived from `factor`, `mscale` and
     `mscale_all_dim`."""
     mscale: NonNegative = 0.0
-    """yarn: slope of the numerator in the derived attention factor; 0: not set."""
+    """yarn: if this and `mscale_all_dim` are above 0, the derived attention factor is (0.1 * mscale
+    * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1), otherwise 0.1 * ln(factor) + 1."""
     mscale_all_dim: NonNegative = 0.0
-    """yarn: slope of the denominator in the derived attention factor; 0: not set."""
+    """yarn: coefficient in the derived attention factor; see `mscale`."""
 
 
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -95,78 +100,81 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
     ),
 }
-"""The fields of `RopeScaling` that each type reads."""
+"""Fields of `RopeScaling` that each scaling type uses."""
 
 
 class ModelConfig(Section):
-    """The decoder. `olmo` is dense, `olmoe` a sparse mixture of experts."""
+    """Architecture, sizes and auxiliary losses of the model, a decoder."""
 
     architecture: Literal["olmo", "olmoe"]
-    """`olmo`: LayerNorm without weights, SwiGLU. `olmoe`: RMSNorm, q/k-norm, sparse MoE."""
+    """`olmo`: dense, with LayerNorm without weights. `olmoe`: sparse MoE, with RMSNorm and
+    q/k-norm. Both have SwiGLU."""
     num_layers: Annotated[Count, Field(le=4096)]
-    """Decoder blocks."""
+    """Number of decoder blocks."""
     hidden_size: Count
     """Width of the residual stream (D)."""
     num_attention_heads: Count
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: CountOrZero = 0
-    """Key and value heads; 0: as many as query heads."""
+    """Number of key and value heads; 0: the number of query heads."""
     head_dim: CountOrZero = 0
     """Width of one head; 0: hidden_size / num_attention_heads."""
     intermediate_size: Count
-    """Inner width of the SwiGLU; for `olmoe`, of one expert (F)."""
+    """Inner width of the SwiGLU; for `olmoe`, inner width of each expert (F)."""
     dense_intermediate_size: CountOrZero = 0
-    """Inner width of the SwiGLU in dense layers of an `olmoe`; 0: intermediate_size."""
+    """Inner width of the SwiGLU in dense layers of an `olmoe` model; 0: intermediate_size."""
     num_experts: Experts = 0
-    """Experts per layer (E), or a list with a number for each layer, in which 0 makes a layer
-    dense; 0 for `olmo`."""
+    """Number of experts per layer (E), or a list with the number for each layer, where 0 makes the
+    layer dense; 0 for `olmo`."""
     num_experts_per_tok: CountOrZero = 0
-    """Experts per token (K); 0 for `olmo`."""
+    """Number of experts to which each token is routed (K); 0 for `olmo`."""
     vocab_size: Count
-    """Rows of the embedding and of the output head (V)."""
+    """Number of rows of the embedding and of the output head (V)."""
     tie_embeddings: bool = False
     """Use the weights of the embedding as the output head."""
     attention_bias: bool = False
-    """Add a bias to the four attention projections."""
+    """Add a bias to the four attention projections (q, k, v and output)."""
     clip_qkv: NonNegative = 0.0
     """Clamp q, k and v to [-clip_qkv, clip_qkv]; 0: off."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon that each norm adds to the variance."""
     router: Literal["top-k", "uniform"] = "top-k"
-    """`top-k`: each token goes to its most probable experts. `uniform`: tokens are assigned to
-    experts in turn, so that all experts get the same number of tokens (forced uniform routing, to
-    measure speed)."""
+    """`top-k`: route each token to its K most probable experts. `uniform`: assign tokens to experts
+    in turn, regardless of probabilities, so that all experts get the same number of tokens (forced
+    uniform routing, for measurements of speed)."""
     norm_topk_prob: bool = False
-    """Divide the weights of a token's experts by their sum."""
+    """Divide the routing weights of each token's K experts by their sum."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary embedding; absent: none."""
+    """RoPE scaling to a longer context; absent: no scaling."""
     max_position_embeddings: Count = 4096
     """Longest context, in tokens; `train.seq_len` must not exceed it."""
     pad_token_id: Annotated[int, Field(ge=-1)] = -1
-    """Token whose embedding gets no gradient, as in transformers; -1: none."""
+    """Padding token, whose embedding gets no gradient, as in transformers; -1: no such token."""
     bos_token_id: Annotated[int, Field(ge=-1)] = -1
-    """Beginning-of-sequence token, written to Hugging Face directories; -1: none."""
+    """Beginning-of-sequence token, written to Hugging Face directories; -1: no such token."""
     eos_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    """Tokens at which generation stops; empty: none."""
+    """End-of-sequence tokens, at which generation stops; empty: no such tokens."""
     init_std: NonNegative = 0.02
-    """Standard deviation of the initial weights; normal, truncated at three standard deviations."""
+    """Standard deviation of the initial weights, drawn from a normal distribution that is truncated
+    at three standard deviations."""
     embedding_init_std: NonNegative = 0.0
-    """Standard deviation of the initial embedding, truncated in the same way; 0: `init_std`. With a
-    larger one, the residual streams of different tokens, and so their routes, differ more while the
-    blocks learn what all tokens have in common."""
+    """Standard deviation of the initial embedding, truncated in the same way; 0: `init_std`. Early
+    in training, blocks add a vector that is common to all tokens. With a small embedding this
+    vector dominates the residual streams, and all tokens are routed to the same experts."""
     aux_loss_coef: NonNegative = 0.01
-    """Weight of the load-balancing loss in the objective."""
+    """Coefficient of the load-balancing loss in the training objective."""
     z_loss_coef: NonNegative = 0.001
-    """Weight of the router z-loss in the objective."""
+    """Coefficient of the router z-loss in the training objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
-    """Load-balancing loss. `olmo`: per layer, then averaged; 1 if balanced. `hf`: as in
-    transformers, over the tokens of all layers; only for comparison."""
+    """Form of the load-balancing loss. `olmo`: computed per layer and averaged over layers; 1 if
+    experts are balanced. `hf`: as in transformers, computed once from the tokens of all layers;
+    only for comparison with transformers."""
 
     @property
     def head_size(self) -> int:
-        """Width of a head: `head_dim`, or else derived from `hidden_size`."""
+        """Width of a head: `head_dim` if set, else hidden_size / num_attention_heads."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -193,15 +201,15 @@ class ModelConfig(Section):
 
     @property
     def experts(self) -> int:
-        """Number of experts (E) of the configuration of one layer, as `layer` returns it."""
+        """Number of experts (E) of a layer, for the configuration of one layer (see `layer`)."""
         assert isinstance(self.num_experts, int)
         return self.num_experts
 
     def layer(self, number: int) -> ModelConfig:
-        """Return the settings of one layer.
+        """Return the configuration of layer `number`, counted from 0.
 
-        `num_experts` is the layer's number of experts, `intermediate_size` the inner width of its
-        SwiGLU or of one of its experts.
+        Its `num_experts` is the number of experts of this layer. Its `intermediate_size` is the
+        inner width of the SwiGLU of this layer, or of each expert.
         """
         experts, width = self.experts_by_layer[number], self.intermediate_size
         if not experts:
@@ -210,12 +218,13 @@ class ModelConfig(Section):
 
 
 class MixSource(Section):
-    """One data set of a mix."""
+    """A data set in `data.mix`."""
 
     path: Annotated[str, Field(min_length=1)]
     """Directory of the data set."""
     weight: Annotated[float, Field(gt=0)]
-    """Share of the instances, relative to the other weights; used as an exact decimal number."""
+    """Weight of the data set; its share of the instances is its weight divided by the sum of all
+    weights. The weight is used as an exact decimal number."""
 
 
 class DataConfig(Section):
@@ -224,21 +233,22 @@ class DataConfig(Section):
     path: str = ""
     """Directory of the training data set."""
     mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = ()
-    """Data sets to mix by weight, in place of `path`. The shares are exact integer quotas. The
-    epochs of each data set are counted separately."""
+    """Data sets to mix by weight, instead of `path`. Shares are exact: every period of the
+    mix has a fixed integer number of instances of each data set. The epochs of each data set are
+    counted separately."""
     eval_path: str = ""
-    """Directory of the held-out data set; empty: `path`/eval if it exists. With `mix`: the held-out
-    data of all data sets, mixed by the same weights until one of them would repeat, if each has
-    some."""
+    """Directory of the held-out data set; empty: `path`/eval if it exists. With `mix`, empty means
+    the mix of the eval folders of all data sets, by the same weights, up to the first repeated
+    instance; if any data set has no eval folder, there is no held-out data."""
     document_mask: bool = False
-    """Restrict attention to the document of each token, in training and evaluation."""
+    """Restrict the attention of each token to its own document, in training and evaluation."""
 
 
 class ParallelConfig(Section):
-    """Sizes of parallelism. World size = pp * dp * ep * tp."""
+    """Division of a run over ranks. The world size is pp * dp * ep * tp."""
 
     pp: Count = 1
-    """Pipeline stages."""
+    """Pipeline-parallel ranks, over which the layers are divided."""
     dp: CountOrZero = 0
     """Data-parallel replicas; 0: world size / (pp * ep * tp)."""
     ep: Count = 1
@@ -246,143 +256,143 @@ class ParallelConfig(Section):
     tp: Count = 1
     """Tensor-parallel ranks, over which attention heads and intermediate sizes are divided."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
-    """Order of forward and backward passes in a pipeline."""
+    """Pipeline schedule: the order of forward and backward passes."""
     virtual_stages: Count = 1
-    """Stages per pipeline rank; 1 for `1f1b` and `zb-h1`."""
+    """Number of pipeline stages per pipeline rank; must be 1 for `1f1b` and `zb-h1`."""
     stage_layers: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Layers of each of the pp * virtual_stages stages, from the first to the last; empty: balanced
-    by cost, including that of the output head."""
+    """Number of layers of each of the pp * virtual_stages stages, from the first to the last;
+    empty: stages are balanced by cost, which includes the cost of the output head."""
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
-    """Communication of tokens between expert-parallel ranks. `allgather` sends all tokens to all
-    ranks, `alltoall` sends each token to the ranks of its experts. `auto` measures both when a run
-    starts and keeps the faster one on resume. `auto` is `allgather` in deterministic mode, and on
-    Intel GPUs, where an all-to-all can crash the process."""
+    """Method that sends tokens to expert-parallel ranks. `allgather` sends all tokens to all ranks.
+    `alltoall` sends each token only to the ranks of its experts. `auto` measures both methods when
+    a run starts and uses the faster one; a resumed run keeps it. In deterministic mode, and on
+    Intel GPUs, where an all-to-all can crash the process, `auto` uses `allgather`."""
     sequence_parallel: bool = False
-    """Divide the sequences in norms over the tensor-parallel ranks."""
+    """Divide the residual stream and norms along the sequence over the tensor-parallel ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Time limit of a wait for another rank, also for one that still loads a checkpoint. A wait
-    that exceeds it ends the run with exit status 5."""
+    """Maximum time in seconds that a rank waits for another rank, for example while that rank loads
+    a checkpoint. A longer wait ends the run with exit status 5."""
 
 
 class TrainConfig(Section):
     """Length, batch, precision and device of a run."""
 
     run_dir: str = ""
-    """Directory of metrics, logs and checkpoints."""
+    """Run directory, for metrics, logs and checkpoints."""
     max_steps: CountOrZero = 0
-    """Updates of the complete run."""
+    """Number of updates of the complete run."""
     stop_at_step: CountOrZero = 0
-    """Stop after this update, with the learning rate schedule of the complete run; 0: at
-    max_steps."""
+    """Stop after this update; 0: max_steps. It does not change the learning rate schedule."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    """Seed of the initial weights and of sampling."""
+    """Seed of the initial weights and of the generated samples."""
     seq_len: CountOrZero = 0
-    """Tokens per instance; must equal the context of the data set."""
+    """Number of tokens per instance; must equal the context of the data set."""
     global_batch_tokens: CountOrZero = 0
-    """Tokens per update over all ranks; 0: one microbatch on each data rank."""
+    """Number of tokens per update, summed over all ranks; 0: one microbatch on each of the dp * ep
+    data ranks."""
     microbatch_size: Count = 1
-    """Sequences per forward and backward pass. The number of gradient accumulation steps is derived
-    from it and `global_batch_tokens`."""
+    """Number of sequences per forward and backward pass. This and `global_batch_tokens` determine
+    the number of gradient accumulation steps."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of parameters and matrix products; master weights and optimizer states are fp32."""
+    """Dtype of parameters and matrix products; master weights and optimizer states are fp32."""
     deterministic: bool = False
-    """Sum gradients in the order of microbatches: training gives the same bits on all data- and
-    pipeline-parallel layouts."""
+    """Sum gradients in the order of microbatches, so that training gives the same bits for all
+    data- and pipeline-parallel layouts."""
     compile: bool = False
-    """Compile the blocks of the model with torch.compile at the first step, which takes minutes for
-    large blocks; not with tp or ep."""
+    """Compile the blocks of the model with torch.compile; not possible with tp or ep. Compilation
+    is part of the first step and takes minutes for large blocks."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    """Device type of all ranks; `auto`: the first available one of xpu, cuda, cpu."""
+    """Device type of all ranks; `auto`: the first available type of xpu, cuda, cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Intra-op threads per rank; 0: 1 if deterministic, else OMP_NUM_THREADS, else the cores
-    divided by the local ranks."""
+    """Number of intra-op threads per rank. 0: 1 thread in deterministic mode, otherwise the
+    value of OMP_NUM_THREADS, or if that is not set, the number of cores divided by the number of
+    ranks on the node."""
     deadline_s: NonNegative = 0.0
-    """Save a checkpoint and end with exit status 3 at this time after the start of the process; 0:
-    never."""
+    """Number of seconds after the start of the process at which the run saves a checkpoint and ends
+    with exit status 3; 0: no deadline."""
     eval_interval: CountOrZero = 0
-    """Updates between evaluations on held-out data; 0: only after the last update."""
+    """Number of updates between evaluations on held-out data; 0: only after the last update."""
     eval_instances: CountOrZero = 0
-    """Held-out instances per evaluation, always the first ones; 0: all."""
+    """Number of held-out instances per evaluation, always the first of the data set; 0: all."""
     sample_interval: CountOrZero = 0
-    """Updates between samples: continuations of the first held-out instance, printed to standard
-    error; 0: never."""
+    """Number of updates between samples; 0: no samples. A sample is a generated continuation of the
+    first held-out instance, printed to standard error."""
     sample_tokens: Count = 64
-    """Tokens of a sample."""
+    """Maximum number of generated tokens per sample."""
 
 
 class ParameterGroup(Section):
-    """AdamW settings of a set of parameters."""
+    """AdamW settings of the parameters whose names match a pattern."""
 
     pattern: Annotated[str, Field(min_length=1)]
-    """Pattern of parameter names with the wildcards of file names, such as `*norm*` or
-    `blocks.[01].*`."""
+    """Glob pattern of parameter names, such as `*norm*` or `blocks.[01].*`."""
     weight_decay: NonNegative | None = None
     """Weight decay of these parameters; absent: optim.weight_decay."""
     lr_scale: NonNegative = 1.0
-    """Factor of the learning rate for these parameters."""
+    """Factor by which the learning rate of these parameters is multiplied."""
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW, its learning rate schedule and the sharding of model states."""
 
     lr: Annotated[float, Field(gt=0)] = 4e-4
     """Peak learning rate."""
     min_lr: NonNegative = 4e-5
-    """Learning rate at and after `decay_steps`."""
+    """Learning rate at update `decay_steps` and after it."""
     warmup_steps: CountOrZero = 0
-    """Updates in which the learning rate increases linearly from 0 to `lr`."""
+    """Number of updates in which the learning rate increases linearly from 0 to `lr`."""
     decay_steps: CountOrZero = 0
     """Update at which the learning rate reaches `min_lr`; 0: train.max_steps."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay of the learning rate after the warm-up."""
+    """Form of the decay of the learning rate after the warm-up."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of the first and the second moment."""
+    """Decay rates of the first and the second moment of AdamW."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Epsilon added to the root of the second moment."""
+    """Epsilon that AdamW adds to the square root of the second moment."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay of all parameters for which `groups` has no other value."""
+    """Decoupled weight decay of all parameters, unless `groups` sets another value."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
-    """Weight decay and learning rate by parameter name. The first group that matches a parameter
-    applies. A pattern without a match is refused. Names are those in a checkpoint's
-    model.safetensors."""
+    """Weight decay and learning rate of parameters that are selected by name. Names are those in a
+    checkpoint's model.safetensors. If several groups match a parameter, the first group applies. A
+    pattern that matches no parameter is an error."""
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Patterns of the names of parameters that are not trained; they have neither gradients nor
-    optimizer states."""
+    """Glob patterns of the names of parameters that are not trained. These parameters have neither
+    gradients nor optimizer states."""
     clip_norm: NonNegative = 1.0
-    """Maximum of the global gradient norm; 0: no clipping."""
+    """Maximum global norm to which gradients are clipped; 0: no clipping."""
     clip_after_warmup: bool = False
-    """Clip only after the warm-up, as in the paper."""
+    """Clip gradients only after the warm-up, as in the Optimus paper."""
     sharding: Literal["none", "so", "epso"] = "none"
-    """Sharding of optimizer states. `none`: not sharded. `so`: over dp. `epso`: those of experts
-    over dp, all others over dp x ep."""
+    """Sharding of optimizer states. `none`: not sharded. `so`: sharded over dp. `epso`: states of
+    experts sharded over dp, all other states over dp x ep."""
     resident: Literal["all", "parameters", "cache"] = "all"
-    """Model states that a rank keeps unsharded. `all`: parameters and gradients (ZeRO-1).
-    `parameters`: parameters; gradients only during the backward of a microbatch, then a shard of
-    their sum (ZeRO-2). `cache`: none; parameters are gathered when they are needed (ZeRO-3, the
-    rCache of Elixir), which needs `sharding`. In deterministic mode the choice does not change the
-    bits."""
+    """Model states that each rank keeps unsharded. `all`: parameters and gradients (ZeRO-1).
+    `parameters`: only parameters; a rank has unsharded gradients during the backward of a
+    microbatch and keeps only a shard of their sum (ZeRO-2). `cache`: neither; parameters are
+    gathered when they are needed (ZeRO-3, the rCache of Elixir). `cache` needs `sharding`. In
+    deterministic mode all choices give the same bits."""
     cache_chunks: CountOrZero = 0
-    """resident = `cache`: maximum number of gathered chunks at a time; 0: all, each gathered once
-    per step."""
+    """With resident = `cache`, the maximum number of gathered chunks at a time; 0: no limit, so
+    that each chunk is gathered once per step."""
     chunk_length: Count = 1 << 24
-    """Approximate number of elements in a chunk of model states, the unit of reduction, update and
-    gathering."""
+    """Approximate number of elements in a chunk. Model states are stored in flat chunks, and each
+    chunk is reduced, updated and gathered as a unit."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of gradients in communication between ranks."""
+    """Dtype of gradients in the reduction over ranks."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which a rank sums the gradients of its microbatches. `bf16`, as in the paper, takes
-    half the memory and rounds each sum; it needs train.dtype = "bf16"."""
+    """Dtype in which a rank sums the gradients of its microbatches. `bf16`, as in the Optimus
+    paper, takes half the memory of `fp32` but rounds each sum, and needs train.dtype = "bf16"."""
     overlap: bool = True
-    """Overlap the reduction of gradients with backward (not in deterministic mode), and the gather
-    of updated parameters with the next forward. It does not change the bits."""
+    """Overlap the reduction of gradients with backward (except in deterministic mode), and the
+    gather of updated parameters with the next forward. Overlap does not change the bits."""
     loss_scale: NonNegative = 0.0
-    """fp16: initial loss scale, a power of two; 0: 65536 times the microbatches of the global
-    batch, rounded up to a power of two. If a gradient overflows on any rank, all ranks skip the
-    update and halve the loss scale; if it is at `min_loss_scale` already, the run ends."""
+    """fp16: initial loss scale, a power of two; 0: 65536 times the number of microbatches of the
+    global batch, rounded up to a power of two. If a gradient overflows on any rank, all ranks skip
+    the update and halve the loss scale. An overflow at `min_loss_scale` ends the run."""
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
-    """fp16: minimum of the loss scale, a power of two."""
+    """fp16: minimum loss scale, a power of two."""
     loss_scale_growth_steps: Count = 1000
-    """fp16: consecutive updates without overflow after which the loss scale doubles."""
+    """fp16: the loss scale doubles after this number of consecutive updates without overflow."""
 
     def clips_at(self, step: int) -> bool:
         """Return whether the gradient norm is clipped at update `step`, counted from 1."""
@@ -396,63 +406,67 @@ class RecomputeConfig(Section):
     modules: Annotated[
         tuple[Literal["norm", "attention", "moe", "experts", "block"], ...], Field(strict=False)
     ] = ()
-    """Activations that backward recomputes: the outputs of each `norm`; all activations of
-    `attention`, of the `moe` layer or of the whole `block`; or only the pre-activation of the
-    `experts`, the largest activation of `moe`, without the router and its communication. It does
-    not change the bits."""
+    """Modules whose activations are recomputed in backward. `norm`: the output of each norm.
+    `attention`, `moe`, `block`: all activations of attention, of the MoE layer or of the whole
+    block. `experts`: only the pre-activation of the experts, the largest activation of the MoE
+    layer, without repeating the router and its communication. Recomputation does not change the
+    bits."""
 
 
 class KernelsConfig(Section):
-    """Implementation of the mixture of experts."""
+    """Kernels of the MoE layers."""
 
     backend: Literal["auto", "sycl", "cuda", "cpu", "torch"] = "auto"
-    """`sycl`, `cuda`, `cpu`: the kernels of Optimus for xpu, cuda or cpu; `torch`: torch
-    operations; `auto`: the kernels for the device, or else torch, with the reason in the log. The
-    environment variable OPTIMUS_KERNELS replaces this setting. The resolved configuration has the
-    backend of the run."""
+    """Implementation of the MoE layers. `sycl`, `cuda`, `cpu`: the kernels of Optimus for xpu, cuda
+    or cpu devices. `torch`: torch operations. `auto`: the kernels for the device, or `torch` if
+    they are not available; the log gives the reason. The environment variable OPTIMUS_KERNELS
+    takes precedence over this setting. The resolved configuration contains the selected backend."""
     grouped_gemm: Literal["auto", "torch", "loop"] = "auto"
-    """Matrix products of all experts of a layer. `torch`: the grouped GEMM of torch; `loop`: a loop
-    over the experts; `auto`: the faster one, measured when a run starts and kept on resume, or
-    `loop` in deterministic mode."""
+    """Implementation of the matrix products of all experts of a layer. `torch`: the grouped GEMM of
+    torch. `loop`: a loop over the experts. `auto`: `loop` in deterministic mode; otherwise the
+    faster implementation, measured when a run starts and kept on resume."""
 
 
 class CheckpointConfig(Section):
-    """Saving of checkpoints, and the start of a run."""
+    """Saving and loading of checkpoints."""
 
     interval: CountOrZero = 1000
-    """Updates between full checkpoints, of which the newest two are kept; 0: only after the last
-    update."""
+    """Number of updates between full checkpoints; 0: only after the last update. The newest two
+    full checkpoints are kept."""
     model_interval: CountOrZero = 0
-    """Updates between persistent model-only checkpoints; 0: none."""
+    """Number of updates between model-only checkpoints; 0: no model-only checkpoints."""
     keep_models: CountOrZero = 0
-    """Number of model-only checkpoints to keep, the newest ones; 0: all."""
+    """Number of the newest model-only checkpoints to keep; 0: all."""
     keep_models_every: CountOrZero = 0
-    """With `keep_models`: also keep the model-only checkpoints of steps that are multiples of this;
-    0: none."""
+    """With `keep_models`, also keep the model-only checkpoints of steps that are multiples of this
+    number; 0: no others."""
     scatter: Literal["balanced", "paper"] = "balanced"
-    """Ranks that write a state of which several ranks have a copy. `balanced`: all of them, in
-    equal shares; `paper`: for model-parallel rank m, the rank with data-parallel index m mod dp."""
+    """Ranks that write a state if several ranks have a copy of it. `balanced`: each of these ranks
+    writes an equal share. `paper`: one rank writes the whole state; for the states of
+    model-parallel rank m, this is the rank with data-parallel index m mod dp."""
     distribute: Literal["broadcast", "all_reduce"] = "broadcast"
-    """Collective that distributes a state from the rank that reads it to the ranks that need a
-    copy."""
+    """Collective that distributes a loaded state from the rank that reads it to all ranks that need
+    a copy."""
     async_save: bool = False
-    """Write checkpoints in threads. Training waits only for a copy of the states in host memory. A
-    checkpoint is committed one or two updates after its last byte is written."""
+    """Write checkpoints in background threads. Training waits only until the states are copied to
+    host memory. A checkpoint is committed one or two updates after its last byte is written."""
     direct_io: bool = True
-    """Write without the page cache (O_DIRECT) if the file system supports it, so that other files
-    stay in the cache. `optimus bench checkpoint` measures both ways on a file system."""
+    """Write with O_DIRECT if the file system supports it. O_DIRECT bypasses the page cache, so that
+    other files stay cached. `optimus bench checkpoint` measures saves with and without O_DIRECT."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Time limit of a save. A save that exceeds it has failed."""
+    """Maximum duration of a save in seconds. A longer save counts as failed."""
     max_failures: CountOrZero = 3
-    """Consecutive failed saves that end the run with exit status 1; earlier failures print a
-    warning; 0: no limit. A failed save after the last update always ends the run with exit status
-    1."""
+    """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. Earlier
+    failures print a warning. A failed save after the last update always ends the run with exit
+    status 1."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Frozen settings that this resume may change, such as `optim.weight_decay`."""
+    """Settings that this resume may change, such as `optim.weight_decay`, of those that otherwise
+    must be the same as in the checkpoint."""
     load: str = "auto"
-    """Start of the run. `auto`: the newest valid checkpoint in the run directory; `none`: initial
-    weights; a path: a checkpoint or a Hugging Face directory; `model@STEP`: the model-only
-    checkpoint of that step, with a new optimizer."""
+    """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
+    initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face
+    directory. `model@STEP`: the model-only checkpoint of that step in the run directory, with new
+    optimizer states."""
 
 
 class ObserveConfig(Section):
@@ -461,7 +475,7 @@ class ObserveConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard events to `tb/` in the run directory."""
     log_interval: Count = 1
-    """Updates between progress lines if standard error is not a terminal."""
+    """Number of updates between progress lines, if standard error is not a terminal."""
 
 
 class OffloadConfig(Section):
@@ -472,7 +486,7 @@ class OffloadConfig(Section):
 
 
 class Config(Section):
-    """All settings of a run. Only `[model]` has no default."""
+    """All settings of a run. Only section `[model]` is required."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()

@@ -1,1 +1,1 @@
-"""Reading of the data sets that `optimus-data` writes: instances, microbatches and tokenizers."""
+"""Readers of `optimus-data` data sets: instances (token sequences), microbatches, tokenizers."""

@@ -1,4 +1,4 @@
-"""Division of the global batch into microbatches over data ranks."""
+"""Division of the global batch into the microbatches of each data rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from optimus.errors import ConfigError, counted
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of an update: each data rank runs `microbatches_per_rank` microbatches, and each
-    microbatch has `microbatch_size` sequences of `seq_len` tokens."""
+    """Batch sizes of an update (optimizer step).
+
+    Each data rank runs `microbatches_per_rank` microbatches. A microbatch has `microbatch_size`
+    sequences of `seq_len` tokens.
+    """
 
     microbatch_size: int
     seq_len: int
@@ -32,32 +35,34 @@ class BatchPlan:
 
     @property
     def targets(self) -> int:
-        """Predicted tokens of the global batch: all but the first token of each instance."""
+        """Return the number of predicted tokens: all tokens except the first of each sequence."""
         return self.instances * (self.seq_len - 1)
 
 
 def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
     """Return the batch sizes of a run.
 
+    If `train.global_batch_tokens` is 0, each data rank runs one microbatch per update.
+
     Args:
         train: Section with the global batch in tokens, the microbatch size and the sequence length.
-        num_data_ranks: Ranks that read different data, dp * ep.
+        num_data_ranks: Number of ranks that read different data, dp * ep.
 
     Raises:
-        ConfigError: The global batch is not a multiple of one microbatch on each data rank. The
-            message has the nearest multiple.
+        ConfigError: `train.seq_len` is 0, or `train.global_batch_tokens` is not a multiple of the
+            tokens of one microbatch on each data rank. The message has the nearest multiple.
     """
     if not train.seq_len:
-        raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")
+        raise ConfigError("train.seq_len is missing; set it to the data set's context, in tokens")
     tokens_per_round = train.microbatch_size * train.seq_len * num_data_ranks
     batch_tokens = train.global_batch_tokens or tokens_per_round
     if batch_tokens % tokens_per_round:
         nearest = max(1, round(batch_tokens / tokens_per_round)) * tokens_per_round
         raise ConfigError(
-            f"train.global_batch_tokens = {batch_tokens} is not a multiple of "
-            f"{counted(num_data_ranks, 'data rank')} x "
+            f"train.global_batch_tokens = {batch_tokens} is not a multiple of {tokens_per_round} "
+            f"({counted(num_data_ranks, 'data rank')} x "
             f"{counted(train.microbatch_size, 'sequence')} x "
-            f"{train.seq_len} tokens; the nearest multiple is {nearest}"
+            f"{train.seq_len} tokens); the nearest multiple is {nearest}"
         )
     return BatchPlan(
         train.microbatch_size, train.seq_len, batch_tokens // tokens_per_round, num_data_ranks

@@ -1,7 +1,7 @@
 """Reuse of the memory of batches that are no longer referenced.
 
-The kernel maps, clears and unmaps the pages of each new array of several MiB, which takes longer
-than reading a batch into it.
+The operating system maps, clears and unmaps the pages of every new array of several MiB. This takes
+longer than reading a batch into the array.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _MAX_FREE = 4  # arrays: one being filled, one waiting, one in use, one that the
 
 
 class BufferPool:
-    """Pool of arrays of one length and dtype, whose memory is used again after their deletion.
+    """Pool of arrays of one length and dtype. New arrays reuse the memory of deleted arrays.
 
-    The memory of an array returns to the pool when the last reference to the array, or to a view or
-    tensor of it, is deleted, in any thread.
+    The memory of an array returns to the pool as soon as no reference remains to the array, its
+    views or the tensors that share its memory. Any thread may delete the last reference.
     """
 
     def __init__(self, length: int, dtype: type[np.generic]):
@@ -27,7 +27,7 @@ class BufferPool:
         self._free: deque[np.ndarray] = deque(maxlen=_MAX_FREE)
 
     def take(self) -> np.ndarray:
-        """Return an uninitialized array [length]."""
+        """Return an uninitialized array of shape [length]."""
         try:
             memory = self._free.pop()
         except IndexError:

@@ -1,4 +1,4 @@
-"""Data sets of token instances, addressed by an instance number that continues through epochs."""
+"""Data sets of instances (token sequences), indexed by a number that continues over epochs."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ from data_prep.reader import ShardReader
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Number of positions of an epoch that are permuted in one call. A call costs 80 us, which several
-microbatches share. If there are many data ranks, each uses few positions of a block; the block then
-costs 1.5 times as much as permuting only these positions."""
+"""Consecutive positions of an epoch that are permuted in one call. A call takes 80 us, and its
+result serves several microbatches. With many data ranks, a rank needs only a few positions of each
+block; a block then takes 1.5 times as long as permuting only those positions."""
 _CACHED_BLOCKS = 4
 
 
 class InstanceSource(Protocol):
-    """An endless stream of instances for training: a data set or a mix of several."""
+    """Endless stream of training instances: a data set or a mixture of data sets."""
 
     context: int
     """Tokens per instance (C)."""
     vocab_size: int
-    """Number of token ids; all ids are below it."""
+    """Number of token ids. All ids are smaller."""
     eos_id: int
-    """The token id that ends each document and occurs nowhere else."""
+    """Id of the token that ends each document and occurs nowhere else."""
     identity: str
-    """Hexadecimal string; equal for two sources only if they have the same instances."""
+    """Hexadecimal fingerprint. It is equal for two sources only if their instances are equal."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer file, in hexadecimal."""
 
     @property
     def tokenizer_file(self) -> str:
-        """Path of the tokenizer.json, or the tokenizer.model of sentencepiece, of the data."""
+        """Path of the data's tokenizer: a tokenizer.json or a sentencepiece tokenizer.model."""
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop), int64 [n, C], in `out` or a new array. The result does
-        not depend on earlier calls. Raises DataError."""
+        """Return instances [start, stop), int64 [stop - start, C], in `out` or a new array.
+
+        The result does not depend on earlier calls. Raises DataError.
+        """
 
 
 class FiniteSource(InstanceSource, Protocol):
     """A source with a known number of instances, for evaluation."""
 
     num_instances: int
-    """Number of instances before one repeats."""
+    """Number of instances before the first instance repeats."""
 
 
 class TokenDataset:
-    """Instances of a finished data set. Opening reads the manifest; shards are mapped on demand.
+    """Reader of a complete data set. Shards are memory-mapped when they are first read.
 
-    Epoch 0 is the stored order. Epoch e > 0 permutes it by the bijection with the key (seed, e), as
-    docs/formats/dataset.md specifies. Reads keep no state; threads may share a data set.
+    Epoch 0 has the stored order. Epoch e > 0 permutes this order by the bijection with the key
+    (seed, e), as docs/formats/dataset.md specifies. A read does not depend on earlier reads, so
+    threads may share a data set.
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Open the data set in the directory `path`.
+        """Open the data set in the directory `path` and read its manifest.
 
         Raises:
             DataError: The data set is missing, unfinished, damaged or empty.
@@ -71,14 +74,14 @@ class TokenDataset:
         manifest = read_manifest(self.path)
         if manifest.permutation != ALGORITHM:
             raise DataError(
-                f"{path} is permuted by {manifest.permutation}, not by {ALGORITHM}; prepare the "
-                "data with this version"
+                f"{path} is permuted by {manifest.permutation}, but this version supports only "
+                f"{ALGORITHM}; prepare the data again with this version"
             )
         if manifest.num_instances == 0:
             raise DataError(
-                f"{path} has {counted(manifest.tokens, 'token')}, not one instance of "
-                f"{manifest.context}; prepare it from more text (held-out data: with a larger "
-                "--eval-fraction)"
+                f"{path} has {counted(manifest.tokens, 'token')}, fewer than one instance of "
+                f"{manifest.context} tokens; prepare it from more text, or held-out data with a "
+                "larger --eval-fraction"
             )
         self.num_instances = manifest.num_instances
         """Instances per epoch (N)."""
@@ -93,8 +96,8 @@ class TokenDataset:
         self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
     def held_out(self) -> HeldOut | None:
-        """Return the rule by which documents are held out; None for a blend whose sources no longer
-        exist. Raises DataError."""
+        """Return the rule that selects held-out documents, or None if the data set is a blend whose
+        sources no longer exist. Raises DataError."""
         return held_out_of_dataset(self.path, self._manifest)
 
     @property
@@ -102,19 +105,19 @@ class TokenDataset:
         return str(layout.tokenizer_file(self.path))
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances by number. Numbers continue through epochs.
+        """Return instances [start, stop). Instance numbers continue over epochs.
 
         Args:
             start: Number of the first instance.
             stop: Number after the last instance.
-            out: int64 [stop - start, C] for the result; None: a new array.
+            out: Array int64 [stop - start, C] for the result; None: a new array.
 
         Returns:
             Token ids, int64 [stop - start, C].
 
         Raises:
             DataError: A shard is missing.
-            DamageError: A shard has another size than in the manifest, or an id outside the
+            DamageError: The size of a shard differs from the manifest, or an id is outside the
                 vocabulary.
         """
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
@@ -129,15 +132,17 @@ class TokenDataset:
         return out
 
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
-        """Check that the ids of instances are in the vocabulary, at 0.1 ns per token. A model would
-        crash with another id or, if the vocabulary is divided over ranks, compute a wrong loss.
+        """Check that the ids of instances are in the vocabulary. This takes 0.1 ns per token.
+
+        An id outside the vocabulary would crash a model. If the vocabulary is divided over ranks,
+        the model would compute a wrong loss instead.
 
         Args:
             tokens: The instances, int64 [n, C].
             start: Number of the first instance.
 
         Raises:
-            DamageError: An id is outside the vocabulary. The message has the shard and the row.
+            DamageError: An id is outside the vocabulary. The message names the shard and row.
         """
         if tokens.max(initial=0) < self.vocab_size:
             return
@@ -154,7 +159,7 @@ class TokenDataset:
     def scatter(self, out: np.ndarray, indices: np.ndarray, start: int) -> None:
         """Read consecutive instances into rows of a batch: out[indices[i]] = instance start + i.
 
-        A mix reads each of its sources in this way. Ids are not checked.
+        `MixedDataset` reads its sources with this method. Ids are not checked.
 
         Args:
             out: The batch, int64 [n, C].
@@ -162,7 +167,7 @@ class TokenDataset:
             start: Number of the first instance.
 
         Raises:
-            DataError: As for `read`.
+            DataError: A shard is missing, or its size differs from the manifest.
         """
         for offset, epoch, first, count in self._by_epoch(start, start + len(indices)):
             stop = first + count
@@ -170,8 +175,8 @@ class TokenDataset:
             self._reader.pick_into(out, rows, indices[offset : offset + count])
 
     def _by_epoch(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Divide instances [start, stop) by epoch: yield the offset from `start`, the epoch, the
-        first position in the epoch and the count."""
+        """Split instances [start, stop) at the ends of epochs. For each epoch, yield the offset
+        from `start`, the epoch, the first position in the epoch and the number of instances."""
         assert 0 <= start <= stop, (start, stop)
         number = start
         while number < stop:
@@ -181,7 +186,7 @@ class TokenDataset:
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Return the stored rows at positions [first, stop) of an epoch, int64 [n]."""
+        """Return the stored row of each position [first, stop) of an epoch > 0, int64 [n]."""
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])
         return rows[first - blocks[0] * _BLOCK : stop - blocks[0] * _BLOCK]

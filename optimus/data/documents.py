@@ -1,6 +1,6 @@
 """Document numbers of tokens, for attention within documents.
 
-Dims: B instances, C tokens of an instance.
+Dims: B instances, C tokens per instance.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import numpy as np
 
 
 def document_ids(tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Return, for each token, the number of documents of the token's instance that end before it.
+    """Return the document number of each token.
 
-    A document ends with its EOS, and EOS occurs nowhere else (CONTRACT.md, "Data set"), so the
-    tokens alone determine the result. The first document of an instance has number 0, even if it
-    starts in an earlier instance.
+    The number counts the documents of the instance that end before the token. The first document of
+    an instance has number 0, even if it starts in an earlier instance. Each document ends with EOS,
+    which occurs nowhere else.
 
     Args:
-        tokens: Integers [B, C].
+        tokens: Token ids, integers [B, C].
         eos_id: The token that ends a document.
         out: Array [B, C] for the result; None: a new int32 array.
     """

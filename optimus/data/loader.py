@@ -1,4 +1,4 @@
-"""Loader of a rank's microbatches for each update, which a thread reads in advance."""
+"""Loader of a rank's microbatches. A thread reads the next updates (optimizer steps) in advance."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from optimus.io import files
 
 _PREFETCH = 2  # groups of updates: one in use and one in reserve hide a slow read
 _GROUP_BYTES = 1 << 21
-"""Limit of the size of a group of updates that the thread reads and passes on together: to wake a
-thread on another core takes as long as reading 100 KiB."""
+"""Maximum size of a group of updates, which the thread reads and passes on together. Groups save
+wake-ups: to wake a thread on another core takes as long as reading 100 KiB."""
 
 
 def microbatch_starts(
     step: int, instances_per_step: int, microbatch_size: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """Return the first instance of each microbatch of a data rank in an update, in order.
+    """Return the number of the first instance of each microbatch of a data rank in an update.
 
     Update `step`, counted from 1, reads instances [(step-1)*G, step*G), G = `instances_per_step`.
-    Microbatch i of data rank d of w is number i*w + d of the update (CONTRACT.md, "Ranks").
+    With w data ranks, microbatch i of data rank d is microbatch i*w + d of the update.
     """
     first = (step - 1) * instances_per_step
     numbers = range(data_rank, instances_per_step // microbatch_size, num_data_ranks)
@@ -39,17 +39,17 @@ class Microbatch(NamedTuple):
     """Input of a forward pass: `model.losses(*microbatch)`."""
 
     tokens: torch.Tensor
-    """int64 [microbatch_size, C]."""
+    """Token ids, int64 [microbatch_size, C]."""
     document_ids: torch.Tensor | None = None
-    """int32 [microbatch_size, C], see `optimus.data.documents`; None: attention crosses
-    documents."""
+    """Document number of each token (`optimus.data.documents`), int32 [microbatch_size, C]. None:
+    attention crosses the boundaries of documents."""
 
 
 def make_microbatch(
     dataset: InstanceSource, start: int, stop: int, document_mask: bool
 ) -> Microbatch:
     """Return instances [start, stop) of `dataset` as a microbatch, with document ids if
-    `document_mask`. Raises DataError."""
+    `document_mask` is True. Raises DataError."""
     tokens = dataset.read(start, stop)
     ids = torch.from_numpy(document_ids(tokens, dataset.eos_id)) if document_mask else None
     return Microbatch(torch.from_numpy(tokens), ids)
@@ -58,7 +58,8 @@ def make_microbatch(
 class Loader(files.Closing):
     """Loader of the microbatches of a data rank. A thread reads the next updates in advance.
 
-    Updates may be read in any order; consecutive updates are fast. The loader is a context manager.
+    Updates may be read in any order, but only consecutive updates are read in advance. The loader
+    is a context manager.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class Loader(files.Closing):
         num_data_ranks: int,
         document_mask: bool = False,
     ):
-        """Create a loader; its thread starts with the first read.
+        """Create a loader. Its thread starts with the first call of `microbatches`.
 
         Args:
             dataset: Source of the instances.
-            instances_per_step: Instances of an update on all ranks, a multiple of
+            instances_per_step: Instances of an update over all ranks, a multiple of
                 `microbatch_size * num_data_ranks`.
             microbatch_size: Instances per microbatch.
             data_rank: Index of this rank among the ranks that read different data.
             num_data_ranks: Number of the ranks that read different data.
-            document_mask: Add document ids to the tokens.
+            document_mask: Return document ids with the tokens.
         """
         assert 0 <= data_rank < num_data_ranks, (data_rank, num_data_ranks)
         assert instances_per_step % (microbatch_size * num_data_ranks) == 0, instances_per_step
@@ -119,7 +120,7 @@ class Loader(files.Closing):
         return self._updates.popleft()
 
     def close(self) -> None:
-        """End the thread. The next call of `microbatches` starts a new one."""
+        """End the thread. The next call of `microbatches` starts a new thread."""
         if self._thread is not None:
             self._stopping = True
             self._tickets.put(False)  # wakes the thread
@@ -144,7 +145,7 @@ class Loader(files.Closing):
             try:
                 result: list[list[Microbatch]] | BaseException = self._read(step, updates)
             except BaseException as error:  # `microbatches` raises it
-                if updates > 1:  # read single updates, to raise the error at the one that has it
+                if updates > 1:  # read single updates, so that only the damaged one raises
                     updates = 1
                     self._tickets.put(True)
                     continue

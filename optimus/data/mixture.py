@@ -1,4 +1,4 @@
-"""Data sets mixed by weight into one stream of instances."""
+"""Mixture of data sets by weight, as one stream of instances."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from optimus.errors import DataError
 
 
 class MixedDataset:
-    """An endless stream of instances from several data sets, with exact shares.
+    """Endless stream of instances from several data sets, in exact proportion to their weights.
 
-    The epochs of each source are counted separately: a small source with a large weight repeats.
-    Reads keep no state, as in `TokenDataset`.
+    Each source has its own epochs: a small source with a large weight repeats first. A read does
+    not depend on earlier reads.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
         """Mix data sets.
 
         Args:
-            sources: Training data sets, or held-out data sets.
-            weights: Instances of each source per period, from `data_prep.mixing.integer_weights`.
+            sources: Data sets with training data only or with held-out data only.
+            weights: Number of instances of each source in a period of the mixture, from
+                `data_prep.mixing.integer_weights`.
 
         Raises:
-            DataError: Two sources have different tokenizers or contexts, or the same instances, or
-                one may contain documents that the other one holds out.
+            DataError: Two sources have different tokenizers, different contexts or the same
+                instances, or one source may contain documents that another source holds out.
         """
         assert len(sources) == len(weights) > 0
         first = sources[0]
@@ -39,8 +40,8 @@ class MixedDataset:
                 expected, value = getattr(first, name), getattr(source, name)
                 if value != expected:
                     raise DataError(
-                        f"data.mix: {first.path} has {name} = {expected}, {source.path} has "
-                        f"{value}; mix data sets of the same tokenizer and context"
+                        f"data.mix: {first.path} has {name} = {expected}, but {source.path} has "
+                        f"{value}; use data sets with the same tokenizer and context"
                     )
         _check_held_out(sources)
         by_identity: dict[str, TokenDataset] = {}
@@ -48,21 +49,21 @@ class MixedDataset:
             equal = by_identity.setdefault(source.identity, source)
             if equal is not source:
                 raise DataError(
-                    f"data.mix: {equal.path} and {source.path} have the same instances; name one "
-                    "of them, with the sum of the weights"
+                    f"data.mix: {equal.path} and {source.path} have the same instances; keep one "
+                    "of them and set its weight to the sum of both"
                 )
         self.context, self.eos_id = first.context, first.eos_id
         self.vocab_size = max(source.vocab_size for source in sources)
         self.tokenizer_file, self.tokenizer_sha256 = first.tokenizer_file, first.tokenizer_sha256
         self.sources, self._mixing = tuple(sources), Mixing(weights)
         self.num_instances = self._mixing.before_repeating([s.num_instances for s in sources])
-        """Number of instances before a source repeats one of its instances."""
+        """Number of instances of the mixture before any source repeats."""
         facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop) of the mix, int64 [n, C], in `out` or a new array. Raises
-        as `TokenDataset.read`."""
+        """Return instances [start, stop) of the mixture, int64 [stop - start, C], in `out` or a new
+        array. Raises the errors of `TokenDataset.read`."""
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)
         sources, numbers = self._mixing.locate(start, stop)
@@ -76,13 +77,13 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raise DataError if a source contains, or may contain, documents that another holds out."""
+    """Raise DataError if a source may contain documents that another source holds out."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:
             raise DataError(
                 f"data.mix: {first.path} has {first.split} data and {source.path} has "
-                f"{source.split} data; name the training data of each data set"
+                f"{source.split} data; use the training data of each data set"
             )
     known = [(source.path, rule) for source in sources if (rule := source.held_out())]
     for path, rule in known[1:]:

@@ -20,7 +20,7 @@ _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _NEVER = -1e6
-"""Score of control symbols, so low that no text is encoded as one."""
+"""Score of control symbols. It is so low that no text is encoded as a control symbol."""
 _SPACE = "\u2581"
 _PROBES = (
     "The quick brown fox; it's 3.14159 (x_1)!",
@@ -34,35 +34,35 @@ _PROBES = (
     "\n",
     "def f(x):\n    return x + 1\n",
 )
-"""Texts with which the ids of both tokenizers are compared."""
+"""Texts whose ids are compared between the sentencepiece model and the tokenizer.json."""
 
 
 def sentencepiece_as_json(path: Path) -> str:
     """Return the text of a tokenizer.json with the ids of the sentencepiece model at `path`.
 
     Raises:
-        DataError: The format cannot express this type of model, or ids differ for a text of
-            `_PROBES` or for a text with a user-defined symbol.
+        DataError: The model is neither BPE nor unigram, or the ids differ for a text of `_PROBES`
+            or for a text with a user-defined symbol.
     """
     reference = SentencePieceTokenizer(path)
     pieces, trainer, normalizer = _read(path.read_bytes())
     symbols = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
     probes = [*_PROBES, *(f"a{symbol} {symbol}b" for symbol in symbols[:20])]
     expected = [ids.tolist() for ids in reference.encode(probes)]
-    # To prepend a space in the normalizer gives the exact ids for text with a leading space; to
-    # prepend it in the pre-tokenizer gives them for text with user-defined symbols.
+    # A space prepended by the normalizer gives the right ids for text with a leading space. A space
+    # prepended by the pre-tokenizer gives the right ids for text with user-defined symbols.
     for as_normalizer in (True, False):
         tokenizer = _convert(pieces, trainer, normalizer, as_normalizer)
         actual = [tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
         if actual == expected:
             return tokenizer.to_str()
     text = next(p for p, a, b in zip(probes, expected, actual, strict=True) if a != b)
-    raise DataError(f"{path}: a tokenizer.json gives other ids than sentencepiece for {text!r:.60}")
+    raise DataError(f"{path}: a tokenizer.json cannot reproduce the ids of the text {text!r:.60}")
 
 
 def has_pieces(data: bytes) -> bool:
-    """Return whether the content of a file has the structure of a sentencepiece model: fields of
-    the right lengths and a list of pieces."""
+    """Return True if `data`, the content of a file, has the structure of a sentencepiece model: a
+    complete protobuf message with a list of pieces."""
     try:
         pieces, _, _ = _read(data)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
@@ -92,7 +92,7 @@ def _convert(
             byte_fallback=byte_fallback,
         )
     else:
-        raise DataError(f"a sentencepiece model of type {kind} has no tokenizer.json; use BPE")
+        raise DataError(f"sentencepiece type {kind} cannot become a tokenizer.json; use BPE")
     tokenizer = Tokenizer(model)
     charsmap, dummy_prefix, strips = normalizer.get(2), normalizer.get(3, 1), normalizer.get(4, 1)
     steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
@@ -119,8 +119,11 @@ def _convert(
 
 
 def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces whose concatenation is a piece, in descending order of its score,
-    since sentencepiece merges the pair whose concatenation has the best score."""
+    """Return the BPE merges: all pairs of pieces whose concatenation is a piece.
+
+    The pairs are in descending order of the score of the concatenation, because sentencepiece
+    merges the pair with the highest score first.
+    """
     numbers = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
     merges = []
     for piece, number in numbers.items():
@@ -132,8 +135,8 @@ def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
 
 
 def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
-    """Return the pieces as (text, score, type), and the fields of TrainerSpec and
-    NormalizerSpec."""
+    """Parse a model file. Return its pieces as (text, score, type), and the fields of TrainerSpec
+    and NormalizerSpec by number."""
     pieces: list[tuple[str, float, int]] = []
     specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
     for number, value in _fields(data):
@@ -146,8 +149,8 @@ def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], di
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of the fields of a protobuf message: a varint as int, 32 bits as
-    float, all other types as bytes."""
+    """Yield the number and value of each field of a protobuf message. A varint is an int, a 32-bit
+    field a float, and any other field bytes."""
     offset = 0
 
     def varint() -> int:
@@ -159,7 +162,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
-        raise ValueError("a number of more than 64 bits")
+        raise ValueError("a varint has more than 64 bits")
 
     while offset < len(data):
         key = varint()
@@ -170,6 +173,6 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
         value = data[offset : offset + size]
         if len(value) != size:
-            raise ValueError("ends within a field")
+            raise ValueError("the message ends within a field")
         offset += size
         yield number, struct.unpack("<f", value)[0] if wire == 5 else value

@@ -1,1 +1,1 @@
-"""Ranks, groups, collectives and the agreement on the end of a run; no models, no data."""
+"""Ranks, process groups, collectives, and the agreement on the end of a run."""

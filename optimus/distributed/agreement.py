@@ -1,14 +1,17 @@
-"""Agreement of the ranks of a run on the Outcome that ends it, through the store where they met.
+"""Agreement of all ranks on the Outcome that ends a run, through torch's store (TCPStore).
 
-A rank that fails publishes its Outcome and gives the others a short time to publish theirs. The
-first rank to decide then writes the decision, which all others adopt. It chooses a cause rather
-than the loss of a peer, since a loss follows from a cause. Of several causes it chooses rank 0's,
-since rank 0 prints an error that all ranks found, else the first that was published. The rank
-whose Outcome was chosen prints it.
+A rank that fails publishes its Outcome in the store and waits up to _OTHERS_S seconds for the
+Outcomes of the other ranks. The first rank whose wait ends chooses one of the published Outcomes
+and writes it to the store as the decision. All other ranks adopt the decision. Only the rank whose
+Outcome was chosen prints it.
 
-Each rank does a few operations of the store, however many ranks there are. Each wait has a limit:
-the store does not answer while rank 0, whose process contains it, is stopped. The module imports
-no torch.
+The choice prefers a cause to the loss of a peer, because a peer is lost only as a consequence of a
+cause. Among several causes it prefers rank 0's, so that rank 0 prints an error that all ranks have.
+Otherwise it takes the Outcome that was published first.
+
+The number of store operations of a rank does not grow with the number of ranks. Each wait has a
+time limit, because the store does not answer while the process that contains it (usually rank 0)
+is suspended. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -35,24 +38,26 @@ Answer = TypeVar("Answer")
 
 _DECISION = "optimus/decision"
 _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0", "optimus/loss")
-"""Keys of published Outcomes, in the order in which they are chosen."""
+"""Store keys of published Outcomes, in order of precedence for the decision."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
-"""Time that a rank that failed waits for the Outcomes of others, and for the line to be printed."""
+"""Time limit, in seconds, of two waits of a failed rank: for the Outcomes of the other ranks, and
+then until another rank has printed the decision."""
 _STORE_S = 2.0
-"""Time that the store may take to answer, in addition to the time for which a call waits."""
+"""Seconds that the store may take to answer, in addition to the time limit of the operation."""
 _LEAVE_S = 5.0
-"""Time that rank 0, which may have the store, waits until all other ranks have left."""
+"""Seconds that rank 0, whose process may contain the store, waits for the other ranks to leave."""
 
 
 class RunEnded(OptimusError):
-    """The end of a run, raised in place of a rank's error once the ranks have agreed.
+    """Error that ends a rank with the agreed Outcome. It replaces the rank's original error.
 
     Attributes:
-        outcome: The agreed Outcome; the same on all ranks, unless they could not agree.
+        outcome: The Outcome that ends the run. It is the same on all ranks, unless the ranks could
+            not agree.
         prints: True on the rank that prints the Outcome.
-        is_shared: True if all ranks have agreed and none lost a peer, so that none waits for
-            another.
+        is_shared: True if all ranks have agreed and no rank has lost a peer. Then no rank waits for
+            another rank, and the process group can be destroyed.
     """
 
     def __init__(
@@ -72,8 +77,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """The line that the rank with `prints` prints. It names the rank unless that is rank 0, and
-        the rank's host if the run has several machines."""
+        """Line for the user, printed on the rank with `prints`. It names the rank if this is not
+        rank 0, and also the rank's host if the run has several machines."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -82,24 +87,24 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """Leave the agreement. The rank with `prints` must have printed the line before.
+        """Leave the agreement. The rank with `prints` must print `line` before it calls this.
 
-        The other ranks wait until the line is printed, since launchers end all ranks when the first
-        one ends. Rank 0, which may have the store, leaves last.
+        The other ranks wait here until the line is printed, because launchers end all ranks when
+        the first rank exits. Rank 0, whose process may contain the store, leaves last.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
         elif not self.prints:
-            # Another rank prints the line, and the launcher would end that rank when this one ends.
-            # Without a store this rank cannot know when the line is printed, so it waits.
+            # Another rank prints the line. If this rank exited first, the launcher could end the
+            # other rank before it prints. Without a store this rank can only wait for a fixed time.
             time.sleep(_OTHERS_S)
 
 
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
-    """Return the end of a rank that has no store through which to agree with others.
+    """Return the RunEnded of a rank that has no store and so cannot agree with other ranks.
 
-    Of a LaunchError that all ranks of a machine find, only the machine's first rank prints it.
-    Any other error is printed by the rank that has it.
+    If `error` is a LaunchError that all ranks of a machine find, only the first rank of the machine
+    prints it. Any other error is printed by each rank that raises it.
     """
     if isinstance(error, RunEnded):
         return error
@@ -108,11 +113,12 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 
 
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
-    """Return the end of a rank whose store is gone, cannot be reached or does not answer.
+    """Return the RunEnded of a rank whose store is gone, cannot be reached or does not answer.
 
-    Usually rank 0, whose process contains the store, is lost. Rank 1 and the first rank of every
-    machine print that loss. They may be lost, too: another rank prints it if no rank of its machine
-    has done so after a wait. Any other Outcome is printed by the rank that has it.
+    Usually rank 0 is lost, because its process contains the store. Rank 1 and the first rank of
+    each machine print this loss. Since these ranks can be lost, too, every other rank waits and
+    then prints the loss if no rank of its machine has printed it. If `outcome` is not the loss of a
+    peer, this rank prints it.
     """
     if outcome.kind is not OutcomeKind.LOST_PEER:
         return RunEnded(outcome)
@@ -124,11 +130,11 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Mark on this machine that a rank of this run prints the loss of the store; return False if
-    another rank had marked it.
+    """Create a file that marks the loss of the store as printed on this machine. Return False if
+    another rank of this run has created it.
 
-    The mark is an empty file, since it must outlive the process. A file older than this process is
-    of an earlier run at the same address.
+    The mark is a file because it must outlive the process. A file older than this process is from
+    an earlier run at the same address and does not count.
     """
     user = os.geteuid()
     name = f"{launch.init_method} {os.environ.get('MASTER_ADDR')} {os.environ.get('MASTER_PORT')}"
@@ -141,21 +147,21 @@ def _mark_printed(launch: LaunchEnv) -> bool:
         if mark.st_uid == user and mark.st_mtime >= started:
             return False
         os.utime(path, follow_symlinks=False)
-    except OSError:  # rather a line too many than none
+    except OSError:  # print the loss twice rather than never
         pass
     return True
 
 
 def outcome_of(error: OptimusError, rank: int, phase: Phase, step: int = 0) -> Outcome:
-    """Return the Outcome of this rank, which ends because of `error`."""
+    """Return the Outcome of a rank that ends because of `error`."""
     return Outcome(error.kind, str(error), rank, socket.gethostname(), step, phase)
 
 
 class Agreement:
-    """One rank's side of the agreement.
+    """Publishes the Outcome of this rank and returns the Outcome on which the ranks agree.
 
     Args:
-        store: The store where the ranks met.
+        store: torch's store, which all ranks share.
         launch: This rank and the number of ranks.
     """
 
@@ -165,15 +171,16 @@ class Agreement:
         self._round = ""
 
     def start(self, failure: Outcome | None, absence: Outcome, limit_s: float) -> None:
-        """Wait until all ranks have called this; return if all of them can start.
+        """Wait until all ranks have called this. Raise RunEnded if a rank cannot start.
 
         Args:
             failure: The Outcome of this rank if it cannot start; None if it can.
-            absence: The Outcome of this rank if it can start and others are not here in time.
-            limit_s: Seconds to wait for the others.
+            absence: The Outcome that this rank publishes if it can start, but another rank has not
+                called this within `limit_s`.
+            limit_s: Seconds to wait for the other ranks.
 
         Raises:
-            RunEnded: A rank cannot start or is absent; raised on every rank that is here.
+            RunEnded: A rank cannot start or is absent. All ranks that are present raise it.
         """
 
         def ask() -> RunEnded | None:
@@ -192,11 +199,11 @@ class Agreement:
             raise ended
 
     def end(self, outcome: Outcome) -> RunEnded:
-        """Return the end that the ranks agree on. This rank ends because of `outcome`."""
+        """Publish this rank's `outcome`; return the end on which all ranks agree."""
 
         def ask() -> RunEnded:
-            # A loss is published also after the decision, which it does not change: ranks that come
-            # later must know that a rank may wait for another.
+            # A loss is published even after the decision. It does not change the decision, but sets
+            # `is_shared` to False on later ranks, because a rank may wait for another rank.
             if outcome.kind is OutcomeKind.LOST_PEER or not self._has(_DECISION):
                 self._publish(outcome)
             return self._decided(self._wait_for_all("end", _OTHERS_S))
@@ -204,12 +211,13 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Publish an Outcome that this rank prints without agreement, so that ranks that end
-        because of it adopt it."""
+        """Publish an Outcome without waiting for the decision. This rank prints its error itself;
+        other ranks that fail as a consequence adopt the Outcome."""
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
-        """Leave the agreement, as `RunEnded.leave` says."""
+        """Leave the agreement, as described in `RunEnded.leave`. `has_printed` is True on the rank
+        that has printed the line."""
 
         def ask() -> None:
             if has_printed:
@@ -230,19 +238,20 @@ class Agreement:
         self._store.compare_set(of_any, "", outcome.to_json())
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
-        """Wait until all ranks have come to this round, or until a rank has decided before that;
-        return whether all have come."""
+        """Wait until all ranks have reached `round_`, a rank has decided, or `limit_s` seconds have
+        passed. Return True if all ranks reached the round before any rank decided."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
-            self._store.compare_set(all_here, "", "all")  # unless a rank has decided before
+            self._store.compare_set(all_here, "", "all")  # unless a rank has decided
         self._wait(all_here, limit_s)
         return self._has(all_here) and self._store.get(all_here) == b"all"
 
     def _decided(self, all_are_here: bool = False) -> RunEnded:
-        """Return the decision of the first rank to decide, which may be this one."""
+        """Return the RunEnded of the decision in the store. If there is no decision yet, choose an
+        Outcome and write it as the decision."""
         key = next(filter(self._has, _CAUSES))
         text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
-        # Wake the ranks that still wait for all.
+        # Wake the ranks that still wait for all ranks to reach the round.
         self._store.compare_set(f"optimus/all-at-{self._round}", "", "decided")
         outcome = Outcome.from_json(text)
         is_shared = all_are_here and not any(map(self._has, _CAUSES[2:]))
@@ -258,15 +267,16 @@ class Agreement:
     def _within(
         self, wait_s: float, ask: Callable[[], Answer], otherwise: Callable[[], Answer]
     ) -> Answer:
-        """Return `ask()`, or `otherwise()` if the store is gone or does not answer in time.
+        """Return `ask()`, or `otherwise()` if the store is lost or `ask` needs more than `wait_s +
+        _STORE_S` seconds.
 
-        `ask` runs in a thread, since torch waits without a limit for a store whose process is
-        stopped.
+        `ask` runs in a thread, because torch waits without a time limit for a store whose process
+        is suspended.
         """
         answers: list[Answer] = []
 
         def run() -> None:
-            with suppress(RuntimeError, ValueError):  # ValueError: a text that is no Outcome
+            with suppress(RuntimeError, ValueError):  # ValueError: the text is not an Outcome
                 answers.append(ask())
 
         thread = threading.Thread(target=run, daemon=True)

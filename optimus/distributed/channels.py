@@ -1,9 +1,10 @@
-"""Channels between neighbouring pipeline ranks, each a separate communicator for one direction.
+"""Point-to-point channels between neighbouring pipeline ranks. Each channel has one direction and a
+separate communicator.
 
-NCCL and XCCL complete the messages of a communicator in the order in which they were posted, and a
-send only after its receive is posted. In a communicator for both directions, a receive of a
-gradient that is posted early would block the send of the activation on which that gradient depends.
-In one communicator for the whole ring of stages, the sends of all ranks could wait for each other.
+NCCL and XCCL complete the messages of a communicator in the order in which they were posted, and
+complete a send only after its receive is posted. If both directions shared a communicator, a
+gradient receive that is posted early would block the activation send on which the gradient depends.
+If all stages of a ring shared a communicator, the sends of all ranks could wait for each other.
 tests/helpers/schedule_proof.py proves that schedules complete with a communicator per direction.
 """
 
@@ -24,15 +25,16 @@ from optimus.observe.events import NO_RECORDER, Recorder
 class Channels:
     """Channels of a pipeline rank to and from its neighbours.
 
-    If ranks have several stages, the first rank is the next rank of the last one. If they have one
-    stage, the last rank has no next rank.
+    With several stages per rank (virtual stages), the ranks form a ring, in which the last rank
+    sends activations to the first rank. With one stage per rank, they form a line without this
+    connection. A channel that does not exist is ALONE.
 
     Attributes:
         rank: This rank's index along pp.
-        activations_out: To the next rank.
-        activations_in: From the previous rank.
-        gradients_out: To the previous rank.
-        gradients_in: From the next rank.
+        activations_out: Sends activations to the next rank.
+        activations_in: Receives activations from the previous rank.
+        gradients_out: Sends gradients to the previous rank.
+        gradients_in: Receives gradients from the next rank.
     """
 
     rank: int = 0
@@ -54,14 +56,16 @@ def open_channels(
 ) -> Channels:
     """Open this rank's channels to its neighbours along pp. All ranks of `line` must call this.
 
-    Sends a message through each channel, because some communicators connect at their first use, for
-    which both ranks must be there: during a step, they may reach it at different times.
+    A message is sent through each channel, because some communicators connect at their first use
+    and need both ranks for it. During a step, the two ranks may reach the first use at different
+    times.
 
     Args:
-        line: Global ranks along pp. All must have made the same number of groups before.
+        line: Global ranks along pp. Before this call, all of them must have made the same number of
+            process groups.
         is_ring: True if ranks have several stages.
-        world: The world of this rank.
-        make: Function that makes the process group of the given global ranks.
+        world: World of this rank.
+        make: Makes the process group of the given global ranks; returns a weak reference to it.
         recorder: Receives an event for each message.
     """
     rank = line.index(world.rank)
@@ -69,7 +73,7 @@ def open_channels(
     for edges in _rounds(len(line), is_ring):
         edge = next((edge for edge in edges if rank in edge), None)
         for name, source in (("activations", 0), ("gradients", 1)):
-            if edge is None:  # this rank must make as many groups as the others
+            if edge is None:  # this rank must make as many groups as other ranks
                 make((world.rank,))
                 continue
             ranks = tuple(sorted(line[end] for end in edge))
@@ -82,10 +86,10 @@ def open_channels(
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a line or ring, in rounds.
+    """Return the pairs of neighbours in a line or ring of `size` ranks, divided into rounds.
 
-    No rank is in two pairs of a round, so all channels of a round open at the same time and ranks
-    cannot wait for each other in a cycle.
+    A rank is in at most one pair of a round. Therefore all channels of a round open at the same
+    time, and ranks cannot wait for each other in a cycle.
     """
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]

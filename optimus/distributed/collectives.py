@@ -1,9 +1,11 @@
 """Collectives over a `Group`. In a group of a single rank they do not communicate.
 
-Only SUM and MAX are used, since not every backend has AVG: for an average, callers scale the terms
-before the sum. If a peer ends or a time limit is reached, a collective raises LostPeerError with
-the operation and the axes. Other errors are raised unchanged, with a note of the operation. The
-group's recorder receives the number of bytes of each collective of tensors.
+Reductions use only SUM and MAX, since not every backend supports AVG. For an average, callers scale
+the terms before the sum.
+
+A collective raises LostPeerError, with the operation and the axes, if another rank of the group
+ends or the time limit is reached. Other errors are raised unchanged, with a note that names the
+operation. The group's recorder receives the number of bytes of each collective on tensors.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
-"""Limit of a message between ranks; the index of a checkpoint of 10^7 pieces needs a third of it.
-"""
+"""Largest size, in bytes, of an object or byte string that ranks exchange. The index of a
+checkpoint with 10^7 tensor slices needs a third of it."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, seen from one of them.
+    """Ranks that communicate, and the index of this rank among them.
 
     Attributes:
         size: Number of ranks.
-        rank: This rank within the group.
+        rank: Index of this rank within the group.
         handle: Weak reference to torch's process group. Only torch keeps the process group alive,
-            until `end_world`: the threads of a process group must end before the interpreter does,
-            even if this Group is still referenced then.
+            until `end_world`. The threads of a process group must end before the interpreter shuts
+            down, even if a Group still exists then.
         axes: Axes along which the ranks differ, for messages and recorders.
         recorder: Receives an event for each collective of this group.
     """
@@ -54,12 +56,12 @@ class Group:
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the fields of a copy, which has no recorder: that of a run has open files."""
+        """Return the data for copy and pickle, without the recorder, which may have open files."""
         return Group, (self.size, self.rank, self.handle, self.axes)
 
     @property
     def process_group(self) -> distributed.ProcessGroup:
-        """The process group of `handle`, which exists until `end_world`."""
+        """torch's process group, which exists until `end_world`."""
         assert self.handle is not None, f"no process group over {self.axes}"
         process_group = self.handle()
         assert process_group is not None, f"the process group over {self.axes} has ended"
@@ -74,7 +76,7 @@ def group_of(
     axes: str = "all ranks",
     recorder: Recorder = NO_RECORDER,
 ) -> Group:
-    """Return this rank's view of one of torch's process groups."""
+    """Return the Group for one of torch's process groups."""
     size, rank = process_group.size(), process_group.rank()
     return Group(size, rank, weakref.ref(process_group), axes, recorder)
 
@@ -84,8 +86,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context in which `observe` is called with each tensor that this rank contributes to
-    a collective, before it is sent; broadcasts and messages between stages are left out."""
+    """Return a context that calls `observe` with each tensor that this rank contributes to a
+    collective, before the collective starts. Broadcasts and point-to-point messages are ignored."""
     _observers.append(observe)
     try:
         yield
@@ -96,8 +98,8 @@ def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Pass a collective to the group's recorder, and this rank's `contribution` to observers; if
-    it is None, `payload` is the contribution."""
+    """Report a collective to the group's recorder and this rank's contribution to the observers.
+    The contribution is `payload` if `contribution` is None."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
@@ -112,26 +114,26 @@ _PEER_IS_GONE = re.compile(
     r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
     re.IGNORECASE,
 )
-"""Messages of gloo, NCCL, oneCCL and the store for a lost peer; none has an exception type for it.
-"""
+"""Error messages of gloo, NCCL, oneCCL and the store that mean a lost peer. These libraries have no
+exception type for it."""
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return the reason for which another rank made a collective fail; "" for an error of another
-    kind, such as memory, shapes or devices."""
+    """Return the reason if another rank made a collective fail. Return "" if the error has another
+    cause, such as memory, shapes or devices."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
     if _TIME_IS_UP.search(text):
-        return "nobody answered within parallel.timeout_s"
+        return "another rank did not respond within parallel.timeout_s"
     gone = isinstance(error, distributed.DistNetworkError) or _PEER_IS_GONE.search(text)
     return "another rank has ended" if gone else ""
 
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context that raises LostPeerError in place of an error whose cause is a rank of the
-    group that is gone or does not answer."""
+    """Return a context that converts errors to LostPeerError if their cause is another rank of the
+    group, which has ended or does not answer."""
     try:
         yield
     except RuntimeError as error:
@@ -155,13 +157,13 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Transfer:
-    """A message or a collective in progress, which keeps its tensors alive.
+    """A message or a collective in progress. It keeps the tensors of the operation alive.
 
     Args:
         tensor: The result, or the tensor that is sent.
-        work: torch's handle; None if there is nothing to wait for.
+        work: torch's `Work` handle; None if there is nothing to wait for.
         group: The ranks that take part.
-        operation: The name of the operation, for error messages.
+        operation: Name of the operation, for error messages.
         inputs: Other tensors that the operation reads.
     """
 
@@ -172,11 +174,12 @@ class Transfer:
         self._inputs = inputs
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return True if the operation is complete, so that `wait` returns at once."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor once it has arrived or may be used again. Raises LostPeerError."""
+        """Wait for the operation; return the tensor, which can now be read and overwritten. Raises
+        LostPeerError if another rank has ended or does not answer."""
         if self._work is not None:
             with raising_lost_peers(self._operation, self._group):
                 self._work.wait()
@@ -186,14 +189,15 @@ class Transfer:
 
 @_collective
 def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
-    """Replace `tensor` by its sum over the group."""
+    """Replace `tensor` by its elementwise sum over the ranks of the group."""
     if group.size > 1:
         _all_reduce_sum(tensor, group, async_op=False)
 
 
 @_collective
 def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
-    """Start `all_reduce_sum`. All ranks of a group must start collectives in the same order."""
+    """Start `all_reduce_sum` without waiting for it. All ranks of a group must start collectives in
+    the same order."""
     work = _all_reduce_sum(tensor, group, async_op=True) if group.size > 1 else None
     return Transfer(tensor, work, group, "all_reduce_sum")
 
@@ -206,14 +210,14 @@ def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
 
 @_collective
 def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
-    """Replace `tensor` by its elementwise maximum over the group."""
+    """Replace `tensor` by its elementwise maximum over the ranks of the group."""
     if group.size > 1:
         _record("all_reduce", group, tensor)
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.process_group)
 
 
 def greatest(value: int, group: Group, device: torch.device) -> int:
-    """Return the greatest `value` of all ranks; the collective runs on `device`."""
+    """Return the maximum of `value` over the ranks of the group. The collective uses `device`."""
     flag = torch.tensor([value], device=device)
     all_reduce_max(flag, group)
     return int(flag)
@@ -227,7 +231,8 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
 
 @_collective
 def begin_all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> Transfer:
-    """Start `all_gather`. All ranks of a group must start collectives in the same order."""
+    """Start `all_gather` without waiting for it. All ranks of a group must start collectives in the
+    same order."""
     return Transfer(out, _all_gather(out, shard, group, async_op=True), group, "all_gather", shard)
 
 
@@ -249,8 +254,8 @@ def _gather_into(
 
 @_collective
 def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
-    """Exchange pieces of n elements: piece r of `out` becomes piece `rank` of rank r's `sent`. Both
-    tensors are 1-D, of size * n elements."""
+    """Send slice r of `sent` to rank r, and receive slice r of `out` from rank r. Both tensors are
+    1-D with size * n elements; a slice has n elements."""
     if group.size == 1:
         out.copy_(sent)
         return
@@ -262,9 +267,9 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
 def all_to_all_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: Group
 ) -> torch.Tensor:
-    """Exchange any numbers of rows: of `rows` [sum(sent), ...] the first sent[0] go to rank 0, the
-    next sent[1] to rank 1, and so on. Return the received rows [sum(received), ...], in the order
-    of the ranks that sent them."""
+    """Send the first sent[0] rows of `rows` [sum(sent), ...] to rank 0, the next sent[1] rows to
+    rank 1, and so on. Return the received rows [sum(received), ...]: received[0] rows from rank 0,
+    then received[1] rows from rank 1, and so on."""
     if group.size == 1:
         return rows.clone()
     _record("all_to_all", group, rows)
@@ -275,14 +280,15 @@ def all_to_all_rows(
 
 @_collective
 def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
-    """Fill `out` [n, ...] with this rank's shard of the sum over the group of `whole` [size * n,
-    ...]."""
+    """Sum `whole` [size * n, ...] over the group, and fill `out` [n, ...] with this rank's shard of
+    the sum."""
     _reduce_scatter_sum(out, whole, group, async_op=False)
 
 
 @_collective
 def begin_reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> Transfer:
-    """Start `reduce_scatter_sum`. All ranks of a group must start collectives in the same order."""
+    """Start `reduce_scatter_sum` without waiting for it. All ranks of a group must start
+    collectives in the same order."""
     work = _reduce_scatter_sum(out, whole, group, async_op=True)
     return Transfer(out, work, group, "reduce_scatter_sum", whole)
 
@@ -312,13 +318,14 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
 
 
 def ranks_of(group: Group) -> list[int]:
-    """Return the global ranks of a group that has a handle, in the order of the group."""
+    """Return the global ranks of a group, ordered by their index in the group. The group must have
+    a `handle`."""
     return distributed.get_process_group_ranks(group.process_group)
 
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Return the first rank's `data` on every rank; the `data` of other ranks is ignored."""
+    """Return the `data` of the group's first rank on every rank. Other ranks' `data` is ignored."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -334,10 +341,10 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 
 @_collective
 def gather_bytes(data: bytes, group: Group) -> list[bytes]:
-    """Return every rank's `data` in rank order on the group's first rank, an empty list on others.
+    """Return every rank's `data`, in rank order, on the group's first rank; return an empty list on
+    the other ranks.
 
-    All ranks should have data of about the same length: the first rank receives the data of each
-    rank padded to the longest."""
+    The lengths should be similar, because each rank's data is padded to the greatest length."""
     if group.size == 1:
         return [data]
     process_group = group.process_group
@@ -352,12 +359,12 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
 
 @_collective
 def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
-    """Return the first rank's `value`, of the type `kind`, on every rank; the values of other ranks
-    are ignored.
+    """Return the `value` of the group's first rank on every rank. Other ranks' values are ignored.
 
-    A value is None, a bool, int, float, str or Path; or a list, tuple, mapping with strings as
-    keys, NamedTuple or dataclass of values. Values are sent as JSON, so that no rank runs code that
-    it receives. Raises ConfigError if the received value is not of the type `kind`.
+    A value can be None, bool, int, float, str or Path, or a list, tuple, mapping with str keys,
+    NamedTuple or dataclass of such values. Values are sent as JSON and not pickled, so that no rank
+    executes code that it receives. Raises ConfigError if the received value does not have the type
+    `kind`.
     """
     if group.size == 1:
         return value
@@ -367,7 +374,7 @@ def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
 
 @_collective
 def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
-    """Return every rank's `value` in rank order; values and `kind` as for `broadcast_object`."""
+    """Return every rank's `value` in rank order. `broadcast_object` describes values and `kind`."""
     if group.size == 1:
         return [value]
     data = encode_object(value)
@@ -380,14 +387,14 @@ def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
 
 
 def encode_object(value: object) -> bytes:
-    """Return the JSON of a value, with NaN and the infinities as the constants of Python's json."""
+    """Encode a value as JSON. NaN and the infinities are encoded as Python's json encodes them."""
     text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="replace")  # a file name need not be valid UTF-8
 
 
 def decode_object(data: bytes, kind: Any) -> Any:
-    """Return the value of type `kind` that `encode_object` has encoded as `data`. Raises ValueError
-    if the value has another type; types are not converted."""
+    """Return the value of type `kind` that `encode_object` has encoded as `data`. Types are not
+    converted: ValueError is raised if the value has another type."""
     return _adapter(kind).validate_json(data, strict=True)
 
 
@@ -397,7 +404,7 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 
 def _plain(value: object) -> object:
-    """Return a value that JSON can encode, in place of one of a type that it cannot."""
+    """Convert a Path, mapping or dataclass to a value that JSON can encode."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -411,9 +418,10 @@ def _received(data: bytes, kind: Any, rank: int, group: Group) -> Any:
         return decode_object(data, kind)
     except ValidationError as error:
         raise ConfigError(
-            f"rank {rank} of {group.axes} sent what is no {getattr(kind, '__name__', kind)}: ranks "
-            "have different versions of Optimus, or a foreign process has joined them; give all "
-            f"machines one version ({one_line(error)[:200]})"
+            f"rank {rank} of {group.axes} sent a value that is not of type "
+            f"{getattr(kind, '__name__', kind)}: ranks have different versions of Optimus, or a "
+            "process of another run has joined them; install the same version on all machines "
+            f"({one_line(error)[:200]})"
         ) from None
 
 
@@ -431,13 +439,14 @@ def _all_sizes(data: bytes, group: Group) -> list[int]:
 
 
 def _check_sizes(sizes: Sequence[int], group: Group) -> None:
-    """Raise ConfigError if a rank announces more bytes than any rank of this version sends, before
-    memory for them is allocated."""
+    """Raise ConfigError if a rank announces a message with an impossible size. This is checked
+    before memory for the message is allocated."""
     for rank, size in enumerate(sizes):
         if not 0 <= size <= _MOST_BYTES:
             raise ConfigError(
-                f"rank {rank} of {group.size} announces a message of {size:,} bytes; start all "
-                "ranks with one version of optimus, on a network that no one else can reach"
+                f"rank {rank} of {group.size} announces a message of {size:,} bytes, a size that "
+                "no rank of this version sends; start all ranks with the same version of Optimus, "
+                "on a network that no other program can reach"
             )
 
 

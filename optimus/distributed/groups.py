@@ -17,18 +17,19 @@ from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""Process groups by (True if the group carries gradients and parameters, ranks of the group)."""
+"""Process groups by key. A key is (bool, ranks): the bool is True if the group carries gradients
+and parameters; the ranks are the global ranks of the group."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Coordinate and groups of this rank; ranks within a group are in order of global ranks.
+    """Coordinate and groups of this rank. Each group is ordered by global rank.
 
     Attributes:
         mesh: Sizes of the axes.
         coordinate: Indices of this rank along the axes.
         everyone: The group of all ranks of the world.
-        along: The group along each key of `Mesh.groups_of`.
+        along: This rank's group for each key of `Mesh.groups_of`.
         channels: Channels to and from the neighbours along pp.
     """
 
@@ -44,23 +45,24 @@ class Groups:
         return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
-        """Return the group along an axis, or along several axes in the order in which the functions
-        of `optimus.distributed.rules` return them; without axes, the group of this rank alone."""
+        """Return this rank's group along one or several axes, which must be in the order of
+        `AXES`. Without axes, return the group of this rank alone."""
         return self.along[axes] if axes else ALONE
 
     @property
     def data(self) -> Group:
-        """The ranks that see different data, dp x ep; a rank's index in it is its data rank."""
+        """Group of the ranks that read different data (dp x ep). `data.rank` is the data rank."""
         return self.along[DATA]
 
     @property
     def ends(self) -> Group:
-        """The first and the last pipeline stage."""
+        """Group of the first and the last pipeline stage; on a middle stage, this rank alone."""
         return self.along[ENDS]
 
     @property
     def counts(self) -> bool:
-        """True if this rank's losses count: it is the first of the ranks with the same data."""
+        """True if the losses of this rank are counted. Ranks with the same data compute the same
+        losses, and only those of the first rank are counted."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 
@@ -69,14 +71,14 @@ def join_groups(
 ) -> Groups:
     """Make the groups of this rank and its channels along pp. All ranks must call this.
 
-    Each rank makes only the groups that it belongs to, so the cost does not grow with the world.
-    torch names a group by its ranks and by the number of groups that this rank has made before, so
-    all ranks make the same number of groups.
+    Each rank makes only its own groups, so the cost does not grow with the world size. torch names
+    a group by its ranks and the number of groups that this rank has made before, so all ranks must
+    make the same number of groups.
 
     Args:
         mesh: Sizes of the axes.
-        world: The world of this rank.
-        virtual_stages: Pipeline stages of each rank.
+        world: World of this rank.
+        virtual_stages: Number of pipeline stages per rank.
         recorder: Receives an event for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)
@@ -94,15 +96,15 @@ def join_groups(
         key = (_carries_states(axes), ranks)
         if len(ranks) > 1 and key not in handles:
             handles[key] = _make(ranks, world, _label(axes, mesh))
-        elif axes == ENDS and mesh.pp > 2:  # a middle stage makes as many groups as the ends
+        elif axes == ENDS and mesh.pp > 2:  # a middle stage makes as many groups as end stages
             _make(ranks, world, _label(axes, mesh))
     everyone = replace(world.everyone, recorder=recorder)
     return _gather(mesh, world.rank, everyone, handles, channels)
 
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
-    """Return the groups of a rank without torch's process groups, for plans, which need only sizes
-    and ranks."""
+    """Return the groups of a rank without process groups. Plans need only the sizes of groups and
+    the ranks in them."""
     return _gather(mesh, rank, Group(mesh.world_size, rank), {}, NO_CHANNELS)
 
 
@@ -122,24 +124,25 @@ def _gather(
 
 
 def _carries_states(axes: Axes) -> bool:
-    """Return whether gradients and parameters are sent over these axes while the model computes.
+    """Return True if gradients and parameters are sent over these axes while the model computes.
 
-    Such axes do not share a process group with other axes that have the same ranks. If they did,
-    operations over the others would wait for gradients and parameters, and all ranks would have to
-    start both in the same order.
+    Such axes have a separate process group, even if other axes have the same ranks. In a shared
+    process group, other operations would wait for gradients and parameters, and all ranks would
+    have to start both in the same order.
     """
     return "dp" in axes
 
 
 def _label(axes: Axes, mesh: Mesh) -> str:
-    """Return the axes along which a group's ranks differ, for messages and recorders."""
+    """Return the names of a group's axes, for messages and recorders, without axes of size 1."""
     if axes == ENDS:
         return "the end stages"
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1)
 
 
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
-    """Make a process group with the run's time limit; only its members call it."""
+    """Make the process group of `ranks`, with the time limit of the run. Only the ranks in `ranks`
+    call this."""
     limit = timedelta(seconds=world.timeout_s)
     group = Group(len(ranks), ranks.index(world.rank), axes=axes)
     with raising_lost_peers("join_groups", group), silent_libraries():

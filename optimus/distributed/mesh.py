@@ -1,6 +1,7 @@
-"""Rank arithmetic on pure values: coordinates of ranks along the axes of parallelism.
+"""Mesh of the axes of parallelism: coordinates and groups of ranks, computed without communication.
 
-World = pp * dp * ep * tp; tp innermost, then ep, then dp, pp outermost (CONTRACT.md, "Ranks").
+The world size is pp * dp * ep * tp. Ranks are numbered with tp as the innermost axis, then ep, dp
+and pp.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError, counted
 
 ENDS = ("ends",)
-"""Key of the group of the first and the last pipeline stage, which no axes describe."""
+"""Key of the group of the first and the last pipeline stage, which is not a group along axes."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
-"""The axes of every group that a run makes, in the order in which the groups are made."""
+"""Axes of each group that a run makes, except ENDS, in the order in which it makes the groups."""
 
-if TYPE_CHECKING:  # a type checker cannot read the fields from the table
+if TYPE_CHECKING:  # a type checker cannot read the fields from AXES
 
     class Coordinate(NamedTuple):
         pp: int
@@ -43,7 +44,7 @@ else:
 
 
 class Mesh(_Sizes):
-    """Sizes of the axes of parallelism; ranks are numbered with tp innermost, then ep, dp, pp."""
+    """Sizes of the axes of parallelism. Ranks are numbered with tp innermost, then ep, dp, pp."""
 
     __slots__ = ()
 
@@ -54,7 +55,7 @@ class Mesh(_Sizes):
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks that see different data, dp * ep."""
+        """Number of ranks that read different data, dp * ep."""
         return self.size_of(DATA)
 
     def size_of(self, axes: Collection[str]) -> int:
@@ -62,7 +63,7 @@ class Mesh(_Sizes):
         return math.prod(getattr(self, axis) for axis in axes)
 
     def number_of(self, coordinate: Coordinate, axes: Collection[str]) -> int:
-        """Return the rank at `coordinate` within its group along the given axes; the innermost
+        """Return the index of the rank at `coordinate` within its group along `axes`. The innermost
         axis varies fastest."""
         number = 0
         for axis, size, index in zip(AXES, self, coordinate, strict=True):
@@ -84,10 +85,11 @@ class Mesh(_Sizes):
         return self.number_of(coordinate, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Return the global ranks, ascending, that have the same indices as `rank` along all axes
-        except the given ones; they include `rank`.
+        """Return the group of `rank` along `axes`: the global ranks, in ascending order, whose
+        indices along all other axes are those of `rank`.
 
-        `number_of` returns a rank's index within such a group: over ("dp", "ep"), its data rank.
+        `number_of` returns the index of a rank within this group. Along ("dp", "ep"), this index is
+        the data rank.
         """
         assert set(axes) <= set(AXES), axes
         ranks, stride = [rank], 1
@@ -100,7 +102,8 @@ class Mesh(_Sizes):
         return tuple(ranks)
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
-        """Return the global ranks of each group that a rank is in, by the group's axes or ENDS."""
+        """Return the global ranks of each group that contains `rank`. The keys are the axes of the
+        groups, and ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}
@@ -108,15 +111,15 @@ class Mesh(_Sizes):
 
 
 def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
-    """Return the mesh of a world.
+    """Return the mesh of a run.
 
     Args:
         parallel: Sizes of the axes; dp = 0 means `world_size` divided by the other sizes.
         world_size: Number of ranks; None for the product of the sizes.
 
     Raises:
-        ConfigError: The product of the sizes cannot be the number of ranks; the message has the
-            nearest legal number or size.
+        ConfigError: The product of the sizes differs from the number of ranks. The message has the
+            nearest valid number of ranks or the valid size.
     """
     mesh = Mesh(*(getattr(parallel, axis) for axis in AXES))
     model_ranks, dp = mesh.size_of(MODEL), parallel.dp
@@ -134,6 +137,6 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
     if dp and dp != left:
         raise ConfigError(
             f"parallel.dp = {dp} needs a world of {counted(dp * model_ranks, 'rank')}, "
-            f"and this one has {world_size}; set parallel.dp = {left} or 0 (what the world leaves)"
+            f"but this run has {world_size}; set parallel.dp = {left}, or 0 to use all ranks"
         )
     return mesh._replace(dp=left)

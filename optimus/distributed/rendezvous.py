@@ -1,6 +1,6 @@
-"""Checks of the address where ranks meet, before they wait there.
+"""Checks of the rendezvous address (MASTER_ADDR and MASTER_PORT), before ranks wait for each other.
 
-The module does not import torch, which takes seconds to import.
+This module does not import torch, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from optimus.launch.environment import LaunchEnv
 
 
 def check_meeting_point(launch: LaunchEnv) -> None:
-    """Raise LaunchError if ranks cannot meet at MASTER_ADDR: its name is unknown (torch would look
-    it up until the time limit), or rank 0 cannot listen there since it is another machine's address
-    or the port is taken."""
+    """Raise LaunchError if the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+
+    This is so if the host name is unknown (torch would repeat the lookup until its time limit), if
+    the address does not belong to the machine of rank 0, or if the port is in use there.
+    """
     if not launch.init_method.startswith("tcp://"):
-        return  # torchrun has a store, which may be at another address
+        return  # a file, or the store of torchrun, which may be at another address
     where = urlsplit(launch.init_method)
     addresses = _addresses(where)
     if launch.is_first and addresses:
@@ -28,13 +30,17 @@ def check_meeting_point(launch: LaunchEnv) -> None:
 
 
 def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | None:
-    """Return the file descriptor of a socket that listens only at the meeting address, or None if
-    the store must listen on all addresses.
+    """Return the file descriptor of a socket that listens only at MASTER_ADDR, or None if the store
+    must listen on all addresses of this machine.
 
-    The latter is so if the name server does not answer, or if MASTER_ADDR is a loopback address on
-    this machine and another address on other machines: Debian's /etc/hosts maps a machine's name to
-    a loopback address, and some launchers of several machines (not `single_machine`) pass localhost
-    to rank 0 and its machine's name to the others.
+    The store must listen on all addresses in two cases. Either the name server does not answer, or
+    MASTER_ADDR may be a loopback address on this machine and another address on other machines:
+    Debian's /etc/hosts maps a machine's own name to a loopback address, and some launchers pass
+    localhost to rank 0 and the name of its machine to the other ranks.
+
+    Args:
+        where: Rendezvous address.
+        single_machine: True if all ranks are on this machine.
 
     Raises:
         LaunchError: This machine cannot listen at the address.
@@ -48,7 +54,7 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
         listener.close()
         return None
     try:
-        listener.listen(socket.SOMAXCONN)  # fails if another process has bound the port, too
+        listener.listen(socket.SOMAXCONN)  # fails if another process also has bound the port
     except OSError as error:
         listener.close()
         raise _no_listener(error, where) from None
@@ -56,7 +62,7 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is "localhost" or an IP address by which each machine means itself."""
+    """Return True if `host` is "localhost" or a loopback IP address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -64,16 +70,16 @@ def is_loopback(host: str) -> bool:
 
 
 def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Return the addresses of MASTER_ADDR's name on this machine, loopback addresses last; none if
-    the name server does not answer. Raises LaunchError for an unknown name."""
+    """Look up the host of `where`; return its addresses, with loopback addresses last. Return an
+    empty list if the name server does not answer. Raises LaunchError if the name is unknown."""
     try:
         entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         if error.errno == socket.EAI_AGAIN:  # the name server does not answer
             return []
         raise LaunchError(
-            f"MASTER_ADDR: {where.hostname} is no host that this machine knows "
-            f"({error.strerror}); export MASTER_ADDR=HOST, with the host of rank 0"
+            f"MASTER_ADDR: {where.hostname} is not a host name that this machine can resolve "
+            f"({error.strerror}); export MASTER_ADDR=HOST, where HOST is the machine of rank 0"
         ) from None
     addresses = [(family, address) for family, _, _, _, address in entries]
     return sorted(addresses, key=lambda entry: is_loopback(entry[1][0]))
@@ -82,8 +88,8 @@ def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
 def _bind(
     addresses: Sequence[tuple[socket.AddressFamily, tuple]], where: SplitResult
 ) -> socket.socket:
-    """Return a socket bound to the first of the addresses that this machine has; it does not listen
-    yet. Raises LaunchError."""
+    """Return a socket that is bound to the first usable address and does not listen yet. Raises
+    LaunchError if no address belongs to this machine or if the port is in use."""
     problem: OSError | None = None
     for family, address in addresses:
         bound = None
@@ -103,7 +109,7 @@ def _bind(
 def _no_listener(error: OSError, where: SplitResult) -> LaunchError:
     if error.errno == errno.EADDRINUSE:
         return LaunchError(
-            f"MASTER_PORT: port {where.port} of {where.hostname} is taken; export another "
+            f"MASTER_PORT: port {where.port} of {where.hostname} is in use; export another "
             "MASTER_PORT",
             of_rank=True,
         )

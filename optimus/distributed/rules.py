@@ -1,7 +1,8 @@
-"""Axes of a parameter's shard, reduce and replica groups (CONTRACT.md, "Ranks").
+"""Axes of a parameter's shard, reduce and replica groups.
 
-The functions return pure values, which `Mesh.group_of(rank, axes)` turns into ranks. The optimizer,
-the reduction of gradients, the norm and checkpoints all get these groups from here only.
+The functions return axes; `Mesh.group_of(rank, axes)` returns the ranks of a group. The optimizer,
+the gradient reduction, the gradient norm and checkpoints use these functions only, so that their
+groups are consistent.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from optimus.config.axes import AXES, GRAD_SUM, Axes
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Distribution of a parameter over the mesh, apart from its pipeline stage.
+    """Distribution of a parameter over the axes of a mesh other than pp.
 
     Attributes:
-        divided: Axes along which each rank has another slice of the parameter. The gradient of a
-            slice is complete on its rank: ep for experts, which compute the rows of all ep ranks;
-            tp for the slices of tensor parallelism.
-        partial: Axes along which each rank has the whole parameter and sees the same data, but its
-            backward gives only a summand of the gradient: tp for norms under sequence parallelism.
+        divided: Axes along which each rank has a different slice of the parameter. A rank computes
+            the complete gradient of its slice. Examples: ep for experts, which receive rows from
+            all ep ranks, and tp for parameters under tensor parallelism.
+        partial: Axes along which each rank has the whole parameter and reads the same data, but
+            computes only one summand of the gradient. Example: tp for norms under sequence
+            parallelism.
     """
 
     divided: Axes = ()
@@ -36,15 +38,15 @@ def shard_axes(kind: ParameterKind, sharding: Literal["none", "so", "epso"]) -> 
 
 
 def sum_axes(kind: ParameterKind) -> Axes:
-    """Return the axes over which gradients are summed; they are not averaged, since the loss has
-    the global scale."""
+    """Return the axes over which gradients are summed. They are not averaged, because each rank
+    already divides its loss by the number of targets in the global batch."""
     assert not set(kind.divided) & set(kind.partial), kind
     return _added(kind) + kind.partial
 
 
 def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
-    """Return the axes along which ranks have the same shard of the optimizer states, which are
-    divided over the axes `sharding`. Of such ranks, only the first counts in the norm."""
+    """Return the axes along which ranks have the same shard of the optimizer states, if these are
+    sharded over the axes `sharding`. The gradient norm counts only the first of these ranks."""
     return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *kind.divided))
 
 

@@ -41,25 +41,26 @@ from optimus.launch.environment import LaunchEnv, read_launch_env
 from optimus.platform import collective_backend, import_ipex, pick_device
 
 _FAILED_WAIT_S = 120.0
-"""Time that a rank that cannot start waits for the others before it ends without them."""
+"""Longest time, in seconds, for which a rank that cannot start waits for the other ranks."""
 _CLOSE_S = 1.0
-"""Time that rank 0 gives gloo to close connections, which waits for operations in progress."""
+"""Longest time, in seconds, for which rank 0 waits until gloo has closed its connections. gloo
+first waits for operations in progress."""
 _joined: list[str] = []
-"""The backend of each world that this process has joined."""
+"""Backends of the process groups of all ranks that this process has joined, in order."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the run, seen from this rank."""
+    """All ranks of a run, with the device, backend and rank of this process."""
 
     launch: LaunchEnv
     device: torch.device
     backend: str
     everyone: Group
     timeout_s: float = 600.0
-    """Limit of every wait for another rank, in seconds."""
+    """Time limit of every wait for another rank, in seconds."""
     agreement: Agreement | None = None
-    """Agreement of the ranks on the end of the run; None in a world of one rank."""
+    """Agreement of the ranks on the end of the run; None if the run has a single rank."""
 
     @property
     def rank(self) -> int:
@@ -80,26 +81,26 @@ def start_world(
     device: str = "auto",
     failure: OptimusError | None = None,
 ) -> World:
-    """Pick this rank's device and, if there are other ranks, join them in one process group.
+    """Select this rank's device and, if the run has several ranks, make their process group.
 
     Args:
-        launch_env: This rank; by default as the environment says.
-        timeout_s: Limit of the meeting and of every collective, in seconds.
-        device: As `train.device`.
-        failure: The error because of which this rank cannot start; None if it can.
+        launch_env: Rank and rendezvous address; by default read from environment variables.
+        timeout_s: Time limit of the rendezvous and of every collective, in seconds.
+        device: Value of the setting `train.device`.
+        failure: The error that prevents this rank from starting; None if it can start.
 
     Returns:
-        The world. A single rank has no process group.
+        The world. In a run of a single rank it has no process group.
 
     Raises:
-        OptimusError: `failure` or an error of the device, in a world of one rank. With several
-            ranks: LaunchError if rank 0 cannot listen at the address where they meet.
-        RunEnded: One of several ranks cannot start; raised on every rank.
+        OptimusError: In a run of a single rank: `failure`, or no usable device.
+        LaunchError: In a run of several ranks: rank 0 cannot listen at the rendezvous address.
+        RunEnded: In a run of several ranks: a rank cannot start. Every rank raises it.
     """
     launch = launch_env or read_launch_env(os.environ)
     picked = None
     try:
-        import_ipex()  # before any device is used, since it registers operators for devices
+        import_ipex()  # before any device is used, since IPEX registers operators for devices
         picked = pick_device(launch.local_rank, device)
     except OptimusError as error:
         failure = failure or error
@@ -130,17 +131,19 @@ def end_run(
     phase: Phase,
     step: int = 0,
 ) -> RunEnded:
-    """Return the end that the ranks of a run agree on, after `error` on this rank.
+    """Agree with the other ranks on the end of the run, after `error` on this rank; return it.
 
-    Leaves the process group if no rank waits for another. A bug is published, so that the other
-    ranks end because of it, and raised again, so that this rank shows it with its stack.
+    Leaves the process group if no rank waits for another rank. If `error` is a bug of Optimus, it
+    is published, so that the other ranks adopt it, and raised again, so that this rank prints a
+    traceback.
 
     Args:
-        error: The error that ended this rank.
+        error: The error that ends this rank.
         launch: This rank.
-        agreement: The agreement of its world; None for a single rank and before the ranks met.
+        agreement: The agreement of the run's world; None for a single rank and before the
+            rendezvous.
         phase: The phase in which the error was raised.
-        step: The update in which the error was raised; 0 before the first.
+        step: The update in which the error was raised; 0 before the first update.
 
     Raises:
         Exception: `error`, if it is a bug.
@@ -165,11 +168,11 @@ def end_run(
 
 
 def _close_connections() -> None:
-    """Leave the process group within `_CLOSE_S` seconds, if no operation is in progress.
+    """Close rank 0's connections to other ranks while rank 0's store still answers.
 
-    Ranks that communicate with rank 0 notice the closed connections while rank 0's store still
-    answers, and adopt its Outcome. Connections that close at the end of rank 0's process close
-    together with the store.
+    Ranks that communicate with rank 0 then fail and adopt its Outcome from the store. At the end of
+    rank 0's process the connections would close together with the store. The wait is limited to
+    `_CLOSE_S` seconds, since an operation may be in progress.
     """
 
     def close() -> None:
@@ -184,7 +187,7 @@ def _close_connections() -> None:
 def _agree_to_start(
     agreement: Agreement, launch: LaunchEnv, timeout_s: float, failure: OptimusError | None
 ) -> None:
-    """Return if all ranks are here and can start; raise RunEnded otherwise."""
+    """Wait for all ranks. Raise RunEnded if a rank is missing or cannot start."""
     outcome = None if failure is None else outcome_of(failure, launch.rank, "launch")
     absence = outcome_of(_unmet(launch, timeout_s), launch.rank, "meeting")
     agreement.start(outcome, absence, _limit_s(timeout_s, failure))
@@ -206,22 +209,22 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timedelta(seconds=timeout_s),
-                # No device_id: with one, NCCL splits every later group from this one, for which it
-                # needs all ranks of the world; here only the members of a group make it.
+                # No device_id: with a device_id, NCCL makes each later group by a split of this
+                # group, in which all ranks must take part. Here only the members make a group.
             )
     except RuntimeError as error:
         raise _unconnected(error, backend, time.monotonic() - started) from error
     _joined.append(backend)
     assert distributed.group.WORLD is not None
     everyone = group_of(distributed.group.WORLD)
-    barrier(everyone)  # a rank that ends before this would break the start of slower ranks
+    barrier(everyone)  # without it, a rank that ends early would break the start of slower ranks
     return everyone
 
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Return a context in which standard output goes to standard error: gloo (in torch 2.8) prints
-    the connected ranks to standard output, between the lines that a command prints for programs."""
+    """Return a context in which standard output goes to standard error. gloo of torch 2.8 prints
+    connected ranks to standard output, where other programs expect only a command's output."""
     if sys.stdout is None or sys.stderr is None:  # closed: descriptors 1 and 2 may be any files
         yield
         return
@@ -236,9 +239,10 @@ def silent_libraries() -> Iterator[None]:
 
 
 def _meet(launch: LaunchEnv, timeout_s: float, failure: OptimusError | None) -> distributed.Store:
-    """Return the store through which ranks find each other; other ranks may not be there yet.
+    """Return the store at the rendezvous address, without waiting for other ranks.
 
-    Raises RunEnded if the store cannot be reached; its Outcome is of `failure`, if there is one.
+    Raises RunEnded if the store cannot be reached. Its Outcome is for `failure`, if this is given,
+    else for a LostPeerError.
     """
     limit = timedelta(seconds=_limit_s(timeout_s, failure))
     try:
@@ -258,7 +262,7 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
             launch.init_method, launch.rank, launch.world_size, timeout=limit
         )
         return next(meeting)[0]
-    # In place of torch's rendezvous, which waits for all ranks and listens on all addresses.
+    # Not torch's rendezvous, because it waits for all ranks and listens on all addresses.
     assert where.hostname is not None and where.port is not None, launch.init_method
     return distributed.TCPStore(
         where.hostname,
@@ -274,8 +278,8 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
 
 
 def _stay_on_this_machine(launch: LaunchEnv) -> None:
-    """Make gloo listen only on the loopback interface if ranks meet there, unless the user has set
-    GLOO_SOCKET_IFNAME."""
+    """Make gloo listen only on the loopback interface if the rendezvous address is a loopback
+    address. Do nothing if the user has set GLOO_SOCKET_IFNAME."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:
@@ -285,45 +289,46 @@ def _stay_on_this_machine(launch: LaunchEnv) -> None:
 def _unmet(launch: LaunchEnv, timeout_s: float, reason: str = "") -> LostPeerError:
     return LostPeerError(
         f"the {counted(launch.world_size, 'rank')} did not meet at {launch.init_method} within "
-        f"parallel.timeout_s = {timeout_s:g}: one has not started, has ended, or cannot reach it; "
-        f"look at the ranks' own messages, or set MASTER_ADDR to the host of rank 0{reason}"
+        f"parallel.timeout_s = {timeout_s:g}: a rank has not started, has ended, or cannot reach "
+        "this address; read the output of all ranks, or set MASTER_ADDR to the host of rank 0"
+        f"{reason}"
     )
 
 
 def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusError:
-    """Return the error for ranks that met at the store but could not make a process group."""
+    """Return the error for a failed init_process_group after all ranks have met at the store."""
     text = one_line(error)
     interface = re.search(r"Unable to find address for: (\S+)", text)  # a message of gloo
     if interface is not None:
         return ConfigError(
             f"GLOO_SOCKET_IFNAME: the network interface {interface[1]} of {socket.gethostname()} "
             f"is absent, down or without an address; bring it up (ip link set {interface[1]} up) "
-            "or export GLOO_SOCKET_IFNAME=NAME with another"
+            "or export GLOO_SOCKET_IFNAME=NAME with the name of another interface"
         )
     return LostPeerError(
-        f"the ranks met, but {backend} did not connect them ({seconds:.0f} s): {text[:200]}; "
-        "look at the ranks' own messages and at the network between them"
+        f"all ranks have started, but {backend} could not connect them ({seconds:.0f} s): "
+        f"{text[:200]}; read the output of all ranks and check the network between them"
     )
 
 
 def leaves_at_once() -> bool:
-    """Return whether this process must end by os._exit instead of the interpreter's shutdown.
+    """Return True if this process must end by os._exit, without the interpreter's shutdown.
 
-    If the process has not left its world, the shutdown would wait for collectives in progress,
-    until parallel.timeout_s. If a library keeps a process group after `end_world`, as FSDP2 does in
-    a benchmark, threads of gloo could abort the shutdown. Other backends need the shutdown: oneCCL
-    then finalizes MPI, and MPI's launchers report a rank that did not finalize it as lost.
+    If the process has not left its process group, the shutdown would wait for collectives in
+    progress, for up to parallel.timeout_s. With gloo, the shutdown could abort if a library keeps a
+    process group after `end_world`, as FSDP2 does in a benchmark. Other backends need the shutdown:
+    oneCCL finalizes MPI in it, and MPI launchers report a rank as lost if it has not finalized MPI.
     """
     return bool(_joined) and (distributed.is_initialized() or _joined[-1] == "gloo")
 
 
 def end_world() -> None:
-    """Leave the process group, if there is one, and end its threads.
+    """Destroy the process groups, if there are any, and end their threads.
 
-    A thread of gloo may release an operation's tensors only after the wait for the operation has
-    returned, and needs the interpreter to do so; during the interpreter's shutdown C++ would abort
-    the process. torch has the only strong references to process groups (`Group.handle` is weak), so
-    they end here.
+    The threads must end before the interpreter's shutdown. A gloo thread may release the tensors of
+    an operation after the wait for the operation has returned, and needs the interpreter for it;
+    during the shutdown this would abort the process. Only torch has strong references to process
+    groups (`Group.handle` is weak), so the groups end here.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Held-out loss and sampling."""
+"""Held-out loss of a model, and sampling of text."""

@@ -16,8 +16,8 @@ _PROMPT_TOKENS = 16
 _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
-"""Function from tokens int64 [1, n] to logits [1, m, V], of which the last, [:, -1], are for the
-next token. It returns None on a rank whose stages compute no logits."""
+"""Function that maps tokens int64 [1, n] to logits [1, m, V]. The last position, [:, -1], predicts
+the next token. The function returns None on a rank without the last pipeline stage."""
 
 
 @torch.no_grad()
@@ -34,22 +34,23 @@ def generate(
     group: Group = ALONE,
     source: int = 0,
 ) -> Tensor:
-    """Sample tokens after `prompt`. A collective of `group`.
+    """Sample tokens that continue `prompt`. A collective of `group`.
 
     Args:
         model: Function that computes logits; called on all ranks of `group`.
         prompt: int64 [n], n >= 1.
-        new_tokens: Largest number of tokens to sample.
-        context: Largest number of tokens that the model receives: the last ones.
-        temperature: Temperature of the sampling; 0 selects the likeliest token.
-        top_k: Number of likeliest tokens to sample from; 0: all.
-        seed: Seed of the random draws, which otherwise depend only on the logits.
+        new_tokens: Maximum number of tokens to sample.
+        context: Maximum number of tokens that the model receives. Earlier tokens are cut off.
+        temperature: Sampling temperature; 0 selects the most likely token.
+        top_k: Number of most likely tokens to sample from; 0: all.
+        seed: Seed of the random draws. Equal seeds and equal logits give equal tokens.
         stop_tokens: Tokens after which sampling ends.
         group: Ranks that compute the model together.
         source: Rank of `group` that has the logits and draws the tokens.
 
     Returns:
-        The new tokens, int64, without the prompt but with a stop token; the same on all ranks.
+        The new tokens, int64 [at most `new_tokens`], without the prompt. A stop token is included.
+        The result is the same on all ranks.
     """
     assert prompt.ndim == 1 and prompt.numel() >= 1
     generator = torch.Generator().manual_seed(seed)
@@ -76,9 +77,11 @@ def sample_text(
     stop_tokens: Collection[int] = (),
     **options: Any,
 ) -> str:
-    """Return text: the start of the first instance of `dataset` and its sampled continuation, which
-    ends with the end of a document or with one of `stop_tokens`. The text is the same on all ranks.
-    `options` are further arguments of `generate`."""
+    """Return the first 16 tokens of `dataset` and their sampled continuation, as text.
+
+    Sampling ends after the data set's end-of-document token, one of `stop_tokens` or `new_tokens`
+    tokens. The text is the same on all ranks. `options` are further arguments of `generate`.
+    """
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}
     new = generate(model, prompt, new_tokens, **options)
@@ -86,8 +89,8 @@ def sample_text(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    # A non-finite value must not fail here, on one rank while the others wait; the checks of
-    # training report it.
+    # A non-finite logit must not raise an error here: this rank would fail while all other ranks
+    # wait. The checks of training report it.
     logits = logits.nan_to_num(-_LARGEST, _LARGEST, -_LARGEST)
     if temperature == 0:
         return int(logits.argmax())

@@ -1,4 +1,4 @@
-"""The loss on held-out instances, the same number on every data- and pipeline-parallel layout."""
+"""Loss on held-out instances. It is bit-identical on all data- and pipeline-parallel layouts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _AT_ONCE = 16  # batches in memory at a time, which pass through the pipeline to
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean cross-entropy, in nats, over the targets of the `tokens` tokens that were read."""
+    """Mean cross-entropy per predicted token, in nats, and the number of tokens that were read."""
 
     loss: float
     tokens: int
 
 
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
-"""Function that runs microbatches forward and returns their cross-entropy sums (fp32 scalars,
-nats), or [] on a rank whose stages compute no loss. All ranks of a pipeline make the same calls."""
+"""Function that runs the forward pass of microbatches and returns the cross-entropy sum of each
+(fp32 scalar, nats). It returns [] on a rank that computes no loss. All ranks of a pipeline must
+make the same calls."""
 
 
 def held_out_loss(
@@ -40,12 +41,12 @@ def held_out_loss(
     max_instances: int = 0,
     document_mask: bool = False,
 ) -> HeldOutLoss:
-    """Evaluate the first instances of a data set. A collective of `group`.
+    """Return the mean loss on the first instances of a data set. A collective of `group`.
 
-    Batches are the same on every layout, and their sums are added exactly. In each round every data
-    rank evaluates one batch. The batches of a round have the same size, because expert parallelism
-    requires it: first come the complete batches, then the remaining instances in batches of one. A
-    data rank that has no batch in a round runs the first batch of the round and does not count it.
+    The batches are the same on every layout, and their losses are summed exactly. In each round,
+    every data rank evaluates one batch. All batches of a round have the same size, as expert
+    parallelism requires: full batches come first, then the remaining instances in batches of one.
+    A data rank without a batch in a round runs the round's first batch and ignores the result.
 
     Args:
         cross_entropies: Function that computes the cross-entropy sums of microbatches.
@@ -85,7 +86,7 @@ def held_out_loss(
 
 
 def by_model(model: Transformer, device: torch.device) -> CrossEntropies:
-    """Return a `CrossEntropies` function for a model that is whole on one device."""
+    """Return the `CrossEntropies` function of a complete model on one device."""
 
     @torch.no_grad()
     def run(batches: list[Microbatch]) -> list[Tensor]:

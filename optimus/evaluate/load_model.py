@@ -20,8 +20,8 @@ def load_model(
     """Load the model at `path`.
 
     Args:
-        path: A Hugging Face directory, a checkpoint, or a run directory, of which the newest valid
-            checkpoint is loaded.
+        path: A Hugging Face directory, a checkpoint or a run directory. The newest valid
+            checkpoint of a run directory is loaded.
         dtype: Dtype of the parameters and logits.
         device: Device of the model.
 

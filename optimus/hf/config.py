@@ -1,8 +1,9 @@
 """Conversion between Hugging Face's `config.json` and `ModelConfig`.
 
-Every field that changes logits or loss in transformers' OlmoForCausalLM and OlmoeForCausalLM is
-converted, or refused with an error that names it. Both spellings of the rotary embedding are read:
-`rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+Each field that changes logits or loss of transformers' OlmoForCausalLM or OlmoeForCausalLM is
+either converted or refused with an error that names the field. The settings of the rotary embedding
+are read from `rope_theta` and `rope_scaling` (transformers 4) or from `rope_parameters`
+(transformers 5).
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from optimus.io.tensor_file import INDEX, MODEL
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _CONFIG_BYTES = 16 << 20
-"""Largest config.json that is read; real files have a few kilobytes."""
+"""Size limit of config.json. Real files have a few kilobytes."""
 _NUMBERED = re.compile(r"model\.layers\.([0-9]+)\.(?:mlp\.experts\.([0-9]+)\.)?")
 _MERGED_EXPERTS = ".mlp.experts.down_proj"
 _OLMO_EPS = 1e-5  # a constant in transformers' OlmoLayerNorm, not a field of config.json
 
-# Fields of a scaled rotary embedding that transformers derives if they are absent.
+# Fields of rope_scaling that transformers computes if they are absent.
 _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
 
 class _Fields(BaseModel):
-    """Fields of config.json that transformers reads, with the defaults of transformers."""
+    """Fields of config.json that Optimus converts or refuses, with transformers' defaults."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
@@ -91,7 +92,7 @@ class _Olmoe(_Fields):
 
 
 def is_hf_directory(path: str | os.PathLike) -> bool:
-    """Return whether `path` is a directory with a config.json that has a model type."""
+    """Return whether `path` is a directory whose config.json has the key `model_type`."""
     try:
         content = json.loads(read_regular(Path(path) / "config.json", _CONFIG_BYTES))
         return "model_type" in content
@@ -100,16 +101,16 @@ def is_hf_directory(path: str | os.PathLike) -> bool:
 
 
 def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> ModelConfig:
-    """Return the `[model]` section that a Hugging Face directory describes.
+    """Return the `ModelConfig` for the config.json of a Hugging Face directory.
 
     Args:
         path: the directory.
-        compare_counts: check the numbers of layers and experts against the weights in the
-            directory.
+        compare_counts: check that the weights in the directory have at least as many layers and
+            experts as config.json says.
 
     Raises:
         CheckpointError: config.json cannot be read, or has more layers or experts than the weights.
-        ConfigError: config.json has a feature that our model does not compute.
+        ConfigError: config.json requires a feature that Optimus does not support.
     """
     file = Path(path) / "config.json"
     try:
@@ -118,15 +119,18 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
         reason = getattr(error, "strerror", None) or one_line(error)
         raise CheckpointError(f"{file}: not readable as JSON: {reason}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: is not a JSON object")
+        raise CheckpointError(f"{file}: must contain a JSON object")
     if compare_counts:
         _check_counts(content, file)
     return config_from_hf(content, source=str(file))
 
 
 def _check_counts(content: Mapping[str, Any], file: Path) -> None:
-    """Compare the numbers of layers and experts with the headers of the weights, if the directory
-    has weights, before memory for a model of that size is allocated. Raises CheckpointError."""
+    """Raise CheckpointError if config.json has more layers or experts than the weights.
+
+    Only the headers of the weights are read, so this check can run before memory for the model is
+    allocated. A directory without weights passes.
+    """
     if not any((file.parent / name).exists() for name in (MODEL, INDEX)):
         return
     weights = TensorFiles(file.parent)
@@ -146,22 +150,23 @@ def _check_counts(content: Mapping[str, Any], file: Path) -> None:
             if noun == "expert" and content.get("model_type") != "olmoe":
                 continue
             raise CheckpointError(
-                f"{file}: {key} = {number}, but the weights next to it have {counted(stored, noun)}"
+                f"{file}: {key} = {number}, but the weights in its directory have "
+                f"{counted(stored, noun)}; fix {key} or use complete weights"
             )
 
 
 def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Convert the content of config.json.
+    """Convert the content of config.json to a `ModelConfig`.
 
     Args:
         content: the JSON object.
-        source: name for error messages.
+        source: name of the file in error messages.
 
     Returns:
-        The `[model]` section.
+        The `[model]` section of the configuration.
 
     Raises:
-        ConfigError: a field has a value that our model does not support.
+        ConfigError: a field has a value that Optimus does not support.
     """
     architecture = _architecture(content, source)
     content = dict(content)
@@ -203,8 +208,9 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a model, with the field names of transformers 4, which
-    transformers 5 reads too.
+    """Return the content of config.json for a model.
+
+    The field names are those of transformers 4; transformers 5 reads them too.
 
     Args:
         config: the model.
@@ -254,8 +260,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _architecture(content: Mapping[str, Any], source: str) -> str:
-    """Return `olmo` or `olmoe`. For another model type or class, raises ConfigError with its
-    name."""
+    """Return the model type, `olmo` or `olmoe`. Raise ConfigError for another type or class."""
     kind, classes = content.get("model_type"), content.get("architectures") or []
     if type(kind) is not str or kind not in _ARCHITECTURES:
         raise ConfigError(
@@ -269,7 +274,7 @@ def _architecture(content: Mapping[str, Any], source: str) -> str:
 
 
 def _refuse(fields: _Fields, default_head_dim: int, source: str) -> None:
-    """Raise ConfigError for a field that has an effect in transformers' model and none in ours."""
+    """Raise ConfigError if a field requires a feature that Optimus does not support."""
     refusals = {
         "hidden_act": fields.hidden_act not in ("silu", "swish"),
         "attention_dropout": fields.attention_dropout != 0,
@@ -285,7 +290,7 @@ def _refuse(fields: _Fields, default_head_dim: int, source: str) -> None:
     for key, refused in refusals.items():
         if refused:
             raise ConfigError(
-                f"{source}: {key} = {getattr(fields, key)!r} is not supported by this model; "
+                f"{source}: {key} = {getattr(fields, key)!r} is not supported by Optimus; "
                 "convert a model without it"
             )
 
@@ -295,32 +300,32 @@ def _check_supported(config: ModelConfig) -> None:
     heads, head_dim = config.num_attention_heads, config.head_size
     if config.uniform_experts is None:
         raise ConfigError(
-            f"model.num_experts = {list(config.experts_by_layer)} has no place in a Hugging Face "
-            "OLMoE, whose layers all have the same number of experts"
+            f"model.num_experts = {list(config.experts_by_layer)} cannot be exported: all layers "
+            "of a Hugging Face OLMoE have the same number; train with one number for all layers"
         )
     if config.architecture == "olmo" and config.norm_eps != _OLMO_EPS:
         raise ConfigError(
-            f"model.norm_eps = {config.norm_eps} has no place in a Hugging Face OLMo, whose norms "
-            f"use {_OLMO_EPS}"
+            f"model.norm_eps = {config.norm_eps} cannot be exported: the norms of a Hugging Face "
+            f"OLMo use {_OLMO_EPS}; train with model.norm_eps = {_OLMO_EPS}"
         )
     if config.router != "top-k":
         raise ConfigError(
-            f"model.router = {config.router!r} has no place in a Hugging Face OLMoE, which chooses "
-            "the top k; train with model.router = 'top-k' to have one"
+            f"model.router = {config.router!r} cannot be exported: a Hugging Face OLMoE chooses "
+            "the top k experts; train with model.router = 'top-k'"
         )
     if config.architecture == "olmoe" and head_dim * heads != config.hidden_size:
         raise ConfigError(
-            f"model.head_dim = {head_dim} has no place in a Hugging Face OLMoE: its q_norm is as "
-            f"wide as hidden_size = {config.hidden_size}, not {counted(heads, 'head')} of "
-            f"{head_dim}"
+            f"model.head_dim = {head_dim} cannot be exported: q_norm of a Hugging Face OLMoE has "
+            f"hidden_size = {config.hidden_size} elements, but {counted(heads, 'head')} of "
+            f"{head_dim} have {heads * head_dim}; train with model.head_dim = 0"
         )
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Return the settings of a mixture of experts.
+    """Return the settings of `[model]` that only a mixture of experts has.
 
-    transformers adds the auxiliary loss in its form only if `output_router_logits` is set. If it is
-    not, the coefficient is for OLMo's form, with which the OLMoE models were trained.
+    If `output_router_logits` is set, transformers adds the auxiliary loss in its own form. If not,
+    the coefficient belongs to OLMo's form of the loss, with which the OLMoE models were trained.
     """
     return {
         "num_experts": fields.num_experts,
@@ -338,7 +343,10 @@ def _rope(fields: _Fields, source: str) -> dict[str, Any]:
     theta = rope.get("rope_theta", fields.rope_theta or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ConfigError(f"{source}: rope_parameters = {spelled!r} by layer type is not supported")
+        raise ConfigError(
+            f"{source}: rope_parameters = {spelled!r} has values for each layer type, which is not "
+            "supported; use the same values for all layers"
+        )
     if kind != "default" and (type(kind) is not str or kind not in ROPE_FIELDS):
         known = ", ".join(repr(name) for name in ("default", *ROPE_FIELDS))
         raise ConfigError(
@@ -346,8 +354,8 @@ def _rope(fields: _Fields, source: str) -> dict[str, Any]:
         )
     if rope.get("partial_rotary_factor", 1) != 1 or rope.get("attention_factor", 1) == 0:
         raise ConfigError(
-            f"{source}: partial_rotary_factor other than 1 and attention_factor = 0 are not "
-            f"supported, as in rope_parameters = {spelled!r}"
+            f"{source}: rope_parameters = {spelled!r} is not supported; partial_rotary_factor must "
+            "be 1, and attention_factor must not be 0"
         )
     if kind == "default":
         return {"rope_theta": theta}
@@ -368,18 +376,21 @@ def _rope_scaling_field(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _padding(fields: _Fields, source: str) -> int:
-    """Return the id of the padding token, -1 if there is none. As in torch.nn.Embedding, a negative
-    id in config.json counts from the end of the table."""
+    """Return the id of the padding token, or -1 if the model has none. A negative id in config.json
+    counts from the end of the table, as in torch.nn.Embedding."""
     token, size = fields.pad_token_id, fields.vocab_size
     if token is None:
         return -1
     if not -size <= token < size:
-        raise ConfigError(f"{source}: pad_token_id = {token} is outside the vocabulary of {size}")
+        raise ConfigError(
+            f"{source}: pad_token_id = {token} is outside the vocabulary of {size} tokens; use an "
+            f"id below {size} or null"
+        )
     return token % size
 
 
 def _derived(value: int | None, default: int) -> int:
-    """Return `value`, or 0, which means "derived", if it is absent or equals `default`."""
+    """Return `value`, or 0 (meaning "derived") if `value` is None or equals `default`."""
     return 0 if value is None or value == default else value
 
 

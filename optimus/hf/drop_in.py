@@ -1,10 +1,9 @@
-"""FastSparseMoE inside a Hugging Face model: `use_fast_moe(model)` replaces the computation of the
-model's experts.
+"""Replacement of the expert computation in Hugging Face models by FastSparseMoE: `use_fast_moe`.
 
-transformers has two layouts of experts. Since version 5 they are merged: `experts` has gate_up_proj
-[E, 2F, D] and down_proj [E, D, F], which are used without a copy. Before, `experts` was a list with
-one module per expert: the weights of these modules are copied into merged parameters, and state
-dicts keep the old names.
+transformers has two layouts of experts. In version 5 `experts` is one module with the merged
+parameters gate_up_proj [E, 2F, D] and down_proj [E, D, F], which are used without a copy. In
+version 4 `experts` is a list with one module per expert. The weights of these modules are copied
+into merged parameters, and state dicts keep the names of the separate modules.
 
 This module does not import transformers. It recognizes classes by name and checks them before it
 changes anything.
@@ -26,7 +25,7 @@ from optimus.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _HfModule = Any
-"""A module of transformers or of its user, whose attributes are checked before a change."""
+"""A module of transformers or of a user; its attributes are checked at run time."""
 
 MERGED = (
     "OlmoeExperts",
@@ -35,9 +34,9 @@ MERGED = (
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
 )
-"""Classes of merged experts whose computation equals ours; tests cover each of them."""
+"""Classes with merged experts that compute the same function as `FastExperts`. Tests cover each."""
 BY_MODULE = ("OlmoeSparseMoeBlock",)
-"""Classes of blocks whose experts may be separate modules."""
+"""Supported classes of MoE blocks with one module per expert."""
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
@@ -56,15 +55,15 @@ def use_fast_moe(model: _Model) -> _Model:
     call changes nothing.
 
     Args:
-        model: the model; if an error is raised, nothing in it has changed.
+        model: the model. It is not changed if an error is raised.
 
     Returns:
         `model`.
 
     Raises:
-        ConfigError: the model has no MoE block, or its experts are of an unsupported class,
-            quantized, offloaded, sharded or have hooks, or `model` itself is a block with separate
-            experts.
+        ConfigError: the model has no MoE block; its experts have an unsupported class or hooks, or
+            are quantized, offloaded or sharded; or `model` is itself a block with one module per
+            expert, which cannot be replaced in place.
     """
     all_blocks = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
     blocks: list[_HfModule] = [
@@ -94,7 +93,8 @@ def use_fast_moe(model: _Model) -> _Model:
 
 
 class FastExperts(nn.Module):
-    """Merged experts with transformers' names: gate_up_proj [E, 2F, D], down_proj [E, D, F]."""
+    """SwiGLU experts with merged parameters, named as in transformers 5: gate_up_proj [E, 2F, D]
+    and down_proj [E, D, F]."""
 
     def __init__(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
         super().__init__()
@@ -102,17 +102,17 @@ class FastExperts(nn.Module):
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of each token.
+        """Return the weighted sum of each token's experts.
 
         Args:
             hidden_states: [T, D].
-            top_k_index: int64 [T, K]. A number that no expert has adds nothing; with
-                OPTIMUS_KERNELS_DEBUG=1 it raises ValueError.
-            top_k_weights: [T, K].
+            top_k_index: int64 [T, K], numbers of the chosen experts. A number outside 0 to E-1
+                contributes nothing to the sum; with OPTIMUS_KERNELS_DEBUG=1 it raises ValueError.
+            top_k_weights: [T, K], routing weights.
 
         Returns:
-            [T, D] in the dtype of `hidden_states`. Products are in the dtype of the parameters or,
-            under autocast, in autocast's dtype, as for a linear layer.
+            [T, D] in the dtype of `hidden_states`. Matrix products use the dtype of the parameters,
+            or the autocast dtype under autocast, as in a linear layer.
         """
         rows = kernels.route(top_k_index, 0, self.num_experts, of=self.num_experts)
         merged = (self.gate_up_proj, self.down_proj)
@@ -124,11 +124,11 @@ class FastExperts(nn.Module):
 
 
 class FastExpertsByModule(FastExperts):
-    """Merged experts whose state dict has the names of separate modules, `0.gate_proj.weight` and
-    so on."""
+    """Merged experts whose state dict has an entry for each projection of each expert, such as
+    `0.gate_proj.weight`."""
 
     def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
-        """Return views of the merged tensors by their names in state dicts."""
+        """Return a view of each projection of each expert, keyed by its name in a state dict."""
         inner, views = self.intermediate_dim, {}
         for expert in range(self.num_experts):
             weights = (gate_up[expert, :inner], gate_up[expert, inner:], down[expert])
@@ -174,8 +174,8 @@ class FastExpertsByModule(FastExperts):
             )
 
     def _adopt_dtype_and_device(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Convert the parameters to the dtype and device of expert 0 in `state_dict`, as
-        `load_state_dict(assign=True)` does by assigning tensors."""
+        """Convert the parameters to the dtype and device of expert 0 in `state_dict`, since
+        `load_state_dict(assign=True)` must adopt the dtype and device of the loaded tensors."""
         like = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
         if like is None:
             return
@@ -190,8 +190,8 @@ class FastExpertsByModule(FastExperts):
 
 
 class FastBlock(nn.Module):
-    """Replacement of transformers 4's OlmoeSparseMoeBlock, with that block's router and its experts
-    merged."""
+    """Replacement for an OlmoeSparseMoeBlock of transformers 4, with the same router and with
+    merged experts."""
 
     def __init__(self, block: _HfModule) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class FastBlock(nn.Module):
         self.train(block.training)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, in the shape of the input [..., D], and the router's logits [T, E]."""
+        """Return the output [..., D] and the router's logits [T, E] for an input [..., D]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         router_logits = self.gate(x)
         weights, chosen = F.softmax(router_logits, dim=1, dtype=torch.float).topk(self.top_k)
@@ -216,13 +216,13 @@ def _experts(module: nn.Module) -> object:
 
 
 def _check(block: _HfModule) -> None:
-    """Raise ConfigError, which names the class, if our experts would not compute the same."""
+    """Raise ConfigError if `FastExperts` cannot replace the experts of `block`."""
     experts, name = block.experts, type(block).__name__
     if isinstance(experts, nn.ModuleList):
         if name not in BY_MODULE:
             raise ConfigError(
-                f"use_fast_moe does not know {name} with one module per expert, only "
-                f"{', '.join(BY_MODULE)}; newer versions of transformers merge experts"
+                f"use_fast_moe does not support {name} with one module per expert, only "
+                f"{', '.join(BY_MODULE)}; use transformers 5, which merges the experts"
             )
         for expert in experts:
             _check_modules(name, expert)
@@ -231,24 +231,26 @@ def _check(block: _HfModule) -> None:
         class_name = type(experts).__name__
         if class_name not in MERGED:
             raise ConfigError(
-                f"use_fast_moe does not know {class_name} (in {name}); it supports "
+                f"use_fast_moe does not support the experts {class_name} of {name}; supported are "
                 f"{', '.join(MERGED)}"
             )
         if getattr(experts, "_is_expert_parallel", False):
             raise ConfigError(
-                f"{class_name} is sharded over devices; use_fast_moe needs complete experts"
+                f"{class_name} is sharded over devices, which use_fast_moe does not support; load "
+                "the model without expert parallelism"
             )
         activations = {type(getattr(experts, "act_fn", None)).__name__}
     if not activations <= {"SiLU", "SiLUActivation"}:
         raise ConfigError(
-            f"{name} has the activation {', '.join(activations)}; use_fast_moe supports SiLU"
+            f"{name} has the activation {', '.join(activations)}; use_fast_moe supports only SiLU"
         )
     parameters = list(experts.parameters())
     kinds = {(p.dtype, p.device, p.requires_grad) for p in parameters}
     if len(kinds) != 1 or not parameters[0].is_floating_point() or parameters[0].is_meta:
         raise ConfigError(
-            f"the experts of {name} have parameters of (dtype, device, requires_grad) "
-            f"{sorted(map(str, kinds))}; all must have the same, floating point and not on meta"
+            f"the experts of {name} have parameters with (dtype, device, requires_grad) = "
+            f"{sorted(map(str, kinds))}; they must be the same for all parameters, with a "
+            "floating-point dtype and not on meta"
         )
 
 
@@ -283,7 +285,7 @@ def _merged(experts: _HfModule) -> FastExperts:
 
 
 def _from_modules(experts: nn.ModuleList) -> FastExpertsByModule:
-    """Merge separate experts into new parameters."""
+    """Copy the weights of separate experts into new merged parameters."""
     first: _HfModule = experts[0]
     weight: nn.Parameter = first.gate_proj.weight
     inner, hidden = weight.shape

@@ -1,8 +1,8 @@
-"""Mapping between the names of our parameters and of transformers' tensors.
+"""Mapping between names of Optimus parameters and names of transformers' tensors.
 
-On disk an expert has three tensors. In our model, and in a model that transformers 5 has loaded,
-all experts of a layer together have two. `pieces` yields, for one of our parameters, the names on
-disk with views into the parameter, which serve both for loading and for saving.
+A Hugging Face directory usually has three tensors per expert: gate, up and down. Optimus, and
+transformers 5 in memory, have two merged tensors for all experts of a layer. `pieces` divides an
+Optimus parameter into its tensors on disk, for both loading and saving.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optimus.errors import CheckpointError
 from optimus.io.safetensors import TensorFiles, check_shapes
 from optimus.model.transformer import Transformer
 
-# Prefixes of names within a block: our name, transformers' name. The rest of a name is the same.
+# Prefixes of names within a block: Optimus prefix to transformers prefix. The rest is the same.
 _IN_BLOCK = {
     "attention_norm.": "input_layernorm.",
     "mlp_norm.": "post_attention_layernorm.",
@@ -37,13 +37,13 @@ _ANGLES = "rotary_emb.inv_freq"  # tensors that early releases of transformers 4
 
 
 def is_expert(name: str) -> bool:
-    """Return whether `name`, a parameter of ours, contains the experts of a layer."""
+    """Return whether the Optimus parameter `name` contains the merged experts of a layer."""
     return name.endswith((_GATE_UP, _DOWN))
 
 
 def hf_name(name: str) -> str:
-    """Return transformers' name of one of our parameters; for experts, the name of the merged
-    tensor of transformers 5."""
+    """Return the transformers name of the Optimus parameter `name`. For experts, return the name of
+    the merged tensor in transformers 5."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _, layer, rest = name.split(".", 2)
@@ -57,8 +57,8 @@ def hf_name(name: str) -> str:
 
 
 def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the on-disk tensors of one of our parameters: transformers' name and a view into
-    `tensor`."""
+    """Divide the Optimus parameter `name` into its tensors on disk. Yield the transformers name and
+    a view of `tensor` for each of them."""
     if not is_expert(name):
         yield hf_name(name), tensor
         return
@@ -73,25 +73,26 @@ def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
-    """Check the weights of a directory from file headers alone.
+    """Check the names, shapes and dtypes of the weights in a directory. Only file headers are read.
 
     Args:
         config: the model that the weights must fit.
         path: Hugging Face directory.
 
     Raises:
-        CheckpointError: a tensor is missing, superfluous, of another shape or not floating-point,
-            or a file is incomplete or cannot be read.
+        CheckpointError: a tensor is missing, is not in the model, has another shape or is not
+            floating-point, or a file is incomplete or cannot be read.
     """
     files = TensorFiles(Path(path))
     try:
         expected = {theirs: tuple(view.shape) for theirs, _, view in hf_tensors(config, files)}
     except (RuntimeError, TypeError, OverflowError):
         raise CheckpointError(
-            f"{path}: config.json describes a tensor of more elements than torch can count"
+            f"{path}: config.json describes a tensor with more elements than torch can count; "
+            "fix its sizes"
         ) from None
     names = set(files.names())
-    # A directory may have tensors that are not used: saved angles, and the head if it is tied.
+    # Ignored tensors: rotary angles, and the output head of a model with tied embeddings.
     unused = {name for name in names if name.endswith(_ANGLES)} | {_OUTSIDE["head.weight"]}
     shapes = {name: files.find(name)[1].shape for name in names - (unused - expected.keys())}
     files.close()
@@ -99,15 +100,16 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
 
 
 def hf_tensors(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors of a model in a Hugging Face directory.
+    """Yield the tensors that a Hugging Face directory must have for a model.
 
     Args:
         config: the model.
-        names: names of the tensors in the directory, which may have merged or separate experts.
+        names: names of the tensors in the directory. Experts are yielded as merged tensors if
+            `names` contains those, and as separate tensors otherwise.
 
     Yields:
-        Name of the tensor in the directory, name of our parameter, and the view of that parameter
-        (on meta) whose values the tensor has.
+        Tuples of the tensor's name in the directory, the name of the Optimus parameter, and the
+        view of the parameter (on the meta device) that corresponds to the tensor.
     """
     with torch.device("meta"):
         model = Transformer(config)

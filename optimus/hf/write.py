@@ -1,4 +1,4 @@
-"""Export of our weights as a Hugging Face directory."""
+"""Export of a model as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FILE_BYTES = 5_000_000_000
 def plan_hf(
     config: ModelConfig, dtypes: Mapping[str, torch.dtype], file_bytes: int = FILE_BYTES
 ) -> FilePlan:
-    """Return the files of an exported model.
+    """Plan the safetensors files of an exported model.
 
     Args:
         config: the model.
-        dtypes: dtype of each of our parameters in the files.
-        file_bytes: largest size of a file, unless a single tensor is larger.
+        dtypes: dtype in the files of each Optimus parameter.
+        file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
 
     Returns:
-        The plan: tensors with their files and positions, one tensor per projection of an expert.
+        The plan. Each projection of an expert is a separate tensor.
     """
     tensors = (
         PlannedTensor(theirs, name, int(view.storage_offset()), dtypes[name], tuple(view.shape))
@@ -48,7 +48,7 @@ def plan_hf(
 
 
 def write_hf_json(directory: Path, config: ModelConfig, plan: FilePlan) -> None:
-    """Write config.json and, for several safetensors files, the index.
+    """Write config.json, and the index file if the plan has several safetensors files.
 
     Raises:
         ConfigError: transformers does not support the model.
@@ -69,21 +69,24 @@ def write_hf(
     file_bytes: int = FILE_BYTES,
     add_files: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write config.json and safetensors files, which appear complete or not at all.
+    """Export a model as a Hugging Face directory, which is created completely or not at all.
 
     Args:
-        directory: must not exist.
+        directory: the directory to create; it must not exist.
         config: the model.
-        weights: Slices of flattened parameters, in any order, as (our name, number of the first
-            element, values); one slice is in memory at a time.
-        dtypes: dtype of each of our parameters in the files.
-        file_bytes: largest size of a file, unless a single tensor is larger.
-        add_files: called with the directory before it is committed, to add further files.
+        weights: slices of flattened parameters in any order, as tuples of the parameter's name in
+            Optimus, the index of the slice's first element, and the values. Only one slice at a
+            time is in memory.
+        dtypes: dtype in the files of each Optimus parameter.
+        file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
+        add_files: called with the temporary directory before it is renamed to `directory`, to write
+            further files.
 
     Raises:
         ConfigError: the directory exists, or transformers does not support the model.
-        CheckpointError: elements of a tensor are missing or superfluous.
-        OptimusError: a file cannot be written. Errors that `weights` raises are not caught.
+        CheckpointError: the slices of a parameter have too few or too many elements, or a parameter
+            is unknown.
+        OptimusError: a safetensors file cannot be written, or `weights` raises OSError.
     """
     directory = Path(directory)
     if directory.exists():
@@ -103,8 +106,8 @@ def write_hf(
 
 
 def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write the files of a plan from slices of all parameters and make them durable. Raises as
-    `write_hf`."""
+    """Write the safetensors files of a plan and sync them to disk. `weights` and the errors are as
+    in `write_hf`."""
     missing = {
         name: sum(row.stop - row.start for row in rows) for name, rows in plan.slices.items()
     }
@@ -125,5 +128,5 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
         if num_missing:
             raise CheckpointError(
                 f"weights to write: tensor {name} is missing or of another size: "
-                f"{counted(num_missing, 'element')}"
+                f"{counted(num_missing, 'element')} missing"
             )

@@ -1,4 +1,4 @@
-"""Atomic and durable file writes, hashes, and reads that refuse what is not a regular file.
+"""Atomic and durable file writes, file hashes, and reads that accept only regular files.
 
 A file is committed in four steps: write under a unique temporary name in the same directory, fsync
 the file, rename it to the final name, fsync the directory. If the final name exists, the file is
@@ -34,7 +34,7 @@ _HASH_HEAD = b',\n "self_xxh3": "'
 _HASH_TAIL = b'"\n}\n'
 _HASH_BYTES = len(_HASH_HEAD) + 16 + len(_HASH_TAIL)
 _warned_devices: set[int] = set()
-"""Device numbers of the file systems that `fsync_dir` has warned about."""
+"""Device numbers of the file systems for which `fsync_dir` has printed a warning."""
 
 
 class Closing:
@@ -51,10 +51,10 @@ class Closing:
 
 
 def fsync_dir(path: str | os.PathLike) -> None:
-    """Make creations, renames and removals in a directory durable.
+    """fsync a directory, which makes creations, renames and removals of its files durable.
 
-    Some network and FUSE file systems refuse fsync of a directory with EINVAL. The first refusal of
-    a file system prints a warning; later ones are ignored.
+    Some network and FUSE file systems do not support this and return EINVAL or ENOTSUP. This is not
+    an error; one warning per file system is printed.
 
     Raises:
         OSError: The directory cannot be opened, or fsync fails for another reason.
@@ -89,7 +89,7 @@ def drop_cached(fd: int) -> None:
 def make_dirs(path: str | os.PathLike) -> None:
     """Create a directory and its missing parents, durably. Raises OSError."""
     os.makedirs(path, exist_ok=True)
-    # fsync all parents, since a process that was killed may have created some without fsync.
+    # Sync all parents: a process that was killed may have created some of them without fsync.
     for parent in Path(path).resolve().parents:
         with contextlib.suppress(PermissionError):  # a directory that this user may not list
             fsync_dir(parent)
@@ -104,34 +104,37 @@ def temporary_name(path: str | os.PathLike) -> Path:
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
-    """Return whether `path` has a name that `temporary_name` makes. Unless a process still writes
-    such a file, it is left over from an interrupted write. A `.NAME.tmp` of another program is not
-    such a name."""
+    """Return whether the name of `path` has the form that `temporary_name` returns.
+
+    Such a file is left over from an interrupted write, unless a process is still writing it.
+    Temporary files of other programs, such as `.NAME.tmp`, do not match.
+    """
     return _TEMPORARY.fullmatch(Path(path).name) is not None
 
 
 def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
-    """Return whether `path` has a name that `temporary_name` makes on this host."""
+    """Return whether the name of `path` has the form that `temporary_name` returns on this host."""
     fields = Path(path).name.rsplit(".", 4)  # .NAME, HOST, PID, RANDOM, tmp
     return is_temporary(path) and len(fields) == 5 and fields[1] == _host()
 
 
 def _host() -> str:
-    """Return the host name without dots, cut to 24 characters: a file name has at most 255."""
+    """Return the host name for temporary names: without dots, and cut to 24 characters because file
+    systems limit a file name to 255 bytes."""
     return os.uname().nodename.replace(".", "-").replace("/", "-")[:24] or "host"
 
 
 def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
-    """Rename a file or directory to its final name, durably. Its content must be fsynced already.
-    Raises OSError."""
+    """Rename a file or directory to its final name and fsync the parent directory. The content must
+    be synced already. Raises OSError."""
     os.rename(temporary, final)
     fsync_dir(Path(final).parent)
 
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a binary file for writing, which is committed as `path` if the `with` block ends without
-    an exception. After an exception, `path` is as it was before. Raises OSError."""
+    """Yield a binary file that is committed as `path` when the `with` block ends. After an
+    exception in the block, `path` is unchanged. Raises OSError."""
     temporary = temporary_name(path)
     try:
         with open(temporary, "xb") as file:
@@ -159,15 +162,14 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """Return `value` as indented JSON. Its last key, `self_xxh3`, is the hash of all bytes before
-    that key; `parse_checked_json` checks it."""
+    """Return `value` as indented JSON, with a last key `self_xxh3` that is the hash of all bytes
+    before this key. `parse_checked_json` verifies the hash."""
     body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
     return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL
 
 
 def parse_checked_json(data: bytes) -> dict[str, Any]:
-    """Return the object that `checked_json` wrote as `data`. Raises ValueError if any byte has
-    changed."""
+    """Parse JSON that `checked_json` returned. Raises ValueError if a byte has changed."""
     body, tail = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
     if tail != _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL:
         raise ValueError("damaged: its content does not match the hash on its last line")
@@ -175,18 +177,18 @@ def parse_checked_json(data: bytes) -> dict[str, Any]:
 
 
 def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> io.FileIO:
-    """Open a regular file for reading, without a buffer.
+    """Open a regular file for unbuffered reading.
 
-    A manifest or a directory of another user may name a FIFO, which blocks until a writer opens it,
-    or a device, which can be read without end. Both are refused.
+    FIFOs and devices are refused, because paths may come from the files of another user. Opening a
+    FIFO blocks until a writer opens it, and a read of a device may never end.
 
     Args:
         path: The file.
-        root: A directory that contains `path`. No symbolic link below `root` is followed, so that a
-            read cannot leave the directory. With None, links are followed.
+        root: A directory that contains `path`. If given, a symbolic link below `root` is an error,
+            so that the file is always inside the directory. With None, links are followed.
 
     Raises:
-        OSError: The file cannot be opened or is not a regular file. The error has `path`.
+        OSError: The file cannot be opened or is not a regular file. The error's filename is `path`.
     """
     # Without O_NONBLOCK, open(2) of a FIFO blocks. Reads of regular files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -208,8 +210,8 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
 
 
 def _open_in(root: Path, path: Path, flags: int) -> int:
-    """Open `path` from the directory `root`, one folder at a time. O_NOFOLLOW for each folder
-    refuses a symbolic link even if another process puts it there during the call."""
+    """Open `path` one path component at a time, starting from the directory `root`. O_NOFOLLOW
+    refuses symbolic links, even those that another process creates during the call."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for name in path.relative_to(root).parts:
         try:
@@ -231,7 +233,7 @@ def read_regular(
 
     Args:
         path: The file.
-        limit_bytes: Largest size that is read; None: no limit.
+        limit_bytes: Largest allowed size of the file; None: no limit.
         root: As for `open_regular`.
 
     Raises:
@@ -246,12 +248,12 @@ def read_regular(
 
 
 def xxh3_bytes(data: Any) -> str:
-    """Return the xxh3-64 of a bytes-like object, in hexadecimal."""
+    """Return the xxh3-64 hash of a bytes-like object, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def xxh3_file(path: str | os.PathLike) -> str:
-    """Return the xxh3-64 of a file's content, in hexadecimal. Raises OSError."""
+    """Return the xxh3-64 hash of a file's content, in hexadecimal. Raises OSError."""
     digest = xxhash.xxh3_64()
     with open_regular(path) as file:
         while block := file.read(_READ_BYTES):
@@ -260,16 +262,18 @@ def xxh3_file(path: str | os.PathLike) -> str:
 
 
 def read_at(fd: int, start: int, out: memoryview, path: Path) -> None:
-    """Fill `out` with the bytes of an open file that start at byte `start`.
+    """Fill `out` with bytes of an open file, from byte `start`. `path` is only for messages.
 
     Raises:
-        CheckpointError: The bytes cannot be read or the file is too short. The message has `path`.
+        CheckpointError: The bytes cannot be read, or the file is too short.
     """
     try:
         while out:
             count = os.preadv(fd, [out], start)
             if not count:
-                raise CheckpointError(f"{path}: ends before byte {start + len(out)}")
+                raise CheckpointError(
+                    f"{path}: ends before byte {start + len(out)}; replace the incomplete file"
+                )
             out, start = out[count:], start + count
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The safetensors files of a directory: dtypes, and tensors by name."""
+"""Look-up of tensors by name in the safetensors files of a directory, and checks of shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ DTYPES = {
 
 
 class TensorFiles:
-    """The tensors of a directory's model.safetensors, or of the files that its index names.
+    """Tensors of a directory: those of model.safetensors or, without this file, of the files that
+    the index file lists.
 
     A file is opened when one of its tensors is looked up. All methods raise CheckpointError.
     """
@@ -35,7 +36,7 @@ class TensorFiles:
         return set(self._file_of)
 
     def find(self, name: str) -> tuple[TensorFile, TensorEntry]:
-        """Return the open file that contains a tensor, and the tensor's entry in its header.
+        """Return the open file that contains tensor `name`, and the tensor's header entry.
 
         Raises:
             CheckpointError: The tensor is missing, its dtype is not one of `DTYPES`, or its file
@@ -45,11 +46,14 @@ class TensorFiles:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         file = self._file(self._file_of[name])
         if name not in file.tensors:
-            raise CheckpointError(f"{file.path}: tensor {name} is missing")
+            raise CheckpointError(
+                f"{file.path}: tensor {name} is missing, although {INDEX} names this file"
+            )
         entry = file.tensors[name]
         if entry.dtype not in DTYPES:
             raise CheckpointError(
-                f"{file.path}: tensor {name} is of {entry.dtype}, not one of {', '.join(DTYPES)}"
+                f"{file.path}: tensor {name} has dtype {entry.dtype}, which is not supported; "
+                f"convert it to one of {', '.join(DTYPES)}"
             )
         return file, entry
 
@@ -82,7 +86,7 @@ def check_shapes(
     shapes: Mapping[str, Sequence[int]],
     expected: Mapping[str, Sequence[int]],
 ) -> None:
-    """Check that weights are exactly the tensors that a model expects.
+    """Check that weights have exactly the tensor names and shapes that a model expects.
 
     Args:
         path: File or directory of the weights, for the message.
@@ -90,21 +94,21 @@ def check_shapes(
         expected: Shape of each tensor of the model, by name.
 
     Raises:
-        CheckpointError: A tensor is missing, unknown or of another shape. The message has the name
-            of the first one.
+        CheckpointError: A tensor is missing, is not in the model or has another shape. The message
+            names the first such tensor.
     """
     if unmatched := sorted(shapes.keys() ^ expected.keys()):
         name = unmatched[0]
-        problem = "has no place in this model, but is in" if name in shapes else "is missing in"
-        raise CheckpointError(f"tensor {name} {problem} {path}")
+        problem = "does not exist in this model" if name in shapes else "is missing"
+        raise CheckpointError(f"{path}: tensor {name} {problem}; use weights of this model")
     for name, shape in expected.items():
         if tuple(shapes[name]) != tuple(shape):
             raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(shapes[name])}, this model's has "
-                f"{list(shape)}"
+                f"{path}: tensor {name} has shape {list(shapes[name])}, but this model needs "
+                f"{list(shape)}; use weights of this model"
             )
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor as bytes."""
+    """Return a memoryview of the bytes of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

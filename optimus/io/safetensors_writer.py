@@ -1,8 +1,8 @@
-"""Safetensors files written in pieces: slices of parameters, in any order, by several processes.
+"""Parallel writes of safetensors files: several processes write slices of parameters in any order.
 
-The position of every byte follows from the names, shapes and dtypes of the tensors. Each process
-computes the same `FilePlan` from them and writes its slices independently. The files are equal to
-those that the safetensors library writes, byte for byte.
+The names, shapes and dtypes of the tensors determine the position of every byte. Each process
+computes the same `FilePlan` from them and writes its slices independently. The files have the same
+bytes as files of the safetensors library.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from optimus.io.tensor_file import MODEL
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DTYPE_ORDER = tuple(DTYPES)
-"""Order by dtype in which the library stores tensors; tensors of a dtype are sorted by name."""
+"""Order of dtypes in a file, as in the safetensors library. Within a dtype, tensors are sorted by
+name."""
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""Weights 1 to 65521 of `_weighted_sum`; 65521 is prime. The sum of their products with 16-bit
-values is below 2^53, so that fp64 is exact."""
+"""Weights 1 to 65521 for `_weighted_sum`; 65521 is prime. A sum of products of these weights and
+16-bit values is below 2^53 and therefore exact in fp64."""
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor to write: the elements of `parameter`, flattened, that begin at element `start`."""
+    """A tensor to write: a range of the flattened `parameter` that starts at element `start`."""
 
     name: str
     parameter: str
@@ -69,13 +70,13 @@ class FilePlan:
     """Names, sizes and contents of safetensors files; the result of `plan_files`."""
 
     headers: dict[str, bytes]
-    """First bytes of each file: length and JSON header."""
+    """Bytes before the tensors of each file: the header's length and the JSON header."""
     sizes: dict[str, int]
     """Size of each file in bytes."""
     file_of: dict[str, str]
-    """File name of each tensor, by the tensor's name in the file."""
+    """File name for each tensor name."""
     slices: dict[str, list[ParamSlice]]
-    """Slices of each parameter, ascending by `start`."""
+    """Slices of each parameter, sorted by `start`."""
     dtypes: dict[str, torch.dtype]
     """Dtype in which each parameter is written."""
 
@@ -85,12 +86,11 @@ def plan_files(
     file_bytes: float = math.inf,
     metadata: Mapping[str, str] | None = None,
 ) -> FilePlan:
-    """Distribute tensors over files, in their order.
+    """Assign tensors to files in the given order, and compute the headers and positions.
 
     Args:
         tensors: All tensors to write.
-        file_bytes: Limit of tensor bytes in a file. Only a tensor that is larger than the limit
-            exceeds it, in a file without other tensors.
+        file_bytes: Limit of tensor bytes per file. A larger tensor gets a separate file.
         metadata: Value of `__metadata__` in each header.
     """
     groups: list[list[PlannedTensor]] = [[]]
@@ -137,26 +137,26 @@ def _add_file(
 
 
 class Checksum(NamedTuple):
-    """A checksum of byte ranges of a file that does not depend on how the file is divided.
+    """Checksum of byte ranges of a file, independent of how the file is divided into ranges.
 
-    The checksums of disjoint ranges, added field by field, are the checksum of their union.
-    Exchanging two 16-bit values of the file changes it.
+    The checksum of a union of disjoint ranges is the sum of their checksums, field by field. Each
+    16-bit value has a weight that depends on its position, so that the order of values matters.
     """
 
     nbytes: int = 0
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the checksum with `data` added, the bytes that start at byte `offset` of the file.
-        `offset` and the length of `data` must be even."""
+        """Return the checksum after adding the range `data`, which starts at byte `offset` of the
+        file. `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
 
 
 def _weighted_sum(data: memoryview, index: int) -> int:
-    """Return the sum of the 16-bit values of `data`, the first of which is value number `index` of
-    its file. Value n has the weight (n // 65521 + 1) * (n % 65521 + 1)."""
+    """Return the weighted sum of the 16-bit values in `data`. The first of them is value `index` of
+    the file, and value n has the weight (n // 65521 + 1) * (n % 65521 + 1)."""
     values, total = numpy.frombuffer(data, numpy.uint16), 0
     while len(values):
         turn, skipped = divmod(index, len(_WEIGHTS))
@@ -169,10 +169,10 @@ def _weighted_sum(data: memoryview, index: int) -> int:
 
 
 def create_files(directory: Path, plan: FilePlan) -> None:
-    """Create the files of a plan in their full sizes and write their headers.
+    """Create the files of a plan at their full sizes and write their headers.
 
-    One process calls this before any process writes. On NFS, a client that extends a file may
-    overwrite with zeros what another client has written.
+    One process must call this before any process writes tensors: on NFS, a client that extends a
+    file may overwrite another client's data with zeros.
 
     Raises:
         OSError: A file exists or cannot be written.
@@ -187,14 +187,14 @@ def create_files(directory: Path, plan: FilePlan) -> None:
 
 
 class TensorWriter(files.Closing):
-    """Writes slices of parameters into the files of a plan, which `create_files` has created.
+    """Writer of parameter slices into the files of a plan, which `create_files` has created.
 
-    Other processes may write other slices at the same time. All methods raise OSError.
+    Several processes may write different slices at the same time. All methods raise OSError.
     """
 
     def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
-        """Create the writer; it opens files on demand. `checksums`: keep in `written` the checksum
-        of the bytes that were written to each file."""
+        """Create a writer that opens files on demand. If `checksums`, the attribute `written` maps
+        each file to the checksum of the bytes that this writer has written to it."""
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
@@ -205,14 +205,14 @@ class TensorWriter(files.Closing):
 
         Args:
             parameter: Name of the parameter in the plan.
-            start: Number of the first element.
+            start: Index of the first element in the flattened parameter.
             values: The elements, on any device and of any dtype; converted to the plan's dtype.
         """
         values = values.to("cpu", self._plan.dtypes[parameter]).contiguous()
         self.write_bytes(parameter, start, as_bytes(values))
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
-        """Write elements that are given as bytes in the plan's dtype."""
+        """Write elements as in `write`, from their bytes in the plan's dtype."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]
@@ -227,7 +227,7 @@ class TensorWriter(files.Closing):
             data, start, number = data[len(block) :], stop, number + 1
 
     def finish(self) -> None:
-        """Make all bytes that this writer has written durable."""
+        """Sync to disk all files that this writer has written to."""
         for fd in self._fds.values():
             files.sync_to_disk(fd)
 
@@ -238,14 +238,14 @@ class TensorWriter(files.Closing):
     def _fd(self, file: str) -> int:
         if file not in self._fds:
             # With O_DSYNC an NFS client sends exactly the bytes of each write. Otherwise it sends
-            # whole pages, with old content of the bytes that another client writes.
+            # whole pages, which may overwrite the data of another client with old content.
             sync = os.O_DSYNC if _file_system(self._directory) == _NFS_MAGIC else 0
             self._fds[file] = os.open(self._directory / file, os.O_WRONLY | sync)
         return self._fds[file]
 
 
 def _file_system(path: Path) -> int:
-    """Return the file system type of `path` as in statfs(2), or 0 if it is unknown."""
+    """Return the file system type of `path` (f_type of statfs(2)), or 0 if it is unknown."""
     statfs = (ctypes.c_long * 64)()  # struct statfs: 120 bytes, of which f_type is the first field
     is_known = sys.platform == "linux" and not ctypes.CDLL(None).statfs(os.fsencode(path), statfs)
     return statfs[0] if is_known else 0

@@ -1,1 +1,1 @@
-"""Start of a process as a rank: environment of any launcher, local ranks, signals."""
+"""Start of a process as a rank: launcher environment, local ranks of `--nproc`, stop signals."""

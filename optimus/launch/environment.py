@@ -1,6 +1,6 @@
-"""Rank and world of this process from the environment variables of its launcher.
+"""Rank and world size of this process, read from the environment variables of its launcher.
 
-Importing this module takes little time: it imports no torch.
+This module imports no torch, so that its import is fast.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from optimus.errors import LaunchError, counted
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """The rank of this process in its run, and the address at which the ranks meet.
+    """Rank of this process in its run, and the rendezvous address of the ranks.
 
     Attributes:
         rank: From 0 to `world_size` - 1.
         world_size: Number of processes of the run.
         local_rank: Rank among the run's processes on this machine; it selects the device.
         local_world_size: Number of processes of the run on this machine.
-        init_method: Address for `torch.distributed.init_process_group`: `env://`,
+        init_method: Rendezvous address, as for `torch.distributed.init_process_group`: `env://`,
             `tcp://HOST:PORT` or `file://...`.
     """
 
@@ -51,7 +51,7 @@ SINGLE = LaunchEnv(0, 1, 0, 1, "env://")
 
 @dataclass(frozen=True)
 class JobRank:
-    """Rank of this process in a job whose processes share work without a process group."""
+    """Rank of this process among the processes of a job, which share work but no process group."""
 
     rank: int
     world: int
@@ -60,20 +60,22 @@ class JobRank:
 ALONE = JobRank(0, 1)
 
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
-"""Variable set by the spawner of `--nproc`: a `file://` address, which needs no free port."""
+"""Environment variable with the rendezvous address of the ranks of `--nproc`. It is a `file://`
+address, which needs no free port."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
     """Names of a launcher's environment variables. If a field has several names, the first variable
-    that is set is read."""
+    that is set is used."""
 
     rank: str
     worlds: tuple[str, ...]
     local_ranks: tuple[str, ...]
     local_worlds: tuple[str, ...]
     is_step: bool = False
-    """True if SLURM_STEP_* describe this launch. Under mpiexec they may differ between nodes."""
+    """True if the launcher is srun, so that SLURM_STEP_* describe the ranks of this run. Under
+    mpiexec, these variables may differ between nodes."""
 
 
 _BY_HAND = _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
@@ -113,31 +115,33 @@ _LAUNCHERS = (
         is_step=True,
     ),
 )
-"""In order of precedence: a launcher may run within a process of another one."""
+"""Known launchers in order of precedence. The order matters if one launcher runs inside another,
+such as torchrun in a process of mpiexec."""
 
 _OF_RANK = {name for launcher in _LAUNCHERS for name in (launcher.rank, *launcher.local_ranks)}
-"""Variables that differ between the ranks of a machine."""
+"""Environment variables that differ between the ranks of a machine."""
 
 STARTED = time.monotonic()
-"""`time.monotonic()` about when this process started, before imports that take long."""
+"""`time.monotonic()` at about the start of this process, before imports that take seconds."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
-"""Variable in which the spawner of `--nproc` passes its `STARTED` to the ranks."""
+"""Environment variable in which the parent process of `--nproc` passes its `STARTED` to ranks."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Variable that torchrun sets to True if its agent has the store at MASTER_ADDR, MASTER_PORT."""
+"""Environment variable that torchrun sets to True if its agent runs the store at MASTER_ADDR and
+MASTER_PORT."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
-"""Ports from which a job's port is chosen: below those that systems assign to outgoing
-connections."""
+"""Ports from which a job's MASTER_PORT is chosen. They are below the ephemeral ports, which systems
+assign to outgoing connections."""
 _DEFAULT_PORT = 29500
 
 
 def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
-    """Return the rank that torchrun, `--nproc`, mpiexec or srun gives this process; SINGLE without
-    a launcher.
+    """Return the rank of this process and the rendezvous address, as set by torchrun, `--nproc`,
+    mpiexec or srun. Return SINGLE without a launcher.
 
-    Ranks meet at MASTER_ADDR and MASTER_PORT. Without MASTER_ADDR they meet on this machine if it
-    has all ranks, else on the first machine that Slurm or PBS names. Without MASTER_PORT the port
-    is derived from the job's id. The jobs of an array are separate runs.
+    The rendezvous address is MASTER_ADDR and MASTER_PORT. MASTER_ADDR defaults to this machine if
+    all ranks are on it, else to the first machine in the node list of Slurm or PBS. The default of
+    MASTER_PORT is derived from the job ID. Each job of a job array is a separate run.
 
     Args:
         environ: Environment variables.
@@ -151,14 +155,14 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
     local_rank, local_world = _local(environ, launcher)
     if local_rank is None and job_rank.world > 1 and launcher is not _BY_HAND:
         raise LaunchError(
-            f"{launcher.rank} is set but none of {', '.join(launcher.local_ranks)}, which pick the "
-            "device; export LOCAL_RANK"
+            f"{launcher.rank} is set, but none of {', '.join(launcher.local_ranks)}, which select "
+            "the device of a rank; export LOCAL_RANK"
         )
     if local_rank is not None and local_world is not None and local_rank >= local_world:
         raise LaunchError(
             f"local rank {local_rank} is not among the {counted(local_world, 'rank')} of this "
             "machine; "
-            f"set {launcher.local_ranks[0]} and {launcher.local_worlds[0]} right",
+            f"correct {launcher.local_ranks[0]} or {launcher.local_worlds[0]}",
             of_rank=True,
         )
     return LaunchEnv(
@@ -178,10 +182,11 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process prints an error that all ranks of its machine find. Never raises.
+    """Return True if this process prints an error that all ranks of its machine find. Never raises.
 
-    It does if its local rank is 0 or unknown. If the user sets RANK, each rank's variables may be
-    wrong on that rank alone, so that every rank prints.
+    The rank with local rank 0 prints it, and so does a rank whose local rank is unknown. If the
+    user has set RANK by hand, every rank prints it, since the variables of a single rank may be
+    wrong.
     """
     launcher = _launcher_of(environ)
     if launcher is _BY_HAND and RENDEZVOUS not in environ and _AGENT_STORE not in environ:
@@ -192,21 +197,21 @@ def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether variables of a launcher are set, with valid values or not."""
+    """Return True if variables of a launcher are set, even if their values are invalid."""
     return _launcher_of(environ) is not None
 
 
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
-    """Return this process's rank among all processes of a launcher and a job array; ALONE without
-    either.
+    """Return this process's rank among all processes of its launcher and its job array. Return
+    ALONE if there is neither a launcher nor an array.
 
-    An array of n jobs with w processes each is a world of n * w. Slurm also sets SLURM_PROCID in a
-    batch script outside any step, so that variable counts only if SLURM_STEP_ID is set. PBS does
-    not give the size of an array; users export it as OPTIMUS_ARRAY_SIZE.
+    A job array of n jobs with w processes each has n * w ranks. Slurm also sets SLURM_PROCID in a
+    batch script outside any step, so SLURM_PROCID is used only if SLURM_STEP_ID is set. PBS does
+    not set a variable for the size of an array; users export it as OPTIMUS_ARRAY_SIZE.
 
     Args:
         environ: Environment variables.
-        world: Number of processes, for launchers and arrays that give only a rank.
+        world: Number of processes, used if the launcher or the array sets only a rank.
 
     Raises:
         LaunchError: Variables are missing or contradict each other.
@@ -214,7 +219,7 @@ def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = N
     try:
         inner, outer = _launched(environ, world), _array(environ, world)
     except LaunchError as error:
-        raise LaunchError(f"{error}, or give --rank and --world") from None
+        raise LaunchError(f"{error}, or pass --rank and --world") from None
     return JobRank(outer.rank * inner.world + inner.rank, outer.world * inner.world)
 
 
@@ -243,8 +248,8 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
     if launcher is None:
         if "WORLD_SIZE" in environ and _integer(environ, "WORLD_SIZE") > 1:
             raise LaunchError(
-                f"WORLD_SIZE={environ['WORLD_SIZE']} is set but no RANK; start it by srun, mpiexec "
-                "or torchrun, unset WORLD_SIZE"
+                f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but RANK is not; start the command by "
+                "srun, mpiexec or torchrun, or unset WORLD_SIZE"
             )
         return ALONE
     names = [name for name in launcher.worlds if name in environ]
@@ -252,19 +257,19 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
         return _checked(_integer(environ, launcher.rank), world, launcher.rank)
     if not names:
         raise LaunchError(
-            f"{launcher.rank}={environ[launcher.rank]} is set but none of "
+            f"{launcher.rank}={environ[launcher.rank]} is set, but none of "
             f"{', '.join(launcher.worlds)}; export WORLD_SIZE"
         )
     if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[names[0]]:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher says {names[0]}="
-            f"{environ[names[0]]}; unset WORLD_SIZE, start as many ranks as it says",
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher has set {names[0]}="
+            f"{environ[names[0]]}; unset WORLD_SIZE, or start {environ['WORLD_SIZE']} ranks",
         )
     return _job_rank(environ, launcher.rank, names[0])
 
 
 def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None, int | None]:
-    """Return the local rank and the number of ranks on this machine, each None if unknown."""
+    """Return the local rank and the number of ranks on this machine; None for an unknown number."""
     ranks = [name for name in launcher.local_ranks if name in environ]
     worlds = [name for name in launcher.local_worlds if name in environ]
     rank = _integer(environ, ranks[0]) if ranks else None
@@ -278,7 +283,7 @@ def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None,
 
 
 def _tasks_per_node(text: str) -> Iterator[int]:
-    """Yield the counts of Slurm's short form node by node: 2, 2, 2, 1 for `2(x3),1`."""
+    """Yield the number of tasks of each node from Slurm's short form: 2, 2, 2, 1 for `2(x3),1`."""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         yield from [max(1, int(count))] * int(times or 1)
 
@@ -296,15 +301,15 @@ def _init_method(
     )
     if not address:
         raise LaunchError(
-            f"a world of {world} needs MASTER_ADDR, since neither Slurm nor PBS gives the first "
-            "machine here; export MASTER_ADDR=HOST, with the host of rank 0"
+            f"a run of {world} ranks needs MASTER_ADDR, since neither Slurm nor PBS provides a "
+            "node list here; export MASTER_ADDR=HOST, where HOST is the machine of rank 0"
         )
     host = f"[{address}]" if ":" in address else address  # IPv6
     return f"tcp://{host}:{_port(environ, launcher)}"
 
 
 def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """Return the first host in the scheduler's list, which has rank 0; "" without a list."""
+    """Return the first host in the scheduler's node list, which runs rank 0; "" without a list."""
     step = environ.get("SLURM_STEP_NODELIST", "") if launcher.is_step else ""
     if nodes := step or environ.get("SLURM_JOB_NODELIST", ""):
         return first_of_nodelist(nodes)
@@ -315,8 +320,8 @@ def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
 
 
 def first_of_nodelist(nodes: str) -> str:
-    """Return the first host of Slurm's short form, as `scontrol show hostnames` does: rack1-03n1
-    for `rack1-[03-07,9]n[1-2],x5`."""
+    """Return the first host of a Slurm node list, like `scontrol show hostnames`: rack1-03n1 for
+    `rack1-[03-07,9]n[1-2],x5`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "the pattern matches the empty text"
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
@@ -326,7 +331,7 @@ def _port(environ: Mapping[str, str], launcher: _Launcher) -> int:
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
         if not 0 < port < 1 << 16:
-            raise LaunchError(f"MASTER_PORT={port} is no port; export a number from 1 to 65535")
+            raise LaunchError(f"MASTER_PORT={port} is not a port; export a number from 1 to 65535")
         return port
     names = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID"]
     if launcher.is_step:
@@ -349,8 +354,8 @@ def _array(environ: Mapping[str, str], world: int | None) -> JobRank:
             return _checked(_integer(environ, "PBS_ARRAY_INDEX"), world, "PBS_ARRAY_INDEX")
         if "OPTIMUS_ARRAY_SIZE" not in environ:
             raise LaunchError(
-                f"PBS_ARRAY_INDEX={environ['PBS_ARRAY_INDEX']} is set but PBS does not give the "
-                "size of the array; export OPTIMUS_ARRAY_SIZE"
+                f"PBS_ARRAY_INDEX={environ['PBS_ARRAY_INDEX']} is set, but PBS does not provide "
+                "the size of the array; export it as OPTIMUS_ARRAY_SIZE"
             )
         return _job_rank(environ, "PBS_ARRAY_INDEX", "OPTIMUS_ARRAY_SIZE")
     return ALONE
@@ -364,7 +369,8 @@ def _job_rank(environ: Mapping[str, str], rank_name: str, world_name: str) -> Jo
 def _checked(rank: int, world: int, rank_name: str, world_name: str = "") -> JobRank:
     if not 0 <= rank < world:
         raise LaunchError(
-            f"{rank_name}={rank} is no rank of a world of {world_name}{world}; set both right",
+            f"{rank_name}={rank} is not a rank of a world of {world_name}{world}; correct the rank "
+            "or the world size",
             of_rank=True,
         )
     return JobRank(rank, world)

@@ -1,6 +1,6 @@
-"""Handling of signals that stop a run, before its first update. Imports no torch.
+"""Handling of stop signals before the first update of a run. Imports no torch.
 
-Until the first update such a signal ends the process at once, because there is nothing to save.
+Before the first update, a stop signal ends the process at once, because there is nothing to save.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def signal_label(number: int) -> str:
-    """Return the name of a signal for messages: Ctrl-C for SIGINT, else the signal's name."""
+    """Return the label of a signal in messages: Ctrl-C for SIGINT, else its name."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def report_early_stop(number: int) -> int:
-    """Print that the run stopped before its first update; return the exit status for that."""
+    """Log that the run stopped before its first update; return the exit status."""
     logger.info(
         "stopped before the first step (%s); give the same command again to start",
         signal_label(number),
@@ -34,12 +34,12 @@ def report_early_stop(number: int) -> int:
 
 
 def exit_on_stop_signals() -> None:
-    """Install handlers with which a stop signal ends this process with one line, if it is the only
-    process of its run. A `StopRequest` replaces them.
+    """Install signal handlers that end this process with one log line on a stop signal. They are
+    replaced later by a `StopRequest`.
 
-    A handler that raised an exception would not do: torch's imports swallow some exceptions, and
-    others end in a traceback. If the run has several ranks, each keeps the signals' default action,
-    which also works while the rank waits for others.
+    The handlers do not raise exceptions, because torch's imports swallow some exceptions and others
+    end in a traceback. If a launcher has started this process, nothing is installed: the default
+    action of a signal also works while the rank waits for other ranks.
     """
 
     def end(number: int, frame: object) -> NoReturn:

@@ -1,6 +1,6 @@
-"""`--nproc N`: start local ranks as child processes and watch them until all have ended.
+"""`--nproc N`: start N local ranks as child processes and wait until all have ended.
 
-Importing this module imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""Seconds in which the other ranks may end by themselves after the first one has failed."""
+"""Seconds after the first failure of a rank in which the other ranks may end by themselves."""
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Causes of a run's end in order of precedence. LOST_PEER comes after all of them, since a rank
-loses a peer because that peer has ended."""
+"""Kinds of causes that end a run, in order of precedence for the exit status. LOST_PEER comes
+after all of these, because a rank loses a peer only after the peer has ended."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:
-    """Run `optimus ARGUMENTS` as local ranks until all have ended.
+    """Run `optimus ARGUMENTS` as `nproc` local ranks and wait until all have ended.
 
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on, so that ranks finish their step and save; a
-    second Ctrl-C kills the ranks. Ranks that have not started their first step end at once. If a
-    rank fails, the others are killed at most _GRACE_S seconds later; a rank killed by a signal
-    counts as a lost peer.
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on to the ranks, which finish their step and save
+    a checkpoint. Ranks that have not started their first step end at once. A second Ctrl-C kills
+    the ranks. If a rank fails, the other ranks are killed at most _GRACE_S seconds later. A rank
+    that is killed by a signal counts as a lost peer.
 
     Args:
         arguments: Arguments of the command `optimus`.
         nproc: Number of ranks.
-        stdout: File descriptor of the ranks' standard output; by default that of this process.
+        stdout: File descriptor for the ranks' standard output; None to inherit standard output.
 
     Returns:
         The exit status of the run.
@@ -89,8 +89,8 @@ def _start(
 
 
 def _prepare_rank(spawner: int) -> None:
-    # Until the rank installs its handlers, SIGTERM ends it and the other signals are ignored: for
-    # SIGINT, Python would print a traceback.
+    # Until the rank installs its handlers, SIGTERM ends it and the other signals are ignored. By
+    # default, Python would print a traceback for SIGINT.
     for number in STOP_SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
@@ -102,15 +102,15 @@ def _prepare_rank(spawner: int) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Return a context that passes stop signals on to the ranks. It yields the list of the signals
-    passed so far."""
+    """Return a context that passes stop signals on to the ranks. Its value is a list to which each
+    passed signal is appended."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
         passed.append(number)
         again = passed.count(signal.SIGINT) > 1
-        # The ranks' message names the signal as the reason. SIGTERM then ends a rank that has not
-        # started its first step; other ranks ignore SIGTERM after the first signal.
+        # The first signal is the reason that the ranks print. The SIGTERM that follows ends a rank
+        # that has not started its first step; other ranks ignore SIGTERM after the first signal.
         for sent in (signal.SIGKILL,) if again else (number, signal.SIGTERM):
             _send(ranks, sent)
 
@@ -132,7 +132,7 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
 
 
 def _ended_early(ranks: list[subprocess.Popen]) -> bool:
-    """Return whether SIGTERM ended a rank; it ends only ranks that have not started a step."""
+    """Return True if SIGTERM has ended a rank. It ends only ranks that have not started a step."""
     return any(rank.returncode == -signal.SIGTERM for rank in ranks)
 
 
@@ -141,10 +141,10 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
     while any(rank.poll() is None for rank in ranks):
         if failed_at is None and any(rank.returncode for rank in ranks):
             failed_at = time.monotonic()
-        # After a usage error there is no need to wait for another rank's cause.
+        # After a usage error there is no need to wait for the exit statuses of other ranks.
         refused = any(rank.returncode == OutcomeKind.USAGE.exit_status for rank in ranks)
         if passed and _ended_early(ranks):
-            break  # the other ranks would wait in vain for that rank
+            break  # the other ranks would wait in vain for the rank that has ended
         if refused or (failed_at is not None and time.monotonic() - failed_at > _GRACE_S):
             break
         time.sleep(_POLL_S)

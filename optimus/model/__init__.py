@@ -1,1 +1,1 @@
-"""The decoder in plain PyTorch: OLMo (dense) or OLMoE (sparse) by configuration."""
+"""Decoder models in plain PyTorch. The configuration selects OLMo (dense) or OLMoE (sparse)."""

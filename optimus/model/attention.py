@@ -20,9 +20,9 @@ from optimus.model.rope import rotate
 class Attention(nn.Module):
     """Causal self-attention: x [B, S, D] -> [B, S, D].
 
-    OLMoE normalises q and k over the whole projection (all heads at once), before clipping and
-    rotation. The number of heads follows from the width of the projections, so that this class also
-    computes a slice of the heads.
+    OLMoE normalises q and k over all heads at once, before clipping and rotation. The number of
+    heads is derived from the width of the projections, so that the class also works with a slice of
+    the heads, as in tensor parallelism.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -43,12 +43,12 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
     ) -> Tensor:
-        """Attend within each sequence, or within each document.
+        """Return causal attention within each sequence or within each document, [B, S, D].
 
         Args:
             x: [B, S, D].
-            rope: cosines and sines from `Rotary`.
-            documents: lengths from `document_lengths`; None for one document a sequence.
+            rope: cosines and sines from `Rotary`, each [S, C/2].
+            documents: lengths from `document_lengths`; None if each sequence is one document.
         """
         q = self.q_norm(self.q_proj(x))
         k = self.k_norm(self.k_proj(x))
@@ -60,8 +60,8 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q, k, v, documents).flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: list[int] | None) -> Tensor:
-        """Return scaled dot-product attention: q [B, S, H, C], k and v [B, S, G, C] ->
-        [B, S, H, C]."""
+        """Return causal scaled dot-product attention [B, S, H, C] for q [B, S, H, C] and k, v
+        [B, S, G, C]."""
         if documents is not None:
             return _within_documents(q, k, v, documents)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
@@ -69,11 +69,11 @@ class Attention(nn.Module):
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:
-    """Return the lengths of the documents along the flattened document_ids [B, S]; their sum is
-    B*S.
+    """Return the lengths of all documents in document_ids [B, S], sequence by sequence; their sum
+    is B*S.
 
-    A document begins where the id changes, and with every sequence. Ids on the CPU need no
-    synchronisation with a device.
+    A document starts where the id changes and at the start of each sequence. Ids on the CPU avoid a
+    synchronisation with the device.
     """
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -82,17 +82,18 @@ def document_lengths(document_ids: Tensor) -> list[int]:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention: q [B, H, S, C], k and v [B, G, S, C] -> [B, H, S, C]."""
+    """Return causal attention [B, H, S, C] for q [B, H, S, C] and k, v [B, G, S, C]."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
-    """Return causal attention within documents: q [B, S, H, C], k and v [B, S, G, C] ->
-    [B, S, H, C].
+    """Return causal attention within documents, [B, S, H, C], for q [B, S, H, C] and k, v
+    [B, S, G, C].
 
-    Each document takes one fused call, so that no masked scores are computed: the cost is the sum
-    of L^2, not S^2, and there is no [S, S] mask (docs/benchmarks/document_mask.md).
+    A separate fused call for each document avoids the computation of masked scores: the cost is the
+    sum of L^2 over documents instead of S^2, without an [S, S] mask
+    (docs/benchmarks/document_mask.md).
     """
     by_document = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)
     outputs = [

@@ -1,8 +1,8 @@
-"""Deferred weight gradients, for a backward pass in two halves.
+"""Deferred weight gradients: division of backward into input gradients and weight gradients.
 
-Within a `DeferredGradients` context, a layer's backward does not compute its weight gradient but
-adds the work to the context, whose `compute` does it later. Outside such a context, backward does
-the work at once. The results have the same bits.
+Inside a `DeferredGradients` context, the backward of a layer computes only the gradient of the
+input, and `DeferredGradients.compute` computes the weight gradients later. Outside a context,
+backward computes both. The gradients are bit-identical.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _active: list[DeferredGradients] = []
 
 
 class DeferredGradients:
-    """Context manager that collects the deferred weight gradients of one microbatch on one stage,
-    during the backward pass that defers them."""
+    """Context manager for a backward pass. It collects the deferred weight gradients of one
+    microbatch on one pipeline stage."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -36,25 +36,26 @@ class DeferredGradients:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Compute the gradients in the order in which they were deferred, and release the tensors
-        that each computation needs as soon as it is done."""
+        """Compute the deferred gradients in the order in which they were deferred. Each computation
+        releases its saved tensors when it ends."""
         while self._work:
             self._work.popleft()()
 
     def defer(self, work: Callable[[], None], *weights: Tensor) -> None:
-        """Keep `work`, which computes the gradients of `weights`, adds them and runs their
-        hooks."""
+        """Store `work` for `compute`. It must compute the gradients of `weights`, accumulate them
+        and run the hooks of the weights."""
         self._work.append(work)
         self.weights += weights
 
 
 def active_deferral() -> DeferredGradients | None:
-    """Return the context to which gradients are deferred now; None outside of any context."""
+    """Return the innermost active `DeferredGradients` context, or None."""
     return _active[-1] if _active else None
 
 
 def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """Return the gradient of `weight` for a backward function, or None after deferring it."""
+    """Return the gradient of `weight`, or defer its computation and return None if a context is
+    active. Backward functions return this value to autograd."""
     deferred = active_deferral()
     if deferred is None:
         return gradient()
@@ -63,12 +64,13 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 
 
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
-    """Make autograd defer the gradients of these leaves as well, from now on. For norms, biases,
-    routers and embeddings, backward computes them together with the gradient of the input.
+    """Register hooks that defer the accumulation of the gradients of `leaves`.
 
-    Without this, such gradients are added before W runs. Deterministic mode must not add anything
-    of a microbatch before its W, since it adds gradient buffers microbatch by microbatch. The cost
-    is memory for one gradient of each such leaf for every microbatch that waits for its W.
+    Backward computes the gradients of norms, biases, routers and embeddings together with the
+    gradient of the input. Autograd would accumulate them at once, before W, the action of the
+    pipeline schedule that computes the deferred weight gradients. Deterministic mode adds gradients
+    microbatch by microbatch, so it must not accumulate any gradient of a microbatch before its W.
+    The cost is memory for one gradient per leaf and microbatch that waits for its W.
     """
     for leaf in leaves:
         leaf.register_hook(functools.partial(_defer_gradient, weakref.ref(leaf)))
@@ -98,7 +100,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 def run_hooks(weight: Tensor) -> None:
-    """Run the hooks that autograd would run after it has added to `weight.grad`. With older torch,
-    `optimus.chunks` widens gradients in such a hook."""
+    """Run the hooks that autograd runs after it accumulates into `weight.grad`. With older torch,
+    `optimus.chunks` adds gradients to buffers of a wider dtype in such a hook."""
     for hook in (weight._post_accumulate_grad_hooks or {}).values():
         hook(weight)

@@ -1,4 +1,4 @@
-"""Numbers of parameters and of floating-point operations of a model, without building it."""
+"""Counts of parameters and floating-point operations of a model, without building the model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of all parameters, and of those that are active for a token: of a layer's E
-    experts only K are.
+    """Return the total number of parameters, and the number that is active for one token, which
+    uses K of the E experts of each layer.
 
-    One layer is built, on the meta device, for all layers with the same number of experts, so the
-    largest models take milliseconds.
+    Layers with the same number of experts are built once, on the meta device, so counting takes
+    milliseconds even for the largest models.
     """
     import torch  # not at the top, so that a launcher can count operations without torch
 
@@ -39,21 +39,20 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Return the forward and backward FLOPs of one token in a sequence of `seq_len` tokens
-    (CONTRACT.md, "Words").
+    """Return the FLOPs of forward and backward per token, for sequences of `seq_len` tokens.
 
-    A multiply-add counts as 2 FLOPs, and backward as twice forward. Matrix products of active
-    parameters count, and attention scores over the whole square as PaLM counts them (arXiv
-    2204.02311, appendix B), since kernels differ in how much of the causal half they skip.
-    Look-ups, norms and recomputation do not count.
+    A multiply-add counts as 2 FLOPs, and backward counts as twice forward. The sum includes matrix
+    products with active parameters, and attention scores. As in PaLM (arXiv 2204.02311, appendix
+    B), causally masked scores count too, because kernels differ in how many of them they skip.
+    Embedding look-ups, norms and recomputation do not count.
     """
     layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
     return 3.0 * 2.0 * (layers + head_multiply_adds(config))
 
 
 def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
-    """Return the forward multiply-adds of one token in layer `number`, counted as
-    `flops_per_token` does."""
+    """Return the forward multiply-adds per token in layer `number`, counted as in
+    `flops_per_token`."""
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
@@ -67,7 +66,7 @@ def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
 
 
 def head_multiply_adds(config: ModelConfig) -> int:
-    """Return the forward multiply-adds of one token in the output head."""
+    """Return the forward multiply-adds per token in the output head."""
     return config.hidden_size * config.vocab_size
 
 

@@ -1,4 +1,4 @@
-"""Comparison of model configurations: do two compute the same logits from the same weights?"""
+"""Check that two model configurations compute the same logits from the same weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FREE_IN_LOGITS = {
     "aux_loss_form",
     "max_position_embeddings",
 }
-"""Settings of a model that change no logit for the same weights (see `_matters`)."""
+"""Settings that do not change the logits of given weights, with the exception in `_matters`."""
 
 
 def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, object, object] | None:
-    """Return the first field that makes the logits differ, with its value in `ours` and in
-    `theirs`; None if there is no such field.
+    """Return the first setting for which two models with the same weights have different logits:
+    its key and its values in `ours` and in `theirs`. Return None if all logits are the same.
 
-    Derived values replace 0, so that an explicit `num_key_value_heads` equals a derived one.
+    A setting of 0 that means "derived" is compared by its derived value.
     """
     for key in ModelConfig.model_fields:
         our_value, their_value = setting(ours, key), setting(theirs, key)
@@ -33,19 +33,20 @@ def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, objec
 
 
 def _matters(config: ModelConfig, key: str) -> bool:
-    """Return whether a field of FREE_IN_LOGITS changes logits in this configuration: dynamic
-    scaling of the rotary embedding depends on the longest context."""
+    """Return whether `key` of FREE_IN_LOGITS changes logits in this configuration. Only
+    `max_position_embeddings` does, with dynamic scaling of the rotary embedding."""
     scaling = config.rope_scaling
     return key == "max_position_embeddings" and scaling is not None and scaling.type == "dynamic"
 
 
 def setting(config: ModelConfig, key: str) -> object:
-    """Return a field's value in its shortest form, with the derived value in place of 0."""
+    """Return the value of setting `key`. The derived value replaces a 0 that means "derived", and a
+    single number replaces a list of equal numbers of experts."""
     if key == "num_key_value_heads":
         return config.num_kv_heads
     if key == "head_dim":
         return config.head_size
-    if key == "num_experts":  # a list only if the numbers of the layers differ
+    if key == "num_experts":  # a list only if the layers have different numbers of experts
         uniform = config.uniform_experts
         return list(config.experts_by_layer) if uniform is None else uniform
     return getattr(config, key)

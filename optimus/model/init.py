@@ -1,9 +1,9 @@
 """Initial weights that do not depend on how the model is divided among ranks.
 
-For every parameter, and for every expert of a merged parameter, values are drawn from a separate
-generator that is seeded by (seed, global name, expert number). So the weights do not depend on the
-order of construction, the number of ranks, threads or devices: a rank with some blocks or experts
-gets exactly the weights that these have in the whole model.
+Each parameter, and each expert of a merged parameter, is drawn from a separate random generator,
+seeded by (seed, global name, expert number). The weights therefore do not depend on the order of
+construction or on the number of ranks, threads or devices. A rank with some of the blocks or
+experts gets the same weights for them as the whole model has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = 1 << 20
 
 
 class ParamSlice(Protocol):
-    """A rank's slice of a parameter."""
+    """Slice of a parameter that one rank has."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,22 +37,22 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return the slice of one entry of the first dim, such as an expert."""
+        """Return the slice of a single entry along the first dim, such as one expert."""
 
 
 def initialise_(
     model: nn.Module, seed: int, slices: Mapping[str, ParamSlice] | None = None
 ) -> None:
-    """Fill all parameters in place.
+    """Initialise all parameters in place.
 
-    Norm weights are 1 and biases 0. All others are normal with standard deviation `init_std`, or
-    `embedding_init_std` for the embedding if that is set, cut at three standard deviations as in
-    OLMoE. The embedding's row of a padding token is 0.
+    Norm weights are 1 and biases are 0. All other parameters have a normal distribution truncated
+    at three standard deviations, as in OLMoE. The standard deviation is `init_std`, or, for the
+    embedding, `embedding_init_std` if set. The embedding row of the padding token is 0.
 
     Args:
-        model: a Transformer, or a rank's share of one.
+        model: a Transformer, or the modules of a Transformer that one rank has.
         seed: `train.seed`.
-        slices: by name, the rank's slices of divided parameters.
+        slices: this rank's slice of each divided parameter, by the parameter's name.
     """
     config = model.config
     assert isinstance(config, ModelConfig)
@@ -74,7 +74,7 @@ def initialise_(
 
 
 class _Whole:
-    """The slice of a parameter that is not divided."""
+    """`ParamSlice` of a parameter that is not divided among ranks."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = tuple(shape)
@@ -89,18 +89,18 @@ class _Whole:
 def draw(
     shape: tuple[int, ...], std: float, seed: int, name: str, expert: int | None = None
 ) -> Tensor:
-    """Return the initial value of a whole parameter, fp32 on the CPU.
+    """Return the initial values of a whole parameter, or of one expert, in fp32 on the CPU.
 
-    A rank with a slice of a parameter draws the whole parameter and keeps its slice.
+    A rank with a slice of a parameter draws the whole parameter and keeps only its slice.
     """
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     digest = hashlib.sha256(key.encode()).digest()
-    # The key has 128 bits. torch's CPU generator would use 32 bits of it: too few for 30,000
-    # experts, of which two could get the same.
+    # The key has 128 bits. torch's CPU generator uses only 32 bits of a seed, so that two of 30,000
+    # experts could get the same seed.
     source = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     out = torch.empty(math.prod(shape), dtype=torch.float32)
     bound = math.erf(_CUT / math.sqrt(2))
-    for block in out.split(_BLOCK):  # uniform over the range of the normal's erf between the cuts
+    for block in out.split(_BLOCK):  # inverse transform sampling of the truncated normal
         source.random(dtype=np.float32, out=block.numpy())
         block.mul_(2).sub_(1).mul_(bound).erfinv_().mul_(std * math.sqrt(2))
     return out.clamp_(-_CUT * std, _CUT * std).view(shape)

@@ -18,14 +18,14 @@ from optimus.model import deferred_gradients
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return the norm of the residual stream: weightless LayerNorm for OLMo, RMSNorm for OLMoE."""
+    """Return a norm of width hidden_size: LayerNorm without weights for OLMo, RMSNorm for OLMoE."""
     if config.architecture == "olmo":
         return LayerNorm(config.hidden_size, config.norm_eps)
     return RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class LayerNorm(nn.Module):
-    """Layer norm without weights, computed in fp32: [..., D] -> [..., D] (OLMo)."""
+    """LayerNorm of OLMo, without weights: [..., D] -> [..., D], computed in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -36,7 +36,8 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x^2) + eps), the quotient in fp32: [..., D] -> [..., D] (OLMoE)."""
+    """RMSNorm of OLMoE: y = w * x / sqrt(mean(x^2) + eps), [..., D] -> [..., D]. The quotient is
+    computed in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -48,8 +49,9 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that saves x and one number a row. A chain of torch ops saves three fp32 copies of x
-    and takes 2.5 times as long forward and backward (2048 x 256, one core)."""
+    """RMSNorm that saves x, the weight and one number per row for backward. A chain of torch ops
+    saves three fp32 copies of x and takes 2.5 times as long (forward and backward, 2048 x 256, one
+    core)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,8 +64,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With s the scale and g the gradient: dw = sum over rows of s*g*x, and
-        dx = s * (g*w - x * s^2 * mean(g*w*x))."""
+        """Return dx = s * (g*w - x * s^2 * mean(g*w*x)) and dw = sum over rows of s*g*x, with the
+        output gradient g and s = 1 / sqrt(mean(x^2) + eps)."""
         x, weight, scale = ctx.saved_tensors
         size = x.shape[-1]
         x_wide, grad_wide, scale = (
@@ -80,7 +82,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class Embedding(nn.Module):
-    """Look-up of rows of a table: int64 [...] -> [..., D]. A padding token's row receives no
+    """Token embedding: int64 [...] -> [..., D]. The row of the padding token receives no
     gradient."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -90,11 +92,12 @@ class Embedding(nn.Module):
         self._weight_grad: Callable[[], Tensor] | None = None
 
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
-        """Make each backward on a CPU add the table's gradient to the tensor that `weight_grad`
-        returns, which may have any dtype.
+        """Make each backward on a CPU add the table's gradient to the tensor that `weight_grad()`
+        returns, of any dtype.
 
-        Only the rows of the batch's tokens are then written; autograd would make a gradient of the
-        whole table. Autograd adds nothing to `.grad` but still runs the hooks after accumulation.
+        Such a backward writes only the rows of the batch's tokens, whereas autograd allocates a
+        gradient of the whole table. `.grad` does not change, but autograd still runs
+        post-accumulate-grad hooks.
         """
         self._weight_grad = weight_grad
 
@@ -102,7 +105,8 @@ class Embedding(nn.Module):
         return self.look_up(tokens, self.padding)
 
     def look_up(self, rows: Tensor, padding: int) -> Tensor:
-        """Return rows of the table. Row `padding`, if the table has it, receives no gradient."""
+        """Return the given rows of the table. Row `padding` receives no gradient; a value of
+        `padding` outside the table has no effect."""
         writes = self._weight_grad is not None and self.weight.requires_grad
         if self.weight.is_cpu and (writes or self.weight.dtype in (torch.bfloat16, torch.float16)):
             return _LookUp.apply(self.weight, rows, padding, self._weight_grad)
@@ -111,10 +115,10 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Look-up that adds the gradients of a token's occurrences in fp32.
+    """Embedding look-up that sums the gradients of repeated tokens in fp32.
 
-    On a CPU torch adds them in the table's dtype. For a token with 200 occurrences torch's sum in
-    bf16 is off by 1.4 %, this one by 0.16 %; both take the same time.
+    On a CPU, torch sums them in the table's dtype. For a token that occurs 200 times, torch's bf16
+    gradient is off by 1.4 %, and this gradient by 0.16 %. Both take the same time.
     """
 
     @staticmethod
@@ -144,7 +148,7 @@ class _LookUp(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), [..., D] -> [..., D]."""
+    """SwiGLU feed-forward network: down(silu(gate(x)) * up(x)), [..., D] -> [..., D]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

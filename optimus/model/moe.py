@@ -3,7 +3,7 @@
 Dims: T tokens, D hidden, F intermediate of an expert, E experts of this module, K experts per
 token.
 
-The paper's stages and their places:
+Implementations of the stages that the paper describes:
 - token communication: a subclass of `Experts` in `optimus.parallel.expert`;
 - counting and index generation: the op `route`;
 - expert computation and output reduction: the op `experts`.
@@ -24,8 +24,8 @@ from optimus.model.router import Router, Routing
 
 
 class FastSparseMoE(nn.Module):
-    """Mixture of experts: x [..., D] -> (sum over a token's K experts of weight * expert(x),
-    Routing)."""
+    """Mixture of experts: x [..., D] -> (output [..., D], Routing). The output is the sum of
+    weight * expert(x) over the K experts that the router chooses for a token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class FastSparseMoE(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x: Tensor, save_input_only: bool = False) -> tuple[Tensor, Routing]:
-        """Return the output and the routing. `save_input_only` is as in `Experts.forward`."""
+        """Return the output [..., D] and the router's statistics. `save_input_only` is as in
+        `Experts.forward`."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, routing = self.router(tokens)
         out = self.run_experts(tokens, weights, chosen, save_input_only)
@@ -42,16 +43,17 @@ class FastSparseMoE(nn.Module):
     def run_experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
-        """Return the experts' result for routed tokens, as `Experts.forward` does."""
+        """Return the output of `Experts.forward`. Tensor parallelism overrides this method to add
+        communication."""
         return self.experts(x, weights, chosen, save_input_only)
 
 
 class Experts(nn.Module):
     """SwiGLU experts with merged weights, laid out as in transformers 5.
 
-    gate_up [E, 2F, D] has each expert's gate rows above its up rows; down is [E, D, F]. The module
-    has the E experts of the layer that begin with number `first_expert`. A token's choices of other
-    experts add nothing to its output.
+    gate_up [E, 2F, D] contains each expert's gate rows, followed by its up rows; down is [E, D, F].
+    Under expert parallelism, the module has E consecutive experts of the layer, from number
+    `first_expert`. Other experts that a token chooses contribute nothing to the output.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -64,31 +66,32 @@ class Experts(nn.Module):
         self._weight_grads: Callable[[], kernels.WeightGrads] | None = None
 
     def write_gradients_to(self, weight_grads: Callable[[], kernels.WeightGrads]) -> None:
-        """Make each computation of the weights' gradients write them to the tensors that
-        `weight_grads` returns.
+        """Make each backward write the weight gradients to the tensors that `weight_grads()`
+        returns.
 
-        Autograd then adds nothing to `.grad`, but hooks after accumulation still run. Compiled code
-        and experts with a frozen weight do not call `weight_grads` and use autograd.
+        `.grad` does not change, but post-accumulate-grad hooks still run. Compiled code and experts
+        with a frozen weight do not call `weight_grads` and accumulate into `.grad`.
         """
         self._weight_grads = weight_grads
 
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
-        """Return the weighted sum of the chosen experts of each token, [T, D] in the dtype of x.
+        """Return the weighted sum of each token's chosen experts, [T, D] in the dtype of x.
 
-        Under autocast, products are in autocast's dtype, as for a linear layer.
+        Under autocast, matrix products use the autocast dtype, as in a linear layer.
 
         Args:
             x: [T, D].
-            weights: [T, K] in the dtype of x.
-            chosen: numbers of the experts, int64 [T, K].
-            save_input_only: compute the pre-activation again in backward instead of keeping it.
+            weights: [T, K], routing weights in the dtype of x.
+            chosen: int64 [T, K], numbers of the chosen experts. A number that no expert of the
+                layer has contributes nothing to the output.
+            save_input_only: recompute the pre-activation in backward instead of saving it.
 
         Raises:
             ValueError, TypeError: shapes, dtypes or devices do not match. With
-                OPTIMUS_KERNELS_DEBUG=1 also if `chosen` has a number that no expert has; without
-                it, such a number adds nothing.
+                OPTIMUS_KERNELS_DEBUG=1, ValueError also if `chosen` has a number that no expert of
+                the layer has.
         """
         rows = kernels.route(chosen, self.first_expert, self.gate_up.shape[0], of=self.num_experts)
         return kernels.experts(
@@ -106,9 +109,11 @@ class Experts(nn.Module):
         return trained and not torch.compiler.is_compiling()
 
     def _destination(self) -> kernels.Destination:
-        """Return the destination of the weight gradients of a backward pass.
+        """Return the destination of the weight gradients of the current backward pass: a function
+        that defers them, the tensors of `write_gradients_to`, or None for autograd.
 
-        The op calls this during backward, since only then it is known if gradients are deferred.
+        The op calls this method in backward, because the forward pass cannot know if a
+        `DeferredGradients` context will be active.
         """
         deferred = deferred_gradients.active_deferral()
         if deferred is not None:
@@ -117,7 +122,7 @@ class Experts(nn.Module):
         return None if self._weight_grads is None else self._weight_grads()
 
     def _compute(self, work: kernels.WeightWork) -> None:
-        """Compute deferred weight gradients."""
+        """Compute deferred weight gradients, accumulate them and run the hooks of the weights."""
         if self._weight_grads is not None:
             work.compute(self._weight_grads())
             for weight in (self.gate_up, self.down):

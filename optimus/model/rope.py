@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) with the scalings that Hugging Face names.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) with the scaling types of transformers.
 
-Dims: B batch, S sequence, H heads, C head_dim. A rotated pair has one element of a head's first
-half and one of its second, as in transformers. Angles are fp32 for every dtype of the model.
+Dims: B batch, S sequence, H heads, C head_dim. As in transformers, a rotated pair consists of
+elements i and i + C/2 of a head. Angles are fp32 for every dtype of the model.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from optimus.config.sections import RopeScaling
 
 
 class Rotary(nn.Module):
-    """Cosines and sines for a sequence length: S -> two tensors [S, C/2] in fp32.
+    """Tables of cosines and sines for a sequence length: S -> two fp32 tensors [S, C/2].
 
-    The tables are not part of the module's state: casting the model does not round them, and a
-    model built on the meta device needs no values for them.
+    The tables are not buffers of the module. Casting the model therefore does not round them, and a
+    model on the meta device needs no values for them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -36,8 +36,8 @@ class Rotary(nn.Module):
         return self._tables[key]
 
     def _table(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        # Computed on the CPU, for the same bits on every device, and outside inference mode: if an
-        # evaluation comes first, training could not save tensors of inference mode for backward.
+        # Computed on the CPU, for the same bits on every device. Inference mode is disabled because
+        # the table may be cached in an evaluation, and backward cannot use inference tensors.
         with torch.device("cpu"), torch.inference_mode(False):
             frequencies, factor = inverse_frequencies(self.config, seq_len)
             angles = torch.arange(seq_len, dtype=torch.float32).unsqueeze(1) * frequencies
@@ -45,13 +45,14 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair of x [B, S, H, C] by the angle of its position, computed in fp32; the result
-    has the dtype of x."""
+    """Rotate each pair of x [B, S, H, C] by the angle of its position. The computation is in fp32;
+    the result has the dtype of x."""
     return _Rotate.apply(x, *table)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation whose gradient is the rotation backwards; only the table is saved."""
+    """Rotation of pairs. Backward rotates the gradient by the negative angles, so only the table is
+    saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -76,7 +77,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
-    """Return radians per token of each pair, fp32 [C/2], and the factor on cosines and sines."""
+    """Return the frequency of each pair in radians per token, fp32 [C/2], and the factor by which
+    cosines and sines are multiplied."""
     dim, scaling, theta = config.head_size, config.rope_scaling, config.rope_theta
     if scaling is None:
         return _plain(theta, dim), 1.0
@@ -96,8 +98,9 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3's frequencies: low ones divided by the factor, high ones unchanged, and those
-    between blended by their number of turns over the original context."""
+    """Return frequencies with Llama 3 scaling: low frequencies are divided by the factor, high
+    frequencies are unchanged, and frequencies between them are interpolated by their number of
+    rotations in the original context."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -105,8 +108,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """Return YaRN's frequencies (arXiv 2309.00071): a blend of unchanged and divided frequencies
-    that is linear in the pair's number, between two bounds."""
+    """Return frequencies with YaRN scaling (arXiv 2309.00071): unchanged below a first pair,
+    divided by the factor above a second pair, and interpolated linearly by pair number between."""
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
     if scaling.truncate:
@@ -119,7 +122,7 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """Return the (fractional) number of the pair that makes this many turns over the original
+    """Return the fractional number of the pair that makes `turns` rotations in the original
     context."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))

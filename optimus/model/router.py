@@ -1,7 +1,7 @@
-"""Router: the experts and weights of each token, and the auxiliary losses of their balance.
+"""Router: choice of experts and routing weights for each token, and the auxiliary losses.
 
-A function of the probabilities chooses the experts. To add another function, put it into `CHOICES`,
-under the name that selects it in `model.router`.
+A function in `CHOICES`, which `model.router` names, chooses experts from the probabilities. To add
+a function, add it to `CHOICES`, and its name to the values of `model.router`.
 
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
@@ -19,31 +19,36 @@ from optimus.config import ModelConfig
 
 
 class Routing(NamedTuple):
-    """Statistics of one layer's router for one microbatch, the input of the auxiliary losses."""
+    """Router statistics of one layer for one microbatch. The auxiliary losses use them."""
 
     counts: Tensor
-    """int64 [E]: rows sent to each expert; the sum is T*K."""
+    """int64 [E]: number of tokens routed to each expert; the sum is T*K."""
     mean_prob: Tensor
-    """fp32 [E]: the softmax averaged over tokens. Has a gradient."""
+    """fp32 [E]: softmax probability of each expert, averaged over tokens. Differentiable."""
     z: Tensor
-    """fp32 scalar: mean over tokens of logsumexp(logits)^2. Has a gradient."""
+    """fp32 scalar: mean over tokens of logsumexp(logits)^2. Differentiable."""
 
     def balance(self) -> Tensor:
-        """Return the load-balancing loss in OLMo's form (CONTRACT.md, "Loss"): E * sum_e f_e * P_e,
-        1 when balanced; f_e is the share of rows sent to expert e, P_e its mean probability."""
+        """Return the load-balancing loss in OLMo's form, E * sum_e f_e * P_e, which is 1 for a
+        balanced load. f_e is the fraction of the T*K choices that are expert e, and P_e is the mean
+        probability of expert e."""
         shares = self.counts / self.counts.sum().clamp(min=1)
         return len(shares) * (shares * self.mean_prob).sum()
 
 
 def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose the k most probable experts of each token, largest first."""
+    """Return the probabilities and numbers of the k most probable experts of each token, in
+    descending order of probability."""
     return probs.topk(k, dim=-1)
 
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose expert (t*k + j) mod E for slot j of token t of the microbatch (forced uniform
-    routing). The numbers of rows of any two experts differ by at most one. The choice does not
-    depend on the probabilities, but the router still trains (CONTRACT.md, "Loss")."""
+    """Return the probabilities and numbers of experts in forced uniform routing: slot j of token t
+    of the microbatch gets expert (t*k + j) mod E.
+
+    The loads of any two experts differ by at most one token. The choice does not depend on the
+    probabilities, but the router still trains, because the probabilities are the routing weights.
+    """
     tokens, experts = probs.shape
     slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
     chosen = slots.remainder_(experts)
@@ -51,16 +56,16 @@ def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 Choice = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Probabilities fp32 [T, E] and K -> probabilities [T, K] and numbers, int64 [T, K], of the chosen
-experts, none twice for a token."""
+"""Function that chooses experts: (probabilities fp32 [T, E], K) -> (probabilities [T, K], expert
+numbers int64 [T, K]). The K experts of a token are distinct."""
 
 CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
 
 
 class Router(nn.Module):
-    """A linear layer, softmax in fp32 and the choice of experts: x [T, D] -> weights [T, K] in the
-    dtype of x, experts int64 [T, K], Routing. T is the number of tokens of one microbatch of one
-    data rank."""
+    """Linear layer, softmax in fp32 and choice of experts: x [T, D] -> (routing weights [T, K] in
+    the dtype of x, expert numbers int64 [T, K], Routing). The T tokens are those of one microbatch
+    on one data rank."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -89,15 +94,16 @@ class Router(nn.Module):
 def layer_losses(
     config: ModelConfig, routings: Sequence[Routing]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return load-balancing losses and z-losses, each fp32 [layers], and counts by layer.
+    """Return the load-balancing loss and the z-loss of each layer, both fp32 [layers], and the
+    `Routing.counts` of each layer.
 
-    The sum over layers, divided by the number of layers with experts, is the loss of the model; a
-    pipeline stage returns only the values of its layers. The Hugging Face form of the
-    load-balancing loss is one value for all layers.
+    The loss of the model is the sum over its layers, divided by the number of its layers with
+    experts. A pipeline stage returns only the values of its layers. In the Hugging Face form, the
+    load-balancing loss has a single value for all layers, [1].
 
     Args:
         config: the configuration of the model.
-        routings: one for each layer with experts, in order.
+        routings: router statistics of each layer with experts, in order.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []
@@ -110,10 +116,10 @@ def layer_losses(
 
 
 def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
-    """Return the load-balancing loss in the form of transformers: the statistics of all layers are
-    pooled before the product, and f_e is K times larger than in OLMo's form.
+    """Return the load-balancing loss in the form of transformers. It differs from OLMo's form in
+    two ways: f_e and P_e are averaged over layers before the product, and f_e is K times larger.
 
-    The form couples all layers, so all of them must be on one stage.
+    The product needs the statistics of all layers, so all layers must be on one pipeline stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)

@@ -22,12 +22,12 @@ from optimus.model.router import Routing, layer_losses
 
 
 class LossTerms(NamedTuple):
-    """Terms of the objective of one microbatch, before their coefficients."""
+    """Loss terms of one microbatch, before multiplication by their coefficients."""
 
     ce_sum: Tensor
     """fp32 scalar: cross-entropy summed over the targets, in nats."""
     num_targets: int
-    """B * (S-1): the targets inside the sequences."""
+    """Number of targets, B * (S-1)."""
     aux: Tensor
     """fp32 scalar: load-balancing loss, averaged over MoE layers; 0 for a dense model."""
     z: Tensor
@@ -35,7 +35,8 @@ class LossTerms(NamedTuple):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [B, S, D] -> [B, S, D], Routing if sparse."""
+    """Decoder block: x + attention(norm(x)), then x + mlp(norm(x)). Maps x [B, S, D] to the output
+    [B, S, D] and the Routing of its router, or None for a dense block."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the block from the configuration of its layer (`ModelConfig.layer`)."""
@@ -54,14 +55,14 @@ class Block(nn.Module):
         return run(x, rope, documents)
 
     def compile_run(self) -> None:
-        """Compile the block with torch.compile, as one graph without breaks, at its first call. The
-        block's hooks stay outside the graph."""
+        """Wrap `run` with torch.compile(fullgraph=True), which compiles it at the first call. Hooks
+        of the block stay outside the graph."""
         self._compiled = torch.compile(self.run, fullgraph=True)
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
     ) -> tuple[Tensor, Routing | None]:
-        """Return the block's output and routing, without calling the block's hooks."""
+        """Return the output and the Routing of the block, without calling hooks of the block."""
         x = x + self.attend(x, rope, documents)
         out = self.feed_forward(x)
         out, routing = out if isinstance(out, tuple) else (out, None)
@@ -77,18 +78,18 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Decoder: tokens int64 [B, S] -> logits [B, S, V] in the dtype of the parameters.
 
-    The constructor does not set weights: call `optimus.model.init.initialise_` or load some. Build
-    large models under `torch.device("meta")`.
+    The constructor does not initialise the weights: call `optimus.model.init.initialise_` or load
+    weights. Build large models under `torch.device("meta")`.
 
-    The steps of `forward` and `losses` are separate methods and blocks are keyed by their global
-    number, so that a pipeline stage is this model without the other stages' modules
-    (`keep_stages`).
+    A pipeline stage is this model without the modules of other stages (`keep_stages`). Therefore
+    the steps of `forward` and `losses` are separate methods, and the keys of blocks are global
+    layer numbers.
 
-    `document_ids` [B, S], integers, preferably on the CPU, divide sequences into documents that do
-    not attend to each other: a document begins where the id changes (CONTRACT.md, "Data
-    set"). Positions count through the sequence. Rotary embedding is relative, so a document gets
-    the logits that it gets alone, up to rounding (except for rope_scaling = dynamic, which depends
-    on the length of the sequence).
+    `document_ids` are integers [B, S], preferably on the CPU, that divide sequences into documents.
+    A document starts where the id changes, and tokens attend only within their document. Positions
+    count from the start of the sequence. Because rotary embedding is relative, the logits of a
+    document equal those in a separate sequence up to rounding. The exception is rope_scaling =
+    dynamic, which depends on the length of the sequence.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -111,9 +112,10 @@ class Transformer(nn.Module):
         return self.logits(x)
 
     def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
-        """Return the loss of predicting tokens[:, 1:] from the tokens before (CONTRACT.md, "Loss").
+        """Return the loss terms of next-token prediction, with tokens[:, 1:] as targets.
 
-        The first token of a document is a target too, predicted from the document before it.
+        The first token of a document is also a target if another document precedes it in the
+        sequence. It is then predicted from that document.
         """
         x, routings = self.run_blocks(self.embed(tokens), document_ids)
         ce_sum, num_targets = self.token_loss(x, tokens)
@@ -125,15 +127,15 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,
         layers: Collection[int] | None = None,
     ) -> tuple[Tensor, list[Routing]]:
-        """Run blocks.
+        """Run the blocks of some or all layers in order.
 
         Args:
             x: [B, S, D].
-            document_ids: as the docstring of the class says.
+            document_ids: document ids [B, S]; see the class.
             layers: numbers of the layers to run; None for all layers of this model.
 
         Returns:
-            The output [B, S, D] of the last of these layers, and the routings of the layers with
+            The output [B, S, D] of the last layer that ran, and the Routing of each layer with
             experts.
         """
         rope = self.rotary(x.shape[1], x.device)
@@ -148,12 +150,12 @@ class Transformer(nn.Module):
         return x, routings
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits [..., V] for the last block's output [..., D]."""
+        """Return the logits [..., V] for the output x [..., D] of the last block."""
         return self._head(self.final_norm(x))
 
     def logits_at(self, x: Tensor, position: int) -> Tensor:
-        """Return the logits [B, V] of the token after `position`, for the last block's output
-        [B, S, D]."""
+        """Return the logits [B, V] at `position`, which predict the next token. x [B, S, D] is the
+        output of the last block."""
         # The norm comes before the slice: with sequence parallelism it gathers the sequence.
         return self._head(self.final_norm(x)[:, position])
 
@@ -168,15 +170,16 @@ class Transformer(nn.Module):
         return F.linear(x, weight)
 
     def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return the summed cross-entropy of the last block's output x [B, S, D], in nats, and the
-        number of targets."""
+        """Return the cross-entropy summed over targets, in nats, and the number of targets. x
+        [B, S, D] is the output of the last block."""
         targets = tokens[:, 1:]
         x = self.final_norm(x)  # before the slice, as in logits_at
         logits = self._head(x[:, : targets.shape[1]].flatten(0, 1))
         return self.cross_entropy(logits, targets.flatten()), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
-        """Return `aux` and `z` of LossTerms; for a stage with some of the blocks, their share."""
+        """Return `aux` and `z` of `LossTerms`. For a pipeline stage, return the contribution of its
+        layers; the sum over stages is the value of the model."""
         if not routings:
             zero = torch.zeros((), device=next(self.parameters()).device)
             return zero, zero
@@ -191,15 +194,19 @@ class Transformer(nn.Module):
             block.compile_run()
 
     def each_block(self) -> Iterator[Block]:
-        """Return the blocks of this model in order."""
+        """Yield the blocks of this model in order."""
         for block in self.blocks.values():
             assert isinstance(block, Block)
             yield block
 
     def keep_stages(self, layers: Collection[int], has_first: bool, has_last: bool) -> None:
-        """Delete all modules that pipeline stages of these layers do not use.
+        """Delete all modules except those of the given pipeline stages.
 
-        Tied embeddings stay on the last stage too, which uses them as its head.
+        Args:
+            layers: numbers of the layers of these stages.
+            has_first: keep the embedding, which the first stage uses.
+            has_last: keep the final norm and the output head, which the last stage uses. With tied
+                embeddings the head is the embedding.
         """
         for name in list(self.blocks):
             if int(name) not in layers:
@@ -211,19 +218,19 @@ class Transformer(nn.Module):
             self.head = None
 
     def separate_tied_uses(self) -> None:
-        """Give the head's use of tied embeddings a separate leaf over the same storage.
+        """Make the head use tied embeddings through a separate leaf tensor with the same storage.
 
-        Each use then has a separate gradient, and the two can be added in the same order on every
-        layout (CONTRACT.md, "Deterministic mode"). Call this after the weights have their storage;
-        casting or moving the model repeats it. Code that clears or reduces gradients must include
-        the leaves of `tied_uses`.
+        The embedding and the head then have separate gradients, which deterministic mode adds in
+        the same order on every layout. Call this after the weights have their final storage;
+        casting or moving the model calls it again. Code that clears or reduces gradients must
+        include the leaves of `tied_uses`.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def tied_uses(self) -> dict[str, Tensor]:
-        """Return the separate leaves by name: {} for an untied model or before
-        `separate_tied_uses`."""
+        """Return the leaves that `separate_tied_uses` created, by parameter name. The dict is empty
+        before that call and for a model without tied embeddings."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:

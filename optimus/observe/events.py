@@ -1,8 +1,8 @@
 """Records of a run, and the recorders that receive them.
 
-Each observation of a run is a value of one of these types. The training loop, the pipeline executor
-and the collectives pass it to a `Recorder`; the sinks (files, TensorBoard, progress, log) are
-recorders. The base class ignores everything: without a sink, a record costs one method call.
+The training loop, the pipeline executor and the collectives pass records to a `Recorder`. The
+sinks (metrics files, TensorBoard, progress, log) are subclasses of `Recorder`. The base class
+ignores all records: on a rank without a sink, a record costs one method call.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ Value = int | float | str | None
 
 @dataclass(frozen=True)
 class MoeFigures:
-    """Router losses and expert load of one update. Loads are relative to their layer's mean."""
+    """Router losses and expert loads of one update. A load is relative to its layer's mean load."""
 
     aux_loss: float | None
-    """Mean over MoE layers and microbatches; None for an update skipped for an overflow."""
+    """Mean over MoE layers and microbatches; None if the update was skipped after an overflow."""
     z_loss: float | None
     expert_load_min: float
-    """Least load of all experts of all layers."""
+    """Smallest load of all experts in all MoE layers."""
     expert_load_max: float
     expert_load_min_layer: int
-    """Layer of the model that has the expert with the least load."""
+    """Index in the model of the layer with the smallest load."""
     expert_load_max_layer: int
     experts_without_rows: int
 
 
 @dataclass(frozen=True)
 class LossScaleFigures:
-    """Dynamic loss scaling (fp16) of one update."""
+    """Dynamic loss scaling (fp16) in one update."""
 
     loss_scale: float
     skipped_steps: int
-    """Updates skipped for an overflow since the run began."""
+    """Number of updates that the run has skipped so far because of an overflow."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One update, over all ranks. `values` has the fields in the order of metrics.jsonl."""
+    """Figures of one update over all ranks, in the order of the keys in metrics.jsonl."""
 
     step: int
     loss: float | None
-    """Cross-entropy in nats, mean over the global batch; None for a skipped update."""
+    """Mean cross-entropy of the global batch in nats; None if an overflow skipped the update."""
     grad_norm: float | None
-    """Gradient norm before clipping; None for a skipped update."""
+    """Gradient norm before clipping; None if an overflow skipped the update."""
     lr: float
     tokens: int
-    """Tokens read since the run began, including those of this update."""
+    """Number of tokens read since the run began, including this update."""
     step_time_s: float
     tokens_per_s: float
     tflops_per_device: float
     mfu: float | None
-    """FLOP/s of the model over the peak FLOP/s of the device; None if above 1."""
+    """Model FLOP/s divided by the peak FLOP/s of the device; None if above 1."""
     mem_bytes: int
-    """Peak memory of the first rank's device."""
+    """Peak memory of the first rank's device, in bytes."""
     moe: MoeFigures | None = None
     """None for a dense model."""
     loss_scaling: LossScaleFigures | None = None
     """None unless train.dtype is fp16."""
 
     def values(self) -> dict[str, Value]:
-        """Return the entries of this record's line of metrics.jsonl, in their order."""
+        """Return the keys and values for the line in metrics.jsonl, in order."""
         values: dict[str, Value] = {}
         for name, value in vars(self).items():
             if isinstance(value, MoeFigures | LossScaleFigures):
@@ -77,23 +77,23 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation."""
+    """Result of one evaluation on one data set."""
 
     step: int
     source: str
-    """Name of the data that was read, such as `held-out`."""
+    """Name of the evaluated data, such as `held-out`."""
     loss: float
     """Mean cross-entropy in nats."""
     tokens: int
 
     def values(self) -> dict[str, Value]:
-        """Return the entries of this record's line of eval.jsonl, in their order."""
+        """Return the keys and values for the line in eval.jsonl, in order."""
         return dict(vars(self))
 
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> EvalRecord | None:
-        """Return the record of a line of eval.jsonl, or None if a field is missing or has another
-        type than in the result of `values`."""
+        """Return the record for a parsed line of eval.jsonl, or None if a field is missing or has a
+        wrong type."""
         kinds = {"step": int, "source": str, "loss": float, "tokens": int}
         if any(type(values.get(name)) is not kind for name, kind in kinds.items()):
             return None
@@ -101,23 +101,23 @@ class EvalRecord:
 
 
 class LayerLoad(NamedTuple):
-    """Expert load of one MoE layer, in units of the layer's mean."""
+    """Smallest and largest expert load of one MoE layer, relative to the layer's mean load."""
 
     layer: int
-    """Index in the model."""
+    """Index of the layer in the model."""
     min: float
     max: float
     experts_without_rows: int
 
 
 class ExpertLoad(NamedTuple):
-    """Expert load of one update by layer, over all ranks."""
+    """Expert load of each MoE layer in one update, over all ranks."""
 
     step: int
     layers: tuple[LayerLoad, ...]
 
     def figures(self, aux_loss: float | None, z_loss: float | None) -> MoeFigures:
-        """Return the figures over all layers, for the StepRecord of the update."""
+        """Combine the loads of all layers and the router losses into `StepRecord.moe`."""
         lowest = min(self.layers, key=lambda load: load.min)
         highest = max(self.layers, key=lambda load: load.max)
         idle = sum(load.experts_without_rows for load in self.layers)
@@ -127,44 +127,44 @@ class ExpertLoad(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Payload of one rank's collectives and messages in one update."""
+    """Payload of one rank's collectives and point-to-point messages in one update."""
 
     step: int
     bytes_by_axes: dict[str, int]
-    """Bytes by the mesh axes of the group, such as `dp` or `dp x ep`."""
+    """Bytes by the mesh axes of the process group, such as `dp` or `dp x ep`."""
 
 
 class PipelineTimes(NamedTuple):
-    """Seconds that one rank spent in the actions of one update. A GPU computes after its host has
-    launched the kernels, so for a GPU these are the times of the launches."""
+    """Time that one rank spent in the actions of the pipeline schedule in one update. On a GPU
+    the times cover only the kernel launches, since the kernels run asynchronously."""
 
     step: int
     seconds_by_kind: dict[str, float]
-    """Seconds by kind of action. They exclude the time of waiting for other stages, which is the
-    entry `wait`."""
+    """Seconds by kind of action, without the time spent waiting for other stages. The entry `wait`
+    is the waiting time of all actions."""
 
 
 class StartUpRecord(NamedTuple):
-    """Seconds from the command to the end of the first update, on one rank."""
+    """Time from the command to the end of the first update, on one rank."""
 
     phases_s: tuple[tuple[str, float], ...]
-    """Phases in their order with their seconds."""
+    """Name and seconds of each phase, in order."""
     total_s: float
     processor_s: float
-    """Processor time of this process alone."""
+    """Processor time of this process in seconds, without child processes."""
 
 
 class ActionEvent(NamedTuple):
-    """One action of a pipeline schedule as it ran. Times are of `time.perf_counter_ns`."""
+    """One executed action of a pipeline schedule. Times are from `time.perf_counter_ns`."""
 
     kind: str
-    """Name of the action's kind, such as `F` (optimus.parallel.pipeline.actions)."""
+    """Kind of action, such as `F` for forward (see optimus.parallel.pipeline.actions)."""
     stage: int
     microbatch: int
     start_ns: int
     end_ns: int
     waited_ns: int
-    """Time within the action in which it waited for data from another stage."""
+    """Part of the action's time that was spent waiting for data from another stage."""
 
     @property
     def busy_ns(self) -> int:
@@ -172,14 +172,14 @@ class ActionEvent(NamedTuple):
 
 
 Record = StepRecord | EvalRecord | ExpertLoad | Traffic | PipelineTimes | StartUpRecord
-"""A record that a run makes at most once for each update."""
+"""Types of records that `Recorder.record` receives."""
 
 
 class Recorder:
-    """Receives records and ignores them; sinks override the methods for those that they write."""
+    """Base class of the sinks; ignores all records. A sink overrides the methods that it needs."""
 
     records_actions = False
-    """True if the recorder uses `action`. Only then do executors read the clock for each action."""
+    """True if the recorder uses `action`. If False, executors do not measure actions."""
 
     def record(self, record: Record) -> None:
         """Receive a record of the run."""
@@ -188,23 +188,23 @@ class Recorder:
         """Receive one collective or message of this rank.
 
         Args:
-            axes: Mesh axes along which the ranks of its group differ.
+            axes: Mesh axes of the process group, such as `dp x ep`.
             operation: Name of the operation, such as `all_gather`.
-            num_bytes: Bytes of the payload: the tensor that is reduced, broadcast or sent; the
-                whole tensor for all-gather and reduce-scatter; for all-to-all, all rows that this
-                rank sends, including those to itself.
+            num_bytes: Payload in bytes. Reduce, broadcast, send: the tensor. All-gather and
+                reduce-scatter: the whole tensor. All-to-all: all rows that this rank sends,
+                including rows to itself.
         """
 
     def action(self, event: ActionEvent) -> None:
-        """Receive one action of the pipeline schedule, if `records_actions`."""
+        """Receive one action of the pipeline schedule. Called only if `records_actions` is True."""
 
 
 NO_RECORDER = Recorder()
-"""The recorder of ranks without a sink."""
+"""Recorder for ranks that have no sink."""
 
 
 class Recorders(Recorder):
-    """Passes everything to several recorders, which may be added during the run."""
+    """Passes all records to several recorders. Recorders can be added during the run."""
 
     def __init__(self, *recorders: Recorder) -> None:
         self._recorders: list[Recorder] = []
@@ -229,7 +229,7 @@ class Recorders(Recorder):
 
 
 class TrafficMeter(Recorder):
-    """Counts collectives and their payload."""
+    """Counts collectives and their payload bytes."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}
@@ -244,7 +244,7 @@ class TrafficMeter(Recorder):
         self.counts.clear()
 
     def bytes_by_axes(self) -> dict[str, int]:
-        """Return the payload bytes since the last `clear` by the axes of the group."""
+        """Return the payload bytes since the last `clear`, by mesh axes of the process group."""
         totals: dict[str, int] = {}
         for (axes, _), (_, num_bytes) in self.counts.items():
             totals[axes] = totals.get(axes, 0) + num_bytes
@@ -252,7 +252,7 @@ class TrafficMeter(Recorder):
 
 
 class ActionTrace(Recorder):
-    """Keeps the actions of the pipeline schedule."""
+    """Collects the executed actions of the pipeline schedule."""
 
     records_actions = True
 
@@ -264,7 +264,7 @@ class ActionTrace(Recorder):
         self.events.append(event)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return the sums of the events' times, as in `PipelineTimes`."""
+        """Return the total time of the events in seconds, in the form of `PipelineTimes`."""
         seconds = {"wait": sum(event.waited_ns for event in self.events) / 1e9}
         for event in self.events:
             seconds[event.kind] = seconds.get(event.kind, 0.0) + event.busy_ns / 1e9

@@ -1,8 +1,8 @@
-"""Faults of training that its loss does not show: collapsed experts and gradient-norm spikes.
+"""Warnings about faults that the loss does not show: collapsed experts and gradient-norm spikes.
 
-Every figure used here is on the host already or comes with the one transfer that `expert_loads`
-needs: no rule adds a device synchronisation or a collective. Histories are empty at the start, also
-after a resume, so a rule applies only after enough updates of this process.
+The rules use only values that are on the host anyway, so they add no device synchronization and no
+collective. Each process starts with an empty history, also after a resume: a rule warns only after
+the process has made enough updates.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from optimus.config import ModelConfig
 from optimus.observe.events import ExpertLoad, LayerLoad
 
 _SPIKE = 10.0
-"""A gradient norm above this many times the median of the last `_HISTORY` is a spike."""
+"""A gradient norm above this multiple of the median of the last `_HISTORY` norms is a spike."""
 _HISTORY = 20
 _CALM = 2.0
-"""A spike is over once the norm is at most this many times the median."""
+"""A spike has ended when the norm is at most this multiple of the median."""
 
 _UPDATES = 10
-"""Number of updates in a row after which an unbalanced layer is reported, and of balanced updates
-in a row after which a recovery is reported."""
+"""Number of consecutive unbalanced updates before a warning, and of consecutive balanced updates
+before a recovery is reported."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
-"""An expert with less than this fraction of its share of the rows does not train."""
+"""An expert that gets less than this fraction of an equal share of the rows is idle."""
 _MIN_ROWS = 32
-"""Mean rows per expert and update below which loads are not judged: chance alone makes them this
-uneven."""
+"""Minimum mean number of rows per expert in an update. Below it, chance alone makes loads uneven,
+so they are not judged."""
 
 _FIRST_PAUSE = 100
-"""Updates after the first warning in which it is not repeated. The number doubles after each
-repetition, so that a run of a million updates prints at most 14 warnings of a kind."""
+"""Number of updates after the first warning during which the warning is not repeated. The number
+doubles with each repetition: a run of a million updates prints at most 14 warnings of a kind."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Return each MoE layer's rows by expert in units of the layer's mean, float64 [E] each.
+    """Return the load of each expert (rows / the layer's mean): float64 [E] for each MoE layer.
 
     Args:
-        expert_rows: int64 [MoE layers, largest E], as `UpdateResult.expert_rows`, on the host.
+        expert_rows: `UpdateResult.expert_rows`, int64 [MoE layers, largest E], on the host.
     """
     numbers = [number for number in model.experts_by_layer if number]
     layers = zip(expert_rows.double(), numbers, strict=True)
@@ -52,12 +52,12 @@ def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
 
 
 def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> ExpertLoad:
-    """Return the expert load of an update by layer.
+    """Return the ExpertLoad record of an update.
 
     Args:
-        step: The update.
-        expert_rows: int64 [MoE layers, largest E], as `UpdateResult.expert_rows`, on the host.
-        model: The model's configuration.
+        step: Number of the update.
+        expert_rows: `UpdateResult.expert_rows`, int64 [MoE layers, largest E], on the host.
+        model: Configuration of the model.
     """
     loads = zip(model.sparse_layers, expert_loads(expert_rows, model), strict=True)
     layers = (
@@ -71,12 +71,12 @@ class Notice(NamedTuple):
     """A line for the log."""
 
     level: int
-    """As in `logging`: WARNING for a fault, INFO for a recovery."""
+    """Level of `logging`: WARNING for a fault, INFO for a recovery."""
     text: str
 
 
 class TrainingHealth:
-    """Detector of the faults that this module describes, and of the recovery from them."""
+    """Detects collapsed experts and gradient-norm spikes, and the recovery from them."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._norm = _GradNorm()
@@ -85,11 +85,12 @@ class TrainingHealth:
         self._experts = _ExpertBalance(model) if judged else None
 
     def after_update(self, step: int, expert_rows: Tensor, grad_norm: float) -> list[Notice]:
-        """Return the warnings and recoveries of one update, usually none.
+        """Return the warnings and recoveries to log after one update, usually none.
 
         Args:
-            expert_rows: rows of each expert of all MoE layers, over all ranks, on the host.
-            grad_norm: norm before clipping; NaN for an update skipped for an overflow.
+            step: Number of the update.
+            expert_rows: `UpdateResult.expert_rows`, int64 [MoE layers, largest E], on the host.
+            grad_norm: Gradient norm before clipping; NaN if an overflow skipped the update.
         """
         notices = self._norm.after_update(step, grad_norm)
         if self._experts is not None:
@@ -98,7 +99,7 @@ class TrainingHealth:
 
 
 class _Repetition:
-    """Limits the repetitions of a warning: at least 100 updates apart, then 200, 400 and so on."""
+    """Allows a warning again only after 100 updates, then after 200, 400 and so on."""
 
     def __init__(self) -> None:
         self._next, self._pause = 0, _FIRST_PAUSE
@@ -111,7 +112,7 @@ class _Repetition:
 
 
 class _GradNorm:
-    """Compares each gradient norm with the median of the norms before it."""
+    """Detects spikes: gradient norms far above the median of the preceding norms."""
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=_HISTORY)
@@ -150,17 +151,16 @@ class _GradNorm:
 
 
 class _ExpertBalance:
-    """Finds layers whose router sends nearly all rows to few experts.
+    """Detects layers whose router sends nearly all rows to few experts.
 
-    A layer is unbalanced by either of two rules:
+    A layer is unbalanced if one of two rules applies. An equal share is the layer's rows / E.
 
-    - In each of 10 updates in a row, its fullest expert got more than a limit. The limit is 4 times
-      an equal share, or the mean of an equal share and the most that an expert can get (E/K shares,
-      since a token chooses an expert at most once), if that is less.
-    - Over 10 updates together, some expert got less than 1 % of an equal share.
+    - Overload: in each of 10 consecutive updates, the fullest expert got more than
+      min(4, (1 + E/K) / 2) equal shares. E/K is the maximum, since a token chooses an expert once.
+    - Idleness: in the last 10 updates together, an expert got less than 1 % of an equal share.
 
-    The first rule does not add updates: collapsed routers often pass from one pair of experts to
-    the next between updates, which a sum would hide.
+    The overload rule looks at each update separately. A collapsed router often sends its rows to
+    another pair of experts in each update, which the sum over updates would hide.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -214,10 +214,10 @@ class _ExpertBalance:
         layer = self._model.sparse_layers[worst]
         text = (
             f"step {step}: experts are unbalanced in {len(bad)} of {len(idle)} MoE "
-            f"layers, most in layer {layer}: its fullest expert got {fullest[worst]:.2f} times its "
-            f"share (at most {self._most[worst]:g}), and {idle[worst]} of "
-            f"{self._model.experts_by_layer[layer]} experts less than {_IDLE:.0%} of theirs in the "
-            f"last {_UPDATES} updates; lower optim.lr, or raise optim.warmup_steps, "
-            "model.aux_loss_coef or model.embedding_init_std"
+            f"layers, most in layer {layer}: its fullest expert got {fullest[worst]:.2f} times an "
+            f"equal share of the rows (at most {self._most[worst]:g} is possible), and in the last "
+            f"{_UPDATES} updates {idle[worst]} of {self._model.experts_by_layer[layer]} experts "
+            f"got less than {_IDLE:.0%} of an equal share; lower optim.lr, or raise "
+            "optim.warmup_steps, model.aux_loss_coef or model.embedding_init_std"
         )
         return [Notice(logging.WARNING, text)]

@@ -1,7 +1,7 @@
 """Log lines of a process: one line on standard error for each record of the loggers `optimus.*`.
 
-A module logs through `logging.getLogger(__name__)`. Where Optimus is used as a library, nothing
-calls `set_up_logging`, and the application's own logging applies.
+Each module logs through `logging.getLogger(__name__)`. Only the commands call `set_up_logging`: a
+program that uses Optimus as a library configures logging itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class _LineHandler(logging.Handler):
-    """Writes `program: [rank N] level: message`, without the rank on rank 0 and without the level
-    for information. Standard error is looked up for each line, since callers may replace it."""
+    """Writes log records as `program: [rank N] level: message`. Lines of rank 0 have no rank, and
+    INFO lines have no level. `sys.stderr` is read for each line, since callers may replace it."""
 
     program, rank = "optimus", 0
     write: Callable[[str], None] | None = None
@@ -26,8 +26,8 @@ class _LineHandler(logging.Handler):
     def handle(self, record: logging.LogRecord) -> bool:
         """Emit the record without taking the handler's lock.
 
-        Standard error has a lock already, and `print` takes only that one. With both locks, a
-        signal handler that logs while its thread prints could deadlock with a thread that logs.
+        `print` takes only the lock of standard error. If logging took the handler's lock first, two
+        threads could deadlock: one logs, the other prints and runs a signal handler that logs.
         """
         self.emit(record)
         return True
@@ -50,12 +50,12 @@ _LINES = _LineHandler()
 
 
 def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
-    """Print the log of this process on standard error: all levels from INFO on rank 0, and only
-    warnings and errors on other ranks, whose information would repeat that of rank 0.
+    """Print the log of this process on standard error. Rank 0 prints records from INFO up. Other
+    ranks print only warnings and errors, since their INFO records would repeat rank 0's.
 
     Args:
         rank: Global rank of this process; lines of ranks other than 0 name it.
-        program: Name of the command, with which each line begins.
+        program: Name of the command, the start of each line.
     """
     _LINES.program, _LINES.rank = program, rank
     logger = logging.getLogger("optimus")
@@ -65,7 +65,7 @@ def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
 
 
 class LogRecorder(Recorder):
-    """Logs evaluations, the phases of the start-up and the payload of the first update."""
+    """Logs evaluations, the phases of the start-up, and the payload of the first update."""
 
     def __init__(self) -> None:
         self._logged_traffic = False
@@ -86,6 +86,6 @@ class LogRecorder(Recorder):
 
 
 def redirect_lines(write: Callable[[str], None] | None) -> None:
-    """Pass log lines to `write` instead of standard error, such as to the method of a progress bar
-    that prints them above the bar. With None they go to standard error again."""
+    """Pass log lines to `write` instead of standard error, for instance to print them above a
+    progress bar. None restores standard error."""
     _LINES.write = write

@@ -1,4 +1,4 @@
-"""Metrics and evaluations as JSON lines, cut back on resume so that each step appears once."""
+"""Files of metrics and evaluations as JSON lines. After a resume, each step appears once."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from optimus.observe.events import EvalRecord, Record, Recorder, StepRecord
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 1 << 20
-"""Longest line that is read; a line that a run writes has about a kilobyte."""
+"""Maximum length of a line that is read. A line that a run writes has about a kilobyte."""
 _MOST_STEPS = 1 << 22
-"""Limit of the number of steps whose lines are looked for: a damaged manifest can contain a huge
-step."""
+"""Maximum number of steps for which missing lines are reported. A damaged manifest can contain a
+huge step."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags of files that are appended to. With O_NOFOLLOW, a link that another user made cannot lead
-the lines, or a new file, elsewhere."""
+"""Flags for opening a file to append. O_NOFOLLOW refuses a symbolic link, with which another user
+could redirect the lines to another file."""
 _BATCH_BYTES = 1 << 16
-"""Bytes of lines for the copy from which they are written without waiting for the next `sync`."""
+"""Size at which lines for the copy are written without waiting for the next `sync`."""
 
 
 class MetricsFiles(Recorder):
-    """metrics.jsonl and eval.jsonl of a run directory, each with a hidden copy."""
+    """Writes metrics.jsonl and eval.jsonl, and a hidden copy of each to restore damaged lines."""
 
     def __init__(self, run_dir: Path, step: int, expected: Mapping[str, Iterable[int]]) -> None:
-        """Cut both files back to `step` and open them for appending.
+        """Remove the lines after `step` from both files and open the files for appending.
 
         Args:
-            run_dir: The run directory; lines that are cut go to files in its `log/`.
-            step: The step at which the run starts.
-            expected: For each of `metrics` and `eval`, the steps up to `step` that must have lines.
+            run_dir: Run directory. Removed lines are moved to files in its `log/`.
+            step: Step at which the run starts.
+            expected: Steps up to `step` that must have lines, for the keys `metrics` and `eval`.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -65,21 +65,21 @@ class MetricsFiles(Recorder):
                 self._last_evaluation = record
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl, which this or an earlier start of the
-        run wrote; None if there is none."""
+        """Return the loss in the last line of metrics.jsonl, also if an earlier start of the run
+        wrote the line. Return None if the line has no loss or the file has no line."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
         return loss if isinstance(loss, float) else None
 
     def last_evaluation(self) -> EvalRecord | None:
-        """Return the last evaluation in eval.jsonl, which this or an earlier start of the run
-        wrote; None if there is none."""
+        """Return the last evaluation in eval.jsonl, also if an earlier start of the run wrote the
+        line. Return None if the file has no evaluation."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
     def sync(self) -> None:
-        """Make all lines durable. Call this before a checkpoint is committed, which relies on them.
-        Raises OSError."""
+        """Make all lines durable. Call this before a checkpoint is committed: a resume needs the
+        lines up to the checkpoint's step. Raises OSError."""
         self._metrics.sync()
         self._eval.sync()
 
@@ -90,15 +90,16 @@ class MetricsFiles(Recorder):
 
 
 def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
-    """Return the path of the file `name`, which is `metrics` or `eval`, and of the file's copy."""
+    """Return the paths of the file `name` (`metrics` or `eval`) and of its hidden copy."""
     return run_dir / f"{name}.jsonl", run_dir / f".{name}-copy.jsonl"
 
 
 class JsonLines:
-    """Appends JSON objects to a file, one a line; a line is complete as soon as `append` returns.
+    """Appends JSON objects to a file, one per line, without a buffer.
 
-    If the disk is full, lines wait in memory until there is space; this is logged once, and `close`
-    tries a last time. `copy`, if given, gets the same lines, in batches or at the next `sync`.
+    If the disk is full, lines stay in memory until a later write succeeds; the failure is logged
+    once. `close` tries to write them a last time. If `copy` is set, that file gets the same lines,
+    in batches or at the next `sync`.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
@@ -107,7 +108,7 @@ class JsonLines:
         self._copy_lock = threading.Lock()
         self._lock = threading.Lock()
         self._fd = os.open(path, _APPEND, 0o644)
-        if copy is not None:  # an empty copy shows that there were no lines
+        if copy is not None:  # an empty copy means that the run wrote no lines
             with contextlib.suppress(OSError):
                 os.close(os.open(copy, _APPEND, 0o644))
 
@@ -121,13 +122,13 @@ class JsonLines:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                _warn(self._path, f"{error.strerror}; its lines wait in memory")
+                _warn(self._path, f"{error.strerror}; new lines wait in memory")
             self._warned = True
         if len(self._uncopied) >= _BATCH_BYTES:
             self._write_copy()
 
     def sync(self) -> None:
-        """Make all lines durable, including those that wait in memory. Any thread may call this.
+        """Make all lines durable, including lines still in memory. Any thread may call this method.
         Raises OSError."""
         try:
             with self._lock:
@@ -146,12 +147,12 @@ class JsonLines:
             os.close(self._fd)
 
     def read_last(self) -> dict[str, Any]:
-        """Return the last line that can be read, {} if there is none. Raises DataError."""
+        """Return the last line that is a JSON object, or {} if no line is. Raises DataError."""
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append the lines that the copy lacks. If that fails, warn once and keep the lines in
-        memory. Checkpoints rely on the file itself, so the copy needs no fsync."""
+        """Append the lines that the copy lacks. If the write fails, warn once and keep the lines in
+        memory. The copy needs no fsync, because checkpoints rely on the original file."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
@@ -166,7 +167,7 @@ class JsonLines:
                 with self._lock:
                     self._uncopied = lines + self._uncopied
                 if not self._copy_failed:
-                    _warn(self._copy, f"{error.strerror}; the copy of {self._path.name} waits")
+                    _warn(self._copy, f"{error.strerror}; its new lines wait in memory")
                 self._copy_failed = True
 
     def _write(self) -> None:
@@ -175,13 +176,12 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that are JSON objects; none if there is no file.
+    """Return the JSON objects in a file, one for each line. A missing file has none.
 
-    Damaged lines, and a line that a kill left incomplete, are skipped.
+    Damaged lines are skipped, such as a last line that is incomplete after a kill.
 
     Raises:
-        DataError: The file cannot be read or is not a regular file, or a line is longer than any
-            that a run writes.
+        DataError: The file cannot be read, is not a regular file, or has a line longer than 1 MiB.
     """
     records = []
     for line in _read_lines(path):
@@ -192,10 +192,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, including their newlines; none if there is no file.
+    """Return the lines of a file, including their newlines. A missing file has none.
 
-    Raises DataError if the file cannot be read, is not a regular file, or has a line that is longer
-    than any that a run writes and might not fit into memory.
+    Raises DataError if the file cannot be read, is not a regular file, or has a line longer than
+    _LINE_BYTES, which might not fit into memory.
     """
     lines = []
     try:
@@ -221,14 +221,15 @@ def cut_after(
     copy: Path | None = None,
     expected: Iterable[int] = (),
 ) -> None:
-    """Keep the lines up to `step`, each once, sorted by step; move the others to `cut_log`. The
-    file changes atomically, once the lines in `cut_log` are durable.
+    """Keep one line for each (step, source) up to `step`, in this order. Move all other lines to
+    `cut_log`.
 
-    A line that is damaged or missing is restored from `copy`, which then has the same lines. A
-    warning names steps of `expected` that neither file has.
+    The file is replaced atomically, after the lines in `cut_log` are durable. Damaged or missing
+    lines are restored from `copy`, and `copy` gets the same content as the file. A warning names
+    the steps of `expected` that neither `path` nor `copy` contains.
 
     Raises:
-        DataError: As `read_json_lines`.
+        DataError: A file cannot be read; see `read_json_lines`.
         OSError: A file cannot be written.
     """
     data = b"".join(_read_lines(path))
@@ -246,7 +247,7 @@ def cut_after(
     moved = _others(lines, kept.values()) + _others(spare, restored.values())
     if moved:
         files.make_dirs(cut_log.parent)
-        # A link of this name, in a run directory that another user made, is not followed.
+        # _APPEND refuses a link of this name, which another user may have made.
         with os.fdopen(os.open(cut_log, _APPEND, 0o644), "ab") as log:
             log.writelines(line + b"\n" for line in moved)
             log.flush()
@@ -256,7 +257,7 @@ def cut_after(
         files.write_bytes(path, whole)
     if copy and copied != whole:
         files.write_bytes(copy, whole)
-    if damaged := sum(_key(line) is None for line in lines[:-1]):  # a kill can cut the last
+    if damaged := sum(_key(line) is None for line in lines[:-1]):  # a kill can cut the last line
         _warn(path, f"{damaged} of its lines cannot be read; see {cut_log}")
     if restored:
         _warn(path, f"restored the lines of {spell_steps(n for n, _ in restored)} from {copy}")
@@ -272,7 +273,7 @@ def cut_after(
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return `lines` in order, without those of `kept`. Of equal lines only one counts as kept."""
+    """Return `lines` without the lines in `kept`. Duplicates of a kept line are returned."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:
@@ -284,7 +285,7 @@ def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
 
 
 def spell_steps(steps: Iterable[int]) -> str:
-    """Return steps as ranges, such as "steps 3-7, 9"; of many ranges only the first eight."""
+    """Format steps as ranges, such as "steps 3-7, 9". Only the first eight ranges are named."""
     ranges: list[list[int]] = []
     for step in sorted(set(steps)):
         if ranges and step == ranges[-1][1] + 1:
@@ -295,7 +296,7 @@ def spell_steps(steps: Iterable[int]) -> str:
 
 
 def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
-    """Return ascending ranges (first step, last step) as `spell_steps` writes them."""
+    """Format ascending ranges (first step, last step) as `spell_steps` does."""
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     word = "steps" if ranges[-1][1] > ranges[0][0] else "step"
@@ -303,7 +304,7 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """Return the step and source of a line; None if the line cannot be read."""
+    """Return the step and the source of a line, or None if the line cannot be parsed."""
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", "")

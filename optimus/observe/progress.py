@@ -18,9 +18,9 @@ class Progress(Recorder):
         """Show the bar, if standard error is a terminal.
 
         Args:
-            first_step: The step at which the run starts.
-            last_step: The step at which the run ends.
-            log_interval: Steps between plain lines; the last step always has one.
+            first_step: Step at which the run starts.
+            last_step: Step at which the run ends.
+            log_interval: Number of steps between plain lines. The last step always has a line.
         """
         self._last_step, self._interval = last_step, log_interval
         self._bar: tqdm | None = None
@@ -41,14 +41,14 @@ class Progress(Recorder):
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop updating the bar; lines that follow are printed below it."""
+        """Close the bar. Later log lines are printed below it."""
         if self._bar is not None:
             redirect_lines(None)
             self._bar.close()
 
 
 def indented(text: str) -> str:
-    """Return `text` as lines for a terminal: indented, with control characters escaped."""
+    """Return the lines of `text` indented, with control characters escaped for a terminal."""
     return "\n".join("    " + printable(line) for line in text.split("\n"))
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: a picture of its curves and a summary of its last figures."""
+"""Report of a run: a plot of its loss and gradient norm, and a summary in text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_FIGURE = 1e300
 
 
 class _Step(NamedTuple):
-    """The figures of a line of metrics.jsonl that a report uses."""
+    """Fields of a line of metrics.jsonl that the report uses."""
 
     step: int
     loss: float | None
-    """None, like `grad_norm`, for an update that was skipped for an overflow."""
+    """None if an overflow skipped the update; then `grad_norm` is None, too."""
     grad_norm: float | None
     tokens: int
     step_time_s: float
@@ -29,7 +29,7 @@ class _Step(NamedTuple):
 
 
 class _Evaluation(NamedTuple):
-    """The figures of a line of eval.jsonl that a report uses."""
+    """Fields of a line of eval.jsonl that the report uses."""
 
     step: int
     loss: float | None
@@ -38,23 +38,23 @@ class _Evaluation(NamedTuple):
 def write_report(run_dir: Path) -> tuple[Path, str]:
     """Draw `report.png` from metrics.jsonl and eval.jsonl.
 
-    A damaged line, or one that lacks a field or has a value of another type, is skipped; the
-    summary names the missing steps.
+    A line that is damaged, lacks a field or has a value of a wrong type is skipped. The summary
+    names the steps without a line.
 
     Args:
-        run_dir: The run directory, to which the picture is written.
+        run_dir: Run directory, to which the plot is written.
 
     Returns:
-        The path of the picture and a summary of the run.
+        The path of the plot and a summary of the run.
 
     Raises:
-        DataError: The run has no metrics, or a file cannot be read, is not regular or has a line
-            longer than any that a run writes.
+        DataError: The run has no metrics, or a file cannot be read, is not a regular file, or has
+            a line longer than 1 MiB.
     """
     path = run_dir / "metrics.jsonl"
     steps = [step for line in read_json_lines(path) if (step := _read_step(line)) is not None]
     if not steps:
-        raise DataError(f"{path}: no metrics; is this a run directory?")
+        raise DataError(f"{path}: no metrics; use the directory of a run that made a step")
     lines = read_json_lines(run_dir / "eval.jsonl")
     evaluations = [
         _Evaluation(line["step"], line["loss"])
@@ -67,7 +67,7 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 
 def _read_step(line: Mapping[str, Any]) -> _Step | None:
-    """Return the figures of a line, or None if a figure cannot be drawn or added to others."""
+    """Return the fields of a line, or None if a value is missing, has a wrong type or range."""
     values = [line.get(name, "") for name in _Step._fields]
     step, loss, grad_norm, tokens, *times = values
     usable = _is_count(step) and _is_count(tokens) and _is_loss(loss) and _is_loss(grad_norm)
@@ -108,7 +108,7 @@ def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
 
 
 def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
-    """Return the ranges (first, last) of steps that have no line, between steps that have one."""
+    """Return the gaps between the steps as ranges (first missing step, last missing step)."""
     numbers = sorted({step.step for step in steps})
     return [(low + 1, high - 1) for low, high in itertools.pairwise(numbers) if high > low + 1]
 

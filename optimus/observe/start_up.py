@@ -1,4 +1,4 @@
-"""Time from a command to the end of its first update, on one rank, by phase."""
+"""Durations of the phases from a command to the end of its first update, on one rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class StartUp:
         """Start the stopwatch.
 
         Args:
-            process_start: Value of `time.monotonic` at the start of this process, if it does
-                nothing but this run. Its imports then count as a phase, and so does the time that
-                our spawner took to start it; the time of other launchers is not known. None starts
-                the stopwatch now.
+            process_start: Value of `time.monotonic` at the start of this process, if the process
+                runs nothing else. The time since then is the phase `imports`. With `--nproc`, the
+                time from the command to `process_start` is the phase `launch`; with other
+                launchers it is unknown. None starts the stopwatch now, without these phases.
         """
         self._phases: list[tuple[str, float]] = []
         self._processor_start = 0.0 if process_start is not None else time.process_time()
         self._start = self._last = time.monotonic() if process_start is None else process_start
         if process_start is None:
             return
-        with contextlib.suppress(KeyError, ValueError):  # another launcher does not set it
+        with contextlib.suppress(KeyError, ValueError):  # only `--nproc` sets it
             command_start = float(os.environ[COMMAND_STARTED])
             if 0 <= command_start <= process_start:
                 self._start = command_start
@@ -35,7 +35,7 @@ class StartUp:
         self.done("imports")
 
     def done(self, phase: str) -> None:
-        """End a phase, which began when the phase before it ended."""
+        """End the phase `phase`, which began when the previous phase ended."""
         now = time.monotonic()
         self._phases.append((phase, now - self._last))
         self._last = now

@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 class TensorBoard(Recorder):
-    """Writes records as scalars to `tb/`, until a write fails."""
+    """Writes records as TensorBoard scalars to `tb/`. After a failed write it ignores records."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         """Open an event file.
 
         Args:
-            directory: The run's `tb/`.
-            first_step: The step at which the run starts. TensorBoard hides events of later steps
-                that an earlier start of the run wrote.
+            directory: The directory `tb/` of the run.
+            first_step: Step at which the run starts. TensorBoard hides events of later steps, which
+                an earlier start of the run wrote.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -85,7 +85,7 @@ class TensorBoard(Recorder):
 
 
 def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, float]:
-    """Return the numbers in `values`, except the step, by tag PREFIX/NAME."""
+    """Return the numbers in `values` without the step, with tags PREFIX/NAME as keys."""
     return {
         f"{prefix}/{name}": value
         for name, value in values.items()

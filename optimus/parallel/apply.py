@@ -1,21 +1,21 @@
-"""Build one rank's model from the undivided model: all steps in order.
+"""Construction of one rank's model: all steps of parallelisation, in order.
 
-`build_model` works on the meta device, where a model has names and shapes but no memory:
+`build_model` starts on the meta device, where parameters have shapes but no memory:
 
-1. Pipeline: the modules of other ranks' stages are deleted, so that no style replaces them.
-2. Styles (`ParallelStyle`) replace modules by parallel ones, from the outside in, since a new
-   module brings new children:
-   a. Recomputation replaces blocks. It comes first, so that it encloses the communication that the
-      next styles add; backward repeats that communication.
+1. Pipeline: delete the modules of other ranks' stages, so that no style replaces them.
+2. Styles (`ParallelStyle`): replace modules by parallel versions, outer modules before inner ones,
+   because a new module creates new child modules.
+   a. Recomputation replaces the blocks. It comes first, so that the recomputed code includes the
+      communication that the next styles add. Backward repeats this communication.
    b. Tensor parallelism replaces attention, feed-forward network, embedding, final norm and loss.
    c. Expert parallelism replaces the experts inside the feed-forward networks: ep ranks exchange
       tokens, and each tp rank then computes with its slice of each expert.
-   d. For a zero-bubble schedule, the remaining `nn.Linear` layers are replaced by layers that can
-      defer their weight gradients. Experts and `RowParallelLinear` can always defer them.
-3. Parameters get memory, in this rank's shapes, as `layout.placements` says. This comes last, so
-   that nothing is allocated for a module that is then replaced.
+   d. With a zero-bubble schedule, `DeferredLinear` replaces the remaining `nn.Linear` layers, to
+      defer their weight gradients. Experts and `RowParallelLinear` already have this ability.
+3. Memory: allocate the parameters in the shapes of this rank's slices (`layout.placements`). This
+   step is last, so that no memory is allocated for a module that a style replaces.
 
-A style whose axis has size 1 is not applied: it inserts nothing.
+If an axis has size 1, its style is not applied.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""For each axis that divides parameters: the function that returns a rank's slices of them."""
+"""Functions that return the slices of a module's parameters on a rank, by the dividing axis."""
 
 
 class ParallelStyle(Protocol):
-    """The extension point for parallelism: a style replaces modules of a model.
+    """Extension point for parallelism: a style replaces modules of a model.
 
-    A new module is of a subclass of the replaced module's class and is constructed from the same
-    configuration: parameters keep their names, hooks and `isinstance` work as before, and nothing
-    is assigned to a module from outside.
+    The class of a new module is a subclass of the replaced module's class, and its constructor
+    receives the same configuration. Parameters therefore keep their names, hooks and `isinstance`
+    checks still work, and no code needs to set attributes of a module from outside its class.
     """
 
     def apply(self, model: Transformer) -> None:
@@ -61,7 +61,7 @@ class ParallelStyle(Protocol):
 def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
-    """Return this rank's model with empty parameters in fp32 on `device`."""
+    """Return this rank's model with uninitialised fp32 parameters on `device`."""
     model = _model_of_stages(config.model, layout)
     with torch.device("meta"):
         for style in _styles(config.parallel, config.recompute.modules, layout, groups):
@@ -73,7 +73,7 @@ def build_model(
 def _styles(
     parallel: ParallelConfig, recomputed: Sequence[str], layout: Layout, groups: Groups
 ) -> Iterator[ParallelStyle]:
-    """Return the styles to apply, in this order (see the top of the file)."""
+    """Yield the styles in the order in which they are applied (step 2 in the module docstring)."""
     if recomputed:
         yield Recompute(recomputed)
     if layout.mesh.tp > 1:
@@ -87,7 +87,7 @@ def _styles(
 def make_layout(
     config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
 ) -> Layout:
-    """Return the layout of the rank at `coordinate`, with `num_microbatches` in a step."""
+    """Return the layout of the rank at `coordinate`, with `num_microbatches` per step."""
     schedule = schedule_of(config, mesh, num_microbatches)
     in_sequence = config.parallel.sequence_parallel
     layout = Layout(
@@ -103,7 +103,7 @@ def make_layout(
 
 
 def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
-    """Return the modules of this rank's stages, undivided and on the meta device."""
+    """Return a meta-device model that has only this rank's stages, with undivided parameters."""
     model = whole_model(model_config)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
     model.keep_stages(layers, layout.has_first, layout.has_last)
@@ -113,13 +113,13 @@ def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
 def make_placements(
     model: Transformer, mesh: Mesh, coordinate: Coordinate, sequence_parallel: bool = False
 ) -> dict[str, Placement]:
-    """Return the placement of every parameter on the rank at `coordinate`, by name.
+    """Return the placement of each parameter on the rank at `coordinate`, by parameter name.
 
     Args:
-        model: an undivided model, which may be on the meta device.
+        model: a model with undivided parameters, which may be on the meta device.
         mesh: the sizes of all axes.
         coordinate: the rank's index along each axis.
-        sequence_parallel: `parallel.sequence_parallel`.
+        sequence_parallel: the value of `parallel.sequence_parallel`.
     """
     divided: dict[str, dict[str, tuple[int, Intervals]]] = {}
     for prefix, module in model.named_modules():

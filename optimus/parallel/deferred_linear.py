@@ -1,4 +1,8 @@
-"""Linear layers that can defer their weight gradient from the action I to W of a schedule."""
+"""Linear layers that can defer their weight gradients, for zero-bubble pipeline schedules.
+
+In such a schedule, an action I computes the gradients of a stage's inputs, and a later action W
+computes the gradients of its weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from optimus.model.transformer import Transformer
 
 
 class DeferredLinears:
-    """Style that lets every plain nn.Linear defer its weight gradient (experts always can)."""
+    """Style that replaces every plain `nn.Linear` by a `DeferredLinear`."""
 
     def apply(self, model: Transformer) -> None:
         for parent in list(model.modules()):
@@ -40,8 +44,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        # Kept outside save_for_backward, because a deferred gradient is written to this tensor's
-        # `.grad`: if hooks pack saved tensors, saved_tensors has another tensor over its memory.
+        # The weight is not passed to save_for_backward, because a deferred gradient is written to
+        # its `.grad`: with saved-tensor hooks, `saved_tensors` may return a different tensor object
+        # that shares the weight's memory.
         ctx.weight = weight
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)

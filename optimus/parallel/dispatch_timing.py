@@ -1,6 +1,6 @@
-"""Timing of the dispatchers of expert parallelism, on all ranks at the same time.
+"""Timing of the token dispatchers of expert parallelism.
 
-Dims: T tokens of a microbatch, D hidden, K experts a token.
+Dims: T tokens of a microbatch, D hidden, K experts per token.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def time_dispatchers(
     everyone: Group,
     seed: int,
 ) -> dict[str, float]:
-    """Time one layer's experts, forward and backward, with each dispatcher.
+    """Time forward and backward of the first MoE layer's experts with each dispatcher.
 
-    In each round every dispatcher runs once, and the slowest rank's time counts. Gradients of
-    parameters and the dispatcher in use do not change. All ranks of `everyone` must call this.
+    Each round runs every dispatcher once and takes the time of the slowest rank. Parameter
+    gradients and the model's current dispatcher do not change. All ranks must call this function.
 
     Args:
-        model: this rank's model; a pipeline stage without experts takes part without timing.
-        shape: [T, D], of a random input x; each of its tokens goes to random experts.
-        top_k: K.
-        dtype: of activations.
-        everyone: all ranks.
-        seed: of x and of the choice of experts; the ranks of a tp group must pass the same seed.
+        model: this rank's model. A rank without MoE layers only takes part in the collectives.
+        shape: the shape [T, D] of a random input x. Each token is routed to random experts.
+        top_k: K, the number of experts per token.
+        dtype: the dtype of activations.
+        everyone: the group of all ranks.
+        seed: the seed of x and of the routing. All ranks of a tp group must pass the same seed.
 
     Returns:
-        Median time of a round in seconds, by the name of the dispatcher; the same on every rank.
+        Median time over the rounds in seconds, by dispatcher name. All ranks return equal values.
     """
     device = next(model.parameters()).device
     layers = [module for module in model.modules() if isinstance(module, FastSparseMoE)][:1]
@@ -68,7 +68,7 @@ def _time_pass(
     dtype: torch.dtype,
     seed: int,
 ) -> float:
-    """Return the seconds of one forward and backward pass, including the all-reduces over tp."""
+    """Return the time of one forward and backward pass in seconds, with the all-reduces over tp."""
     experts = layer.experts
     assert isinstance(experts, DispatchedExperts)
     device = experts.down.device

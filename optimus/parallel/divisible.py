@@ -1,6 +1,6 @@
-"""Check that the sizes of the mesh divide the model.
+"""Check that the size of each mesh axis divides the model's dimensions.
 
-The module needs no torch, so that launchers can run the check too.
+This module does not need torch, so that launchers can run the check too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from optimus.model.identity import setting
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """Check the sizes of the mesh against the model.
+    """Check that the size of each mesh axis divides the settings that `AXES` lists for the axis.
 
     Raises:
-        ConfigError: the size of an axis does not divide the model (the message has the nearest size
-            that does), or parallel.sequence_parallel is set and parallel.tp is 1.
+        ConfigError: the size of an axis does not divide such a setting (the message has the nearest
+            size that does), or parallel.sequence_parallel is true although parallel.tp is 1.
     """
     in_sequence = config.parallel.sequence_parallel
     if in_sequence and mesh.tp == 1:
         raise ConfigError(
-            "parallel.sequence_parallel = true divides norms over the tensor-parallel ranks, and "
-            "parallel.tp = 1; remove it, or use parallel.tp of at least 2"
+            "parallel.sequence_parallel = true has no effect with parallel.tp = 1; remove it, or "
+            "use parallel.tp = 2 or more"
         )
     for name, axis in AXES.items():
         size, keys = getattr(mesh, name), axis.divides
@@ -44,15 +44,17 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
                 divisor = math.gcd(mesh.dp * size, *(count for _, count in counts))
                 near = nearest_divisor(divisor, size)
                 raise ConfigError(
-                    f"parallel.{name} = {size} does not divide {key} = {count}; the nearest that "
-                    f"fits the model and {counted(mesh.world_size, 'rank')} is {near}"
+                    f"parallel.{name} = {size} does not divide {key} = {count}; use another size: "
+                    "the nearest size that fits the model and "
+                    f"{counted(mesh.world_size, 'rank')} is {near}"
                 )
 
 
 def _sizes(config: Config, key: str) -> list[int]:
-    """Return the distinct values of a setting over the model's layers.
+    """Return the distinct values of the setting `key` in all layers, in ascending order.
 
-    The 0 of layers that have no experts is left out, unless no layer has any.
+    A setting outside of `[model]` has a single value. A value of 0 (`model.num_experts` of a dense
+    layer) is left out, unless it is the only value.
     """
     section, name = key.split(".")
     if section != "model":

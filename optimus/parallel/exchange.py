@@ -1,7 +1,4 @@
-"""Differentiable collectives, named by the operation of forward and then that of backward.
-
-Dims: T tokens, S sequence, B batch, D hidden; n ranks of the group.
-"""
+"""Differentiable collectives, each named after its forward operation and its backward operation."""
 
 from __future__ import annotations
 
@@ -22,29 +19,30 @@ from optimus.distributed.collectives import (
 
 
 def identity_then_sum(x: Tensor, group: Group) -> Tensor:
-    """Return x; its gradient is the sum of all ranks' gradients."""
+    """Return x. Backward sums the gradients of all ranks (all-reduce)."""
     return _Exchange.apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 def sum_then_identity(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' x; the gradient of x is the gradient of the sum."""
+    """Return the sum of x over all ranks (all-reduce). Backward passes the gradient unchanged."""
     return _Exchange.apply(x, lambda x: _summed(x, group), lambda grad: grad)
 
 
 def gather_then_scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Return all ranks' x, concatenated along `dim`; the gradient of x is the sum over ranks of the
-    gradients of its slice."""
+    """Return the x of all ranks, concatenated along `dim` (all-gather).
+
+    Backward sums the gradients over all ranks and returns this rank's slice (reduce-scatter).
+    """
     return _Exchange.apply(
         x, lambda x: _gathered(x, group, dim), lambda grad: _scattered_sum(grad, group, dim)
     )
 
 
 def gather_then_slice(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Return all ranks' x, concatenated along `dim`; the gradient of x is this rank's slice of the
-    result's gradient.
+    """Return the x of all ranks, concatenated along `dim` (all-gather).
 
-    All ranks must compute the same from the result: its gradient is then complete on every rank and
-    needs no sum.
+    Backward returns this rank's slice of the gradient, without communication. All ranks must
+    compute the same values from the result, so that its gradient is complete on every rank.
     """
 
     def slice_grad(grad: Tensor) -> Tensor:
@@ -54,24 +52,26 @@ def gather_then_slice(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 
 def scatter_sum_then_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Return this rank's slice, along `dim`, of the sum of all ranks' x; the gradient of x is
-    gathered from all ranks."""
+    """Return this rank's slice, along `dim`, of the sum of x over all ranks (reduce-scatter).
+
+    Backward concatenates the gradients of all ranks (all-gather).
+    """
     return _Exchange.apply(
         x, lambda x: _scattered_sum(x, group, dim), lambda grad: _gathered(grad, group, dim)
     )
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """Exchange rows between all ranks; gradients travel back the same way.
+    """Send rows of x to all ranks (all-to-all). Backward sends the gradients of the rows back.
 
     Args:
-        x: [sum(sent), ...], rows in the order of the ranks that they go to.
-        sent: the number of rows that go to each rank.
-        received: the number of rows that come from each rank.
-        group: the ranks.
+        x: [sum(sent), ...], rows ordered by destination rank.
+        sent: the number of rows to send to each rank.
+        received: the number of rows to receive from each rank.
+        group: the ranks that exchange rows.
 
     Returns:
-        [sum(received), ...], rows in the order of the ranks that they come from.
+        [sum(received), ...], received rows ordered by source rank.
     """
     return _Exchange.apply(
         x,
@@ -81,7 +81,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Function that applies `exchange` to x in forward and `exchange_back` to the gradient."""
+    """Autograd function that applies `exchange` in forward and `exchange_back` in backward."""
 
     @staticmethod
     def forward(
@@ -106,9 +106,9 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return all ranks' x, concatenated along `dim`.
+    """Return the x of all ranks, concatenated along `dim`.
 
-    `dim` is moved to the front and back again, since collectives concatenate along the first dim.
+    The collective concatenates along the first dim, so `dim` is moved to the front and back again.
     """
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size * front.shape[0], *front.shape[1:])

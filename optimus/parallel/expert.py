@@ -1,21 +1,23 @@
-"""Expert parallelism: the experts are divided over ep ranks, each of which has other tokens.
+"""Expert parallelism: the experts of a layer are divided over ep ranks, which have different data.
 
-A dispatcher brings tokens to the ranks that have their experts, runs `Experts` there and brings the
-results back. `Experts` skips rows of experts that are on other ranks.
+A dispatcher sends each token to the ranks that have its chosen experts, runs `Experts` on these
+ranks and returns the results. `Experts` skips a token's choices of experts on other ranks.
 
-Bytes that a rank receives from other ranks in one layer, in forward and backward of one microbatch;
-an element of activations has b bytes, an index 8:
+Number of bytes that a rank receives from other ranks for one layer, in forward and backward of one
+microbatch. An activation has b bytes per element, an index has 8 bytes:
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
 
-The rank receives M rows from other ranks and sends R rows to them. A token is one row for each rank
-that has some of its experts, however many. With random routing R is about (n-1)*T*(1 - p), where p
-= C(E-E/n, K) / C(E, K) is the probability that a rank has none of a token's experts. So alltoall
-moves fewer bytes than allgather, and the ratio falls as n/K grows. But alltoall waits for the
-numbers of rows on the host and adds the results token by token.
+With alltoall, a rank receives M rows from other ranks and sends R rows to other ranks. A token is
+sent as a single row to each rank that has at least one of its experts. With random routing, R is
+about (n-1)*T*(1 - p). Here p = C(E-E/n, K) / C(E, K), with binomial coefficients C, is the
+probability that a rank has none of a token's experts. Alltoall therefore moves fewer bytes than
+allgather, and the ratio alltoall/allgather falls as n/K grows. However, with alltoall the host
+waits for the numbers of rows, and the results are added up token by token.
 
-Dims: T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts a token, n ranks.
+Dims: T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts per token, n
+ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class ExpertParallel:
 
     Args:
         group: the ep ranks.
-        dispatcher: a name in DISPATCHERS; or "auto", which uses "allgather" until `use_dispatcher`
+        dispatcher: a key of DISPATCHERS, or "auto", which means "allgather" until `use_dispatcher`
             is called.
     """
 
@@ -63,8 +65,10 @@ class ExpertParallel:
 
 
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Return a rank's slices of the parameters of a module, in the form of `tensor.slices`: some of
-    the experts, each of them whole."""
+    """Return the slices of a module's parameters on one ep rank: a range of undivided experts.
+
+    Arguments and result have the same form as for `tensor.slices`.
+    """
     if isinstance(module, Experts):
         experts = (share(module.gate_up.shape[0], index, size),)
         yield ("gate_up", 0, experts)
@@ -72,18 +76,18 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def use_dispatcher(model: nn.Module, name: str) -> None:
-    """Set the dispatcher of all divided experts of a model, by its name in DISPATCHERS."""
+    """Make all expert-parallel layers of a model use DISPATCHERS[name]."""
     for experts in dispatched_experts(model):
         experts.use_dispatcher(name)
 
 
 def dispatched_experts(model: nn.Module) -> list[DispatchedExperts]:
-    """Return the divided experts of a model, in the order of layers."""
+    """Return all `DispatchedExperts` modules of a model, in the order of layers."""
     return [module for module in model.modules() if isinstance(module, DispatchedExperts)]
 
 
 class DispatchedExperts(Experts):
-    """Experts of a layer that are on this rank. A dispatcher brings them tokens of all ep ranks."""
+    """Expert-parallel `Experts`: has this rank's experts and exchanges tokens with all ep ranks."""
 
     def __init__(self, config: ModelConfig, group: Group, dispatcher: str) -> None:
         super().__init__(config)
@@ -92,7 +96,7 @@ class DispatchedExperts(Experts):
         self.use_dispatcher(dispatcher)
 
     def use_dispatcher(self, name: str) -> None:
-        """Set the dispatcher, by its name in DISPATCHERS, from the next forward pass on."""
+        """Use DISPATCHERS[name] from the next forward pass on."""
         self.dispatcher = name
         self._dispatcher = DISPATCHERS[name](self._group, self.num_experts)
 
@@ -104,11 +108,11 @@ class DispatchedExperts(Experts):
 
 
 class Dispatcher(ABC):
-    """A way to bring tokens to the ranks that have their experts, and the results back.
+    """Base class of dispatchers, which send tokens to their experts' ranks and return the results.
 
     Args:
         group: the ep ranks.
-        num_experts: E, the number of experts on all ranks together.
+        num_experts: E, the total number of experts on all ranks.
     """
 
     def __init__(self, group: Group, num_experts: int) -> None:
@@ -116,15 +120,15 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the sum of each token's expert results, for the tokens of this rank.
+        """Return the weighted sum of the chosen experts' outputs for each token of this rank.
 
-        All ranks of the group must call this.
+        All ranks of the group must call this method.
 
         Args:
-            compute: runs the experts of this rank.
-            x: [T, D].
-            weights: routing weights [T, K].
-            chosen: the number of the expert of each routing weight, int64 [T, K].
+            compute: function that runs the experts of this rank.
+            x: the tokens of this rank, [T, D].
+            weights: routing weights, [T, K].
+            chosen: index of the expert of each routing weight, int64 [T, K].
 
         Returns:
             [T, D].
@@ -132,9 +136,11 @@ class Dispatcher(ABC):
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Dispatcher by Algorithm 1 of the Optimus paper: every rank gathers the tokens of all ranks
-    and computes the results of its experts for them; a reduce-scatter then sums a token's results
-    on the rank of the token."""
+    """Dispatcher that sends every token to all ranks (Algorithm 1 of the Optimus paper).
+
+    Every rank all-gathers the tokens of all ranks and runs its own experts on them. A
+    reduce-scatter then sums the results and returns each token's sum to the token's rank.
+    """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         all_x = gather_then_scatter_sum(x, self._group)
@@ -145,10 +151,10 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Dispatcher that sends a token, with all its K choices, once to each rank that has some of its
-    experts; the results come back and are summed.
+    """Dispatcher that sends a token only to the ranks that have at least one of its experts.
 
-    The host waits for the number of rows that each rank sends.
+    Each of these ranks receives the token once, with all its K choices, and returns one result.
+    The token's rank sums the results. The host waits for the number of rows from each rank.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -163,10 +169,11 @@ class AllToAllDispatcher(Dispatcher):
         return torch.zeros_like(x).index_add(0, tokens, back)
 
     def _destinations(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the tokens to send, int64, and the number of tokens for each rank,
-        int64 [n].
+        """Return the indices of the tokens to send, and the number of tokens to send to each rank.
 
-        The tokens are ordered by destination rank, then by number.
+        Returns:
+            Token indices, int64, ordered by destination rank and then by index; and counts, int64
+            [n].
         """
         size = self._group.size
         rank_of = torch.div(chosen * size, self._num_experts, rounding_mode="floor")
@@ -179,4 +186,4 @@ DISPATCHERS: Mapping[str, type[Dispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
 }
-"""Dispatchers by the names that `parallel.ep_dispatch` takes."""
+"""Dispatcher classes by their names in `parallel.ep_dispatch`."""

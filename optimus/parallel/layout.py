@@ -1,4 +1,4 @@
-"""Layout: the stages and parameters of one rank as a value."""
+"""Layout: an immutable description of the pipeline stages and parameters of one rank."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
-"""Tied parameters by the name of their further use: the head uses embed.weight again."""
+"""Mapping from the second use of a tied parameter to the parameter: the head uses embed.weight."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The stages, actions and parameters of one rank."""
+    """Pipeline stages, schedule and parameters of one rank."""
 
     mesh: Mesh
     coordinate: Coordinate
     schedule: Schedule
     layers: tuple[range, ...]
-    """The layers of each stage of the whole run."""
+    """The layers of each pipeline stage, for the stages of all ranks."""
     placements: dict[str, Placement]
     """The placement of each parameter on this rank, by name."""
     sequence_shares: int = 1
-    """The number of tp ranks that share the sequence of the residual stream; 1 without sequence
-    parallelism."""
+    """The number of tp ranks that divide the sequence; 1 without sequence parallelism."""
 
     @property
     def stages(self) -> range:
-        """Return the stages of this rank, first to last."""
+        """Return the numbers of this rank's stages, in ascending order."""
         return self.schedule.stages_of(self.coordinate.pp)
 
     @property
@@ -41,18 +40,27 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def owner_of(self, name: str) -> str:
-        """Return `name` if it is a parameter on this rank, or the parameter on this rank of which
-        `name` is a further use; else ""."""
+        """Return the name of the parameter that `name` refers to, or "" if this rank lacks it.
+
+        The result differs from `name` if `name` is the second use of a tied parameter
+        (FURTHER_USES).
+        """
         owner = name if name in self.placements else FURTHER_USES.get(name, "")
         return owner if owner in self.placements else ""
 
     def is_far_copy(self, name: str) -> bool:
-        """Return whether this rank has a parameter for its further use only. Another stage, that of
-        its first use, updates and saves it."""
+        """Return whether `name` is a tied parameter that this rank has only for the output head.
+
+        The rank of the first stage has another copy, for the embedding. Only the first stage's copy
+        counts in the gradient norm and is saved in checkpoints.
+        """
         return name in FURTHER_USES.values() and not self.has_first
 
     def stage_of(self, name: str) -> int:
-        """Return the stage of this rank that a parameter, or a further use of one, belongs to."""
+        """Return the stage of this rank that uses the parameter `name`.
+
+        `name` may also be the second use of a tied parameter (FURTHER_USES).
+        """
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
             return next(s for s in self.stages if layer in self.layers[s])

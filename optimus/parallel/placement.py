@@ -1,8 +1,8 @@
-"""Placements: the slices of parameters on a rank, computed from shapes and the rank's coordinate.
+"""Placements: descriptions of the parameter slices of one rank.
 
-A placement is computed from the undivided model on the meta device; it has, for each dim of a
-parameter, the intervals that this rank keeps. Initial weights, checkpoints and the planner all use
-placements.
+A placement lists, for each dim of a parameter, the intervals that the rank has. `make_placements`
+computes it from the shapes of the undivided model and the rank's mesh coordinate. Weight
+initialisation, checkpoints and the planner use placements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optimus.distributed.rules import ParameterKind
 from optimus.model.transformer import Transformer
 
 Intervals = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of one dim; the rank's slice concatenates them in this order."""
+"""Ranges [start, stop) of one dim of a parameter. A rank's slice concatenates them in order."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,22 @@ class Placement:
     """Shape of the whole parameter."""
     kind: ParameterKind
     intervals: tuple[Intervals, ...]
-    """This rank's intervals of each dim."""
+    """The intervals that this rank has, for each dim."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a whole parameter; a view if each dim has one interval."""
+        """Return this rank's slice of the parameter `whole`, as a view if each dim has one
+        interval."""
         for dim, intervals in enumerate(self.intervals):
             ranges = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
             whole = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
         return whole
 
     def of_entry(self) -> Placement:
-        """Return the placement of one entry of the first dim, such as an expert."""
+        """Return the placement of a single entry of the first dim, such as one expert's weights."""
         return Placement(self.shape[1:], self.kind, self.intervals[1:])
 
 
@@ -53,14 +54,18 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Return the range [start, stop) of share `index` if `size` elements are divided into `count`
-    shares, whose sizes differ by one element at most."""
+    """Return the range [start, stop) of share `index` of `size` elements in `count` shares.
+
+    The sizes of the shares differ by at most one element.
+    """
     return size * index // count, size * (index + 1) // count
 
 
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
-    """Replace the meta parameters of a model by empty parameters on `device`, in the shapes of this
-    rank's slices."""
+    """Replace the meta parameters of a model by uninitialised parameters on `device`.
+
+    The new parameters have the shapes of this rank's slices.
+    """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name

@@ -1,17 +1,18 @@
-"""Selective activation checkpointing: backward computes chosen modules of each block again.
+"""Selective activation checkpointing: backward recomputes chosen modules of each block.
 
-Forward keeps less for each module that `recompute.modules` chooses:
+For each module that `recompute.modules` lists, forward keeps fewer tensors for backward:
 
-- `attention`, `moe` and `block`: only the input; `moe` includes `experts`, `block` all others
-- `experts`: the input, but not the pre-activation
-- `norm`: not the output
+- `attention`, `moe` and `block`: only the module's input. `moe` includes `experts`, and `block`
+  includes all other modules.
+- `experts`: the input, but not the pre-activation.
+- `norm`: the input, but not the output.
 
-If a norm and the module after it are both chosen, they are computed again together. Backward
-repeats the communication inside a chosen module, in the same order on all ranks. Nothing here draws
-random numbers, and the same operations on the same values give the same bits, so gradients do not
-change by a bit.
+A norm and the module after it are recomputed together if both are listed. Backward repeats the
+communication inside a recomputed module, in the same order on all ranks. Gradients are
+bit-identical to gradients without recomputation: the modules draw no random numbers, and the same
+operations on the same values give the same bits.
 
-Dims: B batch, S sequence (a tensor-parallel rank's share of it), D hidden.
+Dims: B batch, S sequence (with sequence parallelism, one tp rank's share), D hidden.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _TIMED = 2
 
 
 class Recompute:
-    """Style that lets every block compute some of its modules again in backward.
+    """Style that makes every block recompute some of its modules in backward.
 
     Args:
-        modules: some of "norm", "attention", "moe", "experts" and "block".
+        modules: any of "norm", "attention", "moe", "experts" and "block".
     """
 
     def __init__(self, modules: Collection[str]) -> None:
@@ -51,7 +52,7 @@ class Recompute:
 
 
 class RecomputeBlock(Block):
-    """A block that computes some of its modules again in backward."""
+    """A block that recomputes some of its modules in backward."""
 
     def __init__(self, config: ModelConfig, modules: Collection[str]) -> None:
         super().__init__(config)
@@ -63,9 +64,9 @@ class RecomputeBlock(Block):
         self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
         self._enabled = True
         self.observers: list[Callable[[Tensor], None]] = []
-        """Functions that are called with each tensor that this class's saved-tensor hooks keep for
-        backward. Hooks around the block do not see these tensors, since torch calls only the
-        innermost hooks."""
+        """Functions that the block calls with each tensor that its own saved-tensor hooks keep.
+        Saved-tensor hooks outside the block do not receive these tensors, because torch calls only
+        the innermost hooks."""
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
@@ -91,7 +92,7 @@ class RecomputeBlock(Block):
     def _run_half(
         self, norm: nn.Module, module: nn.Module, module_again: bool, x: Tensor, *rest: Any
     ) -> Any:
-        """Return module(norm(x), *rest). `module_again`: compute the module again in backward."""
+        """Return module(norm(x), *rest). If `module_again`, backward recomputes the module."""
         if not self._recomputes():
             return module(norm(x), *rest)
         if self._norm and module_again:
@@ -105,7 +106,7 @@ class RecomputeBlock(Block):
     def _run_without_norm_output(
         self, norm: nn.Module, module: nn.Module, x: Tensor, *rest: Any
     ) -> Any:
-        """Return module(norm(x), *rest). Backward computes norm(x) again instead of keeping it."""
+        """Return module(norm(x), *rest). Forward drops norm(x), and backward recomputes it."""
         normed = _checkpoint(norm, x)
         output = _NormOutput(norm, x, normed, self.observers)
         with saved_tensors_hooks(output.pack, _unpack):
@@ -117,8 +118,7 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """A norm's output that is not kept for backward. Backward computes it again once, for all saved
-    tensors that are views of it."""
+    """Norm output that is not kept. Backward recomputes it once, for all saved views of it."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ def _unpack(packed: Any) -> Tensor:
 
 @contextlib.contextmanager
 def recompute_disabled(model: nn.Module) -> Iterator[None]:
-    """Turn recomputation off within this context, for all blocks of `model` (or for a block)."""
+    """Turn recomputation off in `model`, which may be a single block, within this context."""
     blocks = [module for module in model.modules() if isinstance(module, RecomputeBlock)]
     for block in blocks:
         block.set_enabled(False)
@@ -168,13 +168,15 @@ def recompute_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Measured cost of one microbatch in the blocks of this rank. The first value of each pair is
-    without recomputation, the second with it."""
+    """Measured cost of one microbatch in all blocks of this rank.
+
+    Each field has two values: without recomputation, and with recomputation.
+    """
 
     kept_bytes: tuple[int, int]
-    """Bytes kept between forward and backward."""
+    """Bytes that forward keeps for backward."""
     seconds: tuple[float, float]
-    """Duration of forward and backward."""
+    """Duration of one forward and backward pass in seconds."""
 
     def __str__(self) -> str:
         (before, after), (fast, slow) = self.kept_bytes, self.seconds
@@ -189,16 +191,16 @@ class RecomputeCost:
 def measure_recompute(
     model: Transformer, shape: tuple[int, int, int], dtype: torch.dtype, seed: int
 ) -> RecomputeCost:
-    """Measure the bytes that recomputation saves and the seconds that it takes.
+    """Measure the memory and the time of one microbatch with and without recomputation.
 
-    The blocks run one by one, so that no more than one block's tensors are kept. Gradients of
-    parameters do not change. All ep and tp ranks that share a block must call this.
+    The blocks run one at a time, so that only one block's saved tensors are in memory. Gradients of
+    parameters do not change. All ep and tp ranks that share a block must call this function.
 
     Args:
         model: this rank's model.
-        shape: [B, S, D], of a random input.
-        dtype: of activations.
-        seed: of the input; the ranks of a tp group must pass the same seed.
+        shape: the shape [B, S, D] of a random input.
+        dtype: the dtype of activations.
+        seed: the seed of the input. All ranks of a tp group must pass the same seed.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -210,7 +212,7 @@ def measure_recompute(
             kept[0] += _kept_bytes(block, x, rope)
         kept[1] += _kept_bytes(block, x, rope)
         if number == 0:
-            _time_pass(block, x, rope)  # not counted: the first call is slow
+            _time_pass(block, x, rope)  # warm-up, since the first call is slow
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_TIMED):
             with recompute_disabled(block):
@@ -227,7 +229,7 @@ def _kept_bytes(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> int
 
 
 def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> float:
-    """Return the seconds of one forward and backward pass."""
+    """Return the duration of one forward and backward pass in seconds."""
     platform.synchronize(x.device)
     start = time.perf_counter()
     out, routing = block(x, rope)
@@ -242,17 +244,17 @@ def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> floa
 class KeptBytes:
     """Context manager that counts the bytes that forward passes of a model keep for backward.
 
-    Each storage counts once. Parameters do not count; neither do indices that a function keeps
+    Each storage counts once. Parameters do not count, and neither do indices that a function keeps
     outside autograd's saved tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Storages are compared, not addresses: a storage may have no memory until its parameters
-        # are needed.
+        # Compare storages and not addresses: a storage may have no memory, and hence no address,
+        # until its parameters are needed.
         self._skipped = {p.untyped_storage()._cdata for p in model.parameters()}
         self._blocks = [block for block in model.modules() if isinstance(block, RecomputeBlock)]
         self._kept: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that no later tensor gets the address of a counted one
+        self._alive: list[Tensor] = []  # counted tensors: no later tensor may reuse their addresses
         self._hooks = saved_tensors_hooks(self._pack, lambda saved: saved)
 
     def __enter__(self) -> KeptBytes:

@@ -1,12 +1,13 @@
-"""Tensor parallelism: heads, intermediate sizes and the vocabulary divided over tp ranks.
+"""Tensor parallelism: attention heads, intermediate sizes and vocabulary divided over tp ranks.
 
-Megatron's scheme (arXiv 1909.08053): in attention and in the feed-forward network, the first linear
-layers are divided by columns (output features), the last one by rows (input features). Each of the
-two then needs one all-reduce of its outputs in forward and one of its input's gradients in
-backward. With sequence parallelism (arXiv 2205.05198) the residual stream between them is divided
-along the sequence, and reduce-scatters and all-gathers replace the all-reduces.
+This is the scheme of Megatron-LM (arXiv 1909.08053). In attention and in the feed-forward network,
+the first linear layers are column-parallel (divided by output features), and the last linear layer
+is row-parallel (divided by input features). Attention and feed-forward network each need one
+all-reduce of the output in forward and one all-reduce of the input's gradient in backward. With
+sequence parallelism (arXiv 2205.05198), the residual stream outside these modules is divided along
+the sequence, and all-gathers and reduce-scatters replace the all-reduces.
 
-Dims: B batch, S sequence, D hidden, T tokens, K experts a token, N targets, V vocabulary of this
+Dims: B batch, S sequence, D hidden, T tokens, K experts per token, N targets, V vocabulary of this
 rank.
 """
 
@@ -71,31 +72,36 @@ class TensorParallel:
             model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input [B, S, D] of divided layers, with the whole sequence. Backward sums its
-        gradient over ranks, each of which has computed a summand."""
+        """Return the input [B, S, D] of column-parallel layers.
+
+        With sequence parallelism, x is this rank's share of the sequence, and the result is the
+        whole sequence. Backward sums the partial gradients of all ranks.
+        """
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
         return identity_then_sum(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks of x [B, S, D]; with sequence parallelism, only this rank's
-        share of the sequence."""
+        """Return the sum over all ranks of x [B, S, D], the partial output of row-parallel layers.
+
+        With sequence parallelism, the result is only this rank's share of the sequence.
+        """
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
         return sum_then_identity(x, self.group)
 
 
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Return a rank's slices of the parameters of a module that tp divides.
+    """Return the slices of a module's parameters on one tp rank.
 
     Args:
-        module: a module of the whole model.
+        module: a module of the undivided model.
         index: the rank's index along tp.
         size: the number of tp ranks.
 
     Returns:
-        For each divided parameter its name in `module`, the divided dim, and the intervals of that
-        dim on the rank.
+        For each parameter that tp divides: its name in `module`, the divided dim, and the rank's
+        intervals of this dim.
     """
     if size == 1:
         return
@@ -131,11 +137,11 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return whether, under sequence parallelism, each tp rank applies a parameter to its share of
-    the tokens only.
+    """Return whether, with sequence parallelism, a rank applies a parameter only to its own tokens.
 
-    This is so for norms of the residual stream and for biases that are added after a
-    reduce-scatter. The router sees all tokens.
+    Each rank then computes only a summand of the parameter's gradient. The result is True for norms
+    of the residual stream and for biases that are added after a reduce-scatter. It is False for the
+    router, which receives all tokens.
     """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
@@ -144,8 +150,10 @@ def sees_share_of_sequence(name: str) -> bool:
 
 
 class RowParallelLinear(DeferredLinear):
-    """Linear layer with a share of the input features: the ranks' outputs are summed, and the bias
-    is added once, after the sum."""
+    """Linear layer that is divided by input features.
+
+    The outputs of all ranks are summed, and the bias is added once, after the sum.
+    """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, style: TensorParallel) -> None:
         super().__init__(in_size, out_size, bias)
@@ -189,12 +197,11 @@ class TensorParallelMLP(MLP):
 
 
 class TensorParallelMoE(FastSparseMoE):
-    """Mixture of experts with this rank's share of their intermediate size; every rank routes all
-    tokens.
+    """Mixture of experts with this rank's share of each expert's intermediate size.
 
-    Each rank computes a summand of the gradients of the experts' input and of the routing weights.
-    The class sums them over ranks, so that the router's gradient is complete on every rank
-    (CONTRACT.md, "Ranks").
+    Every rank routes all tokens, but computes only partial gradients of the experts' input and of
+    the routing weights. The class sums these gradients over the ranks, so that the router's
+    gradient is complete on every rank.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
@@ -218,8 +225,10 @@ class TensorParallelMoE(FastSparseMoE):
 
 
 class VocabularyParallelEmbedding(Embedding):
-    """Embedding with the rows of some tokens on this rank, beginning with token `first`. Other
-    tokens give zeros here; the sum over ranks adds their rows."""
+    """Embedding whose vocabulary is divided: this rank has the rows of token ids from `first` on.
+
+    Each rank computes zeros for token ids of other ranks, and a sum over all ranks follows.
+    """
 
     def __init__(self, config: ModelConfig, style: TensorParallel, first: int) -> None:
         super().__init__(config)
@@ -233,7 +242,7 @@ class VocabularyParallelEmbedding(Embedding):
 
 
 class _FinalNorm(nn.Module):
-    """Mixin for the norm before a head whose vocabulary is divided; makes the input of the head."""
+    """Mixin that makes a final norm apply `TensorParallel.enter` to its output, for the head."""
 
     def __init__(self, size: int, eps: float, style: TensorParallel) -> None:
         super().__init__(size, eps)
@@ -244,15 +253,18 @@ class _FinalNorm(nn.Module):
 
 
 class FinalRMSNorm(_FinalNorm, RMSNorm):
-    """RMSNorm before a head whose vocabulary is divided."""
+    """RMSNorm before an output head whose vocabulary is divided."""
 
 
 class FinalLayerNorm(_FinalNorm, LayerNorm):
-    """LayerNorm before a head whose vocabulary is divided."""
+    """LayerNorm before an output head whose vocabulary is divided."""
 
 
 class DividedSequenceRotary(Rotary):
-    """Rotary embedding of the whole sequence; `forward` receives the length of one rank's share."""
+    """Rotary embedding under sequence parallelism.
+
+    `forward` receives the length of one rank's share and returns tables for the whole sequence.
+    """
 
     def __init__(self, config: ModelConfig, shares: int) -> None:
         super().__init__(config)
@@ -263,7 +275,7 @@ class DividedSequenceRotary(Rotary):
 
 
 class DividedRMSNorm(RMSNorm):
-    """RMSNorm over all heads, of which each rank has some: the sums of squares are all-reduced."""
+    """RMSNorm over all heads, which are divided over ranks. The sums of squares are all-reduced."""
 
     def __init__(self, size: int, eps: float, group: Group) -> None:
         super().__init__(size, eps)
@@ -274,7 +286,7 @@ class DividedRMSNorm(RMSNorm):
 
 
 class _DividedRMSNorm(torch.autograd.Function):
-    """RMSNorm whose two sums over a row, one in forward and one in backward, are all-reduced."""
+    """Autograd function of DividedRMSNorm. Forward and backward each all-reduce one sum per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
@@ -302,10 +314,10 @@ class _DividedRMSNorm(torch.autograd.Function):
 
 
 class VocabularyParallelLoss(CrossEntropy):
-    """Cross-entropy over a divided vocabulary; every rank returns the same sum.
+    """Cross-entropy over a divided vocabulary. Every rank returns the same sum over all targets.
 
-    logits [N, V] are for this rank's tokens, beginning with token `first`; targets [N] are token
-    ids of the whole vocabulary. The ranks exchange three numbers per row, never the logits.
+    This rank's logits [N, V] are for the V token ids from `first` on. Targets [N] are token ids of
+    the whole vocabulary. The ranks exchange three numbers per row, never the logits.
     """
 
     def __init__(self, group: Group, first: int) -> None:

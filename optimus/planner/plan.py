@@ -16,17 +16,18 @@ _GIB = 1 << 30
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """Return the resources of a run as a dict for JSON. A configuration may have only `[model]`.
+    """Return the parameters, FLOPs and memory of a run as a dict for JSON.
 
-    The result always has `total_params`, `active_params`, `world`, `memory` and `ranks`. `memory`
-    has the bytes of model states, without activations, on the rank that has most, and `staging`,
-    the host memory for checkpoint.async_save, which is not in `total`. `ranks` has the same figures
-    for each coordinate along the axes of UNEQUAL, since they do not depend on dp and ep.
+    Only the section `[model]` is required. The result always has `total_params`, `active_params`,
+    `world`, `memory` and `ranks`. `memory` has the bytes of model states, without activations, on
+    the rank with the most bytes. Its entry `staging`, the host memory for checkpoint.async_save, is
+    not included in its entry `total`. `ranks` lists the same figures for each pair of pp and tp
+    coordinates (UNEQUAL); the figures do not depend on dp and ep.
 
-    With `train.seq_len` the result also has `flops_per_token`; with a global batch as well,
-    `flops_per_step`; with a number of steps, too, `tokens` and `flops` of the whole run. FLOPs are
-    those of forward and backward, as CONTRACT.md defines them. If `parallel.dp` is 0, the world has
-    one replica of the model.
+    If the configuration sets `train.seq_len`, the result also has `flops_per_token`. If it also
+    sets the global batch, the result has `flops_per_step`, and if it also sets the number of steps,
+    `tokens` and `flops` of the whole run. FLOPs count forward and backward. If
+    `parallel.dp` is 0, the world has one replica of the model.
     """
     train = config.train
     total, active = count_parameters(config.model)
@@ -61,7 +62,7 @@ def plan(config: Config) -> dict[str, Any]:
 
 
 def format_plan(result: dict[str, Any]) -> str:
-    """Return the plan as text, one line for each figure."""
+    """Return the result of `plan` as text, with one line per figure."""
     lines = [
         ("parameters", f"{result['total_params']:,}"),
         ("active for a token", f"{result['active_params']:,}"),
@@ -89,7 +90,7 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("world", f"{ranks_of}, optim.sharding = {result['sharding']}")]
     lines.append(("on the fullest rank" if len(ranks) > 1 else "on each rank", head))
     lines += [(f"  {kind}", _size_text(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
-    lines.append(("  of it padding", _size_text(memory["padding"])))
+    lines.append(("  padding, included", _size_text(memory["padding"])))
     if memory["staging"]:
         lines.append(
             ("host memory in addition", f"{_size_text(memory['staging'])}, for checkpoints")

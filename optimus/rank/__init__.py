@@ -1,1 +1,1 @@
-"""One rank: its model, groups, states and segments; on a device for training, on meta for plans."""
+"""Model, groups, states and segments of a rank, on its device or, for plans, on the meta device."""

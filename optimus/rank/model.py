@@ -1,4 +1,4 @@
-"""One rank's model: built by `optimus.parallel`, run by the executor of the pipeline."""
+"""Model of a rank: `optimus.parallel` builds it, and the pipeline executor runs it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ from optimus_kernels import WeightGrads
 
 
 def uncompiled(is_compiled: bool) -> AbstractContextManager:
-    """Return a context in which compiled blocks run eagerly; it changes nothing if the blocks are
-    not compiled. All updates have the same shape. The last batch of an evaluation and each token of
-    a generated sample have others, and torch would compile the blocks again for each shape."""
+    """Return a context in which compiled blocks run eagerly. It has no effect on eager blocks.
+
+    Evaluation and sampling use it. Their inputs have shapes that no update has, such as the last
+    batch or each token of a sample, and torch would recompile the blocks for each new shape.
+    """
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
@@ -44,8 +46,8 @@ class RankModel:
 
     Args:
         config: The run's configuration.
-        groups: This rank's groups.
-        plan: The division of the global batch.
+        groups: Process groups of this rank.
+        plan: Batch sizes of an update.
         device: Device of parameters and activations.
     """
 
@@ -87,11 +89,13 @@ class RankModel:
         )
 
     def make_states(self, poison: bool = False) -> ChunkEngine:
-        """Make the states of the model from the current values of its parameters, which become
-        views of chunks. A collective of all ranks.
+        """Create the model's states from the current values of its parameters.
+
+        The parameters become views of chunks, the flat buffers of the states. A collective of all
+        ranks.
 
         Args:
-            poison: As in Residency; for tests.
+            poison: Fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule
         engine = make_states(
@@ -112,17 +116,22 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """Defer all weight gradients to W if the schedule divides backward into I and W, so that
-        the gradients added after a microbatch's last action are of that microbatch only, as
-        deterministic mode requires."""
+        """Defer all weight gradients to W actions, if the schedule splits backward into input
+        gradients (I) and weight gradients (W).
+
+        Deterministic mode requires this: all gradients that are added after the last action of a
+        microbatch then belong to this microbatch.
+        """
         if self.layout.schedule.splits_backward:
             leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def write_gradients_to_chunks(self, states: ChunkEngine) -> None:
-        """Make experts and embeddings add their weight gradients directly to the chunks from now
-        on, which saves a buffer and a pass over it. This cannot be undone. Layers must be timed
-        before it, since `torch.autograd.grad` then returns no gradient for these weights."""
+        """Make experts and embeddings add their weight gradients directly to the chunks.
+
+        This saves a buffer and a pass over it, and cannot be undone. `torch.autograd.grad` then
+        returns no gradient for these weights, so layers must be timed before this call.
+        """
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
                 module.write_gradients_to(partial(_chunk_gradients, states, name))
@@ -131,24 +140,24 @@ class RankModel:
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return the microbatches with their tokens on the device. Document ids stay on the host,
-        which computes the lengths of documents from them."""
+        because the host computes document lengths from them."""
         return [batch._replace(tokens=batch.tokens.to(self._device)) for batch in microbatches]
 
     def cross_entropies(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
-        """Run only forward passes. Return each microbatch's sum of cross-entropies (fp32 scalar,
-        nats) on the last stage; [] on other stages and on tp ranks other than the first. A
-        collective of the ranks of one model."""
+        """Run forward passes and return the sum of cross-entropies of each microbatch (fp32 scalar,
+        nats). The list is empty except on the first tp rank of the last stage. A collective of the
+        ranks of one model replica."""
         terms = self.executor.evaluate(self.to_device(microbatches))
         if not self._groups.counts:
             return []
         return [term.ce_sum for term in terms.values() if term.ce_sum is not None]
 
     def logits_after(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits fp32 [1, 1, V] of the next token after tokens int64 [1, S] on the last
-        stage, None on other stages. A collective of the ranks of one model."""
+        """Return the logits, fp32 [1, 1, V], of the token that follows `tokens`, int64 [1, S].
+        Return None except on the last stage. A collective of the ranks of one model replica."""
         length = tokens.shape[1]
         # Sequence parallelism must divide S evenly. Attention is causal, so the appended tokens do
-        # not change the logits of earlier ones.
+        # not change the logits of earlier tokens.
         padded = F.pad(tokens, (0, -length % self.layout.sequence_shares))
         logits = self.executor.logits(padded, length - 1)
         if logits is None:
@@ -162,6 +171,6 @@ class RankModel:
 
 
 def _chunk_gradients(states: ChunkEngine, name: str) -> WeightGrads:
-    """Return the memory in the chunks to which the experts module `name` adds weight gradients."""
+    """Return the chunk memory to which the experts module `name` adds its weight gradients."""
     gate_up, down = (states.gradient(f"{name}.{weight}") for weight in ("gate_up", "down"))
     return WeightGrads(gate_up, down, add=True)

@@ -1,7 +1,7 @@
 """Model states of a rank, for training on its device and for plans on the meta device.
 
-Training and plans use the same code: a plan makes the run's engine from tensors on the meta device,
-which have no memory, and counts their bytes.
+Training and plans use the same code. A plan builds the engine of the run on the meta device, where
+tensors have no memory, and counts their bytes.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ def make_states(
     model: Transformer,
     poison: bool = False,
 ) -> ChunkEngine:
-    """Make the states of a rank's model from the current values of its parameters, which become
-    views of chunks.
+    """Create the states of a rank's model from the current values of its parameters.
+
+    The parameters become views of chunks, the flat buffers of the states.
 
     Args:
         optim, train: Sections of the run's configuration.
-        layout: The rank's layout.
-        groups: The rank's groups.
-        model: The rank's model, from `build_model`.
-        poison: As in Residency; for tests.
+        layout: Layout of the rank.
+        groups: Process groups of the rank.
+        model: Model of the rank, from `build_model`.
+        poison: Fill freed chunks with NaN, for tests.
     """
     engine = ChunkEngine(
         dict(model.named_parameters()),
@@ -96,8 +97,8 @@ def states_of_rank(
 
 
 def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Home | None:
-    """Return the groups that reduce and shard the parameter `name`, which may also be the name of a
-    further use of a parameter (a tied head). None if this rank has no such parameter."""
+    """Return the process groups that reduce and shard the parameter `name`, which may be a tied
+    head. Return None if this rank has no such parameter."""
     owner = layout.owner_of(name)
     if not owner:
         return None
@@ -121,7 +122,7 @@ def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Ho
 
 
 def check_names(optim: OptimConfig, model: ModelConfig) -> None:
-    """Check the patterns of `[optim]`.
+    """Check that the patterns of `optim.groups` and `optim.frozen` match parameters.
 
     Raises:
         ConfigError: A pattern matches no parameter of the model.
@@ -131,7 +132,7 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that the cache of parameters has slots for all chunks of any segment of any rank.
+    """Check that the parameter cache has enough slots for every segment of every rank.
 
     Raises:
         ConfigError: optim.cache_chunks is too small.
@@ -149,18 +150,18 @@ def check_slots(config: Config, mesh: Mesh) -> None:
 
 
 class PlannedRank(NamedTuple):
-    """The states of a rank on the meta device."""
+    """States of a rank on the meta device, with its layout and process groups."""
 
     engine: ChunkEngine
     layout: Layout
     groups: Groups
     fewest_slots: int
-    """The smallest cache of parameters, in chunks, with which the rank can run."""
+    """Smallest size of the parameter cache, in chunks, with which the rank can run."""
 
 
 def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank:
-    """Make the states of the rank at `coordinate` on the meta device."""
-    # The number of microbatches changes no state.
+    """Create the states of the rank at `coordinate` on the meta device."""
+    # The number of microbatches does not affect the states.
     layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
     model = build_model(config, layout, groups, torch.device("meta"))
@@ -170,22 +171,24 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
-    """Yield the coordinate of one rank for each size of model states. Ranks that differ only along
-    dp or ep have states of the same size: all shards of a chunk have the same length, and ep
-    divides experts evenly."""
+    """Yield the coordinate of one rank for each pair of pp and tp coordinates (UNEQUAL).
+
+    Ranks that differ only along dp or ep have states of the same size, because all shards of a
+    chunk have the same length and ep divides experts evenly.
+    """
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
-    """Plan the model states of one rank at each coordinate along the axes of UNEQUAL.
+    """Plan the model states of one rank for each pair of pp and tp coordinates (UNEQUAL).
 
-    Returns:
-        Pairs of a coordinate and the rank's bytes by use. "total" includes "cache", the chunks of
-        parameters that are whole at the same time under optim.resident = "cache". "staging", the
-        host memory for checkpoint.async_save, is not in the total. Ranks that differ along dp or ep
-        have other padding in "staging"; with checkpoint.scatter = "paper" only the ranks that write
-        have it.
+    Yields:
+        The coordinate of the rank and its bytes by use. "total" includes "cache", the parameter
+        chunks that are gathered at the same time under optim.resident = "cache". "total" does not
+        include "staging", the host memory for checkpoint.async_save. The padding in "staging" may
+        differ along dp and ep. With checkpoint.scatter = "paper", only ranks that write checkpoints
+        have "staging", and the planned rank is one of them.
 
     Raises:
         ConfigError: The mesh does not divide the model, a pattern matches no parameter, or the

@@ -1,1 +1,1 @@
-"""Detection of faults before they spread: values that are not finite."""
+"""Detection of non-finite values, and of the rank and layer that computed them."""

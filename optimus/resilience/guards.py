@@ -1,4 +1,4 @@
-"""Non-finite losses and gradients: found on the rank that made them, before any reduction."""
+"""Detection of non-finite values on the rank that computed them, before any reduction."""
 
 from __future__ import annotations
 
@@ -20,39 +20,38 @@ logger = logging.getLogger(__name__)
 def is_finite(flat: Tensor) -> bool:
     """Return whether all values of a large buffer are finite.
 
-    If the sum, which is fast, is finite, all values are. Otherwise each element is checked, since
-    the sum of finite values may overflow.
+    The sum, which is fast to compute, is checked first: if it is finite, all values are finite.
+    Otherwise each element is checked, since the sum of finite values may overflow.
     """
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the first name whose tensor has a NaN or an infinity; None if all tensors are
-    finite."""
+    """Return the name of the first tensor with a NaN or an infinity; None if all are finite."""
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
 class ForwardWatch:
-    """Finds the module in which a forward pass of this rank first computes a non-finite value from
-    finite inputs.
+    """Finds the first module that computes a non-finite value from finite inputs in forward passes
+    of this rank.
 
-    Collectives spread a rank's non-finite value to other ranks. Ranks that share layers run the
+    Collectives spread non-finite values to other ranks. Ranks of the same pipeline stage run the
     same modules and collectives in the same order, so the rank with the smallest `when` computed
     the first non-finite value.
     """
 
     def __init__(self) -> None:
         self.module = ""
-        """Name of the innermost such module; "" if there is none."""
+        """Name of that module, the innermost of nested modules; "" if there is none."""
         self.when = 0
-        """Number of values checked on this rank (outputs of modules, contributions to collectives)
-        up to the first non-finite one."""
+        """Number of values (outputs of modules, contributions to collectives) that this rank
+        checked, up to the first non-finite value."""
         self._events = 0
         self._running: list[tuple[str, bool]] = []  # module, and whether its inputs are finite
 
     @contextlib.contextmanager
     def over(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which forward passes of `model` are checked."""
+        """Return a context that checks all forward passes of `model`."""
         handles = []
         for name, module in model.named_modules():
             if name:
@@ -82,16 +81,16 @@ class ForwardWatch:
 
 
 def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
-    """Write a durable JSON file about a non-finite value, for decisions on a restart. Log a warning
-    if the disk fails.
+    """Write a durable JSON file about a non-finite value, for the decision whether to restart the
+    run. If the file cannot be written, log a warning.
 
     Args:
         log_dir: Directory of the file `nonfinite-rank{rank}.json`.
         rank: The rank that computed the value.
         step: Number of the update.
         text: Description of the value.
-        host: The machine of the rank.
-        more: Further keys of the file, with their values.
+        host: Host name of the rank's machine.
+        more: Other keys and values of the file.
     """
     path = log_dir / f"nonfinite-rank{rank}.json"
     try:

@@ -1,1 +1,1 @@
-"""The training run: its plan, its start, the loop, one update, and saves."""
+"""Training runs: the plan, the start, the training loop, the update and the saves."""

@@ -1,8 +1,9 @@
-"""Choices that ranks measure at the start of a run: kernels, grouped GEMM and expert dispatch.
+"""Choice of the kernel backend, the grouped GEMM and the expert dispatch at the start of a run.
 
-Reduction orders differ between backends and between the forms of the grouped GEMM: torch's op or a
-loop over experts. Ranks with different choices would diverge without an error, so all ranks compare
-their choices before the first step, and the run fails if the choices differ.
+The grouped GEMM has two implementations, called forms: "torch" is torch's op, "loop" is a loop over
+experts. Backends and forms add numbers in different orders, so ranks with different choices would
+diverge without an error. Therefore all ranks compare their choices before the first step, and the
+run fails if the choices differ.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ logger = logging.getLogger(__name__)
 _FORM, _DISPATCH = "kernels.grouped_gemm", "parallel.ep_dispatch"
 _TIMED_RUNS = 3
 _MEASURED_TOKENS = 4096
-"""Enough tokens to fill a device; more would only take longer."""
+"""Maximum number of tokens with which the grouped GEMM is timed: enough to fill a device."""
 _AS_STORED = "as in the checkpoint"
 MEASURED = "measured at start"
-"""Value of a setting that ranks have yet to measure."""
+"""Placeholder for a value that ranks choose by a measurement at the start of the run."""
 
 
 class KernelChoices(NamedTuple):
-    """Values of `[kernels]` that all ranks use; as configured if the model uses no kernels."""
+    """Values of the settings in `[kernels]`, the same on all ranks. Without experts in the model, a
+    value may remain "auto"."""
 
     backend: str
     grouped_gemm: str
@@ -57,33 +59,35 @@ class KernelChoices(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredChoices:
-    """Values that all ranks use for the settings that `"auto"` leaves to the start of a run."""
+    """Values that replace "auto" in the configuration at the start of a run."""
 
     kernels: KernelChoices
     ep_dispatch: str
     from_checkpoint: tuple[str, ...] = ()
-    """Settings that have the checkpoint's value: the run does not measure them again, unless its
-    devices do not support that value."""
+    """Names of the settings whose values come from the checkpoint. The run measures such a setting
+    only if its devices do not support the checkpoint's value."""
 
     def as_settings(self) -> dict[str, str]:
-        """Return the choices as "section.key": value."""
+        """Return the choices as a dict from "section.key" to the value."""
         kernels = {f"kernels.{key}": value for key, value in self.kernels._asdict().items()}
         return kernels | {_DISPATCH: self.ep_dispatch}
 
     def record_in(self, config: Config) -> Config:
-        """Return `config` with these choices: a run writes it to config.toml and checkpoints."""
+        """Return a copy of `config` with these choices, for config.toml and checkpoints."""
         kernels = config.kernels.model_copy(update=self.kernels._asdict())
         parallel = config.parallel.model_copy(update={"ep_dispatch": self.ep_dispatch})
         return config.model_copy(update={"kernels": kernels, "parallel": parallel})
 
 
 def choices_before_start(config: Config, checkpoint: Manifest | None) -> MeasuredChoices:
-    """Return the choices that the configuration, the environment and the checkpoint determine,
-    MEASURED for those that ranks make.
+    """Return the choices that need no measurement.
+
+    They follow from the configuration, the environment and the checkpoint. A setting that ranks
+    have to measure has the value MEASURED.
 
     Args:
         config: The run's configuration.
-        checkpoint: The full checkpoint that the run resumes; None for another start.
+        checkpoint: The full checkpoint from which the run resumes, or None.
 
     Raises:
         ConfigError: OPTIMUS_KERNELS has an unknown value.
@@ -115,22 +119,22 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
 
 
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
-    """Choose and install the kernel backend and the form of the grouped GEMM on all ranks.
+    """Choose the kernel backend and the form of the grouped GEMM, and install them on all ranks.
 
-    A collective of all ranks. Chooses nothing for a model without experts, unless a rank's
-    configuration or environment names a backend. Logs the choices, and each choice that differs
-    from the checkpoint's.
+    A collective of all ranks. For a model without experts, nothing is chosen unless the
+    configuration or the environment of a rank names a backend. The choices are logged, and so are
+    their differences from the checkpoint.
 
     Args:
         config: The run's configuration.
         world: All ranks.
-        checkpoint: The full checkpoint that the run resumes; None for another start. If
-            `kernels.grouped_gemm` is "auto", the run keeps the checkpoint's form, provided that
-            the device supports it.
+        checkpoint: The full checkpoint from which the run resumes, or None. If
+            `kernels.grouped_gemm` is "auto", the run keeps the form that the checkpoint records if
+            the device supports that form.
 
     Raises:
-        ConfigError: A choice given by name is unavailable on some rank, or ranks differ. Raised on
-            every rank.
+        ConfigError: A backend or form that is selected by name is unavailable on some rank, or the
+            choices of ranks differ. Raised on every rank.
     """
     sparse = any(config.model.experts_by_layer)
     request = _request(config)  # environments may differ
@@ -143,7 +147,7 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
     name = _agree_on_backend(world).name
     form = _agree_on_form(config, world, stored) if sparse else config.kernels.grouped_gemm
     choices = KernelChoices(name, form)
-    logger.info("kernels: %s%s", name, f", grouped products: {form}" if sparse else "")
+    logger.info("kernels: %s%s", name, f", grouped GEMM: {form}" if sparse else "")
     for key, value in choices._asdict().items():
         before = stored.get(f"kernels.{key}", value)
         if checkpoint is not None and before != value:
@@ -158,9 +162,11 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
 
 
 def _agree_on_backend(world: World) -> Backend:
-    """Install the same backend on all ranks. Up to MAX_BUILDING_WORLD ranks, the first rank of each
-    machine compiles missing kernels, while the other ranks wait in a collective, for at most
-    parallel.timeout_s."""
+    """Install the same backend on all ranks and return it. Raises ConfigError if ranks differ.
+
+    In a run of at most MAX_BUILDING_WORLD ranks, the first rank of each machine compiles missing
+    kernels. The other ranks wait for it in a collective, for at most parallel.timeout_s.
+    """
     kind, builds = world.device.type, world.launch.local_rank == 0
     chosen, answer = Backend("torch"), Answer()
     if builds:
@@ -172,25 +178,25 @@ def _agree_on_backend(world: World) -> Backend:
     if problem := disagreement(answers):
         raise ConfigError(problem)
     if chosen.why_not:
-        logger.info("plain torch on %s, since %s", kind, chosen.why_not)
+        logger.info("using plain torch on %s, since %s", kind, chosen.why_not)
     backend.use(kind, chosen)
     return chosen
 
 
 class Answer(NamedTuple):
-    """The backend that one rank has chosen."""
+    """The backend that one rank has chosen, or the reason why the rank has none."""
 
     name: str = ""
     key: str = ""
     why_not: str = ""
-    """With "auto": the reason why the device's backend is not used."""
+    """With "auto": the reason why the device's compiled kernels are not used, or ""."""
     failure: str = ""
-    """The reason why a backend chosen by name is unavailable."""
+    """The error of a backend that is selected by name and is unknown or unavailable, or ""."""
 
 
 def _request(config: Config) -> Answer:
-    """Return the backend that this rank's environment or configuration names, or "auto"; from now
-    on ops use it."""
+    """Set the configured backend for the ops of this rank. Return the name in effect, which is
+    "auto" or the name of a backend; the environment variable OPTIMUS_KERNELS takes precedence."""
     try:
         backend.choose(config.kernels.backend)
         return Answer(backend.chosen()[0])
@@ -207,8 +213,8 @@ def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
 
 
 def disagreement(answers: Sequence[Answer]) -> str:
-    """Return one line that names the ranks whose backend is unavailable or differs from the other
-    ranks'; "" if all ranks have the same backend."""
+    """Return an error message that names the ranks whose backend is unavailable, or the ranks of
+    each backend if ranks differ; "" if all ranks have the same backend."""
     if failure := _failure(answers):
         return failure
     by_choice = defaultdict(list)
@@ -221,20 +227,21 @@ def disagreement(answers: Sequence[Answer]) -> str:
     ]
     reason = next((f" ({answer.why_not})" for answer in answers if answer.why_not), "")
     return (
-        f"ranks differ in their kernels: {', '.join(choices)}{reason}; give all machines one "
-        "OPTIMUS_KERNELS_CACHE with what `optimus kernels build` made, or set kernels.backend=torch"
+        f"ranks differ in their kernels: {', '.join(choices)}{reason}; set OPTIMUS_KERNELS_CACHE "
+        "on all machines to one directory that `optimus kernels build` has filled, or set "
+        "kernels.backend=torch"
     )
 
 
 def _failure(answers: Sequence[Answer]) -> str:
-    """Return the numbers of all ranks that failed and the first one's failure; "" if none did."""
+    """Return text with all failed ranks and the failure of the first of them; "" if none failed."""
     failed = [rank for rank, answer in enumerate(answers) if answer.failure]
     where = f"{_rank_ranges(failed)}: " if failed and len(answers) > 1 else ""
     return where + answers[failed[0]].failure if failed else ""
 
 
 def _rank_ranges(ranks: Sequence[int]) -> str:
-    """Return `rank 3` or `ranks 0-7, 9`."""
+    """Return the ranks as text, such as `rank 3` or `ranks 0-7, 9`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -246,27 +253,28 @@ def _rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def _form_setting(config: Config) -> str:
-    """Return the form of the grouped GEMM that the configuration determines, or "auto"."""
+    """Return the form of the grouped GEMM that the configuration selects, or "auto". Deterministic
+    mode selects "loop"."""
     sparse = any(config.model.experts_by_layer)
     return "loop" if sparse and config.train.deterministic else config.kernels.grouped_gemm
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the form of the grouped GEMM that the configuration, else the checkpoint's settings
-    `stored` determine, or "auto"."""
+    """Return the form of the grouped GEMM that is known without a measurement: the form that the
+    configuration selects, else the form in the checkpoint's settings `stored`, else "auto"."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
 
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
-    """Install one form of the grouped GEMM on all ranks: the configured form, else the checkpoint's
-    form, else the form that is faster in a measurement on the first rank."""
+    """Install the same form of the grouped GEMM on all ranks and return it: the configured form,
+    else the checkpoint's form, else the form that is faster on the first rank."""
     requested = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
     others = [rank for rank, form in enumerate(requested) if form != requested[0]]
     if others:
         raise ConfigError(
             f"kernels.grouped_gemm = {requested[0]!r} on rank 0 and {requested[others[0]]!r} on "
-            f"{_rank_ranges(others)}; give all ranks one configuration",
+            f"{_rank_ranges(others)}; give all ranks the same configuration",
         )
     model, dtype, tp = config.model, dtype_of(config.train.dtype), config.parallel.tp
     like = torch.empty(0, dtype=dtype, device=world.device)
@@ -285,8 +293,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
-    """Return the reason why a form does not support the model's sizes with the dtype and device of
-    `like`; "" if it does."""
+    """Return the reason why a form of the grouped GEMM cannot compute the model's sizes with the
+    dtype and device of `like`; "" if it can."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))
@@ -298,8 +306,8 @@ def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> 
 
 
 def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
-    """Return the distinct sizes of the slices into which tensor parallelism divides an expert's
-    intermediate dim."""
+    """Return the distinct sizes of an expert's intermediate dim on the ranks of a tp group, in
+    ascending order."""
     ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
     return sorted({stop - start for start, stop in ranges})
 
@@ -307,16 +315,16 @@ def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
 def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.Tensor) -> str:
     """Return the faster form of the grouped GEMM, "torch" or "loop", and log the times.
 
-    Measures forward and backward of the layer with the most experts, with the largest slice that a
-    tensor-parallel rank has of each expert. Routes give every expert the same number of tokens. The
-    caller has set the number of threads. A form that does not support the device, dtype or sizes is
-    left out.
+    Times forward and backward of the layer with the most experts, with the largest intermediate
+    size that a rank of the tp group has. All experts get the same number of tokens. A form that
+    does not support the device, the dtype or the sizes is not timed. Set the number of threads of
+    the run before this call.
 
     Args:
         model: The model's sizes.
         tp: Size of tensor parallelism.
-        tokens: Tokens of a microbatch; at most 4096 are measured.
-        like: A tensor with dtype and device of the run.
+        tokens: Tokens of a microbatch. The timing uses at most 4096 of them.
+        like: A tensor with the dtype and device of the run.
     """
     layer = model.layer(model.experts_by_layer.index(max(model.experts_by_layer)))
     layer = layer.model_copy(update={"intermediate_size": _inner_sizes(model, tp)[-1]})
@@ -335,7 +343,7 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
         set_form("auto")
     times = ", ".join(f"{form} {1e3 * value:.2f} ms" for form, value in seconds.items())
     logger.info(
-        "grouped products of %s, %s: %s",
+        "grouped GEMM, forward and backward of %s, %s: %s",
         counted(layer.experts, "expert"),
         counted(tokens, "token"),
         times,
@@ -344,8 +352,8 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
 
 
 def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> Callable[[], None]:
-    """Return a function that runs forward and backward of one layer's experts, where each expert
-    has the same number of rows."""
+    """Return a function that runs forward and backward of one layer's experts on random tokens,
+    which are routed evenly to the experts."""
     with like.device:
         experts = Experts(layer).to(like.dtype)
         for parameter in experts.parameters():
@@ -358,8 +366,8 @@ def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> C
 
     def run() -> None:
         out = experts(x, weights, slots % layer.experts)
-        # The output is summed because autograd, given the gradient of a larger output, imports
-        # sympy (0.3 s) to compare two shapes.
+        # Sum the output to a scalar: for an output with more elements, autograd imports sympy
+        # (0.3 s) to compare its shape with the shape of the gradient.
         torch.autograd.grad(out.square().sum(), leaves)
 
     return run
@@ -370,7 +378,7 @@ class DispatchChoice(NamedTuple):
 
     name: str
     reason: str
-    """Empty if there was no choice: the setting names the dispatcher, or ep is 1."""
+    """Empty if nothing was chosen: the configuration names the dispatcher, or ep is 1."""
 
     def __str__(self) -> str:
         return f"{_DISPATCH}: {self.name} ({self.reason})"
@@ -385,15 +393,15 @@ def autotune_dispatch(
 ) -> DispatchChoice:
     """Choose the dispatcher if `parallel.ep_dispatch` is "auto", and install it in the model.
 
-    Times the dispatchers only if `choose_dispatch` returns None. A collective of all ranks, which
-    all return the same choice.
+    The dispatchers are timed only if `choose_dispatch` returns None. A collective of all ranks. It
+    returns the same choice on every rank.
 
     Args:
         config: The run's configuration.
         groups: This rank's groups.
         model: This rank's local model, on its device.
-        states: The states of `model`; before a measurement they fill the experts' parameters.
-        checkpoint: The full checkpoint that the run resumes; None for another start.
+        states: The states of `model`, from which parameters are gathered for the timing.
+        checkpoint: The full checkpoint from which the run resumes, or None.
     """
     train, ep_dispatch = config.train, config.parallel.ep_dispatch
     if groups.mesh.ep == 1 or ep_dispatch != "auto":
@@ -425,8 +433,8 @@ def autotune_dispatch(
 def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
-    """Return the dispatcher that a checkpoint's settings record; "auto" if they record none, or
-    recorded it for another layout."""
+    """Return the dispatcher that the checkpoint's settings `stored` record. Return "auto" if they
+    record none, or if ep, tp, the microbatch size or deterministic mode differ from the run's."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,
@@ -438,15 +446,15 @@ def _recorded_dispatch(
 
 
 def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> DispatchChoice | None:
-    """Return the dispatcher that "auto" selects without a measurement; None if one is necessary.
+    """Return the dispatcher that "auto" selects without a timing; None if a timing is necessary.
 
     Args:
         device_type: As in `torch.device.type`.
         deterministic: `train.deterministic`.
-        recorded: The dispatcher that the checkpoint recorded for the same layout; "auto" if none.
+        recorded: The dispatcher that the checkpoint records for the same layout, else "auto".
     """
     if deterministic:
-        return DispatchChoice("allgather", "train.deterministic takes it")
+        return DispatchChoice("allgather", "selected by train.deterministic")
     if device_type == "xpu":
         # With xccl on 2 nodes, all_to_all_single under expert parallelism ended the process (in
         # ur_die) without a Python exception. A measurement would therefore end the run at its
@@ -455,14 +463,15 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
         return DispatchChoice(
             "allgather",
             f"not measured on Intel GPUs{also}: all-to-all is known to kill the process there; "
-            f"set {_DISPATCH} = 'alltoall' to use it all the same",
+            f"set {_DISPATCH} = 'alltoall' to use all-to-all anyway",
         )
     return None if recorded == "auto" else DispatchChoice(recorded, _AS_STORED)
 
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
-    """Return a log line with the memory that recomputation saves and the time that it costs on this
-    rank; "" if `recompute.modules` is empty. A collective of the ranks that share layers."""
+    """Return a log line with the memory that recomputation saves on this rank and the time that it
+    takes; "" if `recompute.modules` is empty. A collective of the ep and tp ranks that share
+    layers."""
     modules, train = config.recompute.modules, config.train
     if not modules:
         return ""
@@ -470,4 +479,4 @@ def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
     shape = (train.microbatch_size, train.seq_len // shares, config.model.hidden_size)
     cost = measure_recompute(model, shape, dtype_of(train.dtype), seed=groups.data.rank)
     layers = counted(len(model.blocks), "layer")
-    return f"recompute of {', '.join(modules)}: {cost}; a microbatch in {layers} of rank 0"
+    return f"recompute of {', '.join(modules)}: {cost}; for one microbatch in {layers} of rank 0"

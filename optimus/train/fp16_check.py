@@ -1,4 +1,4 @@
-"""A check that the device computes in fp16: CPUs of older torch versions lack some operations."""
+"""Check that the device can compute in fp16: older torch lacks some fp16 operations on CPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _TOKENS = 8
 
 
 def check_fp16(model: ModelConfig, device: torch.device) -> None:
-    """Run forward and backward, in fp16, of one small layer of each kind (dense, MoE) of the model.
+    """Run forward and backward in fp16 of a small model with a layer of each kind, dense and MoE,
+    that `model` has.
 
     Raises:
-        ConfigError: The device lacks an operation. The message includes torch's message, which
-            names the operation.
+        ConfigError: The device lacks an operation. The message quotes torch's message, which names
+            the operation.
     """
     sparse = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
     experts = 4 * max(1, model.num_experts_per_tok)
@@ -43,6 +44,6 @@ def check_fp16(model: ModelConfig, device: torch.device) -> None:
         (terms.ce_sum + terms.aux + terms.z).backward()
     except (RuntimeError, TypeError) as error:  # a missing op: NotImplementedError, a RuntimeError
         raise ConfigError(
-            f"train.dtype = 'fp16': torch {torch.__version__} cannot compute in it on "
+            f"train.dtype = 'fp16': torch {torch.__version__} cannot compute in fp16 on "
             f"{device.type} ({one_line(error)[:200]}); use 'bf16'",
         ) from None

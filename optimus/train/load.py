@@ -1,4 +1,4 @@
-"""Load the states that a run starts with: a full checkpoint, or the weights of a model alone."""
+"""Load the states with which a run starts, from a full checkpoint or from weights alone."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from optimus.train.resolve import ResolvedStart, RunPlan, find_start
 logger = logging.getLogger(__name__)
 
 PutValues = Callable[[str, Tensor, int], None]
-"""Function that stores values of a parameter. Its arguments are the parameter's name, the values,
-and the index of the first value in this rank's flattened slice of the parameter."""
+"""Function that stores values of a parameter on this rank. Its arguments are the parameter's name,
+the values, and the index of the first value in this rank's flattened slice of the parameter."""
 
 
 def load_start(
@@ -46,11 +46,14 @@ def load_start(
     rank_states: RankStates,
     loss_scale: LossScale,
 ) -> RunPlan:
-    """Fill the states of every rank from `plan.start`, and return the plan of the actual start.
+    """Fill the states of every rank from the checkpoint or the weights that `plan.start` names.
 
-    If a full checkpoint proves damaged in two reads, an older one is loaded instead, and the
-    returned plan, the same on all ranks, has that start. If the plan has nothing to load, the
-    states keep their initial values. A collective of all ranks.
+    If two attempts to read a full checkpoint fail, it is damaged, and an older checkpoint is loaded
+    instead. If the plan has nothing to load, the states keep their initial values. A collective of
+    all ranks.
+
+    Returns:
+        `plan` with the start that was loaded, the same on all ranks.
 
     Raises:
         CheckpointError: No checkpoint can be loaded.
@@ -61,7 +64,7 @@ def load_start(
         problem = load_full(rank_states, full, distribute)
         if problem:  # a read error may be temporary
             if world.is_first:
-                logger.warning("reading again, for %s", problem)
+                logger.warning("reading the checkpoint again after an error: %s", problem)
             problem = load_full(rank_states, full, distribute)
         if not problem:
             states.num_updates = full.updates
@@ -70,7 +73,7 @@ def load_start(
         damaged[full.path] = problem
         plan = _resolve_without(damaged, config, world, plan)
     if full is None and (path := plan.start.path) is not None:
-        for chunk in states.chunks:  # a damaged checkpoint may have filled some of them
+        for chunk in states.chunks:  # a damaged checkpoint may have filled some moments
             chunk.exp_avg.zero_()
             chunk.exp_avg_sq.zero_()
         opening = partial(open_weights, config.model, path)
@@ -82,8 +85,8 @@ def load_start(
 def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
-    """Return `plan` with a start from a checkpoint that is not in `damaged`, which the first rank
-    finds and logs. A collective of all ranks."""
+    """Return `plan` with the start from a checkpoint that is not in `damaged`. The first rank finds
+    this checkpoint and logs it. A collective of all ranks."""
     start, refused = ResolvedStart(plan.start, plan.changes), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -119,7 +122,7 @@ def load_weights(
         open_weights: Opens the weights on the first rank.
         world: All ranks.
         distribute: `checkpoint.distribute`.
-        origin: Name of the weights in the message for a value that is not finite.
+        origin: Name of the weights in error messages.
 
     Raises:
         OptimusError: The first rank cannot open or read the weights, or a value is not finite. All
@@ -154,9 +157,8 @@ def load_weights(
 
 
 def _put_piece(put: PutValues, layout: Layout, piece: Piece, values: Tensor) -> None:
-    """Call `put` with this rank's elements of a piece, once for each run of elements that are
-    adjacent in this rank's slice: once if the slice is the whole parameter, otherwise a few
-    times."""
+    """Call `put` with this rank's elements of `piece`, once for each range of them that is
+    contiguous in this rank's slice of the parameter."""
     if piece.name not in layout.placements:
         return
     runs = runs_between(layout.placements[piece.name].intervals, piece)
@@ -191,8 +193,8 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _read(
     batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Copy the next values into `flat`, those of one piece after another. The batch after the last
-    is empty: then check that `values` has ended. Return the error, or None if there is none."""
+    """Copy the values of the pieces in `batch` into `flat`, one piece after another. If `batch` is
+    empty, check that no values are left. Return the error of a failed read, otherwise None."""
     try:
         for piece in batch:
             flat[: _size(piece)].copy_(next(values)[1])
@@ -204,7 +206,7 @@ def _read(
 
 
 def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> CheckpointError | None:
-    """Return the error for the first value that is not finite; None if all values are finite."""
+    """Return an error that names the first non-finite value in `flat`; None if all are finite."""
     if guards.is_finite(flat):
         return None
     for piece in batch:
@@ -212,12 +214,15 @@ def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> Checkpoi
         bad = (~torch.isfinite(values)).nonzero()
         if len(bad):
             at, value = piece.start + int(bad[0]), float(values[bad[0]])
-            return CheckpointError(f"{origin}: {piece.name} is {value} at element {at}")
+            return CheckpointError(
+                f"{origin}: {piece.name} is {value} at element {at}; "
+                "use weights that are all finite"
+            )
     return None
 
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
-    """If rank 0 has an error, raise it on all ranks. A collective."""
+    """Raise the error `problem` of rank 0 on all ranks, if rank 0 has one. A collective."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

@@ -81,12 +81,13 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: Config, launch: LaunchEnv, process: float | None = None) -> None:
-    """Run this rank of a training run to its end.
+    """Train on this rank until the run ends.
 
     Args:
         config: The run's configuration, the same on all ranks.
         launch: Rank and world of this process.
-        process: `time.monotonic()` at the start of this process, as `process_start` of StartUp.
+        process: `time.monotonic()` at the start of this process, from which the start-up is timed;
+            None times it from this call.
 
     Raises:
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
@@ -116,7 +117,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     phase: Phase = "meeting"
     try:
         world = start_world(launch, config.parallel.timeout_s, config.train.device, failure)
-        assert inputs is not None, "start_world raises the error that prevented it"
+        assert inputs is not None, "start_world has raised the error of read_inputs"
         plan = RunPlan(*inputs, *broadcast_object(start, world.everyone, ResolvedStart))
         start_up.done("meeting")
         phase = "setup"
@@ -135,7 +136,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     except RunEnded:
         raise
     except Exception as error:
-        if isinstance(error, KernelError):  # an op's backend, chosen by name, is not available
+        if isinstance(error, KernelError):  # a backend selected by name is not available
             error = ConfigError(str(error))
         agreement = None if world is None else world.agreement
         step = 0 if run is None else run.step
@@ -144,12 +145,11 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
 
 
 def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
-    """Set this process's number of threads and, if configured, deterministic kernels; return the
-    number of threads. Call this before anything is computed."""
+    """Set the number of threads of this process and, with `train.deterministic`, torch's
+    deterministic mode. Return the number of threads. Call this before the first computation."""
     threads = platform.set_threads(train.threads, train.deterministic, local_world_size)
     if train.deterministic:
-        # This sets the same switch as use_deterministic_algorithms, which also imports the
-        # compiler (2 s).
+        # The same as use_deterministic_algorithms(True), which also imports the compiler (2 s).
         torch.set_deterministic_debug_mode("error")
         switches: Any = torch.utils.deterministic  # its type does not declare this property
         switches.fill_uninitialized_memory = False
@@ -157,13 +157,13 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
 
 
 def _finite(value: float) -> float | None:
-    """Return `value`, or None if it is not finite because an overflow skipped the update."""
+    """Return `value`; None if it is not finite, as after an overflow that skipped the update."""
     return value if math.isfinite(value) else None
 
 
 class Run:
-    """One rank of a run: its model with the states, its data and its saves. The first rank also has
-    the run directory."""
+    """A training run on one rank: the model, its optimizer states, the data loader and the saves.
+    The first rank also has the run directory."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Run:
         self.world, self.directory = world, directory
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.step = 0
-        """The update that this rank is doing; 0 before the first."""
+        """Number of the current update; 0 before the first update."""
         self.recorder = Recorders()  # sinks are added on the first rank
         self.meter, self.trace = TrafficMeter(), ActionTrace()
         if directory is not None:
@@ -230,8 +230,8 @@ class Run:
             start_up.done("model and states")
 
     def go(self) -> None:
-        """Train to the last step, one update at a time; evaluate, generate samples and save at the
-        steps where each is due."""
+        """Run all updates up to the last step. Evaluate, generate a sample and save after the
+        updates for which they are due."""
         if self.directory is not None and self.plan.start.step >= self.last_step:
             logger.info(
                 "nothing to do: the run is at step %d, and its last step is %d; raise train.%s to "
@@ -252,7 +252,7 @@ class Run:
                     self.evaluate(step)
                     self.sample(step)
                 self.saves.after(step, last=step == self.last_step or stopping is not None)
-                if stopping is not None:  # after the save: the run may be killed soon
+                if stopping is not None:  # only after the save, since the run may be killed soon
                     self.evaluate(step)
                     self.sample(step)
                 if stopping is not None and step < self.last_step:
@@ -306,8 +306,8 @@ class Run:
             self._start_up = None
 
     def evaluate(self, step: int) -> None:
-        """Record the held-out loss every `train.eval_interval` updates and after the last update.
-        A collective of all ranks."""
+        """Compute and record the held-out loss if `step` is the last step or a multiple of
+        `train.eval_interval`. A collective of all ranks."""
         train, dataset = self.config.train, self.plan.data.held_out
         due = step == self.last_step or (train.eval_interval and step % train.eval_interval == 0)
         if dataset is None or not due:
@@ -326,9 +326,9 @@ class Run:
         self.recorder.record(EvalRecord(step, "held-out", held_out.loss, held_out.tokens))
 
     def sample(self, step: int) -> None:
-        """Log a generated continuation of the first held-out instance, every
-        `train.sample_interval` updates; without held-out data, of the first training instance. A
-        collective of all ranks; the first rank of the last stage draws the tokens."""
+        """Generate a continuation of the first held-out instance and log it, if `step` is a
+        multiple of `train.sample_interval`. Without held-out data, continue the first training
+        instance. A collective of all ranks; the first rank of the last stage samples the tokens."""
         train, mesh = self.config.train, self.plan.mesh
         if not train.sample_interval or step % train.sample_interval:
             return
@@ -347,7 +347,7 @@ class Run:
             logger.info("sample at step %d:\n%s", step, indented(text))
 
     def _record(self, result: UpdateResult, seconds: float) -> None:
-        """Pass the records of an update to the sinks."""
+        """Pass the figures of an update to all recorders, such as metrics.jsonl and TensorBoard."""
         model = self.config.model
         moe = None
         if model.sparse_layers:
@@ -365,7 +365,7 @@ class Run:
         batch = self.plan.batch
         flops_per_update = flops_per_token(self.config.model, batch.seq_len) * batch.tokens
         flops = flops_per_update / seconds / self.world.size
-        assert self.peak is not None, "the first rank has one"
+        assert self.peak is not None, "only the first rank records steps"
         loss_scaling = None
         if self.config.train.dtype == "fp16":
             loss_scaling = LossScaleFigures(result.loss_scale, result.skipped_steps)
@@ -385,7 +385,7 @@ class Run:
         )
 
     def _find_peak(self) -> RunPeak:
-        assert self.directory is not None, "of the first rank alone"
+        assert self.directory is not None, "only the first rank measures the peak"
         like = torch.empty(0, dtype=dtype_of(self.config.train.dtype), device=self.world.device)
         with fastest_library(like):
             return RunPeak(

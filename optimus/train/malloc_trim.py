@@ -1,9 +1,9 @@
-"""Release free memory of glibc's heap, which is too fragmented to be used again, to the system.
+"""Return free memory of glibc's fragmented heap to the operating system, with malloc_trim.
 
-Small blocks that live long are allocated between the tensors of an update and fragment the heap:
-oneDNN caches a compiled matrix product, of 120 KB, for each number of rows that an expert got, and
-keeps the latest 1024. The next tensor does not fit into the gap before such a block, so the heap
-grows, by up to 32 MB for a gap; glibc maps larger blocks outside the heap. docs/benchmarks/step.md
+Small long-lived blocks between the tensors of an update fragment the heap. They come from oneDNN,
+which caches a compiled matrix product of 120 KB for each number of rows that an expert got, and
+keeps the latest 1024. The gap before such a block is too small for the next tensor, so the heap
+grows by up to 32 MB per gap; glibc maps larger blocks outside the heap. docs/benchmarks/step.md
 gives the memory of a long run with and without this module.
 """
 
@@ -14,7 +14,7 @@ import resource
 from pathlib import Path
 
 _MIN_UPDATES = 16
-"""Least number of updates between two trims, since a trim takes a tenth of a second."""
+"""Minimum number of updates between two trims, since a trim takes a tenth of a second."""
 
 
 class MallocTrim:
@@ -28,11 +28,11 @@ class MallocTrim:
         """Updates since the last trim."""
 
     def after_update(self) -> None:
-        """Trim if the process uses an eighth more memory than after the first update that followed
-        the last trim.
+        """Trim the heap if the process uses an eighth more memory than it did one update after the
+        last trim.
 
-        The next update then gets new pages for its tensors from the system, as every update does
-        for blocks of more than 32 MB.
+        The update after a trim must get new pages for its tensors from the system, as every update
+        does for blocks of more than 32 MB.
         """
         if self._trim is None or not (used := private_bytes()):
             return
@@ -45,7 +45,8 @@ class MallocTrim:
 
 
 def private_bytes() -> int:
-    """Return the resident memory of this process without file and shared pages; 0 if unknown."""
+    """Return the resident bytes of this process except file-backed and shared pages; 0 if
+    unknown."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:

@@ -1,7 +1,8 @@
 """The plan of a run: mesh, batch, data and start, resolved once from the configuration.
 
-This module imports no torch, so a spawner finds mistakes before it starts ranks. The plan does not
-have the settings that ranks measure at start: `optimus.train.autotune` chooses them.
+This module imports no torch, so the spawner of `--nproc` finds mistakes before it starts ranks. The
+plan does not contain the settings that ranks measure when the run starts: `optimus.train.autotune`
+chooses them.
 """
 
 from __future__ import annotations
@@ -46,24 +47,25 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that, like every `model.` setting, must be the same in a resumed run and in the
-checkpoint. `train.batch_tokens` is the actual batch, which train.global_batch_tokens = 0 leaves to
-the number of ranks."""
+"""Settings that must not change when a run resumes. All settings in `[model]` are frozen as well.
+`train.batch_tokens` is the actual number of tokens per update, which depends on the number of ranks
+if `train.global_batch_tokens` is 0."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
-"""Settings that, together with the step, determine which instances are read."""
+"""Settings that, together with the step, determine the instances that an update reads."""
 
-# optim.frozen is left out: parameters that were frozen have no moments in the checkpoint. To train
-# them, start from model@STEP.
+# optim.frozen is left out, since a checkpoint has no moments of frozen parameters. To train such
+# parameters, start from model@STEP.
 CHANGEABLE = (
     *(_BATCH if key == "train.batch_tokens" else key for key in FROZEN if key != "optim.frozen"),
     "train.threads",
     *(f"model.{key}" for key in FREE_IN_LOGITS),
 )
-"""Settings whose change `checkpoint.allow_change` may allow: the checkpoint's weights still fit."""
+"""Settings that `checkpoint.allow_change` may name. The checkpoint's weights fit the model with any
+value of these settings."""
 
-# These are known only after ranks have measured; `optimus.train.autotune` then compares them with
-# the checkpoint's.
+# Values that are known only after ranks have measured them. `optimus.train.autotune` then compares
+# them with the checkpoint's values.
 _MEASURED = ("kernels.backend", "kernels.grouped_gemm")
 _PER_LAUNCH = ("train.run_dir", "train.deadline_s", "train.stop_at_step", "checkpoint.load")
 
@@ -73,24 +75,25 @@ class RunData(NamedTuple):
 
     training: InstanceSource
     held_out: FiniteSource | None
-    """None if the run is not evaluated."""
+    """Data for the held-out loss; None if there is none."""
     tokenizer: bytes
-    """Content of the tokenizer file that made the data; every checkpoint contains a copy."""
+    """Content of the tokenizer file of the training data. Every checkpoint contains a copy."""
 
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """The plan of a run, made on a machine that may not see the run's data or its directory."""
+    """The plan of a run, made on a machine that may lack the data or the run directory."""
 
     mesh: Mesh
     batch: BatchPlan
     data: RunData | None
     """None if the data sets were not read."""
     start: Start
-    """The start of a new run if the run directory was not read."""
+    """The step and the checkpoint from which the run starts; the start of a new run if the run
+    directory was not read."""
     changes: tuple[str, ...]
-    """Log lines: settings that differ from the checkpoint's, and their effect on the learning
-    rate."""
+    """Log lines about settings that differ from the checkpoint's, and about their effect on the
+    learning rate."""
 
     def tokens_after(self, step: int) -> int:
         """Return the number of tokens that the run has read after update `step`."""
@@ -99,7 +102,7 @@ class PartialPlan:
 
 @dataclass(frozen=True)
 class RunPlan(PartialPlan):
-    """Everything about a run that the configuration, the number of ranks and files determine."""
+    """The complete plan of a run, from the configuration, the number of ranks and the files."""
 
     data: RunData
 
@@ -113,8 +116,8 @@ class RunInputs(NamedTuple):
 
 
 class ResolvedStart(NamedTuple):
-    """The fields of a RunPlan that the first rank resolves, which has locked the run directory; it
-    broadcasts them to the other ranks."""
+    """The fields of a RunPlan that only the first rank resolves, since only it has locked the run
+    directory. It broadcasts them to the other ranks."""
 
     start: Start
     changes: tuple[str, ...]
@@ -123,7 +126,7 @@ class ResolvedStart(NamedTuple):
 def resolve(
     config: Config, world_size: int, read_data: bool = True, read_run_dir: bool = True
 ) -> PartialPlan:
-    """Return the plan of a run: mesh, batch, data and start. Creates nothing.
+    """Return the plan of a run: mesh, batch, data and start. Creates no file.
 
     A training run makes the same plan with `read_inputs` on all ranks and `find_start` on the first
     rank, which locks the run directory before that call.
@@ -157,7 +160,7 @@ def resolve(
 
 
 def read_inputs(config: Config, world_size: int) -> RunInputs:
-    """Check the settings against the number of ranks and open the data sets. Creates nothing.
+    """Check the settings against the number of ranks and open the data sets. Creates no file.
 
     Raises:
         ConfigError, DataError: The settings or the data cannot be used. The message is one line
@@ -170,8 +173,8 @@ def read_inputs(config: Config, world_size: int) -> RunInputs:
 
 
 def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
-    """Return the mesh and the batch of a run. Raises ConfigError for settings that are missing or
-    do not go together; the error is the same on every rank."""
+    """Return the mesh and the batch of a run. Raises ConfigError if a setting is missing or
+    contradicts another setting or the number of ranks. All ranks raise the same error."""
     mesh, batch = divide(config, world_size)
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
@@ -179,17 +182,17 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
         ("train.max_steps", config.train.max_steps),
     ):
         if not value:
-            raise ConfigError(f"{key} is missing; give it in the file or as {key}=VALUE")
+            raise ConfigError(f"{key} is missing; set it in the file or as {key}=VALUE")
     _check_allowed_changes(config.checkpoint.allow_change)
     return mesh, batch
 
 
 def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
-    """Return the mesh of `world_size` ranks and the batch that they divide.
+    """Return the mesh of `world_size` ranks and the division of the global batch over them.
 
     Raises:
-        ConfigError: The ranks cannot divide the model or the batch. The error is the same on every
-            rank.
+        ConfigError: The model or the batch cannot be divided over the ranks. All ranks raise the
+            same error.
     """
     mesh = make_mesh(config.parallel, world_size)
     check_divisible(config, mesh)
@@ -200,7 +203,7 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
 
 
 def check_run_dir(run_dir: str) -> None:
-    """Raise ConfigError if `run_dir` is no directory or cannot be written or created."""
+    """Raise ConfigError if `run_dir` is not a directory, is not writable or cannot be created."""
     path = Path(run_dir).absolute()
     nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     if not nearest.is_dir():
@@ -218,21 +221,20 @@ def find_start(
     training: InstanceSource | None,
     damaged: Mapping[Path, str] = NOTHING,
 ) -> ResolvedStart:
-    """Return the start of a run, with log lines for the settings that change there.
+    """Return the start of a run, with log lines about settings that differ from the checkpoint's.
 
-    A run calls this only after it has locked the run directory: until then, another run may commit
-    a checkpoint to it.
+    A run must lock the run directory before this call. Without the lock, another run may commit a
+    checkpoint to the directory meanwhile.
 
     Args:
-        config: The run's configuration; `checkpoint.load` names the start.
+        config: The run's configuration. `checkpoint.load` selects the start.
         batch: The batch of an update.
-        training: The training data; None if it is not read.
-        damaged: Paths of checkpoints that proved damaged when they were loaded, each with the
-            reason. They are not used.
+        training: The training data; None if it was not opened.
+        damaged: Checkpoints to skip since loading them failed, as a dict from path to reason.
 
     Raises:
-        CheckpointError: A checkpoint is unusable, or a setting changed that must not. The message
-            is one line with the key, the value and the remedy.
+        CheckpointError: A checkpoint is unusable, or a frozen setting differs from the
+            checkpoint's. The message is one line with the key, the value and the remedy.
     """
     train, optim = config.train, config.optim
     start = decide_start(train.run_dir, config.checkpoint.load, damaged)
@@ -247,8 +249,9 @@ def find_start(
 def flat_settings(
     config: Config, batch: BatchPlan, training: InstanceSource | None
 ) -> dict[str, Any]:
-    """Return all settings in the form in which checkpoints record them: "section.key": value, with
-    the actual batch and the identity of the data."""
+    """Return the settings that a checkpoint records, as a dict from "section.key" to the value.
+    They include the actual number of tokens per update and, if `training` is not None, the identity
+    of the data."""
     flat = {
         f"{section}.{key}": value
         for section, table in config.model_dump(mode="json").items()
@@ -256,7 +259,7 @@ def flat_settings(
     }
     if config.train.deterministic:
         flat["train.threads"] = config.train.threads or 1
-    # Record the actual sizes, so that leaving a size out equals giving the same size explicitly.
+    # Record derived sizes, so that a size that is left out equals the same size given explicitly.
     for key in ("num_key_value_heads", "head_dim", "num_experts"):
         flat[f"model.{key}"] = setting(config.model, key)
     flat["train.batch_tokens"] = batch.tokens
@@ -268,8 +271,8 @@ def flat_settings(
 def network_warnings(
     model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
 ) -> list[str]:
-    """Return a warning for tp and for ep if the axis spans several nodes, with the bytes that a
-    layer then sends over the network."""
+    """Return a warning for each of the axes tp and ep that spans several nodes, with the bytes that
+    each layer therefore sends over the network."""
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
@@ -285,22 +288,26 @@ def network_warnings(
             continue
         operations = "gathers and sums" if axis == "ep" else "sums"
         single = ranks_per_node == 1
-        remedy = "start several ranks a node" if single else f"let ep * tp divide {ranks_per_node}"
+        remedy = (
+            "start several ranks a node"
+            if single
+            else f"make ep * tp a divisor of {ranks_per_node}"
+        )
         lines.append(
-            f"parallel.{axis} = {getattr(mesh, axis)} reaches over nodes of "
+            f"parallel.{axis} = {getattr(mesh, axis)} spans several nodes of "
             f"{counted(ranks_per_node, 'rank')}: every layer {operations} {size / 1e6:.1f} MB "
-            "of each microbatch over the network, "
-            f"forward and again backward; {remedy} to stay inside"
+            "of each microbatch over the network in forward and again in backward; "
+            f"{remedy} to avoid this"
         )
     return lines
 
 
 def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) -> list[str]:
-    """Return a line for each setting that differs from the checkpoint's. Raises CheckpointError if
-    that setting must not change.
+    """Return a log line for each setting that differs from the checkpoint's. Raises CheckpointError
+    for a frozen setting that `allowed` does not name.
 
-    A start from a model alone may change every setting; the lines are then only of settings that
-    determine the position in the data.
+    A run that starts from weights alone may change every setting. The lines are then only about
+    the settings in _DATA_POSITION.
     """
     stored, changes = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
@@ -317,18 +324,19 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
             change += _position_change(settings, stored, start.step)
         frozen = key.startswith("model.") or key in FROZEN or (key == "train.threads" and exact)
         if start.full is not None and frozen and name not in allowed:
-            allow = f', or allow it with checkpoint.allow_change=["{name}"]'
+            allow = f', or allow the change with checkpoint.allow_change=["{name}"]'
             raise CheckpointError(
-                f"{change}: a resumed run must keep it; set it back or start in another "
-                f"train.run_dir{allow if name in CHANGEABLE else ''}"
+                f"{change}: a resumed run must keep it; restore the checkpoint's value or start in "
+                f"another train.run_dir{allow if name in CHANGEABLE else ''}"
             )
         changes.append(change)
     return changes
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return text that names the instances that are skipped or read again after a change of the
-    data or the batch. The batch of step n starts at instance (n - 1) * (instances per batch)."""
+    """Return the end of a log line, which names the instances that the run skips or reads again
+    because the data or the batch changed. The batch of step n starts at instance (n - 1) *
+    (instances per batch)."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -347,7 +355,7 @@ def _check_allowed_changes(keys: Sequence[str]) -> None:
     for key in keys:
         if key not in CHANGEABLE:
             near = difflib.get_close_matches(key, CHANGEABLE, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(CHANGEABLE)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(CHANGEABLE)}"
             raise ConfigError(
                 f"checkpoint.allow_change = {key!r} is not a setting that may change; {hint}"
             )
@@ -357,8 +365,8 @@ def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:
     """Open the data sets of a run.
 
     Args:
-        data: `[data]`.
-        seq_len: Tokens of an instance.
+        data: The section `[data]`.
+        seq_len: Tokens per instance.
         vocab_size: Size of the model's vocabulary; the data's vocabulary must not be larger.
 
     Raises:
@@ -377,8 +385,8 @@ class _Opener(NamedTuple):
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Return the data set at `path`, the value of setting `key`. Raises DataError if the model
-        cannot read it."""
+        """Open the data set at `path`, the value of the setting `key`. Raises DataError if its
+        context or its vocabulary does not fit the model."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
@@ -388,7 +396,7 @@ class _Opener(NamedTuple):
         if dataset.vocab_size > self.vocab_size:
             raise DataError(
                 f"model.vocab_size = {self.vocab_size} is smaller than the vocabulary of "
-                f"{key} = {path} ({dataset.vocab_size}); raise it to at least that"
+                f"{key} = {path}; set model.vocab_size to at least {dataset.vocab_size}"
             )
         return dataset
 
@@ -404,13 +412,13 @@ class _Opener(NamedTuple):
 
 def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
     """Return the data set at data.path, or the mixture of the data sets in data.mix. Raises
-    DataError if one of them is a held-out part."""
+    ConfigError if both are set, and DataError if a data set is a held-out part."""
     if not data.mix:
         dataset = opener.open("data.path", data.path)
         _check_trainable("data.path", dataset)
         return dataset
     if data.path:
-        raise ConfigError(f"data.path = {data.path!r} and data.mix are both given; leave one out")
+        raise ConfigError(f"data.path = {data.path!r} and data.mix are both given; remove one")
     mixed = opener.open_mix(data.mix, [source.path for source in data.mix])
     for index, source in enumerate(mixed.sources):
         _check_trainable(f"data.mix[{index}].path", source)
@@ -418,22 +426,25 @@ def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
 
 
 def _check_trainable(key: str, dataset: TokenDataset) -> None:
-    """Raise DataError if `dataset` is a held-out part: after training on it, the held-out loss
-    would measure nothing."""
+    """Raise DataError if `dataset` is a held-out part, since training on it would make the held-out
+    loss meaningless."""
     if dataset.split == PARTS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()
         remedy = parent if has_data else "the data set that it came with"
         raise DataError(
-            f"{key} = {dataset.path} is a held-out part, which is not trained on; give {remedy}, "
-            "and the held-out part as data.eval_path"
+            f"{key} = {dataset.path} is the held-out part of a data set and must not be trained "
+            f"on; set {key} to {remedy}, and data.eval_path to the held-out part"
         )
 
 
 def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
-    """Return the data set at data.eval_path, else the held-out part of the training data. For a
-    mixture that is the mixture of the held-out parts of all its data sets, with the same weights.
-    None if there is no held-out data."""
+    """Return the data set at data.eval_path or, without this setting, the held-out part of the
+    training data; None if there is none.
+
+    The held-out part of a mixture is the mixture of the held-out parts of its data sets, with the
+    same weights. There is none if any of the data sets has no held-out part.
+    """
     if data.eval_path or not data.mix:
         path = data.eval_path or _evaluation_path(data.path)
         return opener.open("data.eval_path", path) if path else None
@@ -442,20 +453,20 @@ def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
 
 
 def _evaluation_path(path: str) -> str:
-    """Return the path of the held-out part in the folder of a data set; "" if there is none or it
-    is too small for one instance. Raises DataError if the data set there is another one."""
+    """Return the path of the held-out part of the data set at `path`; "" if there is none or it is
+    too small for one instance. Raises DataError if it belongs to another data set."""
     held_out = Path(path) / "eval"
     if not (held_out / "manifest.json").is_file():
         return ""
     manifest = read_manifest(held_out)
     if problem := held_out_problem(read_manifest(path), Path(path), manifest):
-        raise DataError(f"{problem}; make the data again or set data.eval_path")
+        raise DataError(f"{problem}; prepare the data set again or set data.eval_path")
     return str(held_out) if manifest.num_instances > 0 else ""
 
 
 def _read_tokenizer(dataset: InstanceSource) -> bytes:
-    """Return the content of the tokenizer file that made the data. Raises DamageError if the file
-    is missing or has changed: text decoded with another tokenizer would be wrong."""
+    """Return the content of the tokenizer file of a data set. Raises DamageError if the file is
+    missing or has changed, since another tokenizer would decode the tokens to wrong text."""
     file = Path(dataset.tokenizer_file)
     try:
         content = read_regular(file, _MAX_TOKENIZER_BYTES)
@@ -465,6 +476,6 @@ def _read_tokenizer(dataset: InstanceSource) -> bytes:
         if hashlib.sha256(content).hexdigest() == dataset.tokenizer_sha256:
             return content
         problem = (
-            "is not the tokenizer that made the data set: its sha256 is not that of the manifest"
+            "is not the tokenizer that made the data set: its SHA-256 differs from the manifest's"
         )
     raise DamageError(f"{file}: {problem}; run optimus-data verify {file.parent}")

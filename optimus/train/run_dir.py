@@ -27,7 +27,7 @@ LOCK = ".lock"
 
 
 def check_not_in_use(path: Path) -> None:
-    """Raise ConfigError if another run uses the directory. Creates nothing."""
+    """Raise ConfigError if another run has locked the run directory `path`. Creates no file."""
     try:
         with files.open_regular(path / LOCK) as file:
             _lock(file, path, fcntl.LOCK_SH)
@@ -35,7 +35,7 @@ def check_not_in_use(path: Path) -> None:
         return
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; to submit a job that follows that run, give --skip-run-dir-check"
+            f"{error}; for a job that starts after that run, add --skip-run-dir-check"
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -44,23 +44,23 @@ def check_not_in_use(path: Path) -> None:
 
 
 def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
-    """Lock `file` until it is closed. If another process has locked it, close it and raise
+    """Lock `file` until it is closed. If another process has the lock, close `file` and raise
     ConfigError."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:
         file.close()
         raise ConfigError(
-            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another or wait "
-            "for its end"
+            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another directory "
+            "or wait until that run ends"
         ) from None
 
 
 class RunDirectory:
-    """The files of a run, in a locked directory. Only the first rank has a RunDirectory."""
+    """The locked run directory and the open files in it, on the first rank only."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Create the directory and lock it. Its content does not change before `open`.
+        """Create the directory if it does not exist, and lock it. `open` makes all other changes.
 
         Args:
             path: `train.run_dir`.
@@ -73,8 +73,10 @@ class RunDirectory:
         self._board: TensorBoard | None = None
 
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
-        """Open the files of the run, without the lines of steps after its start. Call this only
-        after the start has been loaded.
+        """Write config.toml and open the files of metrics and evaluations.
+
+        Checkpoints and lines of steps after the run's start are moved to subdirectories. Call this
+        only after the start has been loaded, so that a failed start changes nothing.
 
         Args:
             config: The run's configuration, with the choices that ranks measured.
@@ -82,7 +84,7 @@ class RunDirectory:
             last_step: The step at which this command ends.
 
         Returns:
-            The sinks of the run's records.
+            The recorders of the run: metrics files, log, progress bar and TensorBoard.
         """
         step = plan.start.step
         prepare_directory(self.path, plan.start)
@@ -104,8 +106,8 @@ class RunDirectory:
             raise ConfigError(
                 f"train.run_dir = {str(self.path)!r}: {error.strerror}; choose another"
             ) from None
-        # Mode 0600, since a user who may open the file may lock it. O_NOFOLLOW, since a symbolic
-        # link could create a file elsewhere.
+        # Mode 0600, since any user who can open the file can lock it. O_NOFOLLOW, since opening a
+        # symbolic link could create a file in another directory.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             file = os.fdopen(os.open(self.path / LOCK, flags, 0o600), "r+b", buffering=0)
@@ -113,7 +115,7 @@ class RunDirectory:
             raise ConfigError(
                 f"train.run_dir = {str(self.path)!r}: {LOCK}: {error.strerror}; choose another"
             ) from None
-        with contextlib.suppress(OSError):  # an earlier version let other users open it
+        with contextlib.suppress(OSError):  # earlier versions made it readable by others
             os.fchmod(file.fileno(), 0o600)
         _lock(file, self.path, fcntl.LOCK_EX)
         if self.path.stat().st_mode & stat.S_IWOTH:
@@ -125,12 +127,12 @@ class RunDirectory:
         return file
 
     def sync(self) -> None:
-        """Make the lines of metrics and evaluations durable, as a checkpoint requires. Raises
-        OSError if the disk fails."""
+        """Sync the lines of metrics and evaluations to disk, as is necessary before a checkpoint is
+        committed. Raises OSError if the disk fails."""
         self.metrics.sync()
 
     def end_progress(self) -> None:
-        """End the progress bar, which stays on the terminal; later lines are printed below it."""
+        """End the progress bar and leave it on the terminal. Later lines are printed below it."""
         self._progress.close()
 
     def close(self) -> None:
@@ -145,6 +147,7 @@ class RunDirectory:
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
     """Return the steps up to the run's start that must have lines in metrics.jsonl or eval.jsonl.
+    The range is empty if these steps are unknown.
 
     Args:
         plan: The run's plan.

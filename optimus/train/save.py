@@ -36,12 +36,11 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Once the disk has space for fewer saves than this, each decrease of that number is a warning."""
+"""If the disk has space for fewer saves than this, each further decrease logs a warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
-    """Check, before anything is built, that the initial weights fit the model and that the model
-    can be saved.
+    """Check, before the model is built, that the initial weights fit it and that it can be saved.
 
     Args:
         model: The run's model.
@@ -49,8 +48,8 @@ def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -
         start: The start of the run.
 
     Raises:
-        CheckpointError: The weights at the start are of another model.
-        ConfigError: Model-only checkpoints are due, but transformers cannot represent the model.
+        CheckpointError: The initial weights belong to another model.
+        ConfigError: `model_interval` is set, but transformers cannot represent the model.
     """
     if start.path is not None and start.full is None:
         check_weights(model, start.path)
@@ -59,18 +58,19 @@ def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -
 
 
 class _PendingSave:
-    """The save in progress of one kind of checkpoint; there is at most one."""
+    """The save in progress, if any, of one kind of checkpoint: full or model-only."""
 
     def __init__(self) -> None:
         self.save: Underway | None = None
         self.failures = 0
-        """Saves that have failed since the last one that was committed."""
+        """Number of failed saves since the last committed save."""
 
     def poll(self, wait: bool = False) -> Outcome | None:
-        """Return the outcome of the save, or None while it has none. A collective of all ranks.
+        """Return the outcome of the save if it was committed or failed since the last call, else
+        None. A collective of all ranks.
 
         Args:
-            wait: Wait for the save to end.
+            wait: True to wait until the save ends or, after a failure, hangs.
         """
         if self.save is None:
             return None
@@ -81,7 +81,7 @@ class _PendingSave:
 
 
 class Saves:
-    """The saves of a run: full checkpoints and model-only checkpoints."""
+    """Starts the saves of full and model-only checkpoints of a run, and handles their outcomes."""
 
     def __init__(
         self,
@@ -93,21 +93,22 @@ class Saves:
         loss_scale: LossScale,
         sync_logs: Callable[[], None],
     ) -> None:
-        """Plan the files of the saves. A collective of all ranks.
+        """Plan the files of all checkpoints. A collective of all ranks.
 
         Args:
             config: The run's configuration, with the choices that ranks measured.
             world: All ranks.
             plan: The plan of the run.
-            states: This rank's chunks of states.
+            states: This rank's states.
             rank_states: The layout of the states over ranks.
-            loss_scale: The loss scale, whose state is also saved.
-            sync_logs: Makes the files of metrics durable; called on the first rank before a commit.
+            loss_scale: The loss scale, which is also saved.
+            sync_logs: Syncs the metrics files to disk; the first rank calls it before a commit.
         """
         self._config, self._world, self._plan, self._states = config, world, plan, states
         self._settings = flat_settings(config, plan.batch, plan.data.training)
         self._loss_scale = loss_scale
-        # The shards refer to fp32 copies of frozen parameters, which would stay in memory.
+        # Leave out the shards: they refer to fp32 copies of frozen parameters and would keep them
+        # in memory.
         self._rank_states = replace(rank_states, shards=())
         self._fulls, self._models, self._removing = _PendingSave(), _PendingSave(), threading.Lock()
         self._unremovable: dict[Path, str] = {}
@@ -132,8 +133,8 @@ class Saves:
 
     def save_missing(self) -> None:
         """Save the model-only checkpoint of the step from which this run continues, if it was due
-        but is missing: the run was killed between the commit of the full checkpoint and that of the
-        model-only one. A collective of all ranks."""
+        but is missing. This happens if the run was killed after the commit of the full checkpoint
+        and before the commit of the model-only checkpoint. A collective of all ranks."""
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
         due = interval and start.step and start.step % interval == 0
@@ -151,14 +152,14 @@ class Saves:
         `step`. A collective of all ranks.
 
         Args:
-            step: The step that is done.
-            last: True after the last step, which always has a full checkpoint: wait for the saves
-                to end.
+            step: The last completed step.
+            last: True if this command ends after `step`. A full checkpoint is then always saved,
+                and the call waits for all saves to end.
 
         Raises:
             NonFiniteError: An optimizer state is not finite. Raised on every rank.
-            OptimusError: A save of the last step failed, or too many saves in a row. Raised on
-                every rank.
+            OptimusError: A save of the last step failed, or `checkpoint.max_failures` saves in a
+                row failed. Raised on every rank.
         """
         settings = self._config.checkpoint
         self._last_step = step if last else 0
@@ -168,8 +169,8 @@ class Saves:
         full = last or (settings.interval and step % settings.interval == 0)
         if model or (full and not settings.async_save):
             self._refuse_bad_states(step)
-        # The full checkpoint comes first: if the run is killed between the two, save_missing saves
-        # the model-only one on resume.
+        # The full checkpoint comes first: if the run is killed between the two saves, save_missing
+        # saves the model-only checkpoint on resume.
         if full:
             self._begin(self._fulls, step, self._begin_full)
         if model:
@@ -184,14 +185,14 @@ class Saves:
                 raise OptimusError(self._end_failed)
 
     def end(self) -> None:
-        """Wait for the saves in progress to end; called when all ranks raise the same error. A
-        collective of all ranks."""
+        """Wait for the saves in progress to end and log their failures. A collective of all ranks,
+        for errors that all ranks raise."""
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
                 self._warn(outcome.failure.what)
 
     def give_up(self) -> None:
-        """Stop this rank's writes. Not a collective, since other ranks may be lost."""
+        """Stop the writes of this rank. Not a collective, since other ranks may be lost."""
         for pending in (self._fulls, self._models):
             if pending.save is not None:
                 pending.save.give_up()
@@ -201,14 +202,14 @@ class Saves:
             start = time.monotonic()
             self._handle(pending, pending.poll(wait=True))
             logger.info(
-                "the save of step %d waited %.1f s for that of step %d",
+                "the save of step %d waited %.1f s for the save of step %d to end",
                 step,
                 time.monotonic() - start,
                 before.step,
             )
         try:
             if before is not None and pending.save is not None:
-                raise OptimusError(f"the disk has not taken what step {before.step} gave it")
+                raise OptimusError(f"the disk has not finished the writes of step {before.step}")
             pending.save = begin(step)
         except LostPeerError:
             raise  # the loss of a rank ends the run, not only this save
@@ -218,15 +219,15 @@ class Saves:
             self._handle(pending, pending.poll(wait=True))
 
     def _handle(self, pending: _PendingSave, outcome: Outcome | None) -> None:
-        """Handle the outcome of a save: reset the count of failures after a commit, raise an error
-        for a value that is not finite, and count any other failure."""
+        """Handle the outcome of a save. A commit resets the count of failures. A non-finite value
+        raises NonFiniteError. Any other failure is counted."""
         if outcome is None:
             return
         if outcome.failure is None:
             pending.failures = 0
             if pending is self._fulls:
                 self._newest = manager.full_path("", outcome.step).name
-        elif outcome.failure.nonfinite:  # in the saved copy; usually in the states, too
+        elif outcome.failure.nonfinite:  # in the saved copy, and usually in the states, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
                 log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.what
@@ -237,12 +238,13 @@ class Saves:
             self._handle_failure(pending, outcome.step, outcome.failure.what)
 
     def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
-        """Log a warning, or raise OptimusError after too many failures in a row. `after` raises the
-        failure of the last step, since another save of that step may still be due."""
+        """Log a warning, or raise OptimusError if `checkpoint.max_failures` saves in a row have
+        failed. At the last step, only record the failure: `after` raises it when all saves of that
+        step have ended."""
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
         message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"
-        again = "fix it and give the same command again to continue"
+        again = "fix the problem and give the same command again to continue"
         if step == self._last_step:
             self._end_failed = self._end_failed or f"{message}; {again}"
         elif pending.failures == limit and not self._last_step:
@@ -254,7 +256,7 @@ class Saves:
             self._warn(f"{message}; the run continues (failure {number} in a row)")
 
     def _warn(self, line: str) -> None:
-        """Log a warning that all ranks share, on the first rank only."""
+        """Log a warning that is the same on all ranks, on the first rank only."""
         if self._world.is_first:
             logger.warning(line)
 
@@ -263,9 +265,9 @@ class Saves:
         return self._begin_with(self._saver, path, step)
 
     def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
-        """Start a model-only save. It fails unless the disk has space for `reserve()` more bytes,
-        which the full save of the same step has yet to write."""
-        assert self._model_saver is not None, "due only where there is an interval"
+        """Start a model-only save. Raises OptimusError if the disk does not have space for it and
+        for the `reserve()` bytes that the full save of the same step has not written yet."""
+        assert self._model_saver is not None, "due only with checkpoint.model_interval"
         path = manager.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, reserve)
 
@@ -273,7 +275,7 @@ class Saves:
         self, saver: Saver, path: Path, step: int, reserve: Callable[[], int] = lambda: 0
     ) -> Underway:
         is_model = saver is self._model_saver
-        # The chunks may have moved to other buffers.
+        # Get the shards again, since the chunks may have moved to other buffers.
         states = replace(self._rank_states, shards=self._states.shards())
         try:
             return saver.begin(
@@ -289,7 +291,7 @@ class Saves:
             self._states.frozen.settle()
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints that are not to be kept; failures are only logged. Runs after a
+        """Remove the checkpoints that retention does not keep, and log failures. Runs after a
         commit, in a thread of the first rank."""
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
@@ -298,17 +300,22 @@ class Saves:
                 self._warn_of_unremovable(left)
             except OSError as error:
                 where = error.filename or manager.checkpoints_dir(run_dir)
-                logger.warning("old checkpoints are not removed: %s: %s", where, error.strerror)
+                logger.warning("cannot remove old checkpoints: %s: %s", where, error.strerror)
 
     def _remove_leftover(self, directory: Path) -> None:
-        """Remove the files of a failed save. Runs in a thread of the first rank."""
+        """Remove the directory of a failed save. Runs in a thread of the first rank."""
         with self._removing, contextlib.suppress(OSError):
             self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
-        """Warn of each directory that could not be removed, once for each reason, and of the space
-        left on the disk; repeat the space as it falls below a few saves. Raises OSError if the free
-        space cannot be read."""
+        """Log a warning for each directory that could not be removed, if its reason is new.
+
+        Also log the free disk space, if there is such a warning or if the space has decreased and
+        is less than _FEW_SAVES saves take. Raises OSError if the free space cannot be read.
+
+        Args:
+            left: The directories, each with the reason why it could not be removed.
+        """
         new = [path for path in left if self._unremovable.get(path) != left[path]]
         self._unremovable = left
         run_dir = self._config.train.run_dir
@@ -320,9 +327,9 @@ class Saves:
         for path in new:
             logger.warning("cannot remove %s: %s", path, left[path])
         logger.warning(
-            "%s of checkpoints cannot be removed; %s, and a save takes %.3f GB; remove by hand "
-            "the directories named above",
-            counted(len(left), "old directory", "old directories"),
+            "%s cannot be removed; %s, and a save takes %.3f GB; remove the directories named "
+            "above by hand",
+            counted(len(left), "old checkpoint directory", "old checkpoint directories"),
             manager.space_left(run_dir),
             save_bytes / 1e9,
         )
@@ -332,7 +339,7 @@ class Saves:
         refuse_bad_states(train, optim, self._states, self._world.everyone, step, step)
 
     def _facts(self, step: int) -> dict[str, Any]:
-        """Return the entries of a manifest that describe the run after `step`."""
+        """Return the entries that describe the run after `step` in a checkpoint's manifest."""
         start = self._plan.start
         return {
             "step": step,
@@ -350,8 +357,8 @@ class Saves:
         return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_sidecar_files(self, directory: Path) -> None:
-        """Write configuration and tokenizer, which make a checkpoint usable without its run. Before
-        that, make the metrics durable, since a resumed run needs those up to the checkpoint."""
+        """Write the configuration and the tokenizer, so that the checkpoint is usable without the
+        run directory. First sync the metrics to disk, since a resumed run needs them."""
         self._sync_logs()
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         name = Path(self._plan.data.training.tokenizer_file).name
@@ -365,9 +372,9 @@ class Saves:
             lines = complete_hf(directory, self._exported)
         except OSError:
             raise  # the disk is full or broken: a file of the checkpoint may be incomplete
-        except Exception as error:  # of any tokenizer library; these files are optional
+        except Exception as error:  # from any tokenizer library; these files are optional
             lines = [f"not all files for transformers are written: {one_line(error)}"]
         for line in lines:
             if line not in self._warned:
-                logger.warning("models of this run: %s", line)
+                logger.warning("model-only checkpoints: %s", line)
             self._warned.add(line)

@@ -1,4 +1,4 @@
-"""The learning rate at every update (CONTRACT.md, "Resuming")."""
+"""The learning rate at every update."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Return a line for the log if the settings `stored` in a checkpoint give update `step` another
-    learning rate than `optim` does; "" if both rates are equal. The line names the settings that
-    keep the rate of the checkpoint's settings."""
+    """Return a log line if the learning rate of update `step` differs from the rate with the
+    checkpoint's settings `stored`; "" if both rates are equal. The line names the settings that
+    keep the checkpoint's rate."""
     keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
     kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
     before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)
@@ -42,4 +42,7 @@ def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[s
     else:
         kept["decay_steps"] = end
     keep = " ".join(f"optim.{k}={v}" for k, v in kept.items() if v != getattr(optim, k))
-    return f"learning rate of step {step}: {old:.6g} before, {new:.6g} now; to keep it, set {keep}"
+    return (
+        f"learning rate of step {step}: {old:.6g} before, {new:.6g} now; to keep the old rate, "
+        f"set {keep}"
+    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def prepare_meeting(launch: LaunchEnv) -> None:
-    """Check the address at which ranks meet. Raises LaunchError if it cannot be used."""
+    """Check the rendezvous address of the ranks. Raises LaunchError if it cannot be used."""
     from optimus.distributed.rendezvous import check_meeting_point
 
     check_meeting_point(launch)
@@ -30,7 +30,7 @@ def prepare_meeting(launch: LaunchEnv) -> None:
 def check_run(
     config: Config, world_size: int, check_data: bool = True, check_run_dir: bool = True
 ) -> PartialPlan:
-    """Make the checks of `optimus train` that need no other rank. Creates nothing.
+    """Make the checks of `optimus train` that need no other rank. Creates no file.
 
     Args:
         config: The run's configuration.
@@ -63,8 +63,8 @@ def check_run(
 def dry_run(
     config: Config, nodes: int, ranks_per_node: int, check_data: bool, check_run_dir: bool
 ) -> None:
-    """Print the plan of a run on `nodes` nodes with `ranks_per_node` ranks each, once `check_run`
-    has checked it with the other arguments."""
+    """Check a run on `nodes` nodes with `ranks_per_node` ranks each, and print its plan.
+    `check_data` and `check_run_dir` are as in `check_run`."""
     plan = check_run(config, nodes * ranks_per_node, check_data, check_run_dir)
     from optimus.train.resolve import network_warnings
     from optimus.train.summary import print_start
@@ -74,8 +74,8 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error`; if a launcher has started other ranks, first meet them and agree on one error
-    to raise, so that a mistake that every rank finds is printed once."""
+    """Raise `error`. With several ranks, first start the process group and agree on one error, so
+    that a mistake that every rank finds is printed once."""
     if launch.world_size > 1:
         prepare_meeting(launch)
         from optimus.distributed.world import start_world
@@ -85,25 +85,25 @@ def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
 
 
 def ranks_to_start(nproc: int | None, started: int) -> int:
-    """Return the number of local ranks that this process starts: `--nproc`; 0 if `--nproc` was not
-    given or if a launcher has started this rank.
+    """Return the number of local ranks that this process must start: the value of `--nproc`, or 0
+    if it was not given or a launcher has already started the ranks.
 
     Args:
         nproc: Value of `--nproc`; None if it was not given.
         started: Number of ranks of this run that a launcher has started.
 
     Raises:
-        ConfigError: `--nproc` is below 1 or differs from the launcher's number.
+        ConfigError: `--nproc` is below 1 or differs from the number that the launcher started.
     """
     if nproc is not None and nproc < 1:
         raise ConfigError(
-            f"--nproc {nproc} must be at least 1; leave --nproc out to use this process alone"
+            f"--nproc {nproc} must be at least 1; leave --nproc out to run one rank in this process"
         )
     if started == 1 and "RANK" not in os.environ:
         return nproc or 0
     if nproc not in (None, started):
         message = (
-            f"--nproc {nproc}, but a launcher started {counted(started, 'rank')}; drop --nproc"
+            f"--nproc {nproc}, but a launcher started {counted(started, 'rank')}; remove --nproc"
         )
         raise ConfigError(message)
     return 0

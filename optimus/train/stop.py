@@ -1,6 +1,7 @@
 """Requests to stop a run: Ctrl-C, signals and the deadline.
 
-From the first update on, the run finishes the update and writes a checkpoint before it stops.
+After the first update has started, a run finishes the current update and saves a checkpoint before
+it stops.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-"""Reasons to stop, 0 for none. If ranks have different reasons, the last of them in this tuple is
-the run's."""
+"""Reasons to stop in ascending priority; 0: no reason. If ranks have different reasons, all ranks
+report the reason with the highest priority."""
 
 
 class StopRequest:
-    """The signal or passed deadline that asks this rank to stop, and the agreement of all ranks."""
+    """Records a stop signal or a passed deadline on this rank, and lets all ranks agree to stop."""
 
     def __init__(self, deadline_s: float) -> None:
-        """Install handlers of the stop signals.
+        """Install handlers for STOP_SIGNALS.
 
         Args:
             deadline_s: Seconds from the start of this process to the deadline; 0: no deadline.
@@ -56,14 +57,14 @@ class StopRequest:
             return
         again = ""
         if number == signal.SIGINT:
-            again = "; press Ctrl-C again to stop at once without it"
+            again = "; press Ctrl-C again to stop at once without saving"
         logger.info(
             "%s: finishing this step and saving a checkpoint%s", signal_label(number), again
         )
 
     def agreed(self, group: Group, device: torch.device) -> str | None:
-        """Return the reason for which all ranks stop after this step, None if they continue. A
-        collective of `group`."""
+        """Return the reason why all ranks stop after this step; None if they continue. A collective
+        of `group`."""
         from optimus.distributed.collectives import greatest
 
         reason = self._reason

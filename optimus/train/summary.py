@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> None:
-    """Log the plan of a run, `warnings`, warnings about data that is read too often, the start, and
-    the settings that changed since the checkpoint."""
+    """Log the plan of a run, all warnings, the start, and the settings that differ from the
+    checkpoint's. The warnings are `warnings` and a line for each data set that is read too often.
+    """
     _log("this run", plan_facts(config, plan))
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
     for warning in (*warnings, *repeats):
@@ -47,7 +48,7 @@ def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> N
 
 
 def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> str:
-    """Return a plan as text, with the choices that ranks make at the start."""
+    """Return the plan and the choices of a run as text, one line per fact."""
     start = plan.start
     path = f" from {start.path}" if start.path is not None else ", from initial weights"
     facts = [*plan_facts(config, plan), ("start", f"step {start.step:,}{path}")]
@@ -59,7 +60,7 @@ def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> 
 
 
 def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> dict[str, Any]:
-    """Return a plan, and the settings that the run will record, as a dict for JSON."""
+    """Return the plan, the choices and the settings that a run will record, as a dict for JSON."""
     batch, start, data = plan.batch, plan.start, plan.data
     counts = {"tokens": batch.tokens, "instances": batch.instances, "targets": batch.targets}
     return {
@@ -103,15 +104,15 @@ def print_end(
     loss: float | None,
     evaluation: EvalRecord | None,
 ) -> None:
-    """Log the results of a run that is at `last_step`, and the commands that use them.
+    """Log the results of a run that ends at `last_step`, and commands to use them.
 
     Args:
         train, model: Sections of the run's configuration.
         plan: The run's plan.
-        last_step: The last step that is done.
-        seconds: Time that the steps since this start took.
+        last_step: The last completed step.
+        seconds: Duration of the steps that this command ran.
         loss: The loss of the last step, in nats; None if unknown.
-        evaluation: The last evaluation; None without one.
+        evaluation: The last evaluation; None if there was none.
     """
     title = "done"
     if last_step < train.max_steps:
@@ -180,16 +181,16 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return the path of a data set, for the end of a line because it may be long; "" for a
-    mixture, which has several paths."""
+    """Return a colon and the path of a data set, to end a line; "" for a mixture, which has several
+    paths."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
 def _epochs(
     mix: Sequence[MixSource], instances: int, training: InstanceSource
 ) -> Iterator[tuple[TokenDataset, float]]:
-    """Yield each data set with its number of epochs in `instances` instances of the training
-    data."""
+    """Yield each data set with the number of times that a run of `instances` training instances
+    reads it."""
     if isinstance(training, TokenDataset):
         yield training, instances / training.num_instances
         return
@@ -200,7 +201,7 @@ def _epochs(
 
 
 def _repeats(mix: Sequence[MixSource], max_steps: int, plan: PartialPlan) -> Iterator[str]:
-    """Yield a warning for each data set that the run reads too often."""
+    """Yield a warning for each data set that the run reads more than MAX_EPOCHS times."""
     if plan.data is None:
         return
     for dataset, epochs in _epochs(mix, max_steps * plan.batch.instances, plan.data.training):
@@ -208,7 +209,7 @@ def _repeats(mix: Sequence[MixSource], max_steps: int, plan: PartialPlan) -> Ite
             steps = max(1, int(max_steps * MAX_EPOCHS / epochs))
             yield (
                 f"the run reads {dataset.path} {_short(epochs)} times, and more than about "
-                f"{MAX_EPOCHS} add little; use more text, or set train.max_steps={steps}"
+                f"{MAX_EPOCHS} epochs add little; use more text, or set train.max_steps={steps}"
             )
 
 
@@ -246,7 +247,8 @@ def _results(
 def _next_commands(
     run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
 ) -> Iterator[str]:
-    """Yield the commands that use the results of a run."""
+    """Yield commands to use the results of a run. If the run is not `done`, the only command is
+    `optimus report`."""
     run = shlex.quote(run_dir)
     yield f"optimus report {run}"
     if not done:

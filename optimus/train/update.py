@@ -1,4 +1,4 @@
-"""One update: forward and backward by the pipeline schedule, then clipping and AdamW."""
+"""One update: forward and backward in the order of the pipeline schedule, clipping, AdamW."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class UpdateResult:
     aux_loss: float
     z_loss: float
     grad_norm: float
-    """NaN if the update was skipped because of an overflow under loss scaling (fp16)."""
+    """Norm before clipping; NaN if the update was skipped because of an overflow in fp16."""
     lr: float
     expert_rows: Tensor
     """int64 [MoE layers, E]: rows routed to each expert by all ranks. E is the largest number of
     experts in a layer; layers with fewer experts are padded with zeros."""
     loss_scale: float = 1.0
-    """The scale of this update."""
+    """Loss scale of this update."""
     skipped_steps: int = 0
-    """Updates skipped since the run began, this one included."""
+    """Updates skipped since the run started, up to and including this update."""
 
 
 class Updater:
@@ -57,16 +57,16 @@ class Updater:
         device: torch.device,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Connect the model to its states.
+        """Connect the gradients of the model to its states.
 
         Args:
             config: The run's configuration.
             groups: This rank's groups.
             rank_model: This rank's model; from now on it adds gradients to the chunks of `states`.
             states: The states of this rank's model.
-            plan: The division of the global batch.
+            plan: The division of the global batch into microbatches.
             device: The device of the model.
-            loss_scale: The loss scale of the run; None makes that of a new run.
+            loss_scale: The loss scale of the run; None creates the loss scale of a new run.
         """
         self._loss_scale = loss_scale or LossScale(
             config.optim, config.train.dtype, plan.num_microbatches
@@ -90,8 +90,8 @@ class Updater:
 
         Raises:
             NonFiniteError: A loss or gradient of some rank is not finite. Raised on every rank,
-                before any fp32 master changes. In fp16, the update is skipped instead as long as
-                the loss scale can still fall.
+                before any fp32 master changes. In fp16, the update is skipped without an error
+                as long as the loss scale is above its minimum.
         """
         self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
         on_device = self._rank_model.to_device(microbatches)
@@ -110,8 +110,8 @@ class Updater:
     def _make_update(
         self, step: int, microbatches: list[Microbatch], lr: float
     ) -> Callable[[], None]:
-        """Return the function for the schedule's OPT_STEP: check with all ranks that losses and
-        gradients are finite, complete the reductions of gradients, clip and update."""
+        """Return the function that the schedule runs as its OPT_STEP. It checks with all ranks that
+        losses and gradients are finite, completes the gradient reductions, clips and updates."""
 
         def opt_step() -> None:
             scaling = self._loss_scale
@@ -120,8 +120,8 @@ class Updater:
                 self._watch.explain(microbatches, scaling.at_its_least())
             if overflow:  # a smaller scale does not help if a state is damaged
                 self._watch.refuse_bad_states()
-            # Complete the reductions of gradients that are then discarded, too: other ranks have
-            # started them.
+            # Complete the reductions even if the gradients are then discarded, since other ranks
+            # have started them.
             self._states.gradients.finish(self._tied_stages)
             self._norm = math.nan if overflow else self._finite_norm(step)
             if math.isnan(self._norm):
@@ -135,23 +135,29 @@ class Updater:
         return opt_step
 
     def _finite_norm(self, step: int) -> float:
-        """Return the gradient norm before clipping; NaN if it overflows and a smaller loss scale
-        may avoid that. Raises NonFiniteError for another overflow."""
+        """Return the gradient norm before clipping. If it overflows, return NaN as long as the loss
+        scale can be reduced, otherwise raise NonFiniteError."""
         norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
             if self._loss_scale.can_fall:
                 return math.nan
             raise NonFiniteError(
                 f"step {step}: the gradient norm over all ranks is {norm} although every rank's "
-                "own gradients are finite; the sum overflows, lower the learning rate",
+                "own gradients are finite: their sum overflows; lower the learning rate",
             )
         return norm
 
     def _result(
         self, step: int, terms: dict[tuple[int, int], Terms], lr: float, scale: float
     ) -> UpdateResult:
-        """Return the figures of the update, from the terms of each stage and microbatch. A
-        collective of all ranks."""
+        """Return the figures of the update over all ranks. A collective of all ranks.
+
+        Args:
+            step: Number of the update.
+            terms: Loss terms of this rank by (stage, microbatch).
+            lr: Learning rate of the update.
+            scale: Loss scale of the update.
+        """
         counted = list(terms.values()) if self._groups.counts else []
         empty = torch.zeros(0, device=self._device)
 
@@ -174,7 +180,7 @@ class Updater:
 
     def _sums(self, values: list[Tensor]) -> list[float]:
         """Return the sum of each tensor's elements over all ranks. After a skipped update, all sums
-        are NaN if any element is not finite."""
+        are NaN if any element on any rank is not finite."""
         if not math.isnan(self._norm):
             return exact_sums(values, self._groups.everyone)
         finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]
@@ -183,7 +189,7 @@ class Updater:
         return [math.nan if trouble else total for total in sums]
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
-        """Return `UpdateResult.expert_rows`. A collective of all ranks."""
+        """Return the rows routed to each expert, see `UpdateResult`. A collective of all ranks."""
         model = self._config.model
         sparse = model.sparse_layers
         if not sparse:

@@ -1,15 +1,16 @@
 """Measure tokens per CPU-second of our Loader and of Megatron-LM's GPTDataset on the same tokens.
 
-The peer, GPTDataset, has a separate virtual environment. Runs of our Loader and of the peer take
-turns, each in a fresh process:
+GPTDataset runs in a separate virtual environment. Runs of our Loader and of GPTDataset alternate,
+each in a new process:
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 && peer/bin/pip install megatron-core
     python scripts/bench/data_loader.py --peer peer/bin/python
 
-CPU-seconds are those of the whole process, including our reading thread, after one pass that warms
-the page cache. For GPTDataset only `dataset[i]` is timed: no collating, no workers, no mask. For
-our Loader, complete batches [8, context] are timed, as the training loop reads them. Also measured:
-a later epoch (permuted), document masks, a mixture of three data sets, and opening 10,000 shards.
+The script measures the CPU time of the whole process, including the Loader's thread, after a pass
+that warms the page cache. For GPTDataset it times only `dataset[i]`, without collation, workers or
+masks. For our Loader it times complete batches [8, context], as the training loop reads them. It
+also measures a later (permuted) epoch, document masks, a mixture of three data sets, and the time
+to open 10,000 shards.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ VARIANTS = ("epoch 0", "later epoch", "document mask", "mix of three")
 
 
 def save_tokenizer(path: Path, size: int) -> None:
-    """Save a tokenizer of `size` ids, of which 0 ends documents."""
+    """Save a word-level tokenizer with `size` ids. Id 0 is the end-of-document token."""
     from tokenizers import Tokenizer, models
 
     words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, size)}
@@ -50,11 +51,11 @@ def save_tokenizer(path: Path, size: int) -> None:
 
 
 def make_data(folder: Path, tokens: int, context: int) -> None:
-    """Make a Megatron data set of random ids in documents of some 500 tokens, and three of ours
-    with the same tokens in different orders.
+    """Create a Megatron-LM data set of random ids, and three data sets of Optimus with the same
+    tokens in different orders.
 
-    Ids are random, since the time to read them does not depend on their values. The lengths of
-    documents have a geometric distribution.
+    The time to read ids does not depend on their values. Document lengths have a geometric
+    distribution with a mean of about 500 tokens.
     """
     import numpy as np
 
@@ -81,8 +82,8 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
 
 def read_ours(folder: Path, variant: str) -> dict[str, Any]:
-    """Time PASSES passes of the Loader, after one that warms the page cache. Return the number of
-    tokens, the CPU-seconds of the passes and the CPU-seconds to open the data set."""
+    """Time PASSES passes of the Loader, after a pass that warms the page cache. Return the number
+    of tokens, the CPU-seconds of the passes and the CPU-seconds to open the data set."""
     import torch
 
     from optimus.data.dataset import TokenDataset
@@ -114,7 +115,7 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
 
 
 def open_many(folder: Path) -> float:
-    """Return the wall-clock seconds to open a data set of SHARDS shards: the median of five."""
+    """Return the median wall-clock seconds, of five, to open a data set of SHARDS shards."""
     from dataclasses import replace
 
     from data_prep import layout
@@ -159,8 +160,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all rounds and return the results. Our Loader and the peer run in turn, so that other
-    load on the machine affects both."""
+    """Run all rounds and return the results. Runs of our Loader and of GPTDataset alternate, so
+    that other load on the machine affects both."""
     make_data(folder, args.tokens, args.context)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
     for _ in range(args.rounds):
@@ -193,7 +194,7 @@ def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", help="a Python with megatron-core; without: ours alone")
+    parser.add_argument("--peer", help="Python with megatron-core; default: only our Loader")
     parser.add_argument("--tokens", type=int, default=32_000_000)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)

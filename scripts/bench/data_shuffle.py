@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Measure shuffling and sharding: time against that of a plain copy, peak memory, and scaling.
+"""Measure shuffling and sharding: time relative to a plain copy, peak memory, and scaling.
 
     python scripts/bench/data_shuffle.py ratio [--megabytes 1000] [--context 4096] [--rounds 5]
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
-`ratio` makes random token arrays and times three contestants, which take turns in each round: a
-plain copy (read a block in order, write it, fsync each file) with blocks and files as large as
-those of sharding; `shuffle` and `shard` with the strategy `gather`; the same with `bucket`.
-`memory` measures the peak resident memory of shuffling and sharding N short rows under a memory
-limit. `scaling` measures weak scaling of tokenization: one worker gets a corpus, two workers get
-two copies of it. Each command prints one JSON object.
+`ratio` creates random token arrays and times three methods in turn in each round: a plain copy,
+`shuffle` and `shard` with the strategy `gather`, and both with the strategy `bucket`. The copy
+reads and writes blocks in order and fsyncs each file; its blocks and files have the sizes that
+sharding uses. `memory` measures the peak resident memory of shuffling and sharding many short rows
+under a memory limit. `scaling` measures weak scaling of tokenization: one worker tokenizes a
+corpus, two workers tokenize two copies of it. Each command prints one JSON object.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ UNIT_TOKENS = 32 << 20
 
 
 def make_token_arrays(out: Path, tokens: int) -> None:
-    """Make token arrays of `tokens` random ids of 16 bits with `optimus-data import`."""
+    """Create token arrays of `tokens` random 16-bit ids with `optimus-data import`."""
     save_tokenizer(out.with_suffix(".json"), VOCAB)
     rng, folder = np.random.default_rng(0), out.with_suffix(".ids")
     folder.mkdir()
@@ -68,7 +68,7 @@ def make_token_arrays(out: Path, tokens: int) -> None:
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
-    """Copy the arrays in order, a block at a time, to files of `file_bytes`; fsync each file."""
+    """Copy the arrays in order, block by block, to files of `file_bytes`; fsync each file."""
     target.mkdir()
     names = sorted(source.glob("unit-?????.npy"))
     buffer = memoryview(bytearray(block_bytes))
@@ -92,7 +92,7 @@ def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Return the wall-clock and CPU seconds of `work`."""
+    """Run `work`; return its wall-clock seconds and CPU seconds."""
     os.sync()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -139,7 +139,7 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Return the peak memory of the processes that shuffle and shard N rows of `context` tokens."""
+    """Return the peak memory of shuffling and sharding `instances` rows of `context` tokens."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)
@@ -164,7 +164,7 @@ def memory(args: argparse.Namespace) -> dict:
 
 
 def scaling(args: argparse.Namespace) -> dict:
-    """Measure weak scaling: tokenize a corpus with one worker and two copies with two workers."""
+    """Measure weak scaling: one worker tokenizes a corpus, two workers tokenize two copies."""
     times: dict[int, list[float]] = {1: [], 2: []}
     cpu: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--input", nargs="+")
     parser.add_argument("--tokenizer")
-    parser.add_argument("--dir", help="where the files are made (the temporary directory)")
+    parser.add_argument("--dir", help="directory for the files (default: the temporary directory)")
     args = parser.parse_args(argv)
     args.context = args.context or (4096 if args.what == "ratio" else 16)
     args.memory = args.memory or (10**9 if args.what == "ratio" else 256 * 10**6)

@@ -6,16 +6,16 @@
         --peer megatron=VENV/bin/python --megatron-tree Megatron-LM
 
 Each peer has a separate virtual environment. datatrove: `pip install datatrove tokenizers orjson`.
-dolma: `uv pip install dolma`; pip does not resolve its dependencies in minutes. Megatron-LM:
+dolma: `uv pip install dolma`; pip needs many minutes to resolve its dependencies. Megatron-LM:
 `pip install torch==2.13.0 megatron-core transformers sentencepiece six triton`, and a checkout of
-Megatron-LM at the same version, of which tools/preprocess_data.py is run.
+Megatron-LM at the same version, for its tools/preprocess_data.py.
 
-All contestants have the same tokenizer and one worker. They run in turn in each round. CPU seconds
-are those of all processes that a contestant starts, including their start-up. The contestant `bare`
-is a loop that only reads the file and encodes. The ids of every contestant are compared with those
-of `bare`. Peers encode the text of a special token as the token itself, so the corpus should not
-contain such text. dolma strips documents, drops empty ones, and needs ids of documents that are
-text: if dolma is among the peers, all contestants read a corpus that is rewritten in this form.
+All programs use the same tokenizer and one worker, and run in turn in each round. CPU seconds
+include all processes that a program starts, and their start-up. The program `bare` is a loop that
+only reads the file and encodes it. The ids of each program are compared with the ids of `bare`.
+Peers encode the text of a special token as the token itself, so the corpus should not contain such
+text. dolma strips documents, drops empty documents, and requires document ids that are strings. If
+dolma is among the peers, the corpus is first rewritten in this form for all programs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ DOLMA = """
 import json, sys
 corpus, tokenizer, out, eos = sys.argv[1:]
 from dolma.cli.main import main
-with open(tokenizer) as file: # merges as text: dolma pins a tokenizers that reads no pairs
+with open(tokenizer) as file: # merges as strings: dolma's tokenizers version reads no pairs
     written = json.load(file)
 merges = written["model"]["merges"]
 written["model"]["merges"] = [one if isinstance(one, str) else " ".join(one) for one in merges]
@@ -92,7 +92,7 @@ PEERS = ("datatrove", "dolma", "megatron")
 
 
 def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: int) -> list[str]:
-    """Return the command that runs a contestant on the corpus."""
+    """Return the command that runs the program `name` on the corpus."""
     corpus, tokenizer = str(args.corpus.resolve()), str(args.tokenizer.resolve())
     if name == "optimus-data":
         arguments = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
@@ -108,7 +108,7 @@ def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: in
 def run_once(
     name: str, python: str, args: argparse.Namespace, eos: int
 ) -> tuple[float, float, Path]:
-    """Run a contestant; return its CPU seconds, wall-clock seconds and the folder of its output."""
+    """Run a program; return its CPU seconds, its wall-clock seconds and its output directory."""
     out = args.work / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -136,7 +136,7 @@ def run_once(
 
 
 def ids_of(name: str, out: Path) -> np.ndarray:
-    """Return the ids that a contestant wrote, in the order of its output."""
+    """Return the token ids that a program wrote, in the order of its output."""
     if name == "optimus-data":
         return np.load(next((out / "tokens").glob("unit-?????.npy")))
     pattern = {"datatrove": "*.ds", "dolma": "*.npy", "megatron": "*.bin"}.get(name, "ids.bin")
@@ -145,7 +145,7 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 
 
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
-    """Return `equal`, or the difference of the ids. dolma writes documents in another order."""
+    """Compare ids; return the result as text. dolma writes documents in another order."""
     if np.array_equal(ids, expected):
         return "equal"
     ours, theirs = (
@@ -158,8 +158,8 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
 
 
 def rewritten(corpus: Path, work: Path) -> Path:
-    """Write the corpus in the form that dolma needs (see the module's docstring); return its
-    path."""
+    """Write a copy of the corpus with stripped, non-empty documents and string ids, as dolma
+    requires; return its path."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "corpus.jsonl"
     with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:
@@ -190,11 +190,11 @@ def main() -> None:
 
     eos = Tokenizer.from_file(str(args.tokenizer)).token_to_id("<|endoftext|>")
     if eos is None:
-        parser.error(f"{args.tokenizer} has no <|endoftext|>")
+        parser.error(f"--tokenizer {args.tokenizer} needs the token <|endoftext|>")
     pythons = dict.fromkeys(("bare", "optimus-data"), sys.executable)
     pythons |= dict(peer.split("=", 1) for peer in args.peer)
     if "megatron" in pythons and args.megatron_tree is None:
-        parser.error("--peer megatron needs --megatron-tree")
+        parser.error("--peer megatron needs a checkout of Megatron-LM; set --megatron-tree")
     if "dolma" in pythons:
         args.corpus = rewritten(args.corpus, args.work)
     packages = {
@@ -214,10 +214,10 @@ def main() -> None:
             expected = ids if expected is None else expected
             answers[name] = same_ids(name, ids, expected, eos)
             spent[name].append(cpu)
-            print(f"# {name} {cpu:.2f} CPU-s {wall:.2f} s {answers[name]}", flush=True)
+            print(f"# {name}: {cpu:.2f} CPU-s, {wall:.2f} s, ids {answers[name]}", flush=True)
     assert expected is not None
     tokens, size = len(expected), args.corpus.stat().st_size
-    print(f"{size / 1e6:.1f} MB, {tokens} tokens, {args.rounds} rounds interleaved")
+    print(f"{size / 1e6:.1f} MB, {tokens} tokens, {args.rounds} rounds")
     best = max((tokens / statistics.median(spent[n]) for n in pythons if n in PEERS), default=None)
     for name, seconds in spent.items():
         rates = sorted(tokens / second / 1e6 for second in seconds)

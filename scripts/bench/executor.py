@@ -7,11 +7,11 @@
 `bookkeeping`: one rank runs four stages of a model that only adds a number to its input, so that
 nearly all of its time goes into entering autograd and into the executor's bookkeeping. The time of
 the same forward and backward passes without the executor is subtracted. Both are CPU time of one
-thread, with medians and quartiles.
+thread and are printed as median and quartiles.
 
-`posting`: the time that the executor's actions take to post a send or a receive of a message of
---bytes to another process over gloo. It is wall-clock time, since gloo's threads share the work,
-and does not include waiting for a message.
+`posting`: the time in which the executor posts a send or a receive of --bytes bytes to another
+process over gloo. It is wall-clock time, because gloo's threads do part of the work, and does not
+include waiting for a message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STAGES = 4
 
 
 class OneNumber:
-    """A stage whose model adds its only parameter, a number, to the input."""
+    """Pipeline stage that adds its only parameter, a scalar, to the input."""
 
     def __init__(self, number: int, stages: int = STAGES) -> None:
         self.is_first, self.is_last = number == 0, number == stages - 1
@@ -59,7 +59,7 @@ class OneNumber:
 
 
 class Interpreted(Executor):
-    """An executor whose loop runs with a table of actions that do nothing."""
+    """Executor whose actions do nothing, so that only its loop is timed."""
 
     def run_nothing(self, microbatches: list) -> None:
         table = dict.fromkeys(self._table, lambda action: None)
@@ -70,7 +70,7 @@ class Interpreted(Executor):
 
 
 def by_hand(stages: dict[int, OneNumber], microbatches: list) -> None:
-    """Run the same forward and backward passes without an executor."""
+    """Run the forward and backward passes of all stages without an executor."""
     for tokens, ids in microbatches:
         outputs: list[Any] = []
         inputs: list[Any] = []
@@ -98,8 +98,8 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """Run one of two processes, each a stage of a pipeline, that send each other microbatches. The
-    first process prints the times to post a message."""
+    """Run process `rank` of two pipeline stages that exchange microbatches. Process 0 prints the
+    times to post a message."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels
@@ -124,7 +124,7 @@ def post(rank: int, init_method: str, microbatches: int, repeat: int, length: in
 
 def show(name: str, values: list[float]) -> None:
     low, middle, high = statistics.quantiles(values, n=4)
-    print(f"{name}: {middle:.2f} us an action (quartiles {low:.2f} to {high:.2f})")
+    print(f"{name}: {middle:.2f} us per action (quartiles {low:.2f} to {high:.2f})")
 
 
 def main() -> None:
@@ -150,8 +150,8 @@ def main() -> None:
     for _ in range(args.repeat):  # in turn, so that other load on the machine affects both
         whole += measure(run, 1)
         hand += measure(lambda: by_hand(stages, microbatches), 1)
-    show("with autograd entry, all", [1e6 * s / len(compute) for s in whole])
-    show("the same by hand", [1e6 * s / len(compute) for s in hand])
+    show("executor with autograd", [1e6 * s / len(compute) for s in whole])
+    show("the same passes without an executor", [1e6 * s / len(compute) for s in hand])
     overhead = [1e6 * (a - b) / len(compute) for a, b in zip(whole, hand, strict=True)]
     show("bookkeeping (the difference)", overhead)
     with tempfile.TemporaryDirectory() as folder:

@@ -4,11 +4,11 @@
 #
 #   scripts/bench/gpu_all.sh [--out FOLDER] [--budget SECONDS] [--dry-run] [--rehearse]
 #
-# FOLDER (build/gpu_all) gets the output of every part and replaces that of an earlier run; other files
-# in it are kept. The table is also written to docs/benchmarks/DEVICE.md.
+# The output of each part is written to FOLDER (default: build/gpu_all), where it replaces the output of
+# an earlier run; other files are kept. The table is also written to docs/benchmarks/DEVICE.md.
 # A part that fails or has no time left is named in the table, and the exit status is 1.
-# --dry-run prints the commands. --rehearse does a small version of it all on the CPU, table in FOLDER.
-# PYTHON names the interpreter (.venv/bin/python if it is there, else python3).
+# --dry-run prints the commands. --rehearse runs small versions of all parts on the CPU, with the table
+# only in FOLDER. PYTHON is the interpreter (default: .venv/bin/python if it exists, else python3).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -39,18 +39,19 @@ if ((!dry_run)); then
   mkdir -p "$out"
   rm -f "$out"/parts.tsv
   if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
-    echo "gpu_all.sh: $PYTHON has no torch; name another in PYTHON, or run make setup" >&2
+    echo "gpu_all.sh: $PYTHON has no torch; set PYTHON to another interpreter, or run make setup" >&2
     exit 2
   fi
   if [[ $device == cuda ]] &&
     ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu_all.sh: torch of $PYTHON finds no CUDA device; --rehearse runs on the CPU" >&2
+    echo "gpu_all.sh: torch of $PYTHON finds no CUDA device; use --rehearse to run on the CPU" >&2
     exit 2
   fi
 fi
 
 failed=0
-# part NAME LIMIT COMMAND...: standard output to NAME.json or NAME.log, errors to NAME.err.log
+# part NAME LIMIT COMMAND...: runs COMMAND for at most LIMIT seconds, with standard output in NAME.json or
+# NAME.log and standard error in NAME.err.log
 part() {
   local name=$1 limit=$2 left start seconds status=0 file
   shift 2

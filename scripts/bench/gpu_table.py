@@ -1,4 +1,4 @@
-"""Write the table of `scripts/bench/gpu_all.sh`: results of its benchmarks, versions and date."""
+"""Write the table of `scripts/bench/gpu_all.sh`: its benchmark results, versions and date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optimus.bench import meters, moe, step
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """Return the device's name and the page, made from parts.tsv and the results in `folder`."""
+    """Return the device name and the Markdown page for parts.tsv and the results in `folder`."""
     benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
     bodies: list[str] = []
     header: dict[str, str] = {}
@@ -56,7 +56,7 @@ def _body(result: dict[str, Any]) -> str:
 
 
 def _last(folder: Path, name: str) -> str:
-    """Return the last line in the log of a benchmark, such as pytest's count; "" without a log."""
+    """Return the last line of a benchmark's log, such as pytest's summary; "" without a log."""
     path = folder / f"{name}.log"
     lines = path.read_text().split("\n") if path.exists() else []
     text = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -66,7 +66,7 @@ def _last(folder: Path, name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--docs", type=Path, help="write DEVICE.md there too")
+    parser.add_argument("--docs", type=Path, help="also write DEVICE.md to this directory")
     args = parser.parse_args()
     device, text = page(args.folder)
     (args.folder / "table.md").write_text(text)

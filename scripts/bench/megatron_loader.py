@@ -1,6 +1,6 @@
-"""Time the reading of one epoch of a Megatron-LM data set with Megatron-LM's GPTDataset.
+"""Measure the CPU time in which Megatron-LM's GPTDataset reads one epoch of a data set.
 
-data_loader.py runs this script, which needs megatron-core and no package of Optimus.
+data_loader.py runs this script. It imports megatron-core and no package of Optimus.
 `PYTHON scripts/bench/megatron_loader.py STEM CONTEXT CACHE` prints one JSON object.
 """
 
@@ -19,7 +19,7 @@ from megatron.core.datasets.utils import Split
 
 
 class Tokenizer:
-    """The attributes of a tokenizer that GPTDataset reads."""
+    """Stub of a tokenizer with the attributes that GPTDataset reads."""
 
     vocab_size, eod, pad = 50257, 0, -1
 

@@ -1,10 +1,10 @@
-"""Measure how much our MoE block speeds up a model's training, and predict it from block times.
+"""Measure the training speed-up of a model by our MoE block, and predict it from block times.
 
-The experts of one model are replaced between passes, so that everything else is the same, and the
-contestants take turns. A pass is forward, loss and backward of one microbatch; it does not include
-the update, which is the same for all contestants. In each turn one block alone is also timed, on as
-many tokens. If a peer's pass takes T seconds, of which its blocks take B, the same pass with our
-blocks is predicted to take T - B + B_ours seconds.
+Our experts and the experts of each peer library run in turn in the same model. A pass is forward,
+loss and backward of one microbatch. It does not include the optimizer step, which is the same for
+all. One block alone is also timed in each turn, with the same number of tokens. If a peer's pass
+takes T seconds, of which its blocks take B, then the predicted time with our blocks is
+T - B + B_ours seconds.
 
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
 """
@@ -40,7 +40,7 @@ _CLOCKS = ("wall", "cpu")
 
 
 class Contest:
-    """A model whose experts can be switched between ours and each peer's, all with the same
+    """Model whose experts can be switched between ours and those of each peer, with the same
     weights."""
 
     def __init__(
@@ -82,8 +82,8 @@ class Contest:
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """Return (wall, cpu) seconds of each whole pass and of each single block, by contestant and
-    round."""
+    """Time whole passes and single blocks in turn. Return times[name]["pass" or "block"], a list
+    over rounds of (wall-clock, CPU) seconds."""
     config, device = contest.config, next(contest.model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     dtype = next(contest.model.parameters()).dtype
@@ -119,7 +119,7 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return median times, the measured speed-up of a pass by our block, and the predicted one."""
+    """Return the median times, and the measured and predicted speed-up of a pass by our block."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compare the time of an update in this checkout with that in another, such as an older commit's.
+"""Compare the time of an update in this checkout with another checkout, such as an older commit.
 
     git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
 
-Each round runs `optimus bench step` in both checkouts; the first to run alternates between rounds.
-The result is, for CPU time and for wall-clock time, the median over rounds of this checkout's
-seconds divided by the other's.
+Each round runs `optimus bench step` in both checkouts, in alternating order. For CPU time and for
+wall-clock time, the script prints the time in this checkout divided by the time in the other one:
+median, minimum and maximum over the rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
             values.append(new / old)
     for clock, values in ratios.items():
         print(
-            f"{clock}: here / other {statistics.median(values):.3f} "
+            f"{clock} time, this / other checkout: {statistics.median(values):.3f} "
             f"({min(values):.3f} to {max(values):.3f} over {args.rounds} rounds)"
         )
 

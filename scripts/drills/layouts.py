@@ -4,9 +4,10 @@
     python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N]
 
 All factorisations over pp, dp, ep and tp, with every schedule, model, dtype and batch of
-`tests/helpers/layouts.py`; each run is judged by CONTRACT.md's promise for its layout. Results are
-added to --out line by line, and cases that stand there are not run again: give the same command to
-go on. Exit status 0: every promise held. A broken one prints the command that runs it alone.
+`tests/helpers/layouts.py`. The promise of deterministic mode for a layout decides on its run.
+Results are added to --out line by line, and cases that it contains are not run again: give the same
+command to continue. Exit status 0: every promise was kept. A case that breaks its promise prints
+the command that runs it alone.
 """
 
 from __future__ import annotations

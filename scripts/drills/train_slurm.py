@@ -90,7 +90,7 @@ def address(drill: Drill, out: Path) -> str:
     os.environ["MASTER_ADDR"] = "nowhere.invalid"  # sbatch hands it on
     try:
         # Ranks that cannot meet cannot agree: the first rank of each of the 2 nodes prints it.
-        return refused(drill.submit(out), 2, "nowhere.invalid is no host", most=2)
+        return refused(drill.submit(out), 2, "nowhere.invalid is not a host", most=2)
     finally:
         del os.environ["MASTER_ADDR"]
 

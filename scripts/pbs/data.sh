@@ -4,11 +4,11 @@
 #   scripts/pbs/data.sh --nodes 4 --account PROJECT --queue debug-scaling --walltime 4:00:00 -- \
 #       run --input '/flare/text/*.json.gz' --tokenizer tokenizer.json --context 4096 --out OUT
 #
-# --nodes N        one job of N nodes, a rank on each, all its cores as workers (1)
+# --nodes N        one job of N nodes, with one rank per node and a worker on each of its cores (1)
 # --array N        instead: an array of N one-node jobs, which need not run at the same time
 # --account, --queue, --walltime, --filesystems      the options of qsub
-# --export NAMES   variables that the job takes in addition to those it needs, such as A,B; docs/launching.md
-# --dry-run        print what would be submitted and launched, and do neither
+# --export NAMES   variables to export, such as A,B, as well as those a job needs (docs/launching.md)
+# --dry-run        print the commands that submit and launch the job, and run neither
 # Submit the same command again after a kill or the end of the walltime, with any N: it continues.
 set -euo pipefail
 

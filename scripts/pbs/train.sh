@@ -8,13 +8,13 @@
 # --ranks R        ranks on each, one for each of its devices (12)
 # --cpu-bind LIST  the option of mpiexec (the cores next to each tile of Aurora; more ranks: depth)
 # --account, --queue, --walltime, --filesystems      the options of qsub (home:flare)
-# --export NAMES   variables that the job takes in addition to those it needs, such as A,B; docs/launching.md
-# --dry-run        print what would be submitted and launched, and do neither
-# --skip-data-check, --skip-run-dir-check            where this machine does not see them
+# --export NAMES   variables to export, such as A,B, as well as those a job needs (docs/launching.md)
+# --dry-run        print the commands that submit and launch the job, and run neither
+# --skip-data-check, --skip-run-dir-check            if this machine cannot read the data or the run directory
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
 # The arguments after -- are those of `optimus train`. Submit the same command again after a kill or
 # the end of the walltime: it continues from the last checkpoint (train.deadline_s makes one before the end).
-# A variable named below that is already set keeps its value. `module load frameworks` comes first.
+# The defaults of variables below apply only to unset variables. Run `module load frameworks` first.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
@@ -47,7 +47,7 @@ default CCL_PROCESS_LAUNCHER pmix
 default CCL_ATL_TRANSPORT mpi
 default CCL_KVS_MODE mpi
 default FI_MR_CACHE_MONITOR userfaultfd
-environment+=(TMPDIR=/tmp) # PBS sets a long one, and paths of sockets must be short
+environment+=(TMPDIR=/tmp) # PBS sets a long path, and paths of sockets must be short
 if ((nodes >= 256)); then # as tested by the site to 1,024 nodes
     default CCL_KVS_CONNECTION_TIMEOUT 600
     default CCL_KVS_USE_MPI_RANKS 1
@@ -61,13 +61,13 @@ if ((nodes >= 256)); then # as tested by the site to 1,024 nodes
     default PALS_PING_PERIOD 240
     default PALS_RPC_TIMEOUT 240
 fi
-# PALS may set no sizes, and only the job's first node is sure to have the list of nodes; on Aurora
-# its high-speed network has names of its own.
+# PALS may not set the numbers of ranks, and only the first node of a job always has the list of nodes.
+# On Aurora, hosts have other names in the high-speed network.
 environment+=("WORLD_SIZE=$((nodes * ranks))" "LOCAL_WORLD_SIZE=$ranks")
 first='1s/^\([^.]*\)\..*\(\.cm\.aurora\.alcf\.anl\.gov\)$/\1.hsn\2/;1q'
 if [[ -v PBS_NODEFILE ]]; then
     default MASTER_ADDR "$(sed "$first" "$PBS_NODEFILE")"
-else # to be printed: only the job knows
+else # a dry run prints the command; only the job knows the file
     default MASTER_ADDR "\$(sed '$first' \$PBS_NODEFILE)"
 fi
 

@@ -9,9 +9,9 @@
 # --gpus G         devices to request on each node; every rank sees all and uses one of them
 # --cpus C         cores that each rank is bound to; without it ranks are not bound
 # --account, --partition, --time                     the options of sbatch
-# --export NAMES   take these variables, such as A,B, and those it needs; without it the whole environment
-# --dry-run        print what would be submitted and launched, and do neither
-# --skip-data-check, --skip-run-dir-check            where this machine does not see them
+# --export NAMES   export these variables, such as A,B, and those a job needs (default: the whole environment)
+# --dry-run        print the commands that submit and launch the job, and run neither
+# --skip-data-check, --skip-run-dir-check            if this machine cannot read the data or the run directory
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
 # The arguments after -- are those of `optimus train`. Submit the same command again after a kill or
 # the end of the time limit: it continues from the last checkpoint (train.deadline_s makes one before the limit).
@@ -24,7 +24,7 @@ read_options "nodes ranks gpus cpus account partition time export skip-data-chec
 need_whole_numbers "--nodes, --ranks, --gpus and --cpus" "$nodes" "$ranks" "$gpus" "$cpus"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
-# Unlike in data jobs, every rank needs all others: the first that ends with an error ends all.
+# Unlike in data jobs, a rank needs all other ranks: an error of one rank ends all.
 launch=(srun "--nodes=$nodes" "--ntasks=$((nodes * ranks))" "--ntasks-per-node=$ranks"
     --kill-on-bad-exit=1 --export=ALL) # the environment of the job, with all that sbatch passed
 if [[ -n $cpus ]]; then

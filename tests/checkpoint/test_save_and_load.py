@@ -64,9 +64,9 @@ def test_parameters_of_another_model_are_named(tmp_path):
     tensors = {name: torch.empty(shape) for name, shape in small_saves.SHAPES.items()}
     read_whole(manifest, tensors)
     wrong = {
-        "tensor c has no place": {name: tensors[name] for name in "ab"},
+        "tensor c does not exist in this model": {name: tensors[name] for name in "ab"},
         "tensor d is missing": tensors | {"d": torch.empty(1)},
-        r"tensor b has shape \[33\], this model's has \[34\]": tensors | {"b": torch.empty(34)},
+        r"tensor b has shape \[33\], but this model needs \[34\]": tensors | {"b": torch.empty(34)},
     }
     for words, into in wrong.items():
         with pytest.raises(CheckpointError, match=words):

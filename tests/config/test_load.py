@@ -99,7 +99,8 @@ def test_fifo_and_directory_are_refused(tmp_path):
 
 
 def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
-    """A chain of 25 files, each of which names the next one twice, would take 2^25 reads."""
+    """Each of 25 files lists the previous file twice as a base. Reading a file each time it is
+    listed would take 2^25 reads."""
     (tmp_path / "0.toml").write_text(model_file.read_text())
     for number in range(1, 26):
         base = f'base = ["{number - 1}.toml", "{number - 1}.toml"]\n'
@@ -215,8 +216,8 @@ def test_synonyms_belong_to_keys_and_lead_to_them():
 
 
 def test_error_names_the_file_or_the_command_line_that_set_the_value(tmp_path, model_file):
-    """An error in a value of the command line names the command line, even if a file has the key
-    too."""
+    """An error in a value from the command line names the command line, even if a file also sets
+    the key."""
     run = tmp_path / "run.toml"
     run.write_text(f'base = "{model_file.name}"\n[optim]\nlr = -1.0\nlrr = 2.0\n')
     for overrides, message in (
@@ -274,7 +275,7 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
         (BF16_GRADIENTS, r"optim.grad_dtype = 'bf16' .*train.deterministic needs 'fp32'"),
         (
             FAST | BF16_GRADIENTS | {"train__dtype": "fp32"},
-            r"optim.grad_dtype = 'bf16' .*not 'fp32'; leave it at",
+            r"optim.grad_dtype = 'bf16' .*not 'fp32'; leave optim.grad_dtype at",
         ),
         ({"optim__cache_chunks": 3}, r"optim.cache_chunks = 3"),
         ({"optim__resident": "cache"}, r"optim.sharding = 'none'"),
@@ -283,7 +284,7 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
             r"train.compile = true",
         ),
         ({"train__compile": True}, r"train.deterministic needs train.compile = false"),
-        (COMPILED | {"parallel__tp": 2}, r"with parallel.tp = 2 ranks comm"),
+        (COMPILED | {"parallel__tp": 2}, r"and parallel.tp = 2: a block is compiled"),
         (COMPILED | {"parallel__ep": 4}, r"use parallel.ep = 1 or train.comp"),
         (COMPILED | {"data__document_mask": True}, r"use data.document_mask = false"),
         ({"kernels__grouped_gemm": "torch"}, r"train.deterministic needs 'loop'"),
@@ -329,5 +330,5 @@ def test_fields_of_all_sections_have_docstrings():
     [(12, 5, 4), (12, 7, 6), (12, 40, 12), (7, 3, 1), (2**63 - 1, 4, 1), (2**63 - 1, 2**62, 1)],
 )
 def test_the_nearest_divisor_of_any_number_takes_no_time(number, near, nearest):
-    """Trying every number up to 2^63 - 1 would not end."""
+    """The search must be limited, because trying all numbers up to 2^63 - 1 would take years."""
     assert nearest_divisor(number, near) == nearest

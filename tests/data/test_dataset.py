@@ -1,4 +1,4 @@
-"""Token data sets: order of epochs, identity, and refusal of damaged files."""
+"""Tests of TokenDataset: order of instances in an epoch, identity, refusal of damaged files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_later_epochs_are_permuted_by_seed_and_epoch(many_shards, epoch):
 
 
 def test_open_files_are_limited(many_shards):
-    """The number of open files and mappings does not grow with the number of shards."""
+    """The number of open files and memory mappings does not grow with the number of shards."""
     dataset = TokenDataset(many_shards)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     dataset.read(0, 3 * dataset.num_instances)
@@ -124,13 +124,13 @@ def test_missing_unfinished_and_damaged_data_sets_are_refused(tiny_data, tmp_pat
 
 
 def test_data_set_without_instances_is_refused(tiny_data, tmp_path):
-    """The held-out documents may be too few for one instance. `optimus-data verify` accepts that,
-    but opening the data set does not."""
+    """If the held-out documents are too short for one instance, the held-out data set is empty.
+    `optimus-data verify` accepts an empty data set, but TokenDataset refuses it."""
     context = TokenDataset(tiny_data / "eval").num_instances * CONTEXT + CONTEXT
     reshuffled(tiny_data, tmp_path, context=context)
     assert main(["verify", str(tmp_path)]) == 0
     assert TokenDataset(tmp_path).num_instances > 0
-    assert_refused(tmp_path / "eval", f"not one instance of {context}")
+    assert_refused(tmp_path / "eval", f"fewer than one instance of {context}")
 
 
 @pytest.mark.parametrize("epoch", [0, 3])

@@ -1,4 +1,4 @@
-"""The loader: instances on any number of ranks, reading ahead, errors and closing."""
+"""Tests of Loader: instances on any number of ranks, prefetching, read errors and closing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optimus.errors import DataError
 
 
 def joined(microbatches: list[Microbatch]) -> torch.Tensor:
-    """Return the tokens of all microbatches, int64 [n, C]."""
+    """Concatenate the tokens of all microbatches: int64 [instances, context]."""
     return torch.cat([microbatch.tokens for microbatch in microbatches])
 
 
@@ -33,7 +33,7 @@ def dataset(tiny_data):
 
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 2), (2, 3), (1, 4)])
 def test_ranks_of_any_layout_together_read_the_instances_of_a_step(dataset, size, ranks):
-    """The steps include the one in which the first epoch ends."""
+    """The first epoch ends within one of the steps that the test reads."""
     per_step = 12
     wrap = dataset.num_instances // per_step + 1
     assert dataset.num_instances % per_step, "an epoch must end within a step"
@@ -88,8 +88,8 @@ def test_groups_of_updates_are_limited_in_bytes(dataset, monkeypatch):
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, document_mask):
-    """Of every ninth batch the test keeps a slice of the tokens. Only the memory of the other
-    batches may be reused."""
+    """The test keeps a slice of every ninth batch. The loader may reuse only the memory of the
+    other batches."""
     monkeypatch.setattr("optimus.data.loader._GROUP_BYTES", 2 * 4 * dataset.context * 8)
     kept, addresses = {}, set()
     with Loader(dataset, 4, 2, 0, 1, document_mask) as loader:
@@ -109,8 +109,8 @@ def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, docume
 
 
 def test_read_error_is_raised_at_its_update(many_shards, tmp_path):
-    """Updates before the damaged instance are read. The update that contains it raises each time it
-    is requested."""
+    """The loader returns the batches of earlier updates. Each request for the update with the
+    damaged instance raises an error."""
     data = tmp_path / "data"
     shutil.copytree(many_shards, data)
     intact, dataset = TokenDataset(many_shards), TokenDataset(data)
@@ -139,7 +139,7 @@ def test_close_ends_a_waiting_thread(dataset):
 
 
 def test_document_ids_count_the_documents_that_end_before_a_token():
-    """An EOS token is the last token of its document, so the id increases after it."""
+    """An EOS token is the last token of its document, so the next token has the next id."""
     tokens = np.array([[5, 0, 6, 7, 0], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5]])
     ids = document_ids(tokens, 0)
     assert ids.tolist() == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]
@@ -151,7 +151,7 @@ def test_document_ids_count_the_documents_that_end_before_a_token():
 
 
 def test_document_mask_adds_ids_to_the_same_tokens(dataset):
-    """Ids increase by 1 after the EOS of the tokenizer and nowhere else."""
+    """Document ids increase by 1 after each EOS token and nowhere else."""
     from tokenizers import Tokenizer
 
     eos = Tokenizer.from_file(dataset.tokenizer_file).token_to_id("<|endoftext|>")

@@ -1,4 +1,4 @@
-"""Data sets mixed by weight: exact shares, reads in any order, identity, refusals."""
+"""Tests of MixedDataset: exact share of each source, reads in any order, identity, refusals."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from tests.helpers.tiny import CONTEXT, reshuffled
 
 @pytest.fixture
 def sources(tiny_data, many_shards, few_instances) -> list[TokenDataset]:
-    """Return three data sets: one, the same documents in another order, and a small one that
-    repeats soon."""
+    """Return three data sets: the tiny data set, the same documents in another order, and a data
+    set of 77 instances, which soon reaches its second epoch."""
     return [TokenDataset(path) for path in (tiny_data, many_shards, few_instances)]
 
 
 def test_share_and_order_of_each_source_are_exact(sources):
-    """The instances of a source keep their order and continue through its epochs."""
+    """The mixture reads the instances of a source in the order in which the source alone is read,
+    also in later epochs of the source."""
     mix = MixedDataset(sources, [3, 1, 4])
     count = 8 * 40
     assert count // 2 > sources[2].num_instances, "the small source must repeat"
@@ -90,8 +91,8 @@ def test_held_out_data_are_not_mixed_with_training_data(tiny_data):
 
 
 def test_sources_with_different_held_out_fractions_are_refused(tiny_data, tmp_path):
-    """`optimus-data blend` refuses such sources, too. A blend counts with the held-out fraction of
-    its own sources."""
+    """`optimus-data blend` also refuses such sources. The held-out fraction of a blend is that of
+    its sources."""
     plain, same = tmp_path / "plain", tmp_path / "same"
     text = tmp_path / "a.txt"
     text.write_text("some other text " * 500)

@@ -1,4 +1,4 @@
-"""Agreement of ranks on the Outcome that ends a run, without process groups."""
+"""Agreement of ranks on the Outcome that ends a run. The ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ABSENCE = Outcome(OutcomeKind.LOST_PEER, "not all ranks are here", phase="meetin
 
 @pytest.fixture(params=["file", "tcp"])
 def open_store(request, tmp_path) -> Callable[[], Any]:
-    """Return a function that opens another connection to the same store."""
+    """Return a function. Each of its calls opens a new connection to the same store."""
     if request.param == "file":
         return lambda: distributed.FileStore(str(tmp_path / "store"))
     server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -48,7 +48,8 @@ def open_store(request, tmp_path) -> Callable[[], Any]:
 
 
 def run_ranks(size: int, function: Callable[[int], Any], ranks: range | None = None) -> list[Any]:
-    """Run `function(rank)` for every rank in a thread of its own; return the results."""
+    """Run `function(rank)` in a separate thread for each rank. Return the results, or the RunEnded
+    that the function raised."""
     results: dict[int, Any] = {}
 
     def run(rank: int) -> None:
@@ -73,8 +74,8 @@ def agreement_of(rank: int, size: int, store: Any, local_size: int | None = None
 
 
 def ended_with(open_store, errors: dict[int, OptimusError], size: int = 3) -> list[RunEnded]:
-    """End the ranks in `errors`, each with its error, and return their RunEnded. The other ranks
-    are lost."""
+    """End each rank in `errors` with its error. Return a list with the RunEnded of each rank. Ranks
+    that are not in `errors` are lost, and their entry is None."""
 
     def end(rank: int) -> RunEnded:
         outcome = outcome_of(errors[rank], rank, "training", step=7)
@@ -116,7 +117,8 @@ def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
 
 @pytest.mark.parametrize("error", [LostPeerError("rank 0 is gone"), DataError("a.npy")])
 def test_the_end_of_a_rank_that_comes_late_is_not_shared(open_store, monkeypatch, error):
-    """Collectives of the late rank with the first may be in progress: it must not wait for them."""
+    """Rank 1 fails after rank 0 has ended without it. Collectives of both ranks may still be in
+    progress, so `is_shared` is False: rank 1 must not wait for them."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
     assert not ended_with(open_store, {0: DataError("metrics.jsonl")}, size=2)[0].is_shared
     late = ended_with(open_store, {1: error}, size=2)[1]
@@ -161,7 +163,7 @@ def test_a_missing_rank_is_printed_once_and_ends_all(open_store):
 
 
 def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
-    """Open MPI ends all other ranks when the first rank has exited."""
+    """Ranks wait until the line is printed, since Open MPI ends all ranks when the first exits."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 60.0)
     times: dict[int, float] = {}
 
@@ -179,14 +181,14 @@ def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
 
 
 class StoppedStore:
-    """A store whose process is stopped: no call returns."""
+    """A store whose process is suspended: no call returns."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: time.sleep(60)
 
 
 class LostStore:
-    """A store whose process has ended."""
+    """A store whose process has ended: every call raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         def fail(*args: Any) -> None:
@@ -241,7 +243,7 @@ def test_a_rank_that_cannot_meet_others_prints_once_per_machine(monkeypatch):
     monkeypatch.setenv("PALS_RANKID", "5")
     for local_rank, prints in (("0", True), ("1", False), ("x", True)):
         monkeypatch.setenv("PALS_LOCAL_RANKID", local_rank)
-        assert end_alone(LaunchError("MASTER_PORT=0 is no port")).prints == prints
+        assert end_alone(LaunchError("MASTER_PORT=0 is not a port")).prints == prints
         assert end_alone(DataError("no data")).prints
     assert end_alone(DataError("no data")).line == "optimus: [rank 5] error: no data"
 

@@ -79,7 +79,7 @@ REPORT = Report(
 
 
 def exchange() -> tuple:
-    """Broadcast and gather values and bytes, of which each rank has another length; return all
+    """Broadcast and gather objects and bytes whose lengths differ between ranks; return all
     results."""
     group = everyone()
     mine = replace(REPORT, entries=REPORT.entries * group.rank)
@@ -109,7 +109,7 @@ def send_another_type() -> str:
 
 def test_a_value_of_another_type_is_refused_on_all_ranks(ranks):
     for words in ranks(2, send_another_type):
-        assert words.startswith("rank 0 of all ranks sent what is no int: ranks have different")
+        assert words.startswith("rank 0 of all ranks sent a value that is not of type int: ")
         assert "\n" not in words
 
 
@@ -140,8 +140,8 @@ def test_only_plain_values_are_encoded():
 
 
 def announce_too_much(size: int) -> str:
-    """Let rank 1 announce a message of `size` bytes, which it does not have; return the error of
-    rank 0."""
+    """Announce a message of `size` bytes on rank 1, which never sends it; return the error of rank
+    0."""
     group = everyone()
     if group.rank == 1:
         length = torch.tensor([size])
@@ -172,7 +172,7 @@ def test_a_group_of_a_single_rank_changes_nothing():
 
 
 def start_all() -> dict:
-    """Start three collectives and wait for them in another order."""
+    """Start three collectives, wait for them in reverse order, and return results and traffic."""
     meter = TrafficMeter()
     group = everyone(recorder=meter)
     contribution = torch.tensor([float(group.rank + 1)])
@@ -232,7 +232,7 @@ def test_a_dead_peer_is_a_lost_peer(ranks, is_async, operation):
 
 
 def call_wrongly(mistake: str) -> str:
-    """Make the same wrong call on all ranks, so that no rank is lost; return the error."""
+    """Make the same invalid call on all ranks, so that no rank is lost; return the error."""
     group = everyone()
     try:
         if mistake == "shape":
@@ -257,7 +257,7 @@ def test_an_error_without_a_lost_peer_keeps_its_text(ranks, mistake, operation, 
 @pytest.mark.parametrize(
     ("error", "wanted"),
     [
-        (RuntimeError("Timed out waiting 6000ms for recv operation"), "nobody answered"),
+        (RuntimeError("Timed out waiting 6000ms for recv operation"), "did not respond"),
         (RuntimeError("Connection closed by peer [127.0.0.1]:1"), "another rank has ended"),
         (torch.distributed.DistNetworkError("failed to recv, got 0 bytes"), "another rank has"),
         (torch.distributed.DistBackendError("ncclRemoteError: A call failed"), "another rank has"),

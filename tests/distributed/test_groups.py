@@ -21,8 +21,8 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
 def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
-    """Return the ranks of each group of this rank, as an all-gather over the group collects
-    them."""
+    """Return the ranks of each group of this rank, collected by an all-gather over the group. Check
+    that groups along dp share no process group with other groups."""
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
@@ -45,8 +45,8 @@ def make_world(timeout_s: float) -> World:
 
 
 def stay_away(when: str) -> str:
-    """Let rank 3 of dp 2 x tp 2 be absent before or after the groups are made; return the error of
-    this rank."""
+    """Delay rank 3 of dp 2 x tp 2 beyond the time limit, before or after the groups are made;
+    return this rank's error."""
     world = make_world(timeout_s=2.0)
     if when == "before" and world.rank == 3:
         time.sleep(6)
@@ -65,7 +65,8 @@ def stay_away(when: str) -> str:
 )
 def test_groups_wait_for_the_time_limit_of_the_run(ranks, when, operation):
     errors = ranks(4, stay_away, when, timeout_s=20)
-    lost = f"{operation} over tp did not complete: nobody answered within parallel.timeout_s"
+    reason = "another rank did not respond within parallel.timeout_s"
+    lost = f"{operation} over tp did not complete: {reason}"
     assert lost in errors
 
 
@@ -81,8 +82,7 @@ def test_groups_have_the_ranks_of_their_axes(ranks):
 
 
 def pass_along() -> list[float]:
-    """Start to send two messages to the next rank; return the two received from the previous
-    rank."""
+    """Send two messages to the next rank; return the two messages of the previous rank."""
     group = everyone()
     rank, size = group.rank, group.size
     previous, following = (rank - 1) % size, (rank + 1) % size
@@ -101,8 +101,8 @@ def test_messages_arrive_in_order(ranks):
 
 
 def over_channels(sizes: tuple[int, ...], virtual_stages: int) -> dict[str, float]:
-    """Return the value received through each pipeline channel. All receives are posted before the
-    first send."""
+    """Send a value through each pipeline channel; return the received values by direction. All
+    receives are posted before the first send."""
     world = make_world(timeout_s=600.0)
     channels = join_groups(Mesh(*sizes), world, virtual_stages).channels
     directions = {
@@ -150,8 +150,8 @@ def sums_twice(sizes: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 1, 1, 2), (5, 1, 1, 1)], ids=str)
 def test_groups_may_be_made_again(ranks, sizes):
-    """torch names a group by the number of groups that the rank has made, so all ranks must make
-    equally many, whatever their stage."""
+    """Ranks of all stages must make the same number of groups, because torch names a group by the
+    number of groups that the rank has made before."""
     assert all(ranks(Mesh(*sizes).world_size, sums_twice, sizes, timeout_s=40))
 
 
@@ -172,7 +172,7 @@ def test_groups_of_12288_ranks_on_the_fake_backend(ranks):
 
 
 class OpenFile(Recorder):
-    """A sink of a run: its lock can neither be copied nor pickled."""
+    """A recorder that can be neither copied nor pickled, like a recorder with an open file."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

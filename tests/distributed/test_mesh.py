@@ -64,12 +64,12 @@ APART = {
     ("tp",): ("pp", "dp", "ep"),
     ("dp", "ep"): ("pp", "tp"),
 }
-"""For each group, the axes along which all its ranks have the same index."""
+"""Keys: the axes of a group. Values: the other axes, along which its ranks have the same index."""
 
 
 def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """Return the members of each group by the group's name and the rank: the ranks whose indices
-    along the axes of `APART` are equal."""
+    """Return the group of each rank, for each key of `APART` and ENDS, computed by brute force:
+    ranks with the same indices along the other axes form a group."""
     counts = itertools.product(*(range(size) for size in mesh))
     coordinates = [dict(zip(AXES, indices, strict=True)) for indices in counts]
     groups = {}

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: the address, and the errors with which a run that cannot start ends."""
+"""Rendezvous of ranks: checks of the address, and errors of ranks that cannot start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_good_meeting_point_passes():
 
 
 def test_a_bad_meeting_point_is_refused_before_any_wait():
-    with pytest.raises(LaunchError, match=r"nowhere\.invalid is no host"):
+    with pytest.raises(LaunchError, match=r"nowhere\.invalid is not a host"):
         check_meeting_point(at("tcp://nowhere.invalid:29500"))
     elsewhere = "tcp://192.0.2.1:29500"  # reserved for documentation
     with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is not the machine of rank 0"):
@@ -40,7 +40,7 @@ def test_a_bad_meeting_point_is_refused_before_any_wait():
     check_meeting_point(at(elsewhere, replace(FIRST, rank=1)))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"):
+        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is in use"):
             check_meeting_point(at(f"tcp://127.0.0.1:{port}"))
 
 
@@ -53,15 +53,15 @@ def test_ranks_that_do_not_meet_are_lost_peers():
 
 
 def listening_sockets() -> set[str]:
-    """Return HOST:PORT in hexadecimal of every TCP socket of this machine that listens."""
+    """Return HOST:PORT, in hexadecimal, of each listening TCP socket of this machine."""
     tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables if table.exists() for line in table.open()]
     return {words[1] for words in lines if words[3] == "0A"}
 
 
 def meet_on_loopback(port: int) -> tuple:
-    """Start a world at `port` of the loopback address; return the listening sockets that this
-    opened, and the network interface of gloo."""
+    """Start a world at `port` of 127.0.0.1. Return the new listening sockets and gloo's network
+    interface."""
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     before, rank = listening_sockets(), int(os.environ["RANK"])
     world = start_world(at(f"tcp://127.0.0.1:{port}", LaunchEnv(rank, 2, rank, 2, "")), 30.0, "cpu")
@@ -73,7 +73,7 @@ def meet_on_loopback(port: int) -> tuple:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net/tcp")
 def test_a_world_on_loopback_listens_nowhere_else(ranks):
-    """Neither the store nor gloo listens at another address."""
+    """Neither the store nor gloo listens at any address other than 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for new, interface in ranks(2, meet_on_loopback, port, start_world=False):
@@ -110,13 +110,13 @@ def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
 def test_a_port_that_another_program_takes_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is taken"):
+        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is in use"):
             start_world(at(f"tcp://127.0.0.1:{port}"), timeout_s=5.0, device="cpu")
 
 
 def start(failing: tuple[int, ...], missing: tuple[int, ...] = ()) -> RunEnded | None:
-    """Return the RunEnded that starting the world raises on this rank; None if the world
-    started."""
+    """Start the world; return the RunEnded that this rank raises, or None. Ranks in `failing` fail
+    with a DataError; ranks in `missing` do not start the world."""
     rank = int(os.environ["RANK"])
     if rank in missing:
         time.sleep(4.0)
@@ -150,8 +150,8 @@ def test_missing_ranks_are_printed_once(ranks, missing):
 
 
 def start_over(interface: str) -> RunEnded | None:
-    """Start a world whose gloo shall use `interface`; return the RunEnded that this raises on this
-    rank, or None."""
+    """Start a world with gloo on the network interface `interface`; return the RunEnded that this
+    rank raises, or None."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         start_world(device="cpu", timeout_s=60.0)
@@ -161,7 +161,7 @@ def start_over(interface: str) -> RunEnded | None:
 
 
 def test_an_absent_network_interface_is_printed_once(ranks):
-    """The ranks meet at a file, so this also works on a machine whose loopback interface is
+    """The rendezvous is a file, so the test also passes on a machine whose loopback interface is
     down."""
     ends = ranks(2, start_over, "absent0", start_world=False)
     for ended in ends:
@@ -176,8 +176,8 @@ def test_a_failure_is_printed_although_others_are_missing(ranks):
 
 
 def test_output_of_libraries_while_ranks_connect_goes_to_standard_error(capfd):
-    """gloo of torch 2.8 prints to standard output, where its line would precede the JSON of a
-    command on several ranks."""
+    """gloo of torch 2.8 prints a line to standard output, where other programs expect only the
+    JSON of a command."""
     with silent_libraries():
         os.write(1, b"connected to 1 peer\n")
     os.write(1, b"{}\n")

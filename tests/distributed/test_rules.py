@@ -1,4 +1,4 @@
-"""The table of CONTRACT.md, "Ranks", row by row."""
+"""Axes of gradient sums and optimizer shards for each kind of parameter."""
 
 from __future__ import annotations
 

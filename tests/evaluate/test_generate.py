@@ -51,7 +51,8 @@ def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
 
 @pytest.mark.filterwarnings("error")
 def test_a_context_beyond_64_bits_is_all_tokens():
-    """A config.json may say so; a slice by it makes torch warn."""
+    """A config.json may set `max_position_embeddings` to 2^64. A slice with this number as an index
+    would make torch print a warning."""
     model, prompt = make_model(), torch.tensor([3, 1])
     new = generate(model, prompt, 3, context=1 << 64, temperature=0)
     assert torch.equal(new, generate(model, prompt, 3, context=32, temperature=0))
@@ -82,7 +83,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     write_model(make_model(), tmp_path / "m")
     words = models.WordLevel({"?": 0, "abc": 100_000}, unk_token="?")
     Tokenizer(words).save(str(tmp_path / "m" / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"tokenizer\.json: gives id 100000, but the model's"):
+    with pytest.raises(DataError, match=r"tokenizer\.json encodes --prompt with id 100000, but"):
         continue_text(str(tmp_path / "m"), "abc", 1, temperature=0, top_k=0, seed=0)
 
 
@@ -96,7 +97,8 @@ def test_a_sample_ends_at_the_stop_token(tiny_data):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_logits_that_are_not_finite_end_nothing(value, temperature):
-    """Other ranks wait for the token, and the guards of training report the values."""
+    """An error on the rank that samples would leave the other ranks waiting for the token. The
+    checks of training report non-finite values."""
 
     def broken(tokens):
         return torch.full((1, 1, 8), value)

@@ -1,4 +1,4 @@
-"""Continuations by one model on several layouts: those of one process, the same on every rank."""
+"""Tests of generation on several layouts: every rank gets the tokens of a single process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ NEW_TOKENS = 5
 
 
 def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
-    """New tokens from a short prompt, an odd one and one longer than the context, drawn and
-    greedy; the logits after the second prompt on ranks with the last stage."""
+    """Generate greedily and by sampling from prompts of 1, 13 and CONTEXT + 3 tokens. Return the
+    new tokens of each case, and the logits after the prompt of 13 tokens (None on ranks without
+    the last pipeline stage)."""
     made = make_shard(tree)
     mesh, texts = made.groups.mesh, []
     source = mesh.rank_at(mesh.coordinate(0)._replace(pp=mesh.pp - 1))

@@ -1,4 +1,4 @@
-"""The held-out loss of one model on several layouts, with unequal numbers of batches on ranks."""
+"""Tests of the held-out loss on several layouts, with unequal numbers of batches on ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
 
 INSTANCES = ((7, 2), (2, 3), (0, 4))
-"""Instances and batch sizes: three whole batches and one instance over; no whole batch; all."""
+"""Pairs (number of instances, batch size): three batches and a remainder of one instance; less
+than a batch; all instances (0)."""
 
 
 def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:

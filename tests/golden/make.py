@@ -1,8 +1,10 @@
-"""Write a golden corpus with the code of this checkout: `python tests/golden/make.py v1 COMMIT`.
+"""Write checkpoints, data sets and configurations with the code of this checkout, so that
+tests/test_golden.py can check later versions: `python tests/golden/make.py v1 COMMIT`.
 
-The directory tests/golden/v1 must not exist. All files in it are written by commands for users,
-with relative paths, and `expected.json` records what this code reads from them and how its runs
-continue. README.md in this folder says when to add a directory.
+The directory tests/golden/v1 must not exist. The commands `optimus` and `optimus-data` write its
+files and use relative paths. `expected.json` records hashes of what this code reads from the files,
+and the metrics and states of the continued runs. README.md in this folder says when to add a
+directory.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ EOS = "<|endoftext|>"
 CONTEXT = 16
 WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "nu", "pa", "re") for b in ("", *"abcdefgh")][:61]
 WIDE = 70_000
-"""Size of a vocabulary whose ids need uint32; nearly all of its ids have no word."""
+"""Size of a vocabulary whose token ids need uint32. Only a few of the ids have a word."""
 
 RUNS = {
     "moe-fp32": 1,
@@ -50,7 +52,7 @@ RUNS = {
     "dense-bf16-tp": 2,
     "dense-fp32-pp-tied": 2,
 }
-"""Ranks of each run, by the name of the run and its configuration."""
+"""Number of ranks of each run. A run has the same name as its configuration in CONFIGS."""
 WITH_MODELS = ("moe-fp32", "moe-bf16-ep-epso", "dense-bf16-tp", "dense-fp32-pp-tied")
 """Runs that also write model-only checkpoints."""
 
@@ -187,12 +189,12 @@ TOKENIZE = {
     "wide": ("two", "wide.json"),
     "bytes": ("three", "bytes.json", "--on-error", "quarantine"),
 }
-"""Folder of texts, tokenizer and further options of each data set."""
+"""For each data set: the folder below text/, the tokenizer file and options of `optimus-data`."""
 BLEND = ("--source", "data/words=0.7", "data/more=0.3", "--shard-size", "1024", "--workers", "1")
 AGAIN = ("--context", "7", "--seed", "3", "--carry-tails", "--shard-size", "1024")
 KILLED_AFTER = 18
-"""Files that `optimus-data` commits before it is killed: a unit and two checkpoints of the next
-unit."""
+"""Number of files that `optimus-data` writes before it is killed: all files of a unit, and two
+checkpoints of the next unit."""
 
 
 def main() -> None:
@@ -225,7 +227,7 @@ def _command(module: str, *words: object) -> str:
 
 
 def write_text() -> None:
-    """Write texts of made-up words, in which a word partly determines the next one."""
+    """Write text files of made-up words. Each word has only three possible next words."""
     rng = random.Random(17)
 
     def document() -> str:
@@ -253,8 +255,8 @@ def write_text() -> None:
 
 
 def write_tokenizers() -> None:
-    """Write two tokenizers of whole words, one of them with a large vocabulary, and one of
-    bytes."""
+    """Write two word-level tokenizers, one with a large vocabulary, and a byte-level BPE
+    tokenizer."""
     for name, last in (("words", len(WORDS) + 2), ("wide", WIDE - 1)):
         vocab = {EOS: 0, "?": 1, **{word: 2 + index for index, word in enumerate(WORDS)}}
         vocab["."] = last
@@ -275,7 +277,8 @@ def write_configurations() -> None:
 
 
 def tokenize(name: str, out: str, command: str = "run") -> list[str]:
-    """Return the command that writes a data set of TOKENIZE, or that of its first step."""
+    """Return the arguments of `optimus-data` that write the data set `name` of TOKENIZE to `out`.
+    The command `run` writes the whole data set, `tokenize` only its token arrays."""
     text, tokenizer, *options = TOKENIZE[name]
     words = [command, "--input", f"text/{text}", "--tokenizer", tokenizer, "--out", out, *options]
     if command == "run":
@@ -302,8 +305,8 @@ def make_data() -> dict[str, dict]:
 
 
 def make_interrupted() -> dict[str, dict]:
-    """Write directories as a killed `optimus-data` leaves them, and record the files that the same
-    command writes in a copy of each."""
+    """Write the directories that a killed `optimus-data` leaves. Return each command, and the
+    hashes of the files after the same command has finished a copy of the directory."""
     segments.SEGMENT_BYTES = (
         400  # so that units have checkpoints, which otherwise need 16 MiB of text
     )
@@ -326,7 +329,8 @@ def make_interrupted() -> dict[str, dict]:
 
 
 def make_run(name: str) -> dict:
-    """Train to STEP; record states, and the results of continuing copies of the run."""
+    """Train the run `name` to update STEP. Continue copies of the run, and return the metrics,
+    losses and hashes of states for `expected.json`."""
     run, config = Path("runs", name), f"configs/{name}.toml"
     start = ["train", config, f"train.run_dir={run}"]
     ranks = ["--nproc", RUNS[name]] if RUNS[name] > 1 else []
@@ -363,7 +367,7 @@ def continued(run: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def in_copy() -> Iterator[None]:
-    """Work in a copy of this directory, which is removed at the end."""
+    """Copy the working directory, change to the copy, and remove the copy at the end."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(".", scratch, dirs_exist_ok=True)
         with contextlib.chdir(scratch):

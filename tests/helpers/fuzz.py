@@ -1,8 +1,8 @@
 """Random runs: a model, a batch, two layouts and what happens between them, drawn axis by axis.
 
 A case trains under one layout, is ended as the case says, goes on under another layout to the last
-step, and is held against one process that trained straight through, as CONTRACT.md promises for
-its layouts ("Deterministic mode").
+step, and is compared with one process that trained straight through, within the bounds of
+deterministic mode.
 """
 
 from __future__ import annotations

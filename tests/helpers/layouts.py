@@ -1,5 +1,5 @@
 """The matrix of layouts: which there are, a sample that pairs every two choices, and the promises
-that CONTRACT.md makes for each ("Deterministic mode").
+that deterministic mode makes for each.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class Agreement(NamedTuple):
 def agree(
     case: Case, run: Callable[[int, dict], Outcome], alone: Callable[[dict], Outcome]
 ) -> Agreement:
-    """A case by CONTRACT.md's promise for it: `run` on so many ranks against one process, `alone`.
+    """A case by the promise of deterministic mode: `run` on its ranks against one process, `alone`.
     Where tokens turn behind an update alone, `gently` tells AdamW from the layout."""
     agreement = compare(case, run(case.size, case.tree()), alone(case.one_process()))
     if case.is_exact or not agreement.only_later:
@@ -325,7 +325,7 @@ def reach_of_adamw(case: Case) -> float:
 def compare(case: Case, many: Outcome, one: Outcome) -> Agreement:
     """Hold a run against that of one process, by what is promised for its layout.
 
-    Where bits are promised, bits are compared. Over tp and ep the 1e-5 of CONTRACT.md is held
+    Where bits are promised, bits are compared. Over tp and ep the bound of 1e-5 is held
     strictly: for gradients it is a relative norm, by parameter, and for losses (each step's
     cross-entropy and objective) it is in nats. Losses begin at ln(VOCAB) = 5.8, where neighbours in
     fp32 lie 4.8e-7 apart, so the bar is 21 such steps, or 1.7e-6 of the loss. What is not finite

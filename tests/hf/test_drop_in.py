@@ -1,8 +1,8 @@
-"""`optimus.hf.use_fast_moe` on real transformers models, in the layout of the installed version.
+"""`optimus.hf.use_fast_moe` on models of the installed version of transformers.
 
 In version 5 the experts of a layer are one module with merged weights, and several model families
-are supported. In version 4 each expert is a module, and only OLMoE is supported. Tests of the
-layout that is not installed are skipped. All were run with 4.57.6 and 5.23.0.
+are supported. In version 4 each expert is a module, and only OLMoE is supported. Tests of the other
+version are skipped. The tests were run with versions 4.57.6 and 5.23.0.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def batch(padded: bool = False) -> dict[str, Tensor]:
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients by the names of the state dict, which are the same for both layouts of
-    the parameters."""
+    """Return the gradients, keyed by state dict names. `use_fast_moe` changes the parameters but
+    not these names."""
     shadow = copy.deepcopy(model)
     with torch.no_grad():
         for target, parameter in zip(shadow.parameters(), model.parameters(), strict=True):
@@ -96,8 +96,8 @@ def test_outputs_and_gradients_equal_those_of_transformers(norm_topk_prob, padde
 
 
 def test_bf16_blocks_equal_those_of_transformers():
-    """Compare block by block: in a whole model, a token whose two best experts are almost tied may
-    be routed to another one, which would dominate the difference."""
+    """The blocks are compared one at a time. In a whole model, rounding could route a token with
+    nearly equal probabilities to another expert, which would cause a large difference."""
     theirs, ours = make_pair(torch.bfloat16)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     for layer in range(2):
@@ -132,8 +132,8 @@ def test_state_dicts_are_interchangeable(tmp_path):
 
 
 def test_assigned_weights_keep_their_dtype():
-    """As in torch, load_state_dict(assign=True) keeps the tensors' dtype, also for frozen
-    parameters."""
+    """As in torch, load_state_dict(assign=True) gives parameters the dtype of the loaded tensors.
+    Frozen parameters stay frozen."""
     theirs, ours = make_pair()
     for parameter in ours.parameters():
         parameter.requires_grad_(False)
@@ -236,7 +236,7 @@ class Expert(nn.Module):
 
 
 class OlmoeSparseMoeBlock(nn.Module):
-    """A block in the layout of transformers 4, which tests use with any installed version."""
+    """MoE block in the layout of transformers 4, for tests with any version of transformers."""
 
     num_experts, top_k, norm_topk_prob = 3, 2, False
 
@@ -375,7 +375,7 @@ def test_unknown_family_is_named():
     )
     config.vocab_size = 61
     model = transformers.GptOssForCausalLM(config)
-    with pytest.raises(ConfigError, match="does not know GptOssExperts"):
+    with pytest.raises(ConfigError, match="does not support the experts GptOssExperts"):
         use_fast_moe(model)
 
 
@@ -383,7 +383,7 @@ def test_unknown_family_is_named():
 def test_unknown_block_with_separate_experts_is_named():
     config = transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4})
     model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(ConfigError, match="does not know MixtralSparseMoeBlock"):
+    with pytest.raises(ConfigError, match="does not support MixtralSparseMoeBlock"):
         use_fast_moe(model)
 
 

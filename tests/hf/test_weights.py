@@ -1,4 +1,5 @@
-"""Weights in Hugging Face directories: round trips, sizes of files, damage and refusals."""
+"""Import and export of weights in Hugging Face directories: round trips, file sizes, and refusal of
+damaged or unsuitable files."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def write_hf(path, config, state, dtype, file_bytes=1 << 40) -> None:
 
 
 def load_hf_model(path, dtype=None) -> Transformer:
-    """Return the model with its weights in `dtype`; with None each parameter has the dtype in the
-    file."""
+    """Load the model of a Hugging Face directory, with weights in `dtype`. With None, each
+    parameter has the dtype that it has in the file."""
     config = read_hf_config(path)
     model = Transformer(config)
     with open_weights(config, path) as weights:
@@ -135,8 +136,8 @@ def test_experts_may_be_merged_on_disk(tmp_path):
 
 
 def test_files_are_those_of_safetensors_for_any_order_of_slices(tmp_path):
-    """Slices of random lengths and several dtypes, written in reverse order, give the same bytes as
-    the safetensors library."""
+    """Slices of random lengths and several dtypes, written in reverse order, produce a file with
+    the same bytes as the safetensors library."""
     model = small_model()
     state, generator = model.state_dict(), random.Random(0)
     file_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -190,8 +191,8 @@ def test_damaged_tensor_is_named(damage, tmp_path):
 
 
 def test_unused_tensors_are_ignored(tmp_path):
-    """The unused tensors are rotary angles, which old versions of transformers saved, and the head
-    of a model with tied embeddings."""
+    """Two tensors in the file are not used: rotary angles, which old versions of transformers
+    saved, and the head of a model with tied embeddings."""
     hf_model = save_with_transformers(tmp_path, "olmo", tie_word_embeddings=True)
     angles = "model.layers.0.self_attn.rotary_emb.inv_freq"
     head = {"lm_head.weight": hf_model.state_dict()["lm_head.weight"].clone()}
@@ -204,7 +205,7 @@ def test_unused_tensors_are_ignored(tmp_path):
     [
         ("num_hidden_layers", 10**9, "num_hidden_layers = 1000000000, but .* have 2 layers"),
         ("num_experts", 2**40, "num_experts = 1099511627776, but .* have 5 experts"),
-        ("vocab_size", 2**50, r"shape \[61, 32\], this model's has \[1125899906842624, 32\]"),
+        ("vocab_size", 2**50, r"shape \[61, 32\], but this model needs \[1125899906842624, 32\]"),
         ("vocab_size", 2**70, "more elements than torch can count"),
         ("hidden_size", 2**50, "more elements than torch can count"),
         ("intermediate_size", 2**60, "more elements than torch can count"),
@@ -214,7 +215,7 @@ def test_unused_tensors_are_ignored(tmp_path):
     ],
 )
 def test_config_that_contradicts_the_weights_allocates_no_memory(tmp_path, field, value, message):
-    """Each config is refused before memory for a model of that size is allocated."""
+    """Each changed config.json is refused before memory for the described model is allocated."""
     model = small_model()
     write_hf(tmp_path / "m", model.config, model.state_dict(), "fp32")
     file = tmp_path / "m" / "config.json"
@@ -282,8 +283,7 @@ def test_weights_of_another_model_are_refused_with_the_field(tmp_path):
     for key, value in (("rope_theta", 5.0), ("norm_topk_prob", True), ("clip_qkv", 1.0)):
         with pytest.raises(CheckpointError, match=f"model.{key} = {value}"):
             load_weights(small_model(**{key: value}), tmp_path / "out")
-    # Fields may differ if they do not change logits, or if they spell the same value in another
-    # way.
+    # Fields may differ if they do not change logits, or if they express the same value differently.
     load_weights(small_model(num_key_value_heads=4, aux_loss_coef=0.5), tmp_path / "out")
 
 

@@ -1,5 +1,5 @@
-"""Small kernel sources, so that tests compile real libraries in a moment; and the real CPU kernels
-of each instruction set."""
+"""Fixtures for tests of kernels: small sources that compile fast, and the real CPU kernels of each
+instruction set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ extern "C" __attribute__((visibility("default"))) int optimus_kernels_abi(void) 
 
 @pytest.fixture
 def small_csrc(tmp_path, monkeypatch) -> Iterator[Path]:
-    """Replace csrc by a few lines, with an empty cache and no backend selected."""
+    """Replace the kernel sources by a few lines, use an empty cache and select no backend."""
     csrc = tmp_path / "csrc"
     for folder in ("include", "cpu", "cuda", "sycl"):
         (csrc / folder).mkdir(parents=True)
@@ -44,7 +44,7 @@ def small_csrc(tmp_path, monkeypatch) -> Iterator[Path]:
 
 @pytest.fixture
 def filled() -> Iterator[None]:
-    """Fill new tensors with NaN, so that elements which a kernel does not write are detected."""
+    """Make torch fill new tensors with NaN, so that tests detect elements that are not written."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -60,7 +60,8 @@ exec g++ "$@"
 
 
 def old_compiler(folder: Path) -> str:
-    """Return the path of a g++ that refuses -march=x86-64-v3 and -v4, as versions before 11 do."""
+    """Write a compiler that refuses -march=x86-64-v3 and -march=x86-64-v4, as g++ before version 11
+    does, and return its path."""
     path = folder / "old-g++"
     path.write_text(OLD_COMPILER)
     path.chmod(0o755)
@@ -75,8 +76,8 @@ def too_old(tmp_path, monkeypatch) -> None:
 @pytest.fixture(scope="module", params=["portable", "portable alone", "avx2", "avx512"])
 def cpu_library(request, tmp_path_factory) -> ctypes.CDLL:
     """Return the CPU kernels of one instruction set. A loaded library selects its instruction set
-    only once, so each set gets its own copy of the file. `portable alone` is the library that is
-    compiled for other processors than x86-64, or by old compilers."""
+    only once, so the fixture loads a copy of the file for each set. `portable alone` is a library
+    without AVX kernels, as an old compiler or another processor than x86-64 needs."""
     folder = tmp_path_factory.mktemp("isa")
     library = _build_portable(folder) if "alone" in request.param else backend.active("cpu").library
     if library is None:

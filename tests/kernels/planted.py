@@ -1,4 +1,4 @@
-"""Bugs that the tests of GPU kernels must detect: replacements of one line in a file of csrc."""
+"""Bugs that the tests of GPU kernels must detect. Each replaces code in one file of csrc."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ PRIMES = checks.ROUTINGS[1]
 
 
 def check_route(native: Native) -> None:
-    """Compare the kernel with the reference as checks.check_route does, but let it write to tensors
-    of zeros. An element that a faulty kernel does not write is then still a valid row number."""
+    """Compare the `route` kernel with its reference, as checks.check_route does, but with output
+    tensors of zeros. An element that a faulty kernel does not write is then 0, which is a valid row
+    number."""
     chosen, expected = MANY.chosen("cpu"), checks.case(MANY, "cpu")
     outs = [torch.zeros_like(rows) for rows in expected]
     words = native.route_scratch(*chosen.shape, MANY.total)
@@ -32,8 +33,8 @@ def check_route(native: Native) -> None:
 
 @dataclass(frozen=True)
 class Bug:
-    """Replacement of `old` by `new` in csrc/`file`, which makes `check` fail. `functor` selects the
-    functors to compile."""
+    """Bug that replaces `old` by `new` in csrc/`file` and makes `check` fail. Only SYCL functors
+    whose names contain `functor` are compiled."""
 
     name: str
     file: str
@@ -43,7 +44,7 @@ class Bug:
     check: Callable[[Native], None]
 
     def plant(self, into: Path) -> Path:
-        """Copy csrc to `into` and plant the bug there."""
+        """Copy csrc into the folder `into`, insert the bug, and return the path of the copy."""
         copy = into / "csrc"
         shutil.copytree(build.csrc(), copy)
         text = (copy / self.file).read_text()

@@ -1,4 +1,5 @@
-"""adamw_: the bits of torch's fused AdamW in full vectors, whichever way a tensor is sliced."""
+"""Tests of adamw_: whole vectors of 16 elements get the same bits as with torch's fused AdamW, and
+slicing a tensor changes no bit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def native(cpu_library) -> Native:
-    """Return the kernels of one instruction set."""
+    """Return the CPU kernels of one instruction set."""
     return Native(cpu_library, "cpu")
 
 
@@ -35,7 +36,7 @@ def compiled(native, monkeypatch) -> None:
 
 @pytest.fixture
 def reference(monkeypatch) -> Callable[..., None]:
-    """Return adamw_ as plain torch computes it."""
+    """Return a function that runs adamw_ in plain torch, without a compiled kernel."""
 
     def run(*tensors, **numbers) -> None:
         with monkeypatch.context() as patch:
@@ -46,7 +47,8 @@ def reference(monkeypatch) -> Callable[..., None]:
 
 
 def make_states(size: int, grad_dtype=torch.float32, seed: int = 0) -> list[Tensor]:
-    """Return master, exp_avg, exp_avg_sq and grad of many magnitudes, each [size]."""
+    """Return random master, exp_avg, exp_avg_sq and grad, each [size]. The gradients have many
+    orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     normal, exponent, m, v = torch.randn(4, size, generator=generator)
     return [normal, m * 0.1, v.square() * 0.1, (m * 10**exponent).to(grad_dtype)]
@@ -57,7 +59,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Assert equal bits; NaN may have any bits but must be at the same positions."""
+    """Assert that the tensors are bitwise equal. Elements that are NaN may differ in their bits."""
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -133,8 +135,8 @@ def test_reference_gives_the_same_bits(reference, size, grad_dtype):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_any_nan_is_rounded_to_a_nan(dtype):
-    """A careless rounding turns a NaN whose bits are all ones into zero (by the carry), and a NaN
-    of whose fraction only the last bit is set into infinity."""
+    """Rounding as for finite numbers would lose two NaN: a carry turns the bits 0x7FFFFFFF into
+    zero, and 0x7F800001 loses its last bit and becomes infinity."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32)
     master = bits.repeat(VECTOR).view(torch.float32)[1:].clone()
     states = [master, *(torch.zeros_like(master) for _ in range(3))]
@@ -166,8 +168,8 @@ def test_slices_alignment_and_threads_change_no_bit():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_parameter_is_the_rounded_master(dtype):
-    """The masters have all 2^16 upper halves of an fp32 number, each with lower halves at and next
-    to the midpoint of rounding. A learning rate of 0 leaves them unchanged."""
+    """The masters combine all 2^16 upper halves of an fp32 number with four lower halves: 0, the
+    midpoint of rounding, and the values next to it. A learning rate of 0 does not change them."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     master = torch.cat([(upper | low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x8001)])
     zero, out = torch.zeros_like(master), torch.zeros(len(master), dtype=dtype)
@@ -187,7 +189,8 @@ def test_grad_scale_equals_scaling_before_the_update(grad_dtype):
 
 
 def test_fused_rounds_once():
-    """Compare with exact fractions, including sums that fp64 alone would round twice."""
+    """`_fused` computes a * b + c with a single rounding. The test compares with exact fractions,
+    also for sums that fp64 arithmetic would round twice."""
     from fractions import Fraction
 
     a, b, c = torch.randn(3, 2000, generator=torch.Generator().manual_seed(1))
@@ -209,8 +212,8 @@ def test_fused_rounds_once():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 def test_gpu_kernel_gives_the_same_bits(monkeypatch, reference, tmp_path):
-    """Run csrc/cuda on a CPU, with sizes that leave a remainder after the wide loads, and with
-    addresses that are not aligned for wide loads."""
+    """Run the CUDA kernel on a CPU, for sizes that are not multiples of a vector load, and for
+    addresses that are not aligned for vector loads."""
     emulated = CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path)
     for size, shift in ((0, 0), (3, 0), (1027, 0), (1024, 1)):
         tensors = [*make_states(size + shift, torch.bfloat16), torch.zeros(size + shift).bfloat16()]

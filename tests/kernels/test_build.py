@@ -1,4 +1,4 @@
-"""Compilation: compilers, targets, and the reasons why a compiled library is not used."""
+"""Tests of compilation: compilers, targets, and reasons not to use a compiled library."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_another_compiler_gives_another_library(small_csrc, tmp_path, monkeypatc
     monkeypatch.setenv("CXX", f"{executable(tmp_path / 'mine', script)} -DX=1")
     second = build.build("cpu")
     assert second.record["compiler"] == "mine 1.0 -DX=1" and second.key != first.key
-    # A run that compiles nothing accepts a library of any compiler and prefers the one named.
+    # A run that compiles nothing accepts a library of any compiler, and prefers the given key.
     assert build.prebuilt("cpu", first.key) == first and build.prebuilt("cpu") == second
 
 
 def test_missing_and_failing_compilers_are_named(small_csrc, tmp_path, monkeypatch):
     for cxx, message in (
         ("no-such-compiler", "CXX=no-such-compiler: no such compiler"),
-        ('"', "it is not a command"),
+        ('"', "not a shell command"),
         (" ", "no such compiler"),
     ):
         monkeypatch.setenv("CXX", cxx)
@@ -78,7 +78,7 @@ def test_missing_and_failing_compilers_are_named(small_csrc, tmp_path, monkeypat
             build.build("cpu")
     script = '#!/bin/sh\n[ $1 = --version ] && echo me && exit\necho "x: error: sour" >&2; exit 3\n'
     monkeypatch.setenv("CXX", str(executable(tmp_path / "sour", script)))
-    with pytest.raises(KernelError, match="sour ended with 3: x: error: sour"):
+    with pytest.raises(KernelError, match="sour failed with status 3: x: error: sour"):
         build.build("cpu")
     assert cache.entries("cpu") == [] and not list(cache.cache_dir().glob(".*.tmp"))
     monkeypatch.delenv("CXX")
@@ -129,7 +129,8 @@ def test_sycl_is_compiled_ahead_of_time_for_pvc(monkeypatch, tmp_path):
 
 
 def test_sycl_extension_accepts_our_arguments(monkeypatch):
-    """Replace only the folders of torch's xpu build, which SyclExtension looks for."""
+    """Pass our arguments to torch's SyclExtension. Only its search for the folders of torch's xpu
+    build is replaced."""
     from torch.utils import cpp_extension
 
     monkeypatch.setattr(cpp_extension, "include_paths", lambda **_: [])
@@ -159,8 +160,8 @@ def test_arguments_for_ipex_request_aot_compilation_for_pvc(tmp_path, monkeypatc
     importlib.util.find_spec("intel_extension_for_pytorch") is None, reason="IPEX is not installed"
 )
 def test_extension_of_ipex_accepts_our_arguments(tmp_path):
-    """Run in a separate process: an import of IPEX would replace torch's operators for later
-    tests."""
+    """The test runs in a separate process, because importing IPEX would replace torch's operators
+    in later tests."""
     source = tmp_path / "a.sycl"
     source.write_text("int x;")
     code = f"""
@@ -172,7 +173,7 @@ made = extension.DPCPPExtension(**arguments)
 wanted = ("name", "include_dirs", "extra_compile_args", "extra_link_args")
 print("MADE", json.dumps({{name: getattr(made, name) for name in wanted}}))
 """
-    # setvars.sh sets these variables, by which IPEX finds oneAPI.
+    # IPEX finds oneAPI by these variables, which setvars.sh sets.
     roots = ("CMPLR_ROOT", "MKLROOT", "DNNLROOT")
     environ = {**os.environ, **dict.fromkeys(roots, str(tmp_path))}
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)

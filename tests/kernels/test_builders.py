@@ -1,5 +1,4 @@
-"""Processes that compile with a real compiler: concurrently, killed, or with a compiler that
-hangs."""
+"""Tests of compilation in several processes, of a killed process and of a compiler that hangs."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ exec g++ "$@"
 
 @pytest.fixture
 def blocked_compiler(small_csrc, tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """Set CXX to a g++ that writes a line to a log and then, before it compiles, waits while a file
-    `hold` exists. Return the paths of `hold` and of the log."""
+    """Set CXX to a wrapper of g++. Before the wrapper compiles, it appends a line to a log and
+    waits until the file `hold` is deleted. Return the paths of `hold` and of the log."""
     hold, log, path = tmp_path / "hold", tmp_path / "log", tmp_path / "blocked-g++"
     hold.touch()
     log.touch()
@@ -66,7 +65,7 @@ def test_after_a_killed_builder_the_next_builder_compiles(blocked_compiler):
 
 
 def test_compiler_that_hangs_is_a_single_line_error(tmp_path):
-    """The process that hangs is a child of the command and keeps its output open."""
+    """A child process of the compiler hangs and keeps the compiler's output open."""
     path = tmp_path / "hangs"
     path.write_text("#!/bin/sh\nsleep 20\n")
     path.chmod(0o755)

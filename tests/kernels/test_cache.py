@@ -1,5 +1,5 @@
-"""The cache of compiled libraries: entries are complete or absent, with concurrent, killed and
-hostile processes."""
+"""Tests of the cache of compiled libraries: entries are complete or absent, even with concurrent,
+killed or hostile processes."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_unwritable_cache_folder_is_named(monkeypatch):
 
 
 def read_as_nobody(root: str) -> None:
-    """Use the cache as a user who may not write to it. If the tests run as root, who can write to
-    any folder, the process changes its user id."""
+    """Use the cache as a user without write permission. If the tests run as root, the process
+    changes its user id, because root can write to any folder."""
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
@@ -144,7 +144,7 @@ def test_read_only_cache_is_used(monkeypatch):
 
 
 def use_cache(path: Path) -> list[str]:
-    """Return the names of the entries in the cache at `path` that this user trusts."""
+    """Use the cache at `path`, and return the keys of the entries that this user trusts."""
     os.environ["OPTIMUS_KERNELS_CACHE"] = str(path)
     return [entry.key for entry in cache.entries("cpu")]
 
@@ -300,7 +300,7 @@ def test_read_only_cache_of_a_colleague_is_used_where_other_users_cannot_write()
 
 
 def make_colleagues_cache(home: Path) -> Path:
-    """Create a cache with a planted entry; both belong to another user."""
+    """Create a cache with one entry, both owned by the user `nobody`, and return its path."""
     root = home / "cache"
     root.mkdir(parents=True)
     root.chmod(0o777)
@@ -312,8 +312,8 @@ def make_colleagues_cache(home: Path) -> Path:
 
 
 def read_while_exchanged(root: Path, other: Path) -> None:
-    """Read an entry as a user whose cache folder is replaced by `other` right after it was
-    checked."""
+    """Read an entry of the cache `root` as user 1234. Directly after the check of `root`, another
+    user replaces it by the cache `other`, whose entry must not be returned."""
     check = cache._why_untrusted_cache
 
     def exchange(*arguments) -> str:
@@ -349,8 +349,8 @@ def test_cache_that_is_exchanged_after_its_check_is_not_used(exists):
 @pytest.mark.parametrize("owner", [65534, 1234], ids=["other user", "this user"])
 @pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o777], ids=["group", "sticky", "open"])
 def test_writable_folder_between_two_links_is_detected(mode, owner):
-    """`.cache` links to project/v/cache, and other users can replace `v` by a link to their
-    cache."""
+    """`.cache` is a link to project/v, and `v` is a link to another user's cache. Users who can
+    write to `project` can replace `v`."""
     safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
     if safe is None:
         pytest.skip("this machine has no folder that only root can write")

@@ -1,6 +1,7 @@
-"""The CUDA kernels: compiled by nvcc, emulated on a CPU, and run on a GPU if the machine has one.
+"""Tests of the CUDA kernels: compiled by nvcc, emulated on a CPU, and run on a GPU.
 
-`python -m pytest tests/kernels/test_cuda.py` on a machine with a GPU and nvcc runs everything.
+`python -m pytest tests/kernels/test_cuda.py` on a machine with a GPU and nvcc runs all tests. Other
+machines skip some of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tests.helpers.cuda_cpu import CudaOnCpu
 from tests.helpers.forms import needs_torch_form
 from tests.kernels.planted import BUGS
 
-# The package's attribute of this name is the op. The module stores the selected implementation.
+# `optimus_kernels.grouped_mm` is the op. The module has the same name, and stores the selected
+# implementation in `_form`.
 GROUPED = importlib.import_module("optimus_kernels.grouped_mm")
 SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
@@ -45,7 +47,7 @@ needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Entry:
-    """Return the library as `optimus kernels build` compiles it, with warnings as errors."""
+    """Compile the CUDA library as `optimus kernels build` does, with warnings as errors."""
     nvcc = " ".join(build.find_compiler("cuda"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path_factory.mktemp("cuda")))
@@ -106,8 +108,8 @@ def test_rows_on_an_emulated_gpu(emulated, monkeypatch, dtype):
 
 
 EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
-"""A routing in which all experts are local, and one in which some are: then the rows after those of
-the last local expert are undefined."""
+"""A routing whose experts are all local, and a routing with some local experts. In the second, the
+rows after those of the last local expert are undefined."""
 
 
 @needs_host_compiler
@@ -115,8 +117,8 @@ the last local expert are undefined."""
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("routing", EXPERTS, ids=lambda routing: routing.name)
 def test_experts_on_an_emulated_gpu(emulated, monkeypatch, routing):
-    """Run `experts` as on a GPU: torch's grouped products, and the emulated kernels between
-    them."""
+    """Run the op `experts` as on a GPU: torch's grouped_mm for the matrix products, and emulated
+    CUDA kernels for the other steps."""
     exact = checks.experts_step(routing, torch.float64, torch.float32, "cpu")()
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     monkeypatch.setattr(GROUPED, "_form", "torch")
@@ -132,7 +134,7 @@ def test_planted_bug_is_detected(emulated, monkeypatch, tmp_path, bug):
     bug.check(emulated)
     planted = CudaOnCpu(bug.plant(tmp_path) / "cuda/kernels.cu", tmp_path)
     monkeypatch.setattr(library, "native", lambda tensor, **_: planted)
-    # Fill new memory: it may be memory that the correct run freed, which still has correct results.
+    # Fill new tensors, which may otherwise contain the correct results of the first run.
     torch.set_deterministic_debug_mode("warn")
     try:
         with pytest.raises(AssertionError):
@@ -146,7 +148,7 @@ def test_planted_bug_is_detected(emulated, monkeypatch, tmp_path, bug):
 
 @pytest.fixture
 def gpu(built, monkeypatch) -> str:
-    """Run ops on this device with the library that was just compiled."""
+    """Select the library of `built` for CUDA devices, and return the device "cuda"."""
     active = backend.Backend("cuda", built.key, backend.load(built))
     monkeypatch.setitem(backend._active, "cuda", active)
     return "cuda"
@@ -174,7 +176,8 @@ def test_rows_on_a_gpu(gpu, size, dtype):
 
 @needs_gpu
 def test_ops_do_not_wait_for_the_host_and_use_the_current_stream(gpu):
-    """All ops are captured into a CUDA graph, which refuses waits, and replayed on new input."""
+    """The ops are captured in a CUDA graph and replayed on new input. The capture fails if an op
+    synchronizes with the host."""
     from optimus_kernels.gather import gather
     from optimus_kernels.reduction import reduce_rows
     from optimus_kernels.route import route

@@ -1,4 +1,4 @@
-"""Reuse of large buffers, only while no tensor refers to them."""
+"""Tests of the buffer pool: a large buffer is reused only if no tensor refers to it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_buffer_is_not_used_for_other_sizes_or_small_tensors():
 
 @pytest.fixture
 def no_buffers(monkeypatch):
-    """Let the test begin without buffers, as a process that has not requested one."""
+    """Start the test without buffers, as in a new process."""
     monkeypatch.setattr(memory, "_buffers", [])
     monkeypatch.setattr(memory, "_most_used", 0)
 
@@ -75,8 +75,8 @@ MIB = 1 << 20
 
 
 def test_request_of_the_same_size_reuses_the_buffer(no_buffers):
-    """A buffer's size is rounded up, which is much for a small one. The same request must find it
-    again."""
+    """The size of a buffer is rounded up, for small buffers to up to twice the request. A second
+    request of the same size must still reuse the buffer."""
     sizes = random.Random(0).choices(range(memory.SMALLEST, 70 * MIB), k=300)
     edges = [mib * MIB + extra for mib in (1, 2, 3, 4, 5, 6, 63, 64) for extra in (0, 4)]
     for size in (*sizes, *edges):
@@ -109,8 +109,8 @@ def test_repeated_steps_allocate_no_new_buffers(no_buffers):
 
 
 def test_total_is_bounded_by_1_5_times_the_memory_in_use(no_buffers):
-    """Sizes and lifetimes are random. The limit is 1.5 times the most bytes of whole buffers that
-    were in use at any time so far."""
+    """The limit is 1.5 times the largest number of bytes of buffers that were in use at one time.
+    Sizes and lifetimes of the tensors are random."""
     draws, alive, most = random.Random(2), [], 0
     for _ in range(2000):
         size = draws.randint(memory.SMALLEST, 40 * MIB)

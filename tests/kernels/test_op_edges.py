@@ -1,5 +1,4 @@
-"""Ops at the boundaries of chunks and buffers, and with memory that is not initialized, where
-errors are easily missed."""
+"""Tests of ops at the boundaries of chunks and buffers, and with very large tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ ops = torch.ops.optimus
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_route_at_the_boundaries_of_pieces(pieces, extra):
-    """On CPUs, threads count the slots in chunks of 4096."""
+    """The CPU kernel counts slots in chunks of 4096. The sizes are at and next to multiples of
+    4096."""
     slots = pieces * 4096 + extra
     chosen = torch.randint(7, (slots, 1), generator=torch.Generator().manual_seed(slots))
     for ours, expected in zip(
@@ -29,7 +29,7 @@ def test_route_at_the_boundaries_of_pieces(pieces, extra):
 
 
 def test_rows_after_2_to_the_31_elements_are_addressed():
-    """The tensor has 4 GiB of addresses, but only two of its rows are written and use memory."""
+    """The tensor has 4 GiB, but only the two rows that the test writes occupy physical memory."""
     last = 2**21
     x = torch.empty(last + 1, 1024, dtype=torch.bfloat16)
     x[0], x[last] = 1, 2
@@ -43,8 +43,8 @@ def test_rows_after_2_to_the_31_elements_are_addressed():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [15, 17, 512, 513, 545])
 def test_rows_padded_for_onednn_are_within_their_buffers(tokens, dtype, monkeypatch):
-    """oneDNN computes 513 rows as 544. No other expert's rows follow those of the last expert, so
-    its buffers need room for the padding."""
+    """Products with oneDNN pad the rows of an expert, for example 513 rows to 544. No rows follow
+    those of the last expert, so the buffers must be large enough for its padding."""
     if dtype is torch.float32:
         if not product.onednn_is_exact():
             pytest.skip("oneDNN is not available for fp32 products")

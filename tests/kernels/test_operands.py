@@ -1,4 +1,5 @@
-"""Operands that ops refuse, operands of any strides, and gradients that ops do not have."""
+"""Tests of operands that ops refuse, operands with any strides, and gradients of ops without a
+backward formula."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def tensor_indices(name):
 
 
 def strided(value: torch.Tensor) -> torch.Tensor:
-    """Return the same elements with stride 2 in the last dim."""
+    """Return a copy with stride 2 in the last dim."""
     return torch.stack([value, torch.full_like(value, 3)], -1)[..., 0]
 
 

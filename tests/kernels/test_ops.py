@@ -1,5 +1,5 @@
-"""All ops: their registration (torch.library.opcheck), and their kernels against the reference
-implementations."""
+"""Tests of all ops: registration (torch.library.opcheck), and comparison of the kernels with the
+reference implementations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def case(name, dtype=torch.float32):
 
 
 def arguments(name, dtype) -> dict[str, tuple]:
-    """Return the arguments of each op."""
+    """Return the arguments of each op, by its name, for the sizes SHAPES[name]."""
     c = case(name, dtype)
     rows = c["rows"]
     weights, x, y, h, da = (c[key] for key in ("weights", "x", "y", "h", "da"))
@@ -140,7 +140,7 @@ REFERENCES = {
     "grouped_mm_weight": grouped_weight_reference,
 }
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Relative errors allowed: a few roundings for fp32, half a unit in the last place for bf16 (2^-8)
+"""Allowed relative errors: a few roundings for fp32, half a unit in the last place for bf16 (2^-8)
 and fp16 (2^-11)."""
 
 
@@ -189,8 +189,8 @@ LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_first_and_second_derivatives_equal_finite_differences(name):
-    """reduce_rows gets no weights here: with weights it refuses a second derivative, as SwiGLU
-    does."""
+    """reduce_rows runs without weights, because reduce_rows with weights has no second derivative.
+    swiglu has none either and is not in this test."""
     inputs = list(arguments("few", torch.float64)[name])
     if name == "reduce_rows":
         inputs[1] = None
@@ -256,7 +256,7 @@ def test_mismatched_shapes_are_named(name):
 @needs_torch_form
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
 def test_torch_implementation_accepts_the_gradient_of_a_sum(name, torch_implementation):
-    """The gradient of a sum has stride 0, which torch's grouped products refuse."""
+    """The gradient of a sum is a tensor with stride 0, which torch's grouped_mm rejects."""
     *values, offsets = arguments("all held", torch.float32)[name]
     leaves = [value.detach().requires_grad_() for value in values]
     getattr(ops, name)(*leaves, offsets).sum().backward()

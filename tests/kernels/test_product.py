@@ -1,5 +1,5 @@
-"""Products of experts' matrices: our bf16 kernel against fp64, for sizes with all remainders of its
-block sizes."""
+"""Tests of the matrix products of experts: the bf16 kernel is compared with fp64, also for sizes
+that are not multiples of its block sizes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_nan_and_infinity_affect_only_their_row():
 
 
 def before_forbidden_memory(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy that ends at the end of the memory which this process may access."""
+    """Return a copy of `values` that ends directly before a page without access rights."""
     pages = -(-values.nbytes // mmap.PAGESIZE)
     memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
     ours = torch.frombuffer(memory, dtype=torch.uint8)
@@ -123,14 +123,15 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def not_of_intel(monkeypatch):
-    """Act as on a processor that is not Intel's."""
+    """Prefer oneDNN for fp32 products, as on a processor of another vendor than Intel."""
     monkeypatch.setattr(products, "_onednn_is_better", lambda: True)
 
 
 @needs_onednn
 def test_onednn_computes_fp32_products_of_experts_where_it_is_faster():
-    """Count the products in oneDNN's log: an expert has six, the code after it none. The commands
-    run in a separate process, because oneDNN reads ONEDNN_VERBOSE when it starts."""
+    """oneDNN is faster on processors of other vendors than Intel. There, oneDNN's log lists six
+    products for an expert (forward and backward), and none for later code. The commands run in a
+    separate process, because oneDNN reads ONEDNN_VERBOSE when it starts."""
     code = """
 import torch, optimus_kernels as kernels
 from optimus_kernels import product

@@ -1,4 +1,4 @@
-"""square_bins_: exact sums of squares, whose bits do not depend on how the tensors are divided."""
+"""Tests of square_bins_: exact sums of squares, bitwise independent of the division of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def kernel(cpu_library):
-    """Return the kernel of one instruction set."""
+    """Return the CPU kernel of one instruction set."""
     return module._bind(cpu_library)
 
 
@@ -26,7 +26,7 @@ def compiled(kernel, monkeypatch) -> None:
 
 
 def make(blocks: int, seed: int = 0) -> torch.Tensor:
-    """Return numbers of all magnitudes, including zeros and subnormal numbers."""
+    """Return random fp32 numbers [blocks * BLOCK] of all magnitudes, also zeros and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(blocks, BLOCK, generator=generator)
     flat *= 10.0 ** torch.randint(-44, 37, (blocks, 1), generator=generator)
@@ -75,8 +75,8 @@ def test_slices_and_threads_change_no_bit():
 
 
 def test_sum_is_exact():
-    """Compare with exact fractions. The only roundings are those of sums within a block of 32, in
-    fp64, and of the total."""
+    """Compare with exact fractions. Only the fp64 sums within a block of 32 elements and the total
+    are rounded."""
     flat = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(1))
     exact = sum(Fraction(value) ** 2 for value in flat.tolist())
     assert abs(total_of(bins_of(flat)) / exact - 1) < 1e-15
@@ -92,7 +92,7 @@ def test_op_passes_opcheck():
 @pytest.mark.parametrize(
     ("flat", "error", "message"),
     [
-        (torch.zeros(31), ValueError, r"\[31\] a multiple of 32"),
+        (torch.zeros(31), ValueError, r"\[31\] must .* a multiple of 32"),
         (torch.zeros(64, dtype=torch.bfloat16), TypeError, "bfloat16"),
         (torch.zeros(128)[::2], ValueError, "contiguous"),
     ],

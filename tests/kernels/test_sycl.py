@@ -1,5 +1,5 @@
-"""The SYCL kernels on Intel's CPU device: compiled by DPC++, run in real sub-groups, compared with
-the references."""
+"""Tests of the SYCL kernels on Intel's OpenCL device for CPUs. DPC++ compiles the kernels. They run
+in real sub-groups, and their results are compared with the reference implementations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
 @pytest.fixture(scope="module")
 def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
-    """Return the launchers with their functors compiled, which takes half a minute."""
+    """Compile all launchers and functors of csrc/sycl, which takes half a minute."""
     proof = sycl_cpu.SyclOnCpu(PREFIX, tmp_path_factory.mktemp("sycl"))
     proof.build(proof.source)
     return proof
@@ -31,17 +31,17 @@ def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
 
 @pytest.fixture(params=sycl_cpu.LANES)
 def lanes(request, sycl, monkeypatch) -> Iterator[int]:
-    """Run all ops with csrc/sycl, in sub-groups of this number of lanes."""
+    """Make all ops run the SYCL kernels, and return the number of lanes in a sub-group."""
     sycl.use(sycl.source, request.param)
     monkeypatch.setattr(library, "native", lambda tensor, **_: sycl)
     return request.param
 
 
 def test_device_is_a_cpu_and_all_functors_are_compiled(sycl):
-    # With 3 dtypes and 2 vector widths: gather, and swiglu and reduce with their backward. 3
-    # kernels of route. adamw with 3 dtypes of gradients, 2 of parameters and 2 widths.
+    # gather, swiglu, reduce and the backward of the last two: 3 dtypes and 2 vector widths each.
+    # route: 3 kernels. adamw: 3 dtypes of gradients, 2 of parameters, and 2 vector widths.
     assert sycl.num_functors == 3 * 2 * 5 + 3 + 3 * 2 * 2
-    assert "Intel(R) OpenCL" in sycl.device  # its name on any maker's CPU
+    assert "Intel(R) OpenCL" in sycl.device  # the device's name on CPUs of all vendors
 
 
 @pytest.mark.parametrize("routing", checks.ROUTINGS, ids=lambda routing: routing.name)

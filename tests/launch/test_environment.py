@@ -43,7 +43,7 @@ def test_a_rendezvous_file_needs_no_address():
     [
         ({"RANK": None}, "RANK"),
         ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four'"),
-        ({"RANK": "4"}, "RANK=4 is no rank"),
+        ({"RANK": "4"}, "RANK=4 is not a rank"),
         ({"MASTER_ADDR": None}, "needs MASTER_ADDR"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
     ],
@@ -99,13 +99,13 @@ def test_job_ranks_of_an_array_of_steps_are_unique():
     ("environ", "message"),
     [
         ({"PMI_RANK": "1"}, "none of PMI_SIZE, WORLD_SIZE; .*--world"),
-        ({"PMI_RANK": "5", "PMI_SIZE": "5"}, "PMI_RANK=5 is no rank of a world of PMI_SIZE=5"),
+        ({"PMI_RANK": "5", "PMI_SIZE": "5"}, "PMI_RANK=5 is not a rank of a world of PMI_SIZE=5"),
         ({"PMI_RANK": "x", "PMI_SIZE": "5"}, "PMI_RANK='x'"),
-        ({"WORLD_SIZE": "4"}, "no RANK"),
+        ({"WORLD_SIZE": "4"}, "but RANK is not"),
         ({"PBS_ARRAY_INDEX": "3"}, "OPTIMUS_ARRAY_SIZE"),
         (
             {"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "3"},
-            "SLURM_ARRAY_TASK_ID=9 is no",
+            "SLURM_ARRAY_TASK_ID=9 is not a rank",
         ),
     ],
 )
@@ -159,7 +159,7 @@ OPEN_MPI = {
         (BY_HAND, (3, 4, 1, 2), "tcp://node0:29500"),
         (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, (3, 4, 1, 2), "tcp://node0:29500"),
         (STEP, (5, 8, 1, 4), "tcp://n2:"),
-        (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # each job of an array is its own run
+        (STEP | ARRAY, (5, 8, 1, 4), "tcp://n2:"),  # each job of an array is a separate run
         (STEP | {"PMIX_RANK": "5"}, (5, 8, 1, 4), "tcp://n2:"),
         (PALS, (3, 4, 1, 2), "tcp://x0:"),
         (MPICH, (1, 2, 1, 2), "tcp://127.0.0.1:29500"),
@@ -206,9 +206,9 @@ def test_the_first_machine_of_pbs(tmp_path):
     [
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "none of MPI_LOCALRANKID"),
         (MPICH | {"MPI_LOCALRANKID": "2"}, "local rank 2 is not among the 2"),
-        (MPICH | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3, but the launcher says PMI_SIZE=2"),
+        (MPICH | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3, but the launcher has set PMI_SIZE=2"),
         (MPICH | {"PMI_SIZE": "4"}, "needs MASTER_ADDR"),
-        (MPICH | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
+        (MPICH | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
         ({"PALS_RANKID": "1"}, "none of PMI_SIZE, WORLD_SIZE; export WORLD_SIZE$"),
     ],
 )

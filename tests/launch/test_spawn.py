@@ -114,8 +114,8 @@ def test_ctrl_c_before_the_first_step_prints_a_single_line(tiny_data, tmp_path):
 
 @pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]])
 def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, nproc):
-    """Nobody reads the output after its first line, as with `| head -1`. TensorBoard's threads must
-    not fail either."""
+    """The output pipes are closed after the first line, as by `| head -1`. Neither the run nor
+    TensorBoard's threads may fail."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=8, observe__tensorboard=True)
     tree["observe"]["log_interval"] = 1
     config = write_config(tmp_path / "run.toml", tree)
@@ -129,7 +129,8 @@ def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, 
 
 
 def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
-    """A file of the run must not get descriptor 1 or 2, since libraries would print into it."""
+    """Descriptors 0 to 2 are closed. No file of the run may get descriptor 1 or 2, because
+    libraries would print into the file."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     config = write_config(tmp_path / "run.toml", tree)
     command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
@@ -139,8 +140,9 @@ def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
 
 
 def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_path):
-    """Python's -P removes the working directory from the import path, where the installed script
-    `optimus` does not have it either."""
+    """The working directory has modules that raise an error when they are imported. Python's -P
+    removes it from the import path. The installed script `optimus` does not import from it either.
+    """
     settings = {"train__max_steps": 4, "kernels__grouped_gemm": "loop"}
     trees = [tiny_tree(tiny_data, tmp_path / name, **settings) for name in "ab"]
     train_on(ranks, 2, trees[0])

@@ -39,5 +39,5 @@ def some_tokens(batch: int = 3, length: int = 16, vocab: int = 61, seed: int = 0
 
 
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ||value - reference|| / ||reference|| (CONTRACT.md)."""
+    """Return the relative error ||value - reference|| / ||reference||."""
     return float((value - reference).detach().norm() / reference.detach().norm())

@@ -1,4 +1,4 @@
-"""Checks that refuse settings of [model] which exclude each other."""
+"""Refusal of contradictory settings in [model]."""
 
 from __future__ import annotations
 

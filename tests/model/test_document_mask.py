@@ -1,4 +1,5 @@
-"""Document masks: a document has the same outputs and gradients in a sequence and alone."""
+"""Document masks: a document that shares a sequence with other documents has the same outputs and
+gradients as in a separate sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ ARCHITECTURES = [
 
 
 def documents(tokens: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, first, stop) of every document of IDS, found without the code under test."""
+    """Return (row, first, stop) of each document of IDS, computed without the tested code."""
     ranges = []
     for row, ids in enumerate(IDS.tolist()):
         begins = [s for s in range(len(ids)) if s == 0 or ids[s] != ids[s - 1]]
@@ -63,7 +64,8 @@ def test_attention_equals_a_block_diagonal_mask(heads, groups):
 
 @pytest.mark.parametrize(("architecture", "fields"), ARCHITECTURES)
 def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields):
-    """The first token of a document is also a target: it is predicted from the document before."""
+    """The reference runs each document in a separate sequence. The first token of a document is
+    also a target, which is predicted from the previous document."""
     model, tokens = small_model(architecture, **fields), some_tokens()
     terms = model.losses(tokens, IDS)
     assert terms.num_targets == 3 * 15
@@ -84,7 +86,7 @@ def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields
 
 
 def test_documents_do_not_affect_each_other():
-    """Changed tokens of one document change no bit of another's logits."""
+    """Changing the tokens of one document does not change any bit of the logits of others."""
     model, tokens = small_model("olmo"), some_tokens()
     changed = tokens.clone()
     changed[0, :5] = (tokens[0, :5] + 1) % 61
@@ -94,7 +96,7 @@ def test_documents_do_not_affect_each_other():
 
 
 def test_a_single_document_is_plain_causal_attention():
-    """The model without document ids runs none of the code of document masks, so it is the
-    reference."""
+    """The reference is the model without document ids, which does not run the code of document
+    masks."""
     model, tokens = small_model(), some_tokens()
     assert relative(model(tokens, torch.zeros_like(tokens)), model(tokens)) < 1e-6

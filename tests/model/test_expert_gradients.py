@@ -1,4 +1,4 @@
-"""Gradients of experts' weights: by autograd, written to other memory, or deferred."""
+"""Weight gradients of experts: accumulated by autograd, written to given tensors, or deferred."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from optimus_kernels import experts_loop
 from tests.helpers.forms import FORMS, in_form
 from tests.model.small import small_config
 
-# 480 rows per expert: from 385 rows on MKL's addmm adds blocks of the product to the sum, and not
-# the complete product.
+# 480 rows per expert: with 385 rows or more, MKL's addmm adds a product to the sum block by block
+# instead of adding the complete product.
 D, E, TOKENS, MICROBATCHES = 64, 5, 1200, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,8 +29,8 @@ def make_experts(dtype, inner: int = 24) -> Experts:
 
 
 def inputs(number: int, dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, the routing weights and the chosen experts of a microbatch. In microbatch 0 expert
-    4 gets no row."""
+    """Return x, the routing weights and the chosen experts of microbatch `number`. In microbatch 0,
+    no token chooses expert 4."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(TOKENS, D, generator=generator).to(dtype)
     weights = torch.rand(TOKENS, 2, generator=generator).to(dtype)
@@ -39,7 +39,8 @@ def inputs(number: int, dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_backward(experts: Experts, number: int, save_input_only: bool = False) -> list[Tensor]:
-    """Return the gradients of x and of the routing weights."""
+    """Run forward and backward for microbatch `number`, and return the gradients of x and of the
+    routing weights."""
     x, weights, chosen = inputs(number, experts.down.dtype)
     leaves = [x.requires_grad_(), weights.requires_grad_()]
     out = experts(*leaves, chosen, save_input_only)
@@ -48,8 +49,8 @@ def run_backward(experts: Experts, number: int, save_input_only: bool = False) -
 
 
 def by_autograd(dtype, **settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of the inputs, and the sums over microbatches of the gradients of the
-    weights. Autograd computes both in `dtype`; the sums are fp32."""
+    """Return the reference: the gradients of the inputs, and the weight gradients summed over
+    microbatches. Autograd computes both in `dtype`; the sums are fp32."""
     experts = make_experts(dtype, **settings)
     sums, of_inputs = [torch.zeros(p.shape) for p in experts.parameters()], []
     for number in range(MICROBATCHES):
@@ -74,7 +75,7 @@ def form(request):
 
 @pytest.fixture(params=[True, False], ids=["own-products", "torch-products"])
 def products(request, monkeypatch):
-    """Run once with the bf16 kernel of Optimus, if the machine supports it, and once without."""
+    """Run a test with the AMX kernel of Optimus, if the machine supports it, and without it."""
     if not request.param:
         for module in ("product", "experts_loop"):
             monkeypatch.setattr(f"optimus_kernels.{module}.amx_kernel", lambda like: None)
@@ -103,7 +104,8 @@ def test_sums_have_the_bits_of_separate_gradients(dtype, form, products):
 @pytest.mark.parametrize("input_only", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_deferred_gradients_have_the_same_bits(dtype, input_only, inner, to_sums, form, products):
-    """Rows of 20 numbers of 2 or 4 bytes do not begin at multiples of 64 bytes."""
+    """Deferred gradients are bit-identical to those of autograd. With inner = 20, rows of matrices
+    do not start at multiples of 64 bytes."""
     if form == "torch" and (dtype is torch.float16 or inner * dtype.itemsize % 16):
         pytest.skip("torch has no grouped product for it")
     of_inputs, sums = by_autograd(dtype, inner=inner)
@@ -163,8 +165,8 @@ def test_autograd_adds_the_gradient_if_the_other_weight_is_frozen(frozen):
 
 
 def test_no_memory_of_the_size_of_all_experts_is_allocated(monkeypatch):
-    """In addition to memory for rows, the experts may allocate memory for the gradient of one
-    expert."""
+    """Backward into given tensors computes the weight gradient of one expert at a time, so it
+    allocates no tensor of the size of all experts' weights."""
     experts, sizes = make_experts(torch.float32), []
     write_to_sums(experts)
     plain = experts_loop.memory.empty

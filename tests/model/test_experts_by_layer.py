@@ -76,7 +76,7 @@ def test_load_is_relative_to_the_experts_of_a_layer():
     [
         ({"num_experts": [5]}, r"num_experts = \[5\] has 1 number, but model.num_layers = 2"),
         ({"num_experts": [0, 0]}, "between 1 and model.num_experts = 0"),
-        ({"num_experts": [5, 1]}, "between 1 and model.num_experts = 1 in every layer that has"),
+        ({"num_experts": [5, 1]}, "between 1 and model.num_experts = 1 in the smallest"),
         ({"num_experts": [5, -1]}, "model.num_experts = .*must be a whole number >= 0, or a list"),
         ({"num_experts": [5, True]}, "must be a whole number >= 0, or a list"),
         ({"num_experts": "many"}, "must be a whole number >= 0, or a list"),
@@ -126,6 +126,6 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
         settings = {**settings, "model__num_experts": [0, 4, 4]}
         config = make_config(tiny_tree(tiny_data, tmp_path / "whole", **settings))
         resolve(config, 1)
-    with pytest.raises(RunEnded, match="has no place in a Hugging Face") as ended:
+    with pytest.raises(RunEnded, match="cannot be exported: all layers of a Hugging Face") as ended:
         go(tmp_path / "models", checkpoint__model_interval=2)
     assert ended.value.kind is OutcomeKind.USAGE

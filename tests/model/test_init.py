@@ -60,7 +60,7 @@ def test_values_are_a_normal_cut_at_three_deviations():
     normal = torch.distributions.Normal(0.0, 0.5)
     assert float(values.abs().max()) <= 1.5
     for quantile in (0.01, 0.25, 0.5, 0.9, 0.999):
-        inner = 0.0013498980 + quantile * (1 - 2 * 0.0013498980)  # its quantile within the cuts
+        inner = 0.0013498980 + quantile * (1 - 2 * 0.0013498980)  # quantile of the whole normal
         expected = float(normal.icdf(torch.tensor(inner, dtype=torch.float64)))
         assert float((values <= expected).float().mean()) == pytest.approx(quantile, abs=3e-3)
 
@@ -85,7 +85,7 @@ def test_dtype_and_device_round_the_same_values():
 def test_embedding_init_std_applies_to_the_embedding_only():
     usual = small_model(vocab_size=1000).state_dict()
     wide = small_model(vocab_size=1000, embedding_init_std=0.7).state_dict()
-    assert usual["embed.weight"].std() == pytest.approx(0.1 * 0.9866, rel=0.02)  # cut at 3 std
+    assert usual["embed.weight"].std() == pytest.approx(0.1 * 0.9866, rel=0.02)  # truncated
     assert wide["embed.weight"].std() == pytest.approx(0.7 * 0.9866, rel=0.02)
     for name in usual.keys() - {"embed.weight"}:
         assert torch.equal(wide[name], usual[name]), name

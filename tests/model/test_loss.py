@@ -45,7 +45,7 @@ def test_bf16_logits_are_widened_before_anything_is_summed():
 
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 9999.0]])
-    spacing = 1e-3  # of fp32 numbers near 1e4, which the logsumexp is
+    spacing = 1e-3  # between fp32 numbers near 1e4, the magnitude of the logsumexp
     value = float(cross_entropy_sum(logits, torch.tensor([2])))
     assert value == pytest.approx(1.3132617, abs=spacing)
 

@@ -24,8 +24,7 @@ def make_experts(dtype=torch.float64, num_experts=E) -> Experts:
 
 
 def naive(experts: Experts, x, weights, chosen):
-    """Compute the experts by their definition: each token with each of its experts, one at a
-    time."""
+    """Compute the experts by their definition, one pair of a token and an expert at a time."""
     out = []
     for token in range(len(x)):
         total = torch.zeros_like(x[token])
@@ -63,7 +62,7 @@ def run(experts, x, weights, chosen, function):
 
 @pytest.fixture(params=FORMS)
 def form(request):
-    """Run with each implementation of grouped products that this torch has."""
+    """Run a test with each implementation of grouped matrix products that this torch supports."""
     with in_form(request.param):
         yield request.param
 
@@ -110,8 +109,8 @@ def test_bf16_is_as_close_to_the_exact_result_as_its_rounding_allows():
 
 
 def kept_for_backward(block, *inputs) -> int:
-    """Return the number of bytes that a forward pass saves for backward, each counted once, without
-    parameters."""
+    """Return the bytes that a forward pass saves for backward, without parameters. A storage that
+    is saved twice counts once."""
     saved = {}
     hold = lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1]  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
@@ -150,7 +149,8 @@ def test_at_most_40_kb_a_token_are_kept_at_olmoe_sizes_in_bf16():
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_weight_gradients_are_written_to_buffers(kind):
-    """The first backward overwrites the buffers, the second adds to them; `.grad` stays None."""
+    """The first backward overwrites the buffers, and the second adds to them. `.grad` stays
+    None."""
     chosen, experts = CASES["most are empty"], make_experts(torch.bfloat16)
     x, weights = torch.randn(3, D).bfloat16(), torch.rand(3, 2).bfloat16()
     expected = run(experts, x, weights, chosen, experts)
@@ -202,8 +202,8 @@ def test_debug_mode_works_in_compiled_code(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
-    """Compiled code of both implementations is in one cache on disk, so the sizes of an op's
-    outputs must not depend on the implementation."""
+    """Both implementations share a cache of compiled code on disk, so the output sizes of an op
+    must not depend on the implementation."""
     if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
         pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler of torch.compile")
     torch.compiler.reset()
@@ -242,7 +242,7 @@ BAD = {
     "weights": (lambda x, w, c: (x, w.double(), c), TypeError, "weights torch.float64"),
     "width": (lambda x, w, c: (x[:, 1:], w, c), ValueError, "x [6, 31]"),
     "tokens": (lambda x, w, c: (x[1:], w, c), ValueError, "x [5, 32]"),
-    "slots": (lambda x, w, c: (x, w, c[:, :1]), ValueError, "routed slots [6, 1]"),
+    "slots": (lambda x, w, c: (x, w, c[:, :1]), ValueError, "rows.row [6, 1]"),
     "chosen": (lambda x, w, c: (x, w, c.int()), ValueError, "torch.int32 [6, 2]"),
     "device": (lambda x, w, c: (x.to("meta"), w, c), TypeError, "x on meta"),
 }
@@ -279,8 +279,8 @@ def test_numbers_that_no_expert_has_add_nothing_and_are_refused_in_debug_mode(mo
 
 
 def test_autocast_is_that_of_a_linear_layer():
-    """Products are computed in autocast's dtype, and the result has the dtype of x. fp64 is not
-    changed."""
+    """Under autocast, matrix products use the autocast dtype and the result has the dtype of x.
+    fp64 inputs are not cast."""
     experts, chosen = make_experts(torch.float32), spread(12, 2)
     x, weights = torch.randn(12, D), torch.rand(12, 2)
     low = make_experts(torch.bfloat16)
@@ -311,8 +311,8 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
 
 
 def test_experts_of_other_ranks_cost_no_memory(monkeypatch):
-    """The module has some of the experts, as under expert parallelism. It saves activations only
-    for the (token, expert) pairs of its experts."""
+    """The module has a subset of the experts, as under expert parallelism. It saves activations
+    only for the (token, expert) pairs of its experts."""
     experts, tokens, k, local = make_experts(torch.float32), 64, 2, 2
     with torch.no_grad():
         experts.gate_up = torch.nn.Parameter(experts.gate_up[:local].clone())

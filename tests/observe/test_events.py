@@ -1,4 +1,4 @@
-"""Records have the keys of the lines in existing files, and recorders pass records to sinks."""
+"""Tests of records (lines of metrics files) and of recorders, which pass records to sinks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVENT = ActionEvent("F", 1, 2, 10, 50, 15)
 
 
 def test_lines_have_fixed_keys_in_a_fixed_order():
-    """Users' programs read these files."""
+    """Programs of users read metrics.jsonl and eval.jsonl, so the keys must not change."""
     dense = "step loss grad_norm lr tokens step_time_s tokens_per_s tflops_per_device mfu mem_bytes"
     moe = (
         "aux_loss z_loss expert_load_min expert_load_max expert_load_min_layer "

@@ -1,4 +1,4 @@
-"""Warnings of collapsed experts and of gradient-norm spikes."""
+"""Tests of the warnings about unbalanced experts and about gradient-norm spikes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PAIR = torch.tensor([[512] * 16, [4096, 4096] + [0] * 14])
 
 
 def notices_of(health, rows=None, norms=(), first=1) -> list[Notice]:
-    """Return the notices of the updates from number `first`. Without `rows` experts are evenly
-    loaded; without `norms` all gradient norms are 1."""
+    """Return the notices of consecutive updates; the first update has number `first`. By default
+    the load of experts is even and all gradient norms are 1."""
     notices = []
     for number in range(max(len(norms), len(rows or ()))):
         expert_rows = rows[number] if rows else EVEN
@@ -65,7 +65,7 @@ def test_recovery_is_reported_once():
 
 
 def test_gradient_norm_is_compared_with_the_median_of_twenty():
-    """The norms are those of an earlier demo: 51.2 after twenty updates with norms near 1 and 2."""
+    """In an earlier run of the demo, a norm of 51.2 followed twenty norms near 1 and 2."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
     for words in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
@@ -119,8 +119,8 @@ def test_dense_model_is_checked_by_its_norm_only():
 
 
 def test_run_that_collapses_warns_and_healthy_run_does_not(tiny_data, tmp_path, capsys):
-    """Without an auxiliary loss, a learning rate of 0.1 makes the router send all tokens to a few
-    experts."""
+    """Without an auxiliary loss and with a learning rate of 0.1, the router sends all tokens to a
+    few experts."""
     settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
                 "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
     healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}

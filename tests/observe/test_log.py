@@ -1,5 +1,5 @@
-"""Log lines: their form, the ranks that print them, and the modules that may print without the
-log."""
+"""Tests of log lines: their format, the ranks that print them, and the modules that may call
+`print`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_lines_go_to_the_progress_bar(restored, capsys):
 
 
 def test_only_commands_and_progress_print():
-    """Commands print their results; everything else goes to the log."""
+    """Only commands and the progress display call `print`. All other modules use the log."""
     allowed = {"cli.py", "commands.py", "progress.py", "reference.py"}
     calls = [
         f"{path}:{node.lineno}"
@@ -85,8 +85,8 @@ def test_only_commands_and_progress_print():
 
 
 def test_a_line_does_not_wait_for_another_thread_inside_the_log(restored, monkeypatch):
-    """A signal handler logs while its thread has the lock of standard error, for which another
-    thread waits inside the log: with a lock of the handler, neither would continue."""
+    """If logging took the lock of its handler, two threads could deadlock: one logs and waits for
+    the lock of standard error, and the other has this lock while its signal handler logs."""
     set_up_logging()
     blocked, release = threading.Event(), threading.Event()
     lines: list[str] = []

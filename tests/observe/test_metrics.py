@@ -1,5 +1,5 @@
-"""Files of JSON lines: lines appended, cut after a step, restored from the copy, and plotted in a
-report."""
+"""Tests of metrics in files of JSON lines: lines are appended, cut after a step, restored from the
+copy of the file, and plotted in a report."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_report_of_an_empty_directory_is_refused(tmp_path):
 
 
 def kept_with_copy(tmp_path, steps=range(1, 9)):
-    """Write a line for each step and sync them, as a checkpoint does. Return the path of the file,
-    the path of the copy, and the content of both."""
+    """Write a line for each step to a file and its copy, and sync both as a checkpoint does. Return
+    the path of the file, the path of the copy, and the content, which is the same in both."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     for step in steps:
@@ -150,7 +150,7 @@ def remove_lines(path):
 
 
 def write_nuls(path):
-    """Replace some bytes by zeros, as a power cut may leave a block of the disk."""
+    """Replace some bytes by zeros, as a power failure may do to a block of the disk."""
     data = path.read_bytes()
     path.write_bytes(data[:40] + bytes(60) + data[100:])
 
@@ -178,7 +178,7 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """The copy is absent, as in runs of earlier versions, which wrote none."""
+    """The test deletes the copy, because earlier versions wrote no copy."""
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)
@@ -222,7 +222,7 @@ def test_lines_for_an_unwritable_copy_wait(tmp_path, capsys):
     for step in (1, 2):
         lines.append({"step": step})
         lines.sync()
-    assert capsys.readouterr().err.count("the copy of metrics.jsonl waits") == 1
+    assert capsys.readouterr().err.count("its new lines wait in memory") == 1
     copy.rmdir()
     lines.close()
     assert copy.read_bytes() == path.read_bytes() and len(read_json_lines(copy)) == 2
@@ -300,7 +300,7 @@ def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
 
 
 def test_a_line_without_an_end_is_refused(tmp_path):
-    """A line may be too long for memory, for example in a sparse file of 40 GiB."""
+    """A line without a newline may not fit into memory, for example in a sparse file of 40 GiB."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1])
     os.truncate(path, 40 << 30)
@@ -325,8 +325,8 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
 
 
 def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
-    """A damaged or hostile manifest can give a huge step number. The search for missing steps must
-    not run that far."""
+    """A damaged or hostile manifest can contain a huge step number. The search for missing steps
+    stops at a limit."""
     monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))
@@ -334,7 +334,8 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """In a run directory that another user made, the path of the log may be a link."""
+    """In a run directory of another user, the path of the log may be a symbolic link to a file of
+    this user, which must not be written."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     log.symlink_to(victim)

@@ -1,5 +1,5 @@
-"""Sinks of a run on two pipeline ranks: they receive the actions of the executor and the traffic of
-the collectives."""
+"""Test of the log and the TensorBoard files of a run on two pipeline ranks: they show pipeline
+actions, traffic of collectives, the start-up and the load of experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Phases of the start-up: their times add up, and the first phase begins when the command did, if
-that time is known."""
+"""Tests of the phases of the start-up: their times add up to the total, which starts with the
+command if the start time of the command is known."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def record_of(start_up: StartUp) -> StartUpRecord:
 
 @pytest.mark.parametrize("launch", [2.5, None, "soon", "nan", -1e9, 1e9])
 def test_phases_add_up_from_the_start_of_the_command(monkeypatch, launch):
-    """The start of the command is the time that our spawner put into the environment. If it is
-    absent or cannot be right, it is the start of this process."""
+    """With `--nproc`, an environment variable contains the start time of the command. If the
+    variable is absent or invalid, the phases start with this process."""
     monkeypatch.delenv(COMMAND_STARTED, raising=False)
     if launch is not None:
         value = STARTED - launch if isinstance(launch, float) else launch

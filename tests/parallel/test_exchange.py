@@ -1,4 +1,5 @@
-"""Differentiable collectives against dense formulas that one process computes from all inputs."""
+"""Tests of differentiable collectives against formulas that one process computes from the inputs of
+all ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ SENT = [[1, 3], [2, 0]]
 
 
 def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's output of the collective `name` and the gradient of its input. The
-    gradient of the output is random and different on each rank."""
+    """Return this rank's output and input gradient of the collective `name`. The output gradient is
+    random and differs between ranks."""
     group = everyone()
     x = numbers(group.rank, 4, 6).requires_grad_()
     if name == "exchange_rows":
@@ -38,17 +39,17 @@ def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the output and gradient expected on each rank, computed from all inputs and all
-    gradients of outputs (`weights`)."""
+    """Return the expected output and input gradient of each rank, computed from the inputs and
+    output gradients of all ranks."""
     x = [numbers(rank, 4, 6) for rank in range(SIZE)]
 
-    def weights(*shape: int) -> list[Tensor]:
+    def output_grads(*shape: int) -> list[Tensor]:
         return [numbers(10 + rank, *shape) for rank in range(SIZE)]
 
     if name == "identity_then_sum":
-        return [(x[rank], sum(weights(4, 6))) for rank in range(SIZE)]
+        return [(x[rank], sum(output_grads(4, 6))) for rank in range(SIZE)]
     if name == "sum_then_identity":
-        return [(sum(x), weights(4, 6)[rank]) for rank in range(SIZE)]
+        return [(sum(x), output_grads(4, 6)[rank]) for rank in range(SIZE)]
     if name == "exchange_rows":
         x = [numbers(rank, sum(SENT[rank]), 6) for rank in range(SIZE)]
         pieces = [rows.split(SENT[rank]) for rank, rows in enumerate(x)]
@@ -59,10 +60,10 @@ def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
         return [(out[r], torch.cat([grads[to][r] for to in range(SIZE)])) for r in range(SIZE)]
     if name == "scatter_sum_then_gather":
         out = sum(x).chunk(SIZE, dim)
-        grad = torch.cat(weights(*out[0].shape), dim)
+        grad = torch.cat(output_grads(*out[0].shape), dim)
         return [(out[rank], grad) for rank in range(SIZE)]
     whole = torch.cat(x, dim)
-    grads = weights(*whole.shape)
+    grads = output_grads(*whole.shape)
     if name == "gather_then_scatter_sum":
         return [(whole, sum(grads).chunk(SIZE, dim)[rank]) for rank in range(SIZE)]
     assert name == "gather_then_slice"

@@ -1,4 +1,4 @@
-"""Dispatchers of expert parallelism against all experts in one process."""
+"""Tests of the expert-parallel dispatchers against a single process that has all experts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def whole_experts(dtype: torch.dtype) -> Experts:
 
 
 def microbatch_of(rank: int, routing: str, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the x, routing weights, chosen experts and output's gradient of one data rank."""
+    """Return x, routing weights, chosen experts and output gradient of one data-parallel rank."""
     tokens = 0 if routing == "no-token" and rank == 0 else tokens
     generator = torch.Generator().manual_seed(10 + rank)
     chance = torch.rand(tokens, E, generator=generator)
-    if routing == "one-rank":  # the experts of the first rank get all rows (of up to 4 ranks)
+    if routing == "one-rank":  # all tokens choose experts of the first rank (of up to 4 ranks)
         chance[:, :K] += 1
-    if routing == "empty-rank":  # the experts of the first rank get none
+    if routing == "empty-rank":  # no token chooses an expert of the first rank
         chance[:, : E // 2] -= 1
     chosen = chance.topk(K, dim=1).indices
     x, grad = (torch.randn(tokens, D, generator=generator).to(dtype) for _ in range(2))
@@ -58,7 +58,7 @@ def divided_experts(dtype: torch.dtype, group: Group, dispatcher: str) -> Dispat
 
 
 class Traffic:
-    """Counter of the bytes that reach this rank from others through `exchange`."""
+    """Counter of the bytes that this rank receives from other ranks through `exchange`."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -84,8 +84,12 @@ class Traffic:
 
 
 def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
-    """Return, by routing, the outputs and gradients of this rank, the number of rows of its
-    experts, and the number of bytes received."""
+    """Run experts with the dispatcher `dispatch` on this rank, once for each routing.
+
+    Returns:
+        For each routing: the output, the gradients, the number of rows that the experts received,
+        and the number of bytes that came from other ranks.
+    """
     torch.set_num_threads(1)
     world = start_world(device="cpu")
     group = Group(world.size, world.rank, world.everyone.handle, "ep")
@@ -97,7 +101,8 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
 
     Experts.forward = counted
     traffic, results = Traffic(), {}
-    for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:  # the last has unequal T
+    # With "no-token" the ranks have different numbers of tokens, which only alltoall supports.
+    for routing in ROUTINGS[: 4 if dispatch == "alltoall" else 3]:
         uneven = dispatch == "alltoall"
         batch = microbatch_of(group.rank, routing, 20 + (group.rank if uneven else 0), dtype)
         experts.zero_grad()
@@ -114,7 +119,7 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
 def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
     results = ranks(size, dispatched, dispatch, dtype, start_world=False)
     uneven = dispatch == "alltoall"
-    # In bf16 each rank rounds what it adds to a token's output, and the sum is rounded again.
+    # In bf16 each rank rounds its summand of a token's output, and the sum is rounded again.
     tolerance = 1e-6 if dtype is torch.float32 else size * 2**-8
     for routing in results[0]:
         whole = whole_experts(dtype)
@@ -138,8 +143,8 @@ def test_outputs_gradients_rows_and_bytes(ranks, size, dispatch, dtype):
             b = dtype.itemsize
             if uneven:
                 assert result["rows"] == arriving, "a token goes once to each rank that needs it"
-                # The counts of rows, 8 * (n - 1) bytes, use another collective, which is not
-                # counted.
+                # Another collective exchanges the counts of rows, 8 * (n - 1) bytes. `Traffic` does
+                # not count it.
                 assert result["arrived"] == (
                     2 * (arriving_from_others + away) * D * b
                     + arriving_from_others * (K * b + 8 * K)

@@ -1,4 +1,4 @@
-"""Parallelism reaches a model through one extension point: styles that replace modules."""
+"""Tests that parallelism changes a model only by styles that replace modules (`ParallelStyle`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from tests.helpers.tiny import DENSE, tiny_tree
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("optimus/parallel", "optimus/rank")
 OWNERS = ("self", "ctx")
-"""Names of the objects to whose attributes code may assign: its own instance and autograd's
-context."""
+"""Names of the objects whose attributes code may set: its own instance and autograd's context."""
 SWAPS = ("__class__", "forward")
 CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
-"""Calls that change a module in other ways. Forward pre-hooks are missing because `optimus/rank`
-uses them to observe segments, without changing anything."""
+"""Calls that change a module without an assignment. Forward pre-hooks are not in this list, because
+`optimus/rank` uses them to observe segments and changes nothing."""
 PARALLEL_CALLS = (*CALLS, "register_forward_pre_hook")
 
 
 def changes_from_outside(text: str, calls: tuple[str, ...]) -> Iterator[str]:
-    """Return a line for each statement that changes an object from outside the object's class."""
+    """Yield a line for each statement in the source `text` that changes an object from outside.
+
+    Such statements set attributes of objects not in OWNERS, set attributes in SWAPS, call a
+    function in `calls`, or use `__dict__`.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
@@ -93,8 +96,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_styles_keep_names_order_and_types(layout):
-    """Parameters of all ranks have the names and order of the whole model, and each module is of
-    the type that it replaces."""
+    """On each rank, parameters have the names and the order of the undivided model, and each module
+    is an instance of the class of the module that it replaces."""
     sizes = {f"parallel__{key}": value for key, value in layout.items() if key != "dense"}
     recompute = {"recompute__modules": ["norm", "attention"]}
     config = make_config(

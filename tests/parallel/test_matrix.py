@@ -1,6 +1,8 @@
-"""Layouts train the model of one process, within the bounds of CONTRACT.md.
+"""Parity tests: a run with any parallel layout agrees with the run of a single process, within the
+bounds of deterministic mode.
 
-The sample has every pair of choices; `scripts/drills/layouts.py` runs all of them.
+The tests use a sample of layouts in which every pair of choices (mesh, schedule, model, dtype and
+so on) occurs. `scripts/drills/layouts.py` runs all layouts.
 """
 
 from __future__ import annotations
@@ -26,11 +28,10 @@ _known: dict[str, Outcome] = {}
 
 
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
-    """Compare the run of a case with the run of one process. The latter is made only once for each
-    model, dtype and batch.
+    """Compare the run of a case with the run of a single process, which is cached by configuration.
 
     Args:
-        train: settings of the case that the run of one process does not have.
+        train: settings of `[train]` that only the run of the case has.
     """
 
     def run_layout(size: int, tree: dict) -> Outcome:
@@ -55,15 +56,16 @@ def test_a_layout_trains_the_model_of_a_single_process(ranks, case):
 
 
 TIED = "pp2-dp2-ep1-tp2-sequence-1f1b-dense-tied-bias-fp32-m8"
-"""A case in which both the first and the last stage add to the gradient of one embedding, and each
-tp rank adds to its rows."""
+"""Case with tied embeddings: the first and the last stage both add to the embedding's gradient,
+whose rows are divided over the tp ranks."""
 OF_EACH_MESH = {tuple(size > 1 for size in case[:4]): case for case in SAMPLE if not case.is_exact}
 WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(case) == TIED)]
 
 
 @pytest.mark.parametrize("case", WITHOUT_THE_MODE, ids=str)
 def test_without_deterministic_mode_the_bounds_hold(ranks, case):
-    """Without the mode, gradients are added in place and reduced while backward continues."""
+    """Without deterministic mode, microbatches add their gradients in place, and the reduction of
+    gradients overlaps with backward."""
     agreement = agreement_of(ranks, case, deterministic=False, threads=1)
     assert not agreement.broken, f"{agreement}"
 
@@ -76,9 +78,9 @@ def test_without_deterministic_mode_the_bounds_hold(ranks, case):
     ],
 )
 def test_a_divided_backward_keeps_microbatches_separate(ranks, name):
-    """Norms, biases and embeddings get their gradients when the gradients of inputs are computed,
-    which is before the deferred weight gradients of an earlier microbatch are added. An error shows
-    only if several ranks take part in the reduction."""
+    """With zb-h1, the action I of a microbatch computes the gradients of norms, biases and
+    embeddings before the W of an earlier microbatch adds its deferred weight gradients. The layouts
+    reduce gradients over several ranks, since an error is visible only then."""
     (case,) = (case for case in all_cases() if str(case) == name)
     agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
@@ -94,8 +96,8 @@ def outcome(
     losses: tuple[float, ...] = (5.0, 4.0),
     aux: float = 1.0,
 ) -> Outcome:
-    """Return the outcome of a run in which, at the step `turned_at`, a token goes to another
-    expert. `gap` is the difference of the two experts' probabilities."""
+    """Return an artificial outcome of a run in which the router sends a token to another expert at
+    step `turned_at` (0: never). `gap` is the difference of the two experts' probabilities."""
     routes = {
         (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([gap]))
         for step in (1, 2, 3)
@@ -139,7 +141,7 @@ def test_a_case_runs_gently_only_if_tokens_turn_after_an_update(many, again, bro
 )
 @pytest.mark.parametrize("both", [False, True])
 def test_nan_is_no_agreement(wrong, broken, both):
-    """NaN is an error even if the run of one process (`both`) has the same NaN."""
+    """A NaN is an error even if the run of a single process has the same NaN (`both` is True)."""
     case = next(case for case in all_cases() if case.tp == 2)
     agreement = compare(case, outcome(**wrong), outcome(**wrong) if both else outcome())
     assert broken in " ".join(agreement.broken)

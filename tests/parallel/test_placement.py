@@ -1,4 +1,4 @@
-"""Placements: together the ranks have every element of a parameter exactly once."""
+"""Tests of placements: the slices of all ranks have each element of a parameter exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation: the same bits from less memory."""
+"""Tests of activation recomputation: it needs less memory and gives bit-identical gradients."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def make(
 
 
 def run_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the number of bytes that forward saves for backward, and a dict of all gradients and
-    the loss."""
+    """Return the number of bytes that forward keeps for backward, and a dict of gradients and
+    loss."""
     with KeptBytes(model) as kept:
         terms = model.losses(TOKENS)
         objective = terms.ce_sum + terms.aux + terms.z
@@ -84,12 +84,12 @@ def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
 
 
 def test_bytes_that_each_module_drops():
-    """For T tokens and hidden size D, the outputs of a layer's two norms have 2*T*D elements, and
-    the input of a block has T*D."""
+    """The saved bytes equal the sizes of the tensors that each module drops. For T tokens and
+    hidden size D, a layer's two norm outputs have 2*T*D elements, and a block's input has T*D."""
     everything, _ = run_pass(make(()))
     layers, elements = 2, TOKENS.numel() * 32
     norm, _ = run_pass(make(("norm",)))
-    scales = layers * 2 * TOKENS.numel() * 4  # what RMSNorm saves
+    scales = layers * 2 * TOKENS.numel() * 4  # RMSNorm saves one fp32 scale per token
     assert everything - norm == layers * 2 * elements * 4 + scales
     block, _ = run_pass(make(("block",)))
     rope = 2 * 32 * 16 * 4
@@ -97,7 +97,7 @@ def test_bytes_that_each_module_drops():
     experts, _ = run_pass(make(("experts",)))
     config = tiny_config("d", "r").model
     rows = TOKENS.numel() * config.num_experts_per_tok
-    rows += extra_rows(torch.zeros(1))  # padding rows, if oneDNN multiplies
+    rows += extra_rows(torch.zeros(1))  # padding rows, if oneDNN computes the products
     assert everything - experts == layers * rows * 2 * config.intermediate_size * 4
 
 
@@ -107,8 +107,8 @@ def test_a_norm_is_recomputed_once_for_all_uses_of_its_output():
     block = model.blocks["0"]
     block.attention_norm.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     run_pass(model)
-    # The calls: in forward; recomputed once for q, k and v; recomputed for the backward of the
-    # norm.
+    # The calls: forward; one recomputation for q, k and v; one recomputation for the norm's
+    # backward.
     assert calls == [True, False, True]
 
 

@@ -1,4 +1,4 @@
-"""Divided modules against whole ones: the loss, the norm over heads, the embedding."""
+"""Tests of tensor-parallel loss, norm over heads and embedding against the undivided modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optimus.parallel.tensor import (
 from tests.helpers.tiny import tiny_tree
 from tests.helpers.worlds import everyone
 
-V, D, N = 11, 8, 6  # V is not a multiple of the ranks
+V, D, N = 11, 8, 6  # V is not a multiple of the number of ranks
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

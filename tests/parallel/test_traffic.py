@@ -1,7 +1,7 @@
-"""Bytes that are communicated along each axis, against closed formulas.
+"""Tests of the number of bytes that ranks communicate along each axis, against closed formulas.
 
-Letters: T tokens of a microbatch, D hidden, K experts per token, L layers, M microbatches of a
-rank, N targets of a microbatch, n ranks. All floats are fp32.
+Symbols: T tokens of a microbatch, D hidden, K experts per token, L layers, N targets of a
+microbatch, n ranks. All floats are fp32.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.helpers.tiny import CONTEXT, tiny_tree
 
 T, D, K, L, N = CONTEXT, 32, 2, 2, CONTEXT - 1
 STREAM = 4 * T * D
-"""Bytes of the residual stream of a microbatch."""
+"""Size of the residual stream of a microbatch in bytes."""
 COSINES = 4 * 4 * T
-"""Bytes of the q- and k-norm of a layer: for each token the sums of squares in forward, and the
-corresponding sums in backward."""
+"""Bytes that the q- and k-norm of a layer all-reduce for a microbatch: for each token and norm, a
+sum of squares in forward and a sum in backward."""
 WEIGHTS, CHOICES = 4 * T * K, 8 * T * K
 LOSS = 3 * 4 * N
-"""Bytes of the loss of a microbatch: the largest logit, the sum of exponentials and the target's
-logit, for each target."""
+"""Bytes that the loss of a microbatch all-reduces: for each target, the largest logit, the sum of
+exponentials and the target's logit."""
 
 FREE = {"deterministic": False}
 
@@ -37,8 +37,10 @@ def bench(tree: dict) -> dict | None:
 
 
 def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
-    """Return the payload bytes of a step by axes and operation, without the all-reduces of losses
-    and gradient norms."""
+    """Run a step on `size` ranks and return its payload bytes by axes and operation.
+
+    The all-reduces of losses and gradient norms over all ranks are left out.
+    """
     tree = tiny_tree("d", "r", train__deterministic=False, **layout)
     counted = ranks(size, bench, tree, start_world=False)[0]["traffic"]
     counted.pop("all ranks")
@@ -46,8 +48,10 @@ def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
 
 
 def chunked(ranks: int, *substrings: str) -> int:
-    """Return the number of elements, with padding, of a chunk that has all parameters whose names
-    contain one of `substrings` and is reduced over `ranks` ranks."""
+    """Return the padded number of elements of a chunk that is reduced over `ranks` ranks.
+
+    The chunk has all parameters whose names contain one of `substrings`.
+    """
     model = whole_model(make_config(tiny_tree("d", "r")).model)
     named = [
         Parameter(name, tuple(p.shape), None, ranks)
@@ -81,19 +85,19 @@ def test_tensor_parallelism(ranks, sequence_parallel):
     microbatches = 8
     counted = traffic_of(ranks, 2, parallel__tp=2, parallel__sequence_parallel=sequence_parallel)
     if not sequence_parallel:
-        # The outputs of attention and experts, and the gradients of their inputs; the sums of the
-        # q- and k-norm; the gradients of routing weights.
+        # Per layer: the outputs of attention and experts, and the gradients of their inputs; the
+        # sums of the q- and k-norm; the gradients of routing weights.
         layer = 4 * STREAM + COSINES + WEIGHTS
         ends = 2 * STREAM + LOSS  # the embedding's forward, the head's backward
         expected = {
             "all_reduce": microbatches * (L * layer + ends),
         }
     else:
-        # On each rank the norms of the residual stream see only a share of the sequence, so their
-        # gradients are all-reduced.
+        # The norms of the residual stream receive only a share of the sequence on each rank, so
+        # their gradients are all-reduced.
         partial = 4 * chunked(1, "attention_norm", "mlp_norm", "final_norm")
-        # The gradients of the experts' inputs and of routing weights are still all-reduced. Other
-        # activations are all-gathered and reduce-scattered.
+        # As without sequence parallelism, the gradients of the experts' inputs and of routing
+        # weights are all-reduced. Other activations are all-gathered and reduce-scattered.
         expected = {
             "all_reduce": microbatches * (L * (STREAM + WEIGHTS + COSINES) + LOSS) + partial,
             "all_gather": microbatches * (4 * L + 2) * STREAM,
@@ -117,19 +121,20 @@ def test_expert_parallelism_by_allgather(ranks):
 def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
     tree = tiny_tree("d", "r", parallel__ep=2)
     result = ranks(2, bench, tree, start_world=False)[0]
-    assert result["settled"] == ["parallel.ep_dispatch: allgather (train.deterministic takes it)"]
+    line = "parallel.ep_dispatch: allgather (selected by train.deterministic)"
+    assert result["settled"] == [line]
     assert result["settled"][0] in format_layout(result).splitlines()
     result = ranks(2, bench, tree | {"train": tree["train"] | FREE}, start_world=False)[0]
     assert re.search(r"(allgather|alltoall) \(allgather .* ms, alltoall .* ms", *result["settled"])
 
 
 def test_expert_parallelism_by_alltoall(ranks):
-    """Under uniform routing (CONTRACT.md, "Loss") token t goes to experts 2t and 2t + 1 (modulo 4),
-    which are on the same rank. A microbatch therefore sends T rows in all, and each rank receives
-    as many."""
+    """With uniform routing, token t goes to experts 2t and 2t + 1 (modulo 4),
+    which are on the same rank. Each rank therefore sends T rows per microbatch, including rows to
+    itself, and receives T rows."""
     microbatches, n = 4, 2
-    # Inputs and outputs of the experts, forward and backward; routing weights and their gradients;
-    # the numbers of the chosen experts; the counts of rows.
+    # Inputs and outputs of the experts, in forward and backward; routing weights and their
+    # gradients; the indices of the chosen experts; the counts of rows.
     layer = 4 * STREAM + 2 * WEIGHTS + CHOICES + 8 * n
     expected = microbatches * L * layer
     counted = traffic_of(
@@ -140,8 +145,8 @@ def test_expert_parallelism_by_alltoall(ranks):
 
 
 def test_axes_together_add_up(ranks):
-    """With dp 2 x tp 2 a rank has half as many microbatches as with tp 2 alone, and for each of
-    them tp communicates the same bytes."""
+    """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. Per
+    microbatch, the tp ranks communicate the same number of bytes in both runs."""
     alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
     counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}

@@ -1,4 +1,4 @@
-"""Our decoder against transformers' on randomly initialised models."""
+"""Comparison of our decoder with the decoder of transformers, on randomly initialised models."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ SPARSE = {
 
 
 def make_pair(kind: str, fields: dict):
-    """Return a random transformers model, and ours with the same weights. Biases and norms are
-    random too, because with their initial values a model without them would give the same
-    results."""
+    """Return a random transformers model, and our model with the same weights. Biases and norms are
+    random too: their initial values have no effect, so the tests could not detect a missing bias or
+    norm weight."""
     torch.manual_seed(0)
     if kind == "olmo":
         theirs = transformers.OlmoForCausalLM(transformers.OlmoConfig(**{**SIZES, **fields}))
@@ -101,7 +101,7 @@ def make_pair(kind: str, fields: dict):
 
 
 def adopt(theirs, state) -> Transformer:
-    """Return our model with `state`, whose tensors have the names of transformers."""
+    """Return our model with the tensors `state`, which have the names of a transformers model."""
     ours = Transformer(config_from_hf(theirs.config.to_dict()))
     with tempfile.TemporaryDirectory() as folder:
         theirs.config.save_pretrained(folder)
@@ -144,8 +144,8 @@ def check(theirs, ours) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_auxiliary_loss_in_transformers_form(top_k):
-    """`output_router_logits` in config.json selects transformers' form of the auxiliary loss, which
-    is then part of loss and gradients."""
+    """`output_router_logits` in config.json selects transformers' form of the auxiliary loss,
+    and makes transformers add it to the loss."""
     theirs, ours = make_pair(
         "olmoe",
         {

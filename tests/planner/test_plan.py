@@ -35,7 +35,7 @@ def test_the_paper_s_recipe_for_7b():
     config = load_config(CONFIGS / "run" / "mula-7b-a1b.toml")
     result = plan(config)
     assert result["tokens"] == pytest.approx(4e12, rel=1e-5)
-    # 6 FLOPs for each active parameter but the embedding, 12 L D S for attention scores.
+    # 6 FLOPs for each active parameter except the embedding; 12 L D S for attention scores.
     weights = 6 * (1_282_017_280 - 50304 * 2048)
     assert result["flops_per_token"] == pytest.approx(weights + 12 * 16 * 2048 * 2048, rel=1e-3)
     assert result["flops_per_step"] == result["flops_per_token"] * 6_291_456
@@ -52,7 +52,7 @@ def test_tied_embeddings_have_two_gradients():
 
 @pytest.mark.parametrize("name", ["mula-1b", "mula-7b-a1b"])
 def test_recipes_of_the_paper(name):
-    """Section 2.1, word by word."""
+    """The settings of the recipes equal those in section 2.1 of the Optimus paper."""
     config = load_config(CONFIGS / "run" / f"{name}.toml")
     train, optim = config.train, config.optim
     assert (train.seq_len, train.global_batch_tokens, train.dtype) == (2048, 6_291_456, "bf16")

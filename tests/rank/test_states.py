@@ -1,4 +1,4 @@
-"""Planned bytes of model states against the bytes that training uses, and against formulas."""
+"""Compare the planned bytes of model states with the bytes that training uses and with formulas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FAST = {"train__deterministic": False}
 
 
 def all_memory(*roots: Any) -> int:
-    """Return the bytes of the storages of all tensors that the objects `roots` refer to, each
-    storage counted once. The walk misses no tensor, as a list of names could."""
+    """Return the bytes of all tensor storages that are reachable from `roots`. Each storage counts
+    once. A list of names instead of this search could miss a tensor."""
     storages, seen = {}, set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -54,8 +54,8 @@ def all_memory(*roots: Any) -> int:
 
 
 def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
-    """Return the bytes planned for this rank, those reported by its engine, and those in memory
-    after two updates."""
+    """Run two updates. Return the planned bytes of this rank by kind, the reported bytes by kind,
+    and the total bytes in memory."""
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
         updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
@@ -130,8 +130,8 @@ def test_planned_bytes_are_those_of_training(ranks, size, run):
 
 
 def share_of(config, mesh: Mesh) -> tuple[float, float]:
-    """Return the numbers of elements of expert parameters and of other parameters on a rank, for pp
-    = tp = 1."""
+    """Return the number of expert parameters and the number of other parameters on a rank, for
+    pp = tp = 1."""
     model = config.model
     expert = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_layers * model.num_experts * expert
@@ -142,8 +142,9 @@ def share_of(config, mesh: Mesh) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), (8, 4)])
 def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
-    """A rank has X expert and N other parameters. Its optimizer states have 12(X+N) bytes with
-    none, 12(X+N)/dp with so, and 12(X/dp + N/(dp*ep)) with epso; in fp32 8 instead of 12."""
+    """A rank has X expert parameters and N other parameters. Its optimizer states take 12(X+N)
+    bytes with sharding `none`, 12(X+N)/dp with `so`, and 12(X/dp + N/(dp*ep)) with `epso`. In fp32
+    the factor is 8 instead of 12, because there are no master weights."""
     mesh = Mesh(dp=sizes[0], ep=sizes[1])
     width = 8 if dtype == "fp32" else 12
     for sharding in ("none", "so", "epso"):
@@ -193,12 +194,12 @@ def test_a_plan_refuses_sizes_that_training_refuses():
 
 
 LARGE = {"mula-20b-a2b": 1, "mula-100b-a7b": 4, "mula-220b-a10b": 8}
-"""The paper's large models and the number of pipeline stages of each."""
+"""The large models of the Optimus paper, with the number of pipeline stages of each."""
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_paper_s_large_runs_fit_a_tile(name):
-    """A tile of a Data Center GPU Max 1550 has 64 GB."""
+    """A tile of an Intel Data Center GPU Max 1550 has 64 GB of memory."""
     result = plan(load_config(CONFIGS / "run" / f"{name}.toml"))
     assert result["world"] == 3072 and len(result["ranks"]) == LARGE[name]
     assert result["tokens"] == pytest.approx(100e9, rel=1e-4)
@@ -227,8 +228,8 @@ def test_staging_memory_is_as_planned(ranks, scatter, interval):
     tree = tiny_tree("d", "r", **settings) | {"parallel": sizes}
     staged = ranks(4, staging_of, tree, start_world=False)
     planned = [rank["staging"] for rank in plan(make_config(tree))["ranks"]]
-    # `planned` has one rank of each stage. Ranks 2 and 3 are dp indices 0 and 1 of stage 1. By the
-    # paper's rule index 1 saves this stage, because the stage is the second shard.
+    # `planned` has one rank of each stage. Ranks 2 and 3 are dp indices 0 and 1 of stage 1. With
+    # scatter = "paper", dp index 1 saves stage 1, because this stage is model-parallel rank 1.
     assert planned == [staged[0], staged[3 if scatter == "paper" else 2]]
     assert (min(staged) == 0) is (scatter == "paper")
     states = sum(math.prod(p.shape) for p in whole_model(make_config(tree).model).parameters())

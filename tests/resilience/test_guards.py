@@ -1,4 +1,4 @@
-"""Guards against values that are not finite, on one rank."""
+"""Detection of non-finite values on one rank."""
 
 from __future__ import annotations
 

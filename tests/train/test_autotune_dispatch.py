@@ -1,4 +1,4 @@
-"""Runs choose the dispatcher of expert parallelism, record it, and keep it when they resume."""
+"""Choice of the expert-parallel dispatcher: runs record it, and keep it when they resume."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ EP2 = {
 
 
 def run_measured(tree: dict) -> str:
-    """Train with times that are measured and then replaced by fixed ones, so that the choice is
-    always the same; return the log."""
+    """Train and return the log. Measured times of dispatchers are replaced by fixed times, so that
+    alltoall is always the faster one."""
     measure = autotune.time_dispatchers
 
     def measured(*arguments, **named):
@@ -38,14 +38,14 @@ def run_measured(tree: dict) -> str:
 
 
 def run_unmeasured(tree: dict) -> str:
-    """Run without the function that measures dispatchers, so that a measurement would fail; return
-    the log."""
+    """Train and return the log. The function that measures dispatchers is removed, so that a
+    measurement would fail."""
     autotune.time_dispatchers = None
     return told_by(tree)
 
 
 def run_as_on_xpu(tree: dict) -> str:
-    """Run on the CPU with the dispatcher that a run on Intel GPUs would choose; return the log."""
+    """Train on the CPU with the dispatcher that is chosen on Intel GPUs; return the log."""
     choose = autotune.choose_dispatch
     autotune.choose_dispatch = lambda device_type, *rest: choose("xpu", *rest)
     return run_unmeasured(tree)
@@ -80,7 +80,7 @@ def test_deterministic_run_does_not_measure(ranks, tiny_data, tmp_path):
     changes = EP2 | {"train__deterministic": True, "train__max_steps": 1}
     tree = tiny_tree(tiny_data, tmp_path, **changes)
     log, _ = ranks(2, run_unmeasured, tree, start_world=False)
-    assert "ep_dispatch: allgather (train.deterministic takes it)" in log
+    assert "ep_dispatch: allgather (selected by train.deterministic)" in log
     assert recorded_dispatch(tmp_path) == "allgather"
 
 
@@ -102,13 +102,13 @@ def test_auto_on_other_devices_is_measured_or_kept(device_type):
 
 
 def model_on(device_type: str) -> SimpleNamespace:
-    """Return a substitute for a rank's model on a device that this machine does not have."""
+    """Return a stub of a model whose parameter is on a device that this machine may not have."""
     parameter = SimpleNamespace(device=torch.device(device_type))
     return SimpleNamespace(parameters=lambda: iter([parameter]), modules=list)
 
 
 def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
-    """The states are None and the measurement is removed, so the choice must use neither."""
+    """With "auto", allgather is chosen without a measurement; an explicit "alltoall" is kept."""
     monkeypatch.setattr(autotune, "time_dispatchers", None)
     groups = SimpleNamespace(mesh=Mesh(ep=2))
     for setting, expected in (("auto", "allgather"), ("alltoall", "alltoall")):
@@ -135,7 +135,7 @@ def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
     ("changes", "expected", "from_checkpoint"),
     [
         ({}, "alltoall", True),
-        ({"train__microbatch_size": 2}, autotune.MEASURED, False),  # of another layout
+        ({"train__microbatch_size": 2}, autotune.MEASURED, False),  # other size: measure again
         ({"train__deterministic": True}, "allgather", False),
         ({"train__device": "xpu"}, "allgather", False),
         ({"parallel__ep_dispatch": "allgather"}, "allgather", False),

@@ -1,4 +1,4 @@
-"""Ranks agree on the kernels, record them in the configuration, and keep them when they resume."""
+"""Choice of kernels: ranks agree on it, record it, and keep it when they resume."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FAST = {
 
 
 def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
-    """Run with additional environment variables for each rank; return the message of the usage
-    error that ended the run, or ""."""
+    """Train with the environment variables environ[rank]. Return the message of the usage error
+    that ended the run, or "" without an error."""
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())
@@ -77,7 +77,7 @@ def test_ranks_with_different_kernels_do_not_train(ranks, tiny_data, tmp_path):
     environ = {"0": {"OPTIMUS_KERNELS": "torch"}, "1": {"OPTIMUS_KERNELS": "cuda"}}
     errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
     assert len(set(errors)) == 1 and errors[0].startswith(
-        "rank 1: OPTIMUS_KERNELS = cuda: it computes"
+        "rank 1: OPTIMUS_KERNELS = cuda: this backend runs on cuda"
     )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -85,13 +85,13 @@ def test_ranks_with_different_kernels_do_not_train(ranks, tiny_data, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fast", "rank 1: OPTIMUS_KERNELS='fast': it is one of auto"),
-        ("cuda", "rank 1: OPTIMUS_KERNELS = cuda: it computes"),
+        ("fast", "rank 1: OPTIMUS_KERNELS='fast': unknown backend; use one of auto"),
+        ("cuda", "rank 1: OPTIMUS_KERNELS = cuda: this backend runs on cuda"),
     ],
 )
 def test_unavailable_kernels_on_a_rank_end_a_dense_run(ranks, tiny_data, tmp_path, name, message):
-    """The run ends even though a model without experts uses no kernels and the other rank selects
-    none."""
+    """Rank 1 selects kernels that do not exist or cannot run on a CPU. The run ends with an error,
+    although a dense model uses no kernels and rank 0 selects none."""
     tree = tiny_tree(tiny_data, tmp_path / "run", **{**FAST, **DENSE})
     environ = {"1": {"OPTIMUS_KERNELS": name}}
     errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
@@ -140,8 +140,8 @@ def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch
 
 
 def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run; return how often this rank measured, and the implementation of grouped products at the
-    end. With `finds`, a measurement on rank R returns finds[R]."""
+    """Train. Return the number of measurements on this rank and the implementation of grouped
+    products at the end. With `finds`, a measurement on rank R returns finds[R]."""
     measure, calls = autotune.measure_grouped_gemm, []
     if finds:
         measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
@@ -206,7 +206,8 @@ def test_dense_model_uses_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
 
 @needs_torch_form
 def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data, tmp_path, capfd):
-    """Rows of 20 bf16 numbers are 40 bytes; torch's grouped products require a multiple of 16."""
+    """Rows have 20 bf16 numbers, 40 bytes. torch's grouped products require a multiple of 16 bytes,
+    so "torch" is refused and "auto" selects the loop."""
     odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
     tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
     with pytest.raises(RunEnded, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
@@ -218,13 +219,13 @@ def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data,
 
 @needs_torch_form
 def test_form_supports_the_tensor_parallel_slices_of_experts(ranks, tiny_data, tmp_path):
-    """4 fp32 numbers are 16 bytes, which torch's form supports. With tp 2 a rank has half of them,
-    8 bytes, which it does not."""
+    """torch's grouped products require rows of a multiple of 16 bytes. A row of 4 fp32 numbers has
+    16 bytes, but with tp 2 a rank has only 8 of them."""
     narrow = {**FAST, "model__intermediate_size": 4}
     whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
     assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]
     halves = {**narrow, "train__max_steps": 4, "parallel__tp": 2}
-    # The first run resumes with torch's form recorded; the second one measures.
+    # The first run resumes from a checkpoint that records "torch"; the second run measures.
     for run_dir in (tmp_path, tmp_path / "fresh"):
         tree = tiny_tree(tiny_data, run_dir, **halves)
         assert ranks(2, run_with, tree, {}, start_world=False, timeout_s=120) == ["", ""]

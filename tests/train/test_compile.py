@@ -1,7 +1,7 @@
-"""`train.compile`: the same losses and gradients, without graph breaks.
+"""Compiled runs (`train.compile`) equal eager runs and have no graph breaks.
 
-Most tests run only the first stages of torch.compile (dynamo, the joint graph of forward and
-backward). The C++ compiler that follows takes a minute; OPTIMUS_TEST_COMPILE=1 adds its test.
+Most tests run only the first stages of torch.compile: dynamo and the joint graph of forward and
+backward. C++ compilation takes a minute; its test runs only with OPTIMUS_TEST_COMPILE=1.
 """
 
 from __future__ import annotations
@@ -66,9 +66,12 @@ def test_blocks_compile_all_the_way():
 
 
 def run_and_count_graphs(tree: dict) -> tuple[list[float], float, int, dict]:
-    """Run; return the losses, the loss of the last evaluation, the number of compiled graphs and
-    the graph breaks. This needs a new process: compiling is refused after an import of IPEX, which
-    libraries in other tests import."""
+    """Train; return the losses, the loss of the last evaluation, the number of compiled graphs and
+    the graph breaks.
+
+    This needs a new process. `train.compile` is refused once IPEX is imported, and libraries that
+    other tests use import it.
+    """
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     train(make_config(tree), read_launch_env())
     run_dir, counts = Path(tree["train"]["run_dir"]), torch._dynamo.utils.counters

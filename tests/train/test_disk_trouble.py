@@ -32,7 +32,7 @@ from tests.helpers.tiny import tiny_tree
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
-    """Run while rank 1's write of the checkpoint of step 4 hangs until update 10."""
+    """Train. On rank 1, the write of the checkpoint of step 4 hangs until update 10."""
     return run_with(tree, hold_writes({4: 10} if read_launch_env().rank == 1 else {}))
 
 
@@ -44,13 +44,13 @@ def test_hanging_disk_delays_a_run_by_at_most_the_timeout(ranks, tiny_data, tmp_
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     first, second = warnings(ended[0])
     assert "step-00000004 not written within checkpoint.timeout_s = 3: the disk of rank 1" in first
-    assert "step 8 is not saved: the disk has not taken what step 4 gave it" in second
+    assert "step 8 is not saved: the disk has not finished the writes of step 4" in second
     assert steps_kept(tmp_path) == [12]
     assert len(metrics_of(tmp_path)) == 12
 
 
 def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Run with a disk that is full from update 8 until before update 18."""
+    """Train. Rank 0 fills the disk before update 8 and frees the space before update 18."""
     filler = Path(folder) / "filler"
 
     def before(step: int) -> None:
@@ -65,8 +65,8 @@ def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Run with the file system at `folder` mounted read-only from update 12 until before update
-    21."""
+    """Train. Rank 0 remounts the file system at `folder` read-only before update 12 and writable
+    before update 21."""
 
     def before(step: int) -> None:
         if read_launch_env().rank == 0 and step in (12, 21):
@@ -85,7 +85,7 @@ def disk(tmp_path) -> Iterator[Path]:
 
 @BOTH
 def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path, disk, async_save):
-    """Metrics do not fit either. They are written later."""
+    """The saves of steps 10 and 15 fail. Metrics of these steps are written once there is space."""
     settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
@@ -125,7 +125,7 @@ def test_read_only_directory_delays_saves_only(ranks, tiny_data, tmp_path, disk,
 
 
 def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
-    """Run while writes of metrics.jsonl fail in `steps`. Writes of checkpoints succeed."""
+    """Train. Writes of metrics.jsonl fail in the updates `steps`; writes of checkpoints succeed."""
     plain = JsonLines._write
 
     def before(step: int) -> None:
@@ -157,7 +157,7 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
 
 
 def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
-    """Run with enough space for a full checkpoint or for a model-only one, but one byte too few for
+    """Train with enough space for a full or a model-only checkpoint, but one byte too few for
     both."""
     plain, due = shutil.disk_usage, []
     release_writes = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
@@ -181,8 +181,8 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
 
 
 def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
-    """Run with just enough space for a full checkpoint and, after it is written, for a model-only
-    one."""
+    """Train with just enough free space for a full checkpoint and, once it is written, for a
+    model-only checkpoint."""
     plain, ask = shutil.disk_usage, FullSaver.unwritten
 
     def unwritten(saver: FullSaver) -> int:
@@ -203,8 +203,8 @@ def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
 
 
 def run_without_space(tree: dict[str, Any]) -> Ended:
-    """Run without any free space. Check that failed saves keep no fp32 copies of frozen
-    parameters."""
+    """Train without free space, so that all saves fail. Check that they keep no fp32 copies of
+    frozen parameters."""
     plain = shutil.disk_usage
     shutil.disk_usage = lambda path: plain(path)._replace(free=0)
     seen = []
@@ -243,7 +243,7 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
     ended = ranks(2, run_with_space_for_full_or_model, tree, start_world=False)
     lines = warnings(ended[0])
     assert "step 10 is not saved: model-00000010 not written: " in lines[0], ended
-    if async_save:  # else the full one is already written
+    if async_save:  # without async_save, the full checkpoint is already written
         assert "older checkpoints, and the full one of its step " in lines[0], lines
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -251,7 +251,7 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
 
 
 def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Run, and write another file of 700 kB to the disk before update 11."""
+    """Train, and write a file of 700 kB to the disk before update 11."""
 
     def before(step: int) -> None:
         if step == 11:
@@ -262,8 +262,8 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @BOTH
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
-    """A warning names each directory once and gives the free space. Another warning follows when
-    little space is left."""
+    """Two old checkpoints cannot be deleted. The run still deletes other old checkpoints. It warns
+    once about each of the two, and again when little space is left."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):
@@ -282,8 +282,8 @@ def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, 
         spaces = [line for line in lines if "GB free, and a save takes 0.00" in line]
         shared = [line for line in lines if "every user of this machine" in line]
         assert len(lines) == len(spaces) + len(shared) + 2, lines
-        if not async_save:  # else threads may count each other's files
-            assert len(spaces) == 3, lines  # 2 with names, 1 of little space
-        assert "2 old directories of checkpoints cannot be removed; " in spaces[-1]
+        if not async_save:  # with async_save, threads may count each other's files
+            assert len(spaces) == 3, lines  # 2 name a directory, 1 reports little space
+        assert "2 old checkpoint directories cannot be removed; " in spaces[-1]
         names = sorted(path.name for path in directory.iterdir())
         assert names == ["model-00000012", *(f"step-{step:08d}" for step in (2, 4, 10, 12))]

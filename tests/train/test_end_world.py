@@ -1,5 +1,5 @@
-"""End of a rank: no thread of its world remains, it waits for no other rank, and its exit status is
-kept."""
+"""End of a rank: no thread of its process groups remains, it does not wait for other ranks, and it
+keeps its exit status."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ def threads_of_gloo() -> list[str]:
 
 
 def gloo_threads_of(tree: dict, command: str) -> tuple[int, list[str]]:
-    """Return the number of gloo threads during a rank's last update, and the names of the gloo
-    threads after the command. References to the run, and garbage collection switched off, must not
-    keep threads alive."""
+    """Run the command `train` or `bench`. Return the number of gloo threads during the last update,
+    and the names of the gloo threads after the command.
+
+    References to the run are kept and garbage collection is disabled; neither may keep threads
+    alive.
+    """
     gc.disable()
     most, kept = [], []
     plain = Run.update

@@ -1,5 +1,5 @@
-"""Updates in which experts add gradients directly to chunks: bit-identical to updates whose
-gradients autograd adds."""
+"""Updates in which experts add gradients directly to chunks are bit-identical to updates in which
+autograd adds them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ BATCH, STEPS = 8, 2
 class Updates(NamedTuple):
     results: list[tuple[float, ...]]
     states: dict[str, str]
-    """SHA-256 of every gradient and master, by name."""
+    """SHA-256 of each gradient and each master parameter, by name."""
     buffers: int
     """Number of backward passes of expert layers that allocated gradients outside chunks."""
 
 
 def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
     """Run the same updates with gradients that experts write directly to chunks, and with gradients
-    from autograd; return both."""
+    from autograd; return both. If `natively` is False, a hook converts bf16 gradients to fp32, as
+    with torch before 2.9."""
     torch.set_num_threads(1)
     gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
@@ -118,8 +119,8 @@ def test_compiled_blocks_use_autograd(monkeypatch):
 
 
 def test_nonfinite_expert_gradient_is_detected(tmp_path):
-    """The check for NaN reads chunks, so it covers gradients that experts add to chunks
-    directly."""
+    """An expert adds NaN directly to a chunk, without autograd. The check for NaN reads the chunks
+    and must find it."""
     torch.set_num_threads(1)
     plain = experts_loop.swiglu_backward_into
 

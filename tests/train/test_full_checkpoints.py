@@ -1,4 +1,4 @@
-"""Full checkpoints on real ranks: they load bit-identically under any layout, and each byte is read
+"""Full checkpoints load bit-identically under another layout, and all ranks together read each byte
 once."""
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ BLOCK = 10_000
 
 
 class Built(NamedTuple):
-    """States of a rank, and the rank's model. The layout of the model places each state in its
-    whole tensor."""
+    """States and model of a rank. The layout of the model maps the states to whole tensors."""
 
     states: RankStates
     shard: RankModel
@@ -55,8 +54,8 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return values that no other tensor has. Some are -0.0, which an addition would change to
-    0.0."""
+    """Return random values that differ for each state and name. Some are -0.0, so that an addition
+    of 0.0 is detected: it would change them to 0.0."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0
@@ -64,8 +63,8 @@ def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def slices(built: Built):
-    """Yield for each state and parameter the state's name, the memory of this rank's slice and the
-    values that the slice should have."""
+    """Yield the name of the state, the memory of this rank's slice and the expected values of the
+    slice, for each state of each parameter."""
     for shard in built.states.shards:
         for slot in shard.chunk.slots:
             low = max(slot.start, shard.first)
@@ -88,8 +87,8 @@ def save(tree: dict[str, Any], final: str) -> None:
 
 
 def load(tree: dict[str, Any], final: str) -> dict[str, int]:
-    """Load a checkpoint and compare every bit; return how many files this rank opened and how many
-    bytes it read."""
+    """Load a checkpoint and compare every bit. Return the numbers of files that this rank opened
+    (`opens`) and of bytes that it read (`bytes`)."""
     built, manifest = build(tree), manager.read_manifest(final)
     for shard in built.states.shards:
         for memory in shard.states.values():
@@ -114,7 +113,7 @@ def load(tree: dict[str, Any], final: str) -> dict[str, int]:
 def test_each_byte_is_read_once_by_the_whole_job(
     ranks, tmp_path, size, sizes, sharding, distribute
 ):
-    """Several ranks need the same bytes, but only one opens the file and reads them."""
+    """Several ranks need the same bytes. One rank reads them and sends them to the other ranks."""
     settings = {f"parallel__{axis}": count for axis, count in sizes.items()}
     settings |= {"optim__sharding": sharding, "checkpoint__distribute": distribute}
     tree = tiny_tree("d", "r", **settings)
@@ -130,7 +129,7 @@ def test_each_byte_is_read_once_by_the_whole_job(
 
 @pytest.mark.parametrize("method", ["broadcast", "all_reduce"])
 def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_path, method):
-    """The last stage needs the embedding of the first stage in other shards than that stage."""
+    """The first and the last stage load the same embedding, but divide it into different shards."""
     tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": method}
     saved = tiny_tree("d", "r", parallel__tp=2, optim__sharding="so", **tied)
     loaded = tiny_tree("d", "r", parallel__dp=2, optim__sharding="epso", **tied)
@@ -139,8 +138,8 @@ def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_pa
 
 
 def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny_data, tmp_path):
-    """The shard of rank 1 is damaged. The step after the older checkpoint is repeated and appears
-    once in the metrics, and the run equals a run without damage."""
+    """The checkpoint of step 3 is damaged, so the run resumes from step 2 and repeats step 3, which
+    appears once in the metrics. The result equals that of an uninterrupted run."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
@@ -155,7 +154,7 @@ def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny
 
 
 def fail_a_read_once(tree: dict[str, Any]) -> None:
-    """Run; the first read of the shard file of rank 1 fails."""
+    """Train. The first read of the shard file of rank 1 fails."""
     plain, failures = ShardReader.read, [errno.EIO]
 
     def read(reader: ShardReader, *arguments: Any) -> None:
@@ -178,8 +177,8 @@ def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_
 
 
 def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_data, tmp_path):
-    """The only full checkpoint is damaged near the end, so some of its moments are loaded before
-    the damage is found. They must not remain."""
+    """The only full checkpoint is damaged near its end, so some of its moments are loaded before
+    the damage is detected. The run then starts from a model-only checkpoint and must reset them."""
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"

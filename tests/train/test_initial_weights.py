@@ -1,5 +1,5 @@
-"""Weights that a run starts with: one rank reads them, once, and never has the whole model in
-memory."""
+"""Initial weights of a run: one rank reads them once and distributes them, and never has the whole
+model in memory."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def piecewise(size: int) -> None:
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
-    """Load weights in chunks of `size`; return the numbers of files opened and bytes read by this
-    rank, and the masters gathered to whole tensors."""
+    """Load weights in pieces of `size` elements. Return the numbers of files opened and bytes read
+    by this rank, and the whole master parameters."""
     piecewise(size)
     config, world, groups, _, shard = make_shard(tree)
     for parameter in shard.model.parameters():
@@ -63,8 +63,11 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
 
 @pytest.fixture(scope="module")
 def sources(rank_pool, tiny_data, tmp_path_factory) -> dict[str, dict[str, Path]]:
-    """Return, for a model with and without tied embeddings, the paths of a model-only checkpoint, a
-    full checkpoint, a Hugging Face directory, and a model converted back from that."""
+    """Return the paths of the same weights in four formats, with and without tied embeddings.
+
+    The formats are a model-only checkpoint, a full checkpoint, a Hugging Face directory, and a
+    model that is converted from this directory.
+    """
     paths: dict = {}
     for tied in (False, True):
         run = tmp_path_factory.mktemp("initial") / "run"
@@ -111,8 +114,8 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
 
 
 def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
-    """Run; return the number of bytes of weights that this rank read, and the names of the files
-    that it read again for a hash."""
+    """Train. Return the number of bytes of weights that this rank read, and the names of the files
+    that it read again to hash them."""
     plain, hashed = files.xxh3_file, []
 
     def xxh3_file(path):
@@ -127,8 +130,8 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("load", ["model@2", "path"])
 def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path, load):
-    """The hash is computed while the weights are read, so they are not read again. The header is
-    read three more times, for the positions of tensors."""
+    """The file is hashed while its weights are read, so the weights are read only once. The header,
+    which has the positions of tensors, is read three more times."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
     train_on(ranks, 1, tree)
     path = manager.model_path(tmp_path, 2)
@@ -207,8 +210,8 @@ def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
 
 
 def peak_of_loading(tree: dict[str, Any], path: str) -> int:
-    """Return the peak of the additional bytes that the process uses while it reads and distributes
-    a model."""
+    """Return the peak memory, in bytes, that reading and distributing a model adds to the
+    process."""
     config, mesh = make_config(tree), Mesh()
     layout = make_layout(config, mesh, mesh.coordinate(0), 1)
     shapes = [p.shape for p in whole_model(config.model).parameters()]
@@ -222,7 +225,7 @@ def peak_of_loading(tree: dict[str, Any], path: str) -> int:
 
 
 def test_first_rank_uses_memory_for_pieces_only(ranks, tmp_path):
-    """Loading uses less memory than half of the largest tensor, and than an eighth of the model."""
+    """The peak is below half of the largest tensor, and below an eighth of the model."""
     large = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
     large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
     tree = tiny_tree("d", "r", **large, model__num_layers=4, train__dtype="bf16")

@@ -1,4 +1,4 @@
-"""The paper's large runs on 3,072 ranks of the fake backend, without memory."""
+"""The paper's large runs, built for 3,072 ranks on the meta device with torch's fake backend."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ META = torch.device("meta")
 
 
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
-    """Return for the first rank of each stage the bytes of the states, the number of elements of
-    expert parameters, and that of other parameters."""
+    """Build the first rank of each pipeline stage. Return the bytes of its states, its number of
+    expert parameters, and its number of other parameters."""
     config = load_config(path)
     mesh, batch = divide(config, WORLD)
     stages = []

@@ -1,5 +1,5 @@
-"""`optimus train` under cluster launchers: metrics equal those of one process, and one rank prints
-an error."""
+"""`optimus train` under cluster launchers: metrics equal those of a single process, and only one
+rank prints an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
 
 @pytest.fixture(scope="module")
 def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """Return the configuration of a run; folder `one` next to it has the run of one process."""
+    """Train a configuration on one process, in the directory `one`; return the path of its file."""
     base = tmp_path_factory.mktemp("launchers")
     tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
@@ -49,8 +49,8 @@ def free_port() -> str:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("openmpi", 4), ("mpich", 2)])
 def test_ranks_of_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
-    """With Open MPI ranks derive a port from the name of the job. MPICH gives no such name, so the
-    test sets the port."""
+    """Under Open MPI, ranks derive the rendezvous port from the name of the job. MPICH sets no such
+    name, so the test sets MASTER_PORT."""
     port = {"MASTER_PORT": free_port()} if kind == "mpich" else {}
     layout = TWO_BY_TWO[: ranks // 2]
     done = train_by(mpiexec(kind, ranks), config, f"train.run_dir={tmp_path}", *layout, **port)
@@ -66,7 +66,7 @@ def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_
     assert done.returncode == 2 and "world of 3 ranks; start 4 ranks" in line
     done = train_by(mpiexec(kind, 2), config, run, WORLD_SIZE="7")
     (line,) = our_lines(done)
-    assert done.returncode == 2 and "WORLD_SIZE=7, but the launcher says" in line
+    assert done.returncode == 2 and "WORLD_SIZE=7, but the launcher has set" in line
     done = train_by(mpiexec(kind, 2), config, run, "--nproc", "3")
     (line,) = our_lines(done)
     assert done.returncode == 2 and "--nproc 3, but a launcher started 2 ranks" in line
@@ -75,8 +75,8 @@ def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
-    """MPICH does not end a rank when another ends. The ranks agree on the one that prints, and all
-    exit with 2."""
+    """MPICH does not end a rank when another rank ends. The ranks agree on which of them prints the
+    error, and all exit with status 2."""
     port = {"MASTER_PORT": free_port()}
     done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
     (line,) = our_lines(done)
@@ -86,15 +86,14 @@ def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
 
 @pytest.fixture
 def optimus(tmp_path) -> Path:
-    """Return the path of the command `optimus`. Fakes of qsub and of PALS's mpiexec are in the same
-    folder."""
+    """Install `optimus` next to fakes of qsub and of PALS's mpiexec; return its path."""
     fake_pbs.install(tmp_path / "bin")
     return install(tmp_path / "bin" / "optimus", "optimus.cli")
 
 
 def pbs(optimus: Path, config: Path, *settings: str, **more: str):
-    """Start 2 x 2 ranks with the job script. The fake's hosts have no names, so the ranks meet at
-    127.0.0.1."""
+    """Run scripts/pbs/train.sh with 2 nodes and 2 ranks on each. The nodes of the fake PBS have no
+    host names, so MASTER_ADDR is 127.0.0.1."""
     command = [str(PBS), "--nodes", "2", "--ranks", "2", "--queue", "debug", "--account", "A"]
     path = f"{optimus.parent}:{os.environ['PATH']}"
     environ = {"PATH": path, "OPTIMUS": str(optimus), "MASTER_ADDR": "127.0.0.1"} | more
@@ -114,15 +113,15 @@ def test_pbs_job_that_cannot_start_prints_a_single_error(optimus, config, tmp_pa
     (line,) = our_lines(done)
     assert done.returncode == 2 and "start 8 ranks or change the sizes" in line
     done = pbs(optimus, config, run, MASTER_ADDR="nowhere.invalid")
-    lines = our_lines(done)  # of each rank that got that far
-    assert done.returncode == 2 and "nowhere.invalid is no host" in lines[0]
+    lines = our_lines(done)  # one line of each rank that reached the error
+    assert done.returncode == 2 and "nowhere.invalid is not a host" in lines[0]
     done = pbs(optimus, config, run, MASTER_PORT="99999")
-    assert done.returncode == 2 and "MASTER_PORT=99999 is no port" in our_lines(done)[0]
+    assert done.returncode == 2 and "MASTER_PORT=99999 is not a port" in our_lines(done)[0]
 
 
 @pytest.fixture
 def fake_optimus(tmp_path) -> Path:
-    """Return a fake of the command `optimus` that accepts any run."""
+    """Return a fake of the command `optimus` that succeeds with any arguments."""
     program = tmp_path / "opti mus"
     program.symlink_to("/bin/true")
     return program
@@ -162,7 +161,7 @@ def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, 
 
 @pytest.mark.parametrize(("script", "command"), [(PBS, "qsub"), (SLURM, "sbatch")])
 def test_submission_returns_the_status_of_its_command(fake_optimus, tmp_path, script, command):
-    """The job is longer than a pipe's buffer, and the command ends without reading it."""
+    """The job is longer than a pipe's buffer, and qsub or sbatch succeeds without reading it."""
     (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / command).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(fake_optimus)}

@@ -1,5 +1,5 @@
-"""Runs of models that are divided over ranks: resumed with other layouts, with NaN, and with a lost
-rank."""
+"""Runs of models that are divided over ranks: resumed under another layout, with NaN on a rank, and
+with a lost rank."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_nan_that_collectives_spread_is_reported_with_its_first_rank(
 
 
 def lose_a_peer(tree: dict, signal_number: int) -> None:
-    """Kill or stop rank 1 in the middle of step 2, at the start of the second microbatch."""
+    """Kill or stop rank 1 at its sixth microbatch, in the middle of an update."""
     run = make_run(tree)
     forward, calls = run.model.run_blocks, []
 
@@ -154,12 +154,12 @@ def test_rank_that_waits_for_a_lost_rank_reports_its_action(
     assert isinstance(error, LostPeerError) and error.exit_code == 5
     is_killed = signal_number == signal.SIGKILL
     reason = "another rank has ended" if is_killed else "within parallel.timeout_s"
-    action = r"the rank was at (F|B|REDUCE_GRAD)\(stage 0, microbatch \d\)"
+    action = r"this rank was running (F|B|REDUCE_GRAD)\(stage 0, microbatch \d\)"
     assert re.search(f" over {axis} did not complete: .*{reason}; {action}", str(error)), error
 
 
 def train_without_the_last(tree: dict) -> RunEnded | None:
-    """Kill the last rank in the first update; return the RunEnded of the other ranks."""
+    """Train, and kill the last rank in the first update. Other ranks return their `RunEnded`."""
     launch = read_launch_env()
     if launch.rank == launch.world_size - 1:
         loop.Run.update = lambda run, step: os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""fp16: gradients are scaled, and an overflow on any rank skips the update on all."""
+"""fp16: gradients are scaled, and an overflow on a rank skips the update on all ranks."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Run updates on the same microbatches. If `poisoned` is (step, rank), a gradient is infinite
-    there.
+    """Run updates, each on the same microbatches. If `poisoned` is (step, rank), a gradient of this
+    rank is infinite in this step.
 
     Return for each step the result of the update, and this rank's masters and moments after it.
     """
@@ -124,9 +124,13 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
 def test_scaled_gradients_match_fp32(ranks, size, layout):
-    """Compare gradient norms, losses and moments with those of one process in fp32; fp16 rounds by
-    up to 2^-11. AdamW's update would hide a wrong factor of all gradients, but the moments show it.
-    Auxiliary losses are large, because they add gradients on every stage."""
+    """Compare gradient norms, losses and moments with a run of one process in fp32. The relative
+    rounding error of fp16 is up to 2^-11.
+
+    Moments are compared because AdamW's update is the same if all gradients have a wrong factor.
+    The coefficients of the auxiliary losses are large, because these losses add gradients on every
+    stage.
+    """
     layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
     single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
     (plain,) = ranks(1, run_updates, single, 3, start_world=False)
@@ -161,9 +165,9 @@ def test_overflow_on_a_rank_skips_the_update_on_all(ranks, size, layout):
 
 
 def test_overflow_lowers_the_scale_until_it_fits():
-    """Updates are skipped while the scale is too large. The first update that is done has the bits
-    of a run that starts with that scale. Scales are powers of two and cause no rounding, so a
-    smaller one gives almost the same norm."""
+    """Updates are skipped while the scale is too large. The first update that is not skipped is
+    bit-identical to the first update of a run that starts with this scale. Scales are powers of two
+    and cause no rounding, so a smaller scale gives almost the same gradient norm."""
     large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
     done = next(step for step in large if large[step]["updates"] == 1)
     assert 5 < done < 30
@@ -181,7 +185,7 @@ def test_overflow_lowers_the_scale_until_it_fits():
 def test_lasting_nan_ends_the_run_at_the_least_scale(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", **HALF, optim__loss_scale=4.0, optim__lr=1e30)
     tree["optim"] |= {"min_lr": 0.0, "warmup_steps": 0, "clip_norm": 0.0}
-    message = "NonFiniteError.*loss scale is at its least, 1"
+    message = "NonFiniteError.*loss scale is at its minimum, 1"
     with pytest.raises(RanksFailed, match=message) as failure:
         train_on(ranks, 2, tree)
     assert "Traceback" in str(failure.value)

@@ -16,7 +16,7 @@ BROKEN = """
 from optimus.train.malloc_trim import MallocTrim, private_bytes
 
 def update(blocks=0):
-    "Holes of 120 KB, which the C library does not map apart, between blocks that stay."
+    "Allocate blocks of 120 KB, which glibc takes from the heap, and free 3 of every 4."
     made = [b"x" * 120_000 for _ in range(blocks)]
     del made[1::2], made[1::2]
     return made
@@ -31,14 +31,14 @@ for blocks in (500, 0, 20, 120, *[0] * 14):
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc's malloc does")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's malloc")
 def test_fragmented_heap_shrinks_and_a_stable_heap_is_kept():
     output = subprocess.check_output([sys.executable, "-c", BROKEN], text=True)
     lines = [[int(word) for word in line.split()] for line in output.splitlines()]
     start, _, little, much, *between, late = lines
     assert start[0] > 59e6 and start[1] < 25e6  # the first trim frees most
     assert little[0] > 2e6 and abs(little[1] - little[0]) < 1e5  # no trim; may differ by a page
-    assert much[0] > 12e6 and much[1] > 12e6  # no trim: too soon after the last
+    assert much[0] > 12e6 and much[1] > 12e6  # no trim: too soon after the last trim
     assert all(abs(grown) < 1e6 for _, grown in between)
     assert late[0] < 1e6 and late[1] < -6e6  # this trim frees the holes
 

@@ -33,8 +33,8 @@ def is_frozen(name: str) -> bool:
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
-    """lr_scale multiplies the learning rate of the schedule, here during warm-up. The norm for
-    clipping is that of the gradients of all trained parameters, over all groups."""
+    """Compare two updates in the warm-up with torch.optim.AdamW. `lr_scale` multiplies the learning
+    rate of the schedule. The norm for clipping covers the trained parameters of all groups."""
     run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
     tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
     config, _, _, _, shard, _, updater = make_updater(tree)

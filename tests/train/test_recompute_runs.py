@@ -1,5 +1,5 @@
-"""Runs with recomputation have the same bits as runs that keep activations. test_residency.py has
-more such runs, with sharded states."""
+"""Runs with recomputation are bit-identical to runs that keep activations. test_residency.py tests
+recomputation with sharded states."""
 
 from __future__ import annotations
 

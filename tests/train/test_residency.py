@@ -1,5 +1,5 @@
-"""Runs that keep gradients and parameters on a rank only while they are needed: bit-identical to
-runs that always keep them."""
+"""Runs that keep whole gradients and parameters only while they are needed (`optim.resident`) are
+bit-identical to runs that always keep them."""
 
 from __future__ import annotations
 
@@ -66,13 +66,14 @@ LAYOUTS = {
     "dp2-pp2-zb-h1": (4, PIPELINE | ALL | {"parallel__schedule": "zb-h1"}, (3, 2)),
     "dp2-tp2-sequence": (4, ALL | {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
 }
-"""By layout: the number of ranks, the settings, and the least numbers of cache slots that so and
-epso need. The run that everything is compared with, unsharded and resident, does not recompute."""
+"""By layout: the number of ranks, the settings, and the smallest cache size, in chunks, with
+sharding "so" and with "epso". The reference run is unsharded, keeps all parameters and gradients,
+and does not recompute."""
 
 
 def sharding_settings(so_slots: int, epso_slots: int) -> list[dict]:
-    """Return the settings of all shardings with the given numbers of cache slots. Unsharded and
-    resident states come first."""
+    """Return the settings of each tested sharding and residency. The first settings belong to the
+    reference run. The arguments are the cache sizes, in chunks, for "so" and "epso"."""
     return [
         {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
         for sharding, resident, slots in (
@@ -136,8 +137,8 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
 
 
 def test_measurements_at_the_start_gather_their_parameters(ranks, tiny_data, tmp_path):
-    """Dispatchers and recomputation are measured before the first step, when no parameter is
-    gathered."""
+    """Dispatchers and recomputation are measured before the first step. With a parameter cache, no
+    parameter is gathered at that time, so a measurement must gather the parameters it needs."""
     run = {
         "parallel__ep": 2,
         "recompute__modules": ["block"],
@@ -155,8 +156,8 @@ def test_measurements_at_the_start_gather_their_parameters(ranks, tiny_data, tmp
 
 
 def spoil_a_shard(tree: dict) -> str:
-    """After step 1 set a value in rank 1's shard of a chunk to NaN; return this rank's error in
-    step 2, with the names of the chunk's parameters."""
+    """Run step 1, set a value in rank 1's shard of a chunk to NaN, and run step 2. Return this
+    rank's error in step 2 and the names of the chunk's parameters."""
     run = make_run(tree)
     run.update(1)
     if run.world.rank == 1:
@@ -178,8 +179,8 @@ def test_nan_in_a_shard_is_reported_with_its_rank(ranks, tiny_data, tmp_path):
 
 
 def count_step(tree: dict) -> dict:
-    """Run two updates; return the traffic, the planned fetches, and the planned and actual resident
-    bytes of the second."""
+    """Run two updates. For the second update, return the traffic over dp, the planned fetches, and
+    the planned and actual resident bytes."""
     meter = TrafficMeter()
     _, _, _, plan, _, states, updater = make_updater(tree, recorder=meter)
     cache, visits = states.cache, watch_visits(states)

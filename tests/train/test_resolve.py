@@ -101,7 +101,7 @@ def test_mistake_is_refused_in_a_line(tiny_data, tmp_path, overrides, world_size
         ({"pp": 2, "virtual_stages": 2}, 2, r"virtual_stages = 2: .* use .*'interleaved'"),
         ({"ep": 4, "dp": 4}, 16, r"global_batch_tokens = 256 .* 16 data ranks .* multiple is 512"),
         ({"pp": 2, "tp": 2}, 6, r"2 \* 1 \* 2 = 4 does not divide the world of 6 ranks; start 8"),
-        ({"dp": 4, "tp": 2}, 4, r"parallel.dp = 4 needs a world of 8 ranks, and this one has 4"),
+        ({"dp": 4, "tp": 2}, 4, r"parallel.dp = 4 needs a world of 8 ranks, but this run has 4"),
     ],
 )
 def test_impossible_layout_is_refused_on_all_ranks(tiny_data, tmp_path, sizes, world_size, message):
@@ -141,14 +141,14 @@ def test_axes_across_nodes_give_a_warning_with_their_cost():
 
     assert warnings(8) == warnings(16) == []
     (line,) = warnings(4)
-    # The rows of 4 ranks with 32 tokens each: a token has 32 fp32 numbers, and 2 weights and 2
-    # expert numbers of 4 and 8 bytes.
+    # 4 ranks have 32 tokens each. A token has 32 fp32 numbers, and for each of its 2 experts a
+    # weight of 4 bytes and an expert number of 8 bytes.
     size = 4 * 32 * (32 * 4 + 2 * (4 + 8)) / 1e6
-    assert "parallel.ep = 4 reaches over nodes of 4" in line and f"{size:.1f} MB" in line
+    assert "parallel.ep = 4 spans several nodes of 4 ranks" in line and f"{size:.1f} MB" in line
     tp, ep = warnings(1)
     assert tp.startswith("parallel.tp = 2") and ep.startswith("parallel.ep = 4")
     assert f"sums {2 * 32 * 32 * 4 / 1e6:.1f} MB" in tp and "start several ranks a node" in tp
-    assert "let ep * tp divide 4 to stay inside" in line
+    assert "make ep * tp a divisor of 4 to avoid this" in line
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +188,10 @@ def test_resume_lists_changed_free_settings(tiny_data, stopped_run):
 
 
 def test_resume_with_another_learning_rate_is_reported(tiny_data, stopped_run):
-    """The run of the checkpoint had 3 steps of warm-up, of which step 3, the next one, is the
-    last."""
+    """The checkpoint is of step 2 of a run with 3 warm-up steps. With 4 warm-up steps, the learning
+    rate of step 3 is lower."""
     plan = resolved(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
-    expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep it, set "
+    expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep the old rate, set "
     assert expected + "optim.warmup_steps=3" in plan.changes
     plan = resolved(tiny_data, stopped_run, train__max_steps=40)
     assert not [line for line in plan.changes if line.startswith("learning rate")]
@@ -226,7 +226,8 @@ def _data_changes(plan):
 
 
 def test_start_is_resolved_after_the_run_directory_is_locked(tiny_data, tmp_path):
-    """Until another run that has locked the directory ends, it may commit a newer checkpoint."""
+    """A run that has locked the directory may commit a newer checkpoint until it ends. The missing
+    model@3 is therefore reported only once the lock is free."""
     other, tree = RunDirectory(tmp_path), tiny_tree(tiny_data, tmp_path, checkpoint__load="model@3")
     with pytest.raises(RunEnded, match="in use by another run") as ended:
         train(make_config(tree), read_launch_env({}))

@@ -1,5 +1,5 @@
-"""Whole runs: exact on every layout, bit-identical after a resume, and ended with the right
-message."""
+"""Whole runs: bit-identical on data-parallel layouts and after a resume, and with the right error
+messages."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_samples_are_the_same_on_all_layouts(ranks, tiny_data, tmp_path):
 
 
 def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
-    """The mask changes the losses of training and of evaluation. Setting it to false changes
-    nothing."""
+    """`data.document_mask` changes the losses of training and of evaluation. Its default is
+    false."""
     short = {"train__max_steps": 5}  # some of the 40 instances contain an EOS
     for name, mask in (("off", {}), ("also-off", {"data__document_mask": False})):
         train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **short, **mask))
@@ -114,7 +114,7 @@ def test_fast_mode_agrees_with_deterministic_mode(ranks, tiny_data, tmp_path):
 
 
 def start_on_a_failing_disk(tree: dict) -> tuple[int, str]:
-    """Return the exit status and the message of a run if rank 0 cannot read its run directory."""
+    """Train with a run directory that rank 0 cannot read; return the exit status and message."""
 
     def fail(*args: object) -> NoReturn:
         raise OSError(errno.ESTALE, "Stale file handle", "/run/checkpoints")
@@ -192,8 +192,9 @@ def test_an_evaluation_reads_as_many_instances_as_asked(ranks, tiny_data, tmp_pa
 
 @pytest.mark.parametrize("has_copy", [True, False], ids=["copy", "older run"])
 def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path, has_copy):
-    """After step 4 metrics.jsonl is emptied and eval.jsonl is cut in the middle of a line. Runs of
-    earlier versions have no copy of them."""
+    """After step 4, metrics.jsonl is emptied and eval.jsonl is cut within a line. The resumed run
+    restores the lines from its copies of both files. Runs of earlier versions have no copies; the
+    resumed run then reports the missing steps."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
@@ -226,8 +227,8 @@ def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path
 
 
 def test_a_resume_names_evaluations_missing_in_file_and_copy(ranks, tiny_data, tmp_path):
-    """eval.jsonl and its copy are emptied. The missing steps follow from the evaluation interval in
-    the checkpoint."""
+    """eval.jsonl and its copy are emptied. The resumed run computes the missing steps from the
+    evaluation interval in the checkpoint."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})

@@ -1,5 +1,4 @@
-"""The lock of a run directory: only this user can open it, and it is never opened through a
-link."""
+"""Lock file of a run directory: only its owner can open it, and it must not be a symbolic link."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from optimus.train.run_dir import LOCK, RunDirectory, check_not_in_use
 
 
 def test_lock_is_for_this_user_only(tmp_path, capsys):
-    """Every user who can open the lock file can lock it, so the mode is 0600. The mode of an older
-    lock file is changed."""
+    """A user who can open the lock file can also lock it, so its mode is 0600. A lock file with
+    another mode, from an earlier version, gets this mode."""
     (tmp_path / LOCK).touch()
     (tmp_path / LOCK).chmod(0o644)
     directory = RunDirectory(tmp_path)

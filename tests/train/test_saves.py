@@ -61,8 +61,8 @@ def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ende
     ],
 )
 def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, size, variant):
-    """The first save is written while further updates change the states. Both the full and the
-    model-only checkpoints must be equal."""
+    """The save of step 4 is written only before update 7, when further updates have changed the
+    states. Full and model-only checkpoints must equal those of synchronous saves."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "sync", **both))
@@ -78,8 +78,8 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
 
 
 def library_bytes(run_dir: Path, step: int) -> bytes:
-    """Return the file that the safetensors library makes of the masters of a full checkpoint in
-    bf16."""
+    """Return the bytes that the safetensors library writes for the masters of a full checkpoint,
+    converted to bf16."""
     manifest, named = manager.read_manifest(manager.full_path(run_dir, step)), {}
     whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
     read_whole(manifest, whole)
@@ -91,7 +91,7 @@ def library_bytes(run_dir: Path, step: int) -> bytes:
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Limit the size of files that this process writes to 20 kB."""
+    """Limit each file that this process writes to 20 kB."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -101,8 +101,8 @@ def small_files() -> Iterator[None]:
 
 
 def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]) -> Ended:
-    """Run; limit the size of files on rank `victim` while it writes the full checkpoints of
-    `steps`, so that these writes fail."""
+    """Train. On rank `victim`, the writes of the full checkpoints of `steps` fail because of a
+    limit of the file size."""
     plain = save_module.write_shard
 
     def write(directory, identity, *rest):
@@ -115,8 +115,8 @@ def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]
 
 
 def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> Ended:
-    """Run; limit the size of files on rank `victim` while it writes the model-only checkpoint of
-    step `failing`, so that this write fails."""
+    """Train. On rank `victim`, the write of the model-only checkpoint of step `failing` fails
+    because of a limit of the file size."""
     plain = ModelSaver._write
 
     def write(saver, states, generation, step, stop):
@@ -189,8 +189,8 @@ def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
 def test_full_checkpoint_starts_before_the_model_of_its_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """The order matters if the run is killed between the two: only a missing model-only checkpoint
-    can be written from the other when the run resumes."""
+    """A run may be killed between the two saves. The resumed run can write the model-only
+    checkpoint from the full checkpoint, but not the reverse."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     (started,) = ranks(1, run_and_record_starts, tree, start_world=False)
@@ -217,8 +217,8 @@ def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
-    """After update 4 set a moment of rank 1 to NaN. Restore it before update 5, which would fail
-    otherwise."""
+    """Train. A moment of rank 1 is NaN while step 4 is saved. It is restored before update 5, which
+    would fail otherwise."""
     restores = []
 
     def poke(run: Run) -> None:
@@ -249,7 +249,7 @@ def test_nonfinite_state_is_never_committed(ranks, tiny_data, tmp_path, async_sa
 
 
 def lose_the_second_rank(tree: dict[str, Any]) -> Ended:
-    """Kill rank 1 before update 6, while both ranks write the checkpoint of step 4."""
+    """Train, and kill rank 1 before update 6, while both ranks write the checkpoint of step 4."""
     hold_writes({4: 1000})
 
     def before(step: int) -> None:
@@ -298,8 +298,9 @@ def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_p
 
 
 def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
-    """Stop rank 1 before update 6, or set a weight of it to NaN after update 5, while both ranks
-    write the checkpoint of step 4."""
+    """Train, and end the run while both ranks write the checkpoint of step 4. Rank 1 receives the
+    signal `reason` before update 6 or, if `reason` is "nan", one of its weights becomes NaN after
+    update 5."""
     release_writes = hold_writes({4: 6})
 
     def before(step: int) -> None:
@@ -349,7 +350,7 @@ def test_deadline_counts_from_the_start_of_the_process(ranks):
 
 
 def run_on_full_disk(tree: dict[str, Any]) -> str:
-    """Run with a disk that has no space for the tokenizer's files, which transformers needs; return
+    """Train with a disk that has no space for the tokenizer files that transformers needs; return
     the output."""
 
     def complete_hf(*_: object) -> list[str]:
@@ -367,9 +368,11 @@ def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, t
 
 
 def stop_by_two_signals() -> str | None:
-    """Return the reason of a stop on which ranks agree. Rank 0 receives SIGINT (Ctrl-C) and, inside
-    the handler, SIGTERM; rank 1 receives only SIGTERM. The spawner of `--nproc` sends both, and a
-    rank may receive them in any order."""
+    """Send signals to two ranks; return the reason of the stop on which the ranks agree.
+
+    Rank 0 receives SIGINT (Ctrl-C) and, inside its handler, SIGTERM. Rank 1 receives only SIGTERM.
+    The launcher of `--nproc` sends both signals, and a rank may receive them in any order.
+    """
     world = start_world()
     request, plain = StopRequest(0), signal.signal
 
@@ -393,8 +396,8 @@ def test_ctrl_c_is_the_reason_where_sigterm_follows_it(ranks):
 
 @BOTH
 def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_path, async_save):
-    """The full checkpoint of the same step is committed. Each pipeline stage writes its weights of
-    the model."""
+    """The full checkpoint of step 10 exists, but its model-only checkpoint is missing. The resumed
+    run writes it; each pipeline stage writes the weights of its layers."""
     settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
     settings |= {"checkpoint__async_save": async_save}
     tree = tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
@@ -412,7 +415,7 @@ def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_p
 
 
 def run_and_record_order(tree: dict[str, Any]) -> list[str]:
-    """Run; return the calls of fsync and rename in order, with the names of the files."""
+    """Train; return the calls of fsync and rename with their file names, in order."""
     order, plain_fsync, plain_rename = [], os.fsync, os.rename
 
     def fsync(fd: int) -> None:
@@ -432,8 +435,8 @@ def run_and_record_order(tree: dict[str, Any]) -> list[str]:
 def test_metrics_are_durable_before_the_checkpoint_of_their_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """Also, the oldest full checkpoint is renamed for removal only after the newest is
-    committed."""
+    """In each step, metrics.jsonl is fsynced before the checkpoint is committed. The oldest full
+    checkpoint is renamed for removal only after the newest is committed."""
     settings = {
         "train__max_steps": 3,
         "checkpoint__interval": 1,
@@ -455,8 +458,8 @@ def test_metrics_are_durable_before_the_checkpoint_of_their_step(
 
 
 def stop_and_check_order(tree: dict[str, Any]) -> bool:
-    """Run until a signal stops it; return whether the checkpoint of the last step existed after the
-    evaluation of that step."""
+    """Train until a signal stops the run in step 4. Return True if the checkpoint of step 4 exists
+    when the evaluation of step 4 ends."""
     plain, exists = Run.evaluate, []
 
     def evaluate(run: Run, step: int) -> None:

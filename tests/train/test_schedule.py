@@ -89,7 +89,7 @@ def test_another_rate_on_resume_is_reported_with_the_settings_that_keep_it(
         assert line == ""
         return
     rates = learning_rate(51, before, 100), learning_rate(51, after, max_steps)
-    head, _, overrides = line.partition("; to keep it, set ")
+    head, _, overrides = line.partition("; to keep the old rate, set ")
     assert head == "learning rate of step 51: {:.6g} before, {:.6g} now".format(*rates)
     assert sorted(overrides.split()) == keep.split()
     kept = {

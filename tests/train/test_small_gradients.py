@@ -1,5 +1,5 @@
-"""Gradients that are differences of almost equal numbers, and the accuracy that a layout can reach
-for them."""
+"""Accuracy of layouts for gradients with cancellation, which are differences of almost equal
+numbers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SHORT = {
 
 
 def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
-    """Run one update. With a seed, the parameters are first multiplied by 1 + 6e-8 * a normal
-    number, which changes their last bits."""
+    """Run one update and return its outcome. With a seed, the parameters are first multiplied by
+    1 + 6e-8 * z, where z is normally distributed. This changes their last bits."""
     plain = updates.initialise_
 
     def initialise_(model, *rest) -> None:
@@ -52,14 +52,18 @@ def worst(single: Outcome, other: Outcome) -> float:
     ],
 )
 def test_layout_error_is_of_the_size_of_rounding(ranks, size, model, layout):
-    """In these two cases gradients differ from one process by more than the bound of 1e-5: by
-    9.7e-6 to 1.3e-5 with q, k and v clipped to 0.02, and by 3.2e-4 to 9.7e-4 for instances of two
-    tokens. Cancellation is the cause, not the layout: in one process, changing the last bits of the
-    parameters (three seeds) changes the same gradients, those of attention, by 1.6e-5 to 2.6e-5 and
-    by 3.0e-4 to 3.7e-4. Clipped attention scores are almost equal, and so are those of two tokens,
-    so the gradient of the softmax is a difference that almost vanishes: the gradient of k_norm has
-    a norm of 1e-8 and 8e-6, that of the embedding 0.5 and 3. Without clipping, the same layout is
-    within 8.1e-7. The limit for a layout is therefore twice the effect of changing the last bits.
+    """The error of a layout is at most twice the effect of changing the last bits of parameters.
+
+    In these two cases, the relative error of gradients can exceed the usual bound of 1e-5. It is
+    9.7e-6 to 1.3e-5 with q, k and v clipped to 0.02, and 3.2e-4 to 9.7e-4 with instances of two
+    tokens. The cause is cancellation, not the layout. On one process, changing the last bits of the
+    parameters (three seeds) changes the same gradients, which belong to attention, by 1.6e-5 to
+    2.6e-5 in the first case and by 3.0e-4 to 3.7e-4 in the second.
+
+    In both cases the attention scores are almost equal, so the gradient of the softmax is a
+    difference that almost vanishes: the gradient of k_norm has a norm of 1e-8 and 8e-6, and the
+    gradient of the embedding has a norm of 0.5 and 3. Without clipping, the error of the first
+    layout is at most 8.1e-7.
     """
     tree = WIDE | {"model__num_layers": 4} | model
 

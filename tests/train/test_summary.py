@@ -18,8 +18,7 @@ def resolved(data, run_dir, world_size=1, **overrides) -> tuple[Config, RunPlan]
 
 
 def table(text: str) -> dict[str, str]:
-    """Return the aligned lines of a summary by name. A line without a name continues the line
-    above."""
+    """Parse a summary into values by row name. A line without a name continues the row above."""
     rows: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("  "):
@@ -37,7 +36,7 @@ def test_start_summary_describes_the_run(tiny_data, tmp_path, capsys):
     printed = capsys.readouterr()
     rows = table(printed.err)
     assert printed.out == "" and "warning" not in printed.err
-    # Each of 2 layers has 4 experts of 3 * 32 * 16 parameters, of which a token uses 2.
+    # Each of 2 layers has 4 experts of 3 * 32 * 16 parameters. A token uses 2 of the experts.
     assert "parameters" in rows["model"] and rows["model"].endswith("; fp32")
     total, active = (
         int(word.replace(",", "")) for word in rows["model"].split() if "," in word[:-1]
@@ -66,7 +65,7 @@ def test_repeated_text_gives_a_warning(tiny_data, tmp_path, capsys, steps, warne
     print_start(config, plan, [])
     text = capsys.readouterr().err
     assert (
-        f"more than about 4 add little; use more text, or set train.max_steps={most}" in text
+        f"more than about 4 epochs add little; use more text, or set train.max_steps={most}" in text
     ) == warned
 
 
@@ -108,7 +107,8 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
 
 
 def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
-    """The runs are stopped early, without steps left, and done. Only the first rank logs."""
+    """The first run stops early, the second has no steps left, and the third completes. Only rank 0
+    logs."""
     settings = {"train__max_steps": 4, "train__global_batch_tokens": 0}
     stop = {"train__stop_at_step": 2}
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
@@ -132,8 +132,8 @@ MISSING = {"data__path": "/nowhere"}
 
 
 def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[str]]:
-    """Make a dry run; return the exit status and the lines printed, which are the error or the
-    summary."""
+    """Run `optimus train --dry-run`. Return the exit status and the printed lines, which are an
+    error or the summary."""
     config = tmp_path / "run.toml"
     config.write_text(dump_toml(make_config(tiny_tree(data, tmp_path / "run", **overrides))))
     code = optimus(["train", str(config), "--dry-run", *options])
@@ -205,4 +205,4 @@ def test_dry_run_looks_at_the_run_directory_without_changing_it(tiny_data, tmp_p
 @pytest.mark.parametrize("option", [["--nodes", "2"], ["--nodes", "0"], ["--skip-data-check"]])
 def test_options_of_a_dry_run_are_refused_without_it(option, capfd):
     assert optimus(["train", "any.toml", *option]) == 2
-    assert f"{option[0]} belongs to --dry-run" in capfd.readouterr().err
+    assert f"{option[0]} has an effect only with --dry-run" in capfd.readouterr().err

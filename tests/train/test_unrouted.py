@@ -1,4 +1,4 @@
-"""Experts that get no token in a step: their gradients are zero, and ranks call the same
+"""Experts that receive no token in a step have zero gradients, and all ranks still call the same
 collectives."""
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 
 
 def train_on_a_token(tree: dict, token: int | None) -> dict | None:
-    """Run two updates. All tokens are `token`, so all go to the same experts; with None they
-    differ. Return on the first rank the whole gradients and masters, the rows of each expert and
-    the numbers of calls of collectives."""
+    """Run two updates in which every token is `token`, so that all go to the same experts. If
+    `token` is None, the tokens differ.
+
+    Return the whole gradients and masters (on the first rank), the number of rows of each expert,
+    and the number of calls of each collective.
+    """
     meter = TrafficMeter()
     config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)
     whole = WholeModel(config, shard.layout, groups)
@@ -65,7 +68,7 @@ def batch(token: int | None, seed: int) -> Microbatch:
 )
 def test_unrouted_experts_count_as_zeros(ranks, size, layout, deterministic):
     if deterministic and "parallel__ep_dispatch" in layout:
-        pytest.skip("refused: deterministic runs gather")
+        pytest.skip("deterministic runs refuse alltoall")
     run = WIDE | {"train__deterministic": deterministic}
     (single,) = ranks(1, train_on_a_token, tiny_tree("d", "r", **run), 7, start_world=False)
     results = ranks(size, train_on_a_token, tiny_tree("d", "r", **run, **layout), 7,

@@ -1,4 +1,4 @@
-"""One update against plain torch code: objective, global scale, clipping, rate, AdamW."""
+"""One update equals plain torch code: objective, global scale, clipping, learning rate, AdamW."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TREE = tiny_tree(
     optim__betas=[0.8, 0.9],
 )
 STEP = 2
-"""Number of the only update that is run. It is in the middle of the warm-up."""
+"""Step number of the only update, in the middle of the warm-up."""
 RATE = 3e-3 * 2 / 4
 MICROBATCHES = [numbered(n) for n in range(8)]
 
@@ -54,8 +54,8 @@ def make_model(config: Config) -> Transformer:
 
 
 def backward_by_hand(model: Transformer, config: Config) -> float:
-    """Set each parameter's `.grad` from the whole batch in one backward pass; return the batch's
-    cross-entropy loss."""
+    """Compute each parameter's `.grad` in one backward pass over the whole batch; return the
+    cross-entropy loss of the batch."""
     ce, aux, z = [], [], []
     for tokens, _ in MICROBATCHES:
         terms = model.losses(tokens)
@@ -87,7 +87,7 @@ def test_update_equals_plain_torch(ranks, size, deterministic, clip_norm):
 
 
 def test_an_update_adds_the_gradients_of_both_ends_of_tied_embeddings(ranks):
-    """The first stage computes the gradient of the embedding, the last stage that of the head."""
+    """The first stage computes the embedding's gradient, the last stage the head's gradient."""
     tree = TREE | {"model": TREE["model"] | {"tie_embeddings": True}, "parallel": {"pp": 2}}
     assert_is_by_hand(ranks, 2, tree | {"optim": TREE["optim"] | {"eps": 1e-3}})
 
@@ -109,11 +109,11 @@ CLIPPING = {
     "not in the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True}, False),
     "after the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True, "warmup_steps": 1}, True),
 }
-"""By case: settings of the optimizer, and True if the update clips gradients with them."""
+"""By case: optimizer settings, and True if these settings make the update clip gradients."""
 
 
 def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Run one update with each of `trees`; return both moments of every parameter for each."""
+    """Run one update with each of `trees`. For each, return both moments of every parameter."""
     world, results = start_world(device="cpu"), []
     for tree in trees:
         _, _, groups, _, _, states, updater = make_updater(tree, world)
@@ -125,8 +125,8 @@ def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, t
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
 def test_moments_are_those_of_the_clipped_unscaled_gradient(ranks, size, dtype, within):
-    """AdamW's update would hide a wrong factor of all gradients, but the moments show it. `within`
-    is a relative tolerance; that of fp16 covers the rounding of products."""
+    """Moments are compared because AdamW's update is the same if all gradients have a wrong factor.
+    `within` is the relative tolerance; its fp16 value covers the rounding of products."""
     numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
     trees = [
         TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()

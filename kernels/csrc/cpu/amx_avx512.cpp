@@ -1,9 +1,9 @@
 // Products of bf16 matrices on AMX tiles, for the sizes that an expert has.
 //
-// oneDNN compiles a kernel for every number of rows, and has half this speed for a few hundred
-// rows. Both operands are first copied to tiles (16 rows of 64 bytes): a block of A, and panels of
-// 32 columns of B. Sums over k are computed in fp32 in a fixed order, so results depend neither on
-// the number of threads nor on the number of other rows.
+// oneDNN compiles a kernel for every number of rows, and has half the speed of this kernel for a
+// few hundred rows. Blocks of A and panels of 32 columns of B are first copied to tiles (16 rows of
+// 64 bytes). Sums over k are computed in fp32 in a fixed order, so a row of the result depends
+// neither on the number of threads nor on the number of other rows.
 
 #include "amx.h"
 
@@ -29,14 +29,15 @@ namespace {
 
 constexpr int64_t kTile = kTileRows * kTileDepth;
 constexpr int64_t kPanel = 32;             // columns of C at a time: two tiles
-constexpr int64_t kBytesOfA = 1 << 20;     // bytes of A's and of B's tiles: both must fit in the
-constexpr int64_t kBytesOfB = 1 << 19;     // L2 cache (2 MiB) together with the rows of C
+// The tiles of A and of B must fit in the L2 cache (2 MiB) together with the rows of C.
+constexpr int64_t kBytesOfA = 1 << 20;
+constexpr int64_t kBytesOfB = 1 << 19;
 constexpr int64_t kStreamed = 1 << 20;     // bytes of C from which stores bypass the caches
 constexpr int64_t kGrain = 1 << 20;        // multiply-adds below which one thread is faster
 
 int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// Memory of a thread for tiles, which grows as needed.
+// Memory of a thread for tiles. It grows if needed.
 class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
@@ -61,8 +62,8 @@ struct alignas(64) Config {
   uint8_t rows[16] = {};
 };
 
-// Configures the eight tile registers and restores the previous configuration at the end, because
-// other libraries keep theirs between calls.
+// Configures the eight tile registers. The destructor restores the previous configuration, because
+// other libraries expect theirs to persist between calls.
 class Tiles {
  public:
   OPTIMUS_AMX Tiles() {
@@ -83,7 +84,7 @@ class Tiles {
   Config before_;
 };
 
-// Copies a tile of A (16 rows, 32 values of k), from rows or, if A is transposed, from columns.
+// Copies a tile of A (16 rows, 32 values of k). Transposes it if A is stored as [k, m].
 OPTIMUS_AMX void tile_of_a(const optimus_cpu::Gemm& g, int64_t row, int64_t depth, Bits* to) {
   __m512i r[16];
   if (g.a_transposed) {
@@ -95,9 +96,9 @@ OPTIMUS_AMX void tile_of_a(const optimus_cpu::Gemm& g, int64_t row, int64_t dept
   put(r, to);
 }
 
-// Copies the two tiles of a panel of B (32 values of k, 32 columns). Line i has pairs of the values
-// for k = 2i, 2i+1; one tile has the even columns, the other the odd ones, because no shuffle is
-// needed to separate these.
+// Copies the two tiles of a panel of B (32 values of k, 32 columns). Line i of a tile contains, for
+// each column, the pair of values for k = 2i and k = 2i+1. The first tile has the even columns and
+// the second the odd columns, because separating them needs no shuffle.
 OPTIMUS_AMX void tiles_of_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column, Bits* to) {
   __m512i even[16], odd[16];
   const int64_t deep = g.k - depth, wide = g.n - column;
@@ -141,7 +142,7 @@ OPTIMUS_AMX void write_whole(const optimus_cpu::Gemm& g, const float* sums, int6
   }
 }
 
-// Writes up to 16 elements: replaces those of C, adds to them, or adds to `sums`.
+// Writes up to 16 elements: replaces elements of C, adds to them, or adds to `sums`.
 OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int64_t at,
                                    int64_t count) {
   const __mmask16 mask = count >= 16 ? 0xffff : (1u << count) - 1;
@@ -160,7 +161,7 @@ OPTIMUS_AMX inline void write_part(const optimus_cpu::Gemm& g, __m512 value, int
   _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
-// Writes 16 rows and up to 32 columns of C from two tiles of sums, of even and of odd columns.
+// Writes 16 rows and up to 32 columns of C. `sums` has two tiles: even columns, then odd columns.
 OPTIMUS_AMX void write(const optimus_cpu::Gemm& g, const float* sums, int64_t row, int64_t column,
                        bool stream) {
   if (!g.add && !g.sums && column + kPanel <= g.n)
@@ -176,8 +177,8 @@ OPTIMUS_AMX void write(const optimus_cpu::Gemm& g, const float* sums, int64_t ro
   }
 }
 
-// Computes two by two tiles of C: rows row to row + 31, the columns of panel b; a has the tiles of
-// these rows.
+// Computes two by two tiles of C: rows row to row + 31 and the columns of panel b. `a` contains the
+// tiles of these rows of A.
 OPTIMUS_AMX void strip(const optimus_cpu::Gemm& g, const Bits* a, const Bits* b, int64_t depths,
                        int64_t row, int64_t column, bool stream) {
   alignas(64) float sums[4][256];
@@ -207,7 +208,8 @@ OPTIMUS_AMX void strip(const optimus_cpu::Gemm& g, const Bits* a, const Bits* b,
   write(g, sums[2], row + kTileRows, column, stream);
 }
 
-// Prefetches the next 32 lines of B while the current tiles are copied: rows are pages apart.
+// Prefetches the next 32 lines of B while the current tiles are copied. The hardware does not
+// prefetch them, because rows are pages apart.
 OPTIMUS_AMX inline void prefetch_b(const optimus_cpu::Gemm& g, int64_t depth, int64_t column) {
   const int64_t ahead = depth + (g.b_transposed ? 2 : 1) * kTileDepth;
   if (ahead + kTileDepth > g.k || column + kPanel > g.n) return;
@@ -217,8 +219,8 @@ OPTIMUS_AMX inline void prefetch_b(const optimus_cpu::Gemm& g, int64_t depth, in
                  _MM_HINT_T0);
 }
 
-// Copies share i of A's tiles of rows begin to end - 1: a row or a column of tiles, whichever is
-// contiguous in memory.
+// Copies share i of A's tiles of rows begin to end - 1. A share is a row or, if A is transposed, a
+// column of tiles, so that it is contiguous in memory.
 OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
                            int64_t depths, Bits* a) {
   const int64_t rows = tiles(end - begin, kTileRows);
@@ -228,7 +230,7 @@ OPTIMUS_AMX void lay_out_a(const optimus_cpu::Gemm& g, int64_t begin, int64_t en
   }
 }
 
-// Copies share i of B's panels of columns begin to end - 1 in the same way.
+// Copies share i of B's panels of columns begin to end - 1, in the same way as lay_out_a.
 OPTIMUS_AMX void lay_out_b(const optimus_cpu::Gemm& g, int64_t begin, int64_t end, int64_t i,
                            int64_t depths, Bits* b) {
   const int64_t panels = tiles(end - begin, kPanel);

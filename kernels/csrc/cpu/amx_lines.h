@@ -40,7 +40,7 @@ OPTIMUS_AMX inline void transpose(__m512i (&r)[16]) {
   }
 }
 
-// Loads 16 rows of up to 32 elements; zeros beyond `rows` and `columns`.
+// Loads 16 rows of 32 elements. Elements beyond `rows` and `columns` are zero.
 OPTIMUS_AMX inline void load_lines(const Bits* from, int64_t stride, int64_t rows, int64_t columns,
                                    __m512i (&r)[16]) {
   const __mmask32 mask = columns >= 32 ? ~0u : (1u << columns) - 1;
@@ -48,8 +48,8 @@ OPTIMUS_AMX inline void load_lines(const Bits* from, int64_t stride, int64_t row
     r[i] = i < rows ? _mm512_maskz_loadu_epi16(mask, from + i * stride) : _mm512_setzero_si512();
 }
 
-// Loads 32 rows of up to 16 elements as 16 lines of pairs: word j of line i has rows 2i and 2i+1 of
-// column j.
+// Loads 32 rows of up to 16 elements as 16 lines of pairs: word j of line i contains the elements
+// of rows 2i and 2i+1 in column j.
 OPTIMUS_AMX inline void load_pairs(const Bits* from, int64_t stride, int64_t rows, int64_t columns,
                                    __m512i (&r)[16]) {
   const __mmask16 mask = columns >= 16 ? 0xffff : (1u << columns) - 1;

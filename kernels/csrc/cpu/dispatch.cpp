@@ -1,10 +1,10 @@
 // Implementation of interface.h on CPUs: checks sizes and calls the kernels of the best instruction
 // set that the processor supports.
 //
-// This file is compiled for the base architecture, *_avx2.cpp and *_avx512.cpp for x86-64 levels 3
-// and 4. OPTIMUS_CPU_ISA=portable|avx2|avx512 selects one by name (for tests).
-// OPTIMUS_PORTABLE_ALONE is defined if the others were not compiled: on other processors, and by
-// compilers without these levels.
+// This file is compiled for the base architecture; *_avx2.cpp and *_avx512.cpp are compiled for
+// x86-64 levels 3 and 4. For tests, OPTIMUS_CPU_ISA=portable|avx2|avx512 selects an instruction
+// set. OPTIMUS_PORTABLE_ALONE is defined if only the portable kernels are compiled: for processors
+// other than x86-64, and by compilers that do not support these levels.
 
 #include <cstdlib>
 #include <cstring>
@@ -17,8 +17,8 @@ namespace {
 
 using optimus_cpu::Kernels;
 
-// Slots per piece of route: few enough to distribute over threads, and many enough that the cost of
-// clearing E counts does not matter.
+// Slots per piece of route: few enough to distribute pieces over threads, and many enough that the
+// cost of clearing E counts per piece does not matter.
 constexpr int64_t kPieceSlots = 4096;
 
 const Kernels& choose() {
@@ -69,10 +69,10 @@ OPTIMUS_API int optimus_cpu_has_gemm(void) {
 #endif
 }
 
-// Only in the CPU library: c [m, n] = a [m, k] b [k, n], all bf16. If `add` is 1, the product is
-// added to c; if it is 2, c is fp32 and the product, rounded to bf16, is added. Transposed operands
-// are stored as [k, m] and [n, k]. A nonzero result means that this machine lacks AMX and c is
-// unchanged.
+// Only in the CPU library: computes c [m, n] = a [m, k] b [k, n] in bf16. If `add` is 1, the
+// product is added to c. If `add` is 2, c is fp32 and the product is rounded to bf16 and added.
+// Transposed operands are stored as [k, m] and [n, k]. If the result is not 0, c is unchanged,
+// because a size is negative or this machine lacks AMX.
 OPTIMUS_API int optimus_cpu_gemm(const void* a, int a_transposed, const void* b, int b_transposed,
                                  void* c, int add, int64_t m, int64_t n, int64_t k) {
   if (negative(m, n, k)) return OPTIMUS_BAD_SIZE;

@@ -30,7 +30,7 @@ struct Kernels {
   void (*square_bins)(const float* x, int64_t blocks, int64_t* bins);
 };
 
-// Defined in separate files, which are compiled without contraction of products and sums.
+// Defined in the files adamw_*.cpp, which are compiled without contraction of products and sums.
 Adamw portable_adamw, avx2_adamw, avx512_adamw;
 
 extern const Kernels portable_kernels;

@@ -1,11 +1,11 @@
 // AdamW on one element: the same roundings on every backend, in every position of a vector.
 //
-// torch's fused AdamW rounds so in full vectors on AVX2 and AVX-512 machines; the last elements of
-// a tensor, which do not fill a vector, get another rounding of the second moment there. Here every
-// element is rounded as in full vectors, so that results do not depend on how a tensor is sliced.
+// Every element is rounded as torch's fused AdamW rounds elements of full vectors on AVX2 and
+// AVX-512 machines. torch rounds the second moment differently for the last elements of a tensor,
+// which do not fill a vector. Here results do not depend on how a tensor is sliced.
 //
-// Only `fused` contracts a product and a sum: a compiler that contracts others would give other
-// bits. CPU files are therefore compiled with -ffp-contract=off, and CUDA code uses intrinsics.
+// Only `fused` may contract a product and a sum, because any other contraction changes the
+// rounding. CPU files are therefore compiled with -ffp-contract=off, and CUDA code uses intrinsics.
 
 #pragma once
 
@@ -36,10 +36,9 @@ OPTIMUS_FN float product(float a, float b) {
 OPTIMUS_FN float quotient(float a, float b) { return a / b; }
 #endif
 
-// Updates master, m and v of one element with the unscaled gradient g. NaN and infinity pass
-// through.
+// Updates master, m and v of one element with the unscaled gradient g. NaN and infinity propagate.
 OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, float& m, float& v) {
-  // torch's lerp starts from the nearer end.
+  // As torch's lerp, start from the nearer of m and g.
   const bool from_m = with.lerp < 0.5f;
   const float weight = from_m ? with.lerp : with.lerp - 1.0f;
   g = product(g, with.grad_scale);
@@ -49,8 +48,8 @@ OPTIMUS_FN void adamw_element(const OptimusAdamw& with, float g, float& master, 
   master = product(master, with.decay) + quotient(product(with.minus_step, m), size);
 }
 
-// Updates the elements of [begin, end), whose length is a multiple of Width, distributed over the
-// lanes. `param` receives master rounded to its type; it may be null unless `Write`.
+// Updates elements begin to end - 1 with all lanes; end - begin is a multiple of Width. With
+// `Write`, `param` receives master rounded to its type; otherwise it may be null.
 template <int Width, bool Write, class Lanes, class G, class P>
 OPTIMUS_FN void adamw_span(Lanes lanes, const OptimusAdamw& numbers, int64_t begin, int64_t end,
                            const G* grad, float* master, float* exp_avg, float* exp_avg_sq,

@@ -1,14 +1,14 @@
-// The bodies of the kernels: the computation for one row, token or piece of the slots. Each backend
-// has its loop over rows and calls these functions, which do not allocate, synchronize or use
-// atomics.
+// The bodies of the kernels: the computation for one row, one token or one piece of the slots. Each
+// backend has its own loop over rows, which calls these functions. They do not allocate memory,
+// synchronize or use atomics.
 //
 // T tokens, K experts per token, N = T*K slots (slot t*K + k), E local experts, R <= N rows (one
 // for each slot of a local expert, ordered by expert and then by slot), D hidden, F intermediate.
 //
-// `Lanes` are the lanes that share a row: lane() is the number of this lane, lanes() their count,
-// and sum(x) the sum over them, which all lanes get (added in an order that depends only on
-// lanes()). CPUs use `OneLane`, GPUs a warp or a sub-group of any size. `Width` elements are loaded
-// or stored at once; above 1, sizes and addresses must be multiples of it.
+// `Lanes` are the lanes that share a row. lane() is the index of this lane and lanes() the number
+// of lanes. sum(x) returns to all lanes the sum of x over the lanes, added in an order that depends
+// only on lanes(). CPUs use `OneLane`; GPUs use a warp or a sub-group of any size. `Width` elements
+// are loaded or stored at once; if it is above 1, sizes and addresses must be multiples of it.
 
 #pragma once
 
@@ -37,7 +37,7 @@ OPTIMUS_FN void store(const float (&from)[Width], T* to) {
 
 // ---- route: a stable counting sort of the slots by expert, in pieces of consecutive slots --------
 
-// Returns the local number of an expert, or -1 for experts of other ranks and numbers out of range.
+// Returns the index of an expert among the local experts, or -1 if it is not local or out of range.
 OPTIMUS_FN int64_t local_expert(int64_t expert, int64_t first_expert, int64_t num_experts) {
   const uint64_t local = static_cast<uint64_t>(expert) - static_cast<uint64_t>(first_expert);
   return local < static_cast<uint64_t>(num_experts) ? static_cast<int64_t>(local) : -1;
@@ -53,7 +53,8 @@ OPTIMUS_FN void route_count(const int64_t* chosen, int64_t begin, int64_t end, i
   }
 }
 
-// Replaces counts [pieces, E] by the first row of each expert's slots of a piece, and sets offsets.
+// Replaces each element of counts [pieces, E] by the row of the first slot of that expert in that
+// piece, and sets offsets.
 OPTIMUS_FN void route_scan(int32_t* counts, int64_t pieces, int64_t num_experts, int32_t* offsets) {
   int32_t row = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -67,8 +68,8 @@ OPTIMUS_FN void route_scan(int32_t* counts, int64_t pieces, int64_t num_experts,
   offsets[num_experts] = row;
 }
 
-// Assigns rows to slots begin to end - 1; next [E], a line of route_scan, has each expert's next
-// row.
+// Assigns rows to slots begin to end - 1. next [E] contains the next row of each expert, initially
+// this piece's result of route_scan.
 OPTIMUS_FN void route_scatter(const int64_t* chosen, int64_t begin, int64_t end, int64_t top_k,
                               int64_t first_expert, int64_t num_experts, int32_t* next,
                               int32_t* row_token, int32_t* row_slot, int32_t* slot_row) {
@@ -114,8 +115,9 @@ OPTIMUS_FN void swiglu_row(Lanes lanes, const T* h, int64_t inner, T* a) {
   }
 }
 
-// With a = silu(g) * u, and da the gradient of a before the routing weight w is applied: sets
-// dh[2F] to the gradient of h for w * da, a_scaled[F] to w * a, and returns dw = <da, a>.
+// With a = silu(g) * u and da the gradient of w * a: sets dh[2F] to the gradient of h if the
+// gradient of a is w * da, sets a_scaled[F] to w * a, and returns dw = <da, a>. w is the routing
+// weight.
 template <int Width, class Lanes, class T>
 OPTIMUS_FN float swiglu_backward_row(Lanes lanes, const T* h, const T* da, float w, int64_t inner,
                                      T* dh, T* a_scaled) {
@@ -146,7 +148,7 @@ OPTIMUS_FN float swiglu_backward_row(Lanes lanes, const T* h, const T* da, float
 // ---- reduction -----------------------------------------------------------------------------------
 
 // Computes elements begin to begin + count - 1 of out = sum over k, in order, of w[k] * y[rows[k]].
-// count <= Width, and equal to it if `Whole`. weights may be null: all 1.
+// count is at most Width, and equal to Width if `Whole`. If weights is null, all weights are 1.
 template <int Width, bool Whole, class T>
 OPTIMUS_FN void reduce_part(const T* y, const T* weights, const int32_t* rows, int64_t top_k,
                             int64_t hidden, int64_t begin, int64_t count, T* out) {
@@ -164,7 +166,7 @@ OPTIMUS_FN void reduce_part(const T* y, const T* weights, const int32_t* rows, i
   for (int64_t i = 0; i < end; ++i) out[begin + i] = from_float<T>(sum[i]);
 }
 
-// Reduces one token on a CPU: blocks of Width elements are in registers for all k.
+// Reduces one token on a CPU. The sums of Width elements stay in registers while all k are added.
 template <int Width, class T>
 OPTIMUS_FN void reduce_token_by_parts(const T* y, const T* weights, const int32_t* rows,
                                       int64_t top_k, int64_t hidden, T* out) {

@@ -1,15 +1,15 @@
-// The launchers that every backend (cpu, cuda, sycl) exports; optimus_kernels/library.py calls
-// them.
+// The functions that every backend (cpu, cuda, sycl) exports. They launch kernels;
+// optimus_kernels/library.py calls them.
 //
-// dtype: 0 fp32, 1 bf16, 2 fp16; arithmetic and sums are fp32. Pointers are to memory of the
-// backend's device; tensors are contiguous in row-major order. `stream` is nullptr on CPU, a
-// cudaStream_t, or a sycl::queue*; launchers on a device return before the work is done. They
-// return 0, a negative code defined below, or a positive code of the backend. Sizes may be 0.
-// Results do not depend on the number of threads.
+// dtype: 0 fp32, 1 bf16, 2 fp16; arithmetic and sums are fp32. Pointers refer to memory of the
+// backend's device; tensors are contiguous in row-major order. `stream` is nullptr on a CPU, a
+// cudaStream_t, or a sycl::queue*; functions of a GPU backend return before the work is done. The
+// functions return 0, a negative code defined below, or a positive code of the backend. Sizes may
+// be 0. Results do not depend on the number of threads.
 //
-// T tokens, K experts per token (top_k), E local experts (num_experts). rows is R, or N = T*K if R
-// is not known on the host. Elements of row_* from R on are -1; outputs of such rows are zero
-// (swiglu: undefined), and so are outputs of slots without a row.
+// T tokens, K experts per token (top_k), N = T*K slots, E local experts (num_experts), R rows. The
+// argument `rows` is R, or N if R is not known on the host. Elements of row_* from R on are -1;
+// outputs of such rows are zero (swiglu: undefined), and outputs of slots without a row are zero.
 
 #pragma once
 
@@ -44,9 +44,9 @@ OPTIMUS_API int optimus_kernels_abi(void);
 // Returns the number of int32 scratch elements that optimus_route needs.
 OPTIMUS_API int64_t optimus_route_scratch(int64_t tokens, int64_t top_k, int64_t num_experts);
 
-// From chosen [T, K] computes offsets [E+1], row_token [N], row_slot [N], slot_row [T, K]. Experts
-// first_expert to first_expert + E - 1 are local; slots of other numbers get no row. Rows are
-// ordered by expert, then by slot.
+// Computes offsets [E+1], row_token [N], row_slot [N] and slot_row [T, K] from chosen [T, K].
+// Experts first_expert to first_expert + E - 1 are local; slots of other experts get no row. Rows
+// are ordered by expert, then by slot.
 OPTIMUS_API int optimus_route(const int64_t* chosen, int64_t tokens, int64_t top_k,
                               int64_t first_expert, int64_t num_experts, int32_t* offsets,
                               int32_t* row_token, int32_t* row_slot, int32_t* slot_row,
@@ -60,31 +60,32 @@ OPTIMUS_API int optimus_gather(int dtype, const void* x, const int32_t* row_toke
 OPTIMUS_API int optimus_swiglu(int dtype, const void* h, int64_t rows, int64_t inner, void* a,
                                void* stream);
 
-// da [rows, inner]: gradient of a before weights [T, K] are applied. dh [rows, 2 inner] = gradient
-// of h for w * da; a_scaled [rows, inner] = w * a; dweights fp32 [T, K], at row_slot: <da, a>. The
-// caller must zero dweights if a slot may have no row. a_scaled may be da.
+// da [rows, inner] is the gradient of the weighted activation w * a, with w from weights [T, K].
+// Computes dh [rows, 2 inner], the gradient of h if the gradient of a is w * da; a_scaled
+// [rows, inner] = w * a; and dweights fp32 [T, K], whose element row_slot[r] is <da, a> of row r.
+// The caller must zero dweights if a slot may have no row. a_scaled may be the same memory as da.
 OPTIMUS_API int optimus_swiglu_backward(int dtype, const void* h, const void* da,
                                         const void* weights, const int32_t* row_slot, int64_t rows,
                                         int64_t inner, void* dh, void* a_scaled, float* dweights,
                                         void* stream);
 
-// out [tokens, hidden] = sum over k, in order, of weights[t, k] * y[slot_row[t, k]]; weights null:
-// 1.
+// out [tokens, hidden] = sum over k, in order, of weights[t, k] * y[slot_row[t, k]]. If weights is
+// null, all weights are 1.
 OPTIMUS_API int optimus_reduce(int dtype, const void* y, const void* weights,
                                const int32_t* slot_row, int64_t tokens, int64_t top_k,
                                int64_t hidden, void* out, void* stream);
 
-// dy [rows, hidden] = weights[slot] * dout[token]; dweights fp32 [T, K], at row_slot: <dout, y>.
-// The caller must zero dweights if a slot may have no row.
+// Computes dy [rows, hidden] = weights[slot] * dout[token], and dweights fp32 [T, K], whose element
+// row_slot[r] is <dout, y> of row r. The caller must zero dweights if a slot may have no row.
 OPTIMUS_API int optimus_reduce_backward(int dtype, const void* dout, const void* y,
                                         const void* weights, const int32_t* row_slot, int64_t rows,
                                         int64_t top_k, int64_t hidden, void* dy, float* dweights,
                                         void* stream);
 
-// One update of AdamW in place: master, exp_avg, exp_avg_sq fp32 [size], grad [size] of grad_dtype;
-// param [size] of param_dtype (bf16 or fp16) receives master rounded to it, or is null with
-// param_dtype 0. `with` is in host memory and is read before the launcher returns. adamw.h defines
-// the rounding.
+// One in-place update of AdamW: master, exp_avg and exp_avg_sq are fp32 [size]; grad [size] has
+// grad_dtype. param [size] has param_dtype (bf16 or fp16) and receives the rounded master; it may
+// be null with param_dtype 0. `with` is in host memory and is read before the function returns.
+// adamw.h defines the rounding.
 OPTIMUS_API int optimus_adamw(int grad_dtype, int param_dtype, const OptimusAdamw* with,
                               int64_t size, const void* grad, float* master, float* exp_avg,
                               float* exp_avg_sq, void* param, void* stream);

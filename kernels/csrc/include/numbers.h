@@ -1,7 +1,7 @@
-// Element types and their arithmetic: fp32 arithmetic on fp32, bf16 and fp16 elements.
+// Element types fp32, bf16 and fp16, and their conversion to fp32, in which kernels compute.
 //
 // bf16 and fp16 are stored as bits, so that g++, nvcc and DPC++ compile the same source without
-// headers of a library. The functions have no branches, so that compilers vectorize them.
+// headers of a library. The functions have no branches, so that compilers can vectorize them.
 
 #pragma once
 
@@ -14,7 +14,8 @@
 #define OPTIMUS_FN inline __attribute__((always_inline))
 #endif
 
-// A CPU has one lane per row and vectorizes within it; on GPUs the lanes are the vector.
+// On a CPU one lane computes a row, and the compiler vectorizes its loop. On GPUs several lanes
+// share a row, so no vectorization is needed.
 #if defined(__CUDACC__) || defined(SYCL_LANGUAGE_VERSION) || defined(OPTIMUS_NO_SIMD)
 #define OPTIMUS_SIMD
 #define OPTIMUS_SIMD_SUM(name)

@@ -12,8 +12,8 @@ using Stream = sycl::queue*;
 constexpr int64_t kLanes = 16;
 constexpr int64_t kGroup = 256;
 
-// Sub-groups may have any size that divides kGroup. The order of a sum depends only on that size:
-// lane and lane^step are added.
+// Sub-groups may have any size that divides kGroup. Sums add lane and lane^step, so their order
+// depends only on the size of the sub-group.
 class Item {
  public:
   explicit Item(const sycl::nd_item<1>& at) : at_(at), lanes_(at.get_sub_group()) {}
@@ -48,7 +48,7 @@ class Item {
   sycl::sub_group lanes_;
 };
 
-// The class that a queue runs: a functor with raw pointers only.
+// The function object that a queue runs. It contains a functor, which has only raw pointers.
 template <class Kernel>
 struct Functor {
   Kernel kernel;

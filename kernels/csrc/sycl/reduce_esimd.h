@@ -1,8 +1,8 @@
 // The output reduction in ESIMD, for bf16: a work-item is a hardware thread that processes kBlock
 // elements at once. It is compiled only if OPTIMUS_SYCL_ESIMD is defined (launch.h).
 //
-// DPC++ 2026.2 (the kernel_compiler extension) compiles it. It has not run: ESIMD needs an Intel
-// GPU.
+// DPC++ 2026.2 (the kernel_compiler extension) compiles this file. It has not been run, because
+// ESIMD needs an Intel GPU.
 
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr int kBlock = 128;
 
 struct ReduceEsimd {
   const uint16_t* y;
-  const uint16_t* weights;  // or null: 1
+  const uint16_t* weights;  // null: all weights are 1
   const int32_t* slot_row;
   int64_t tokens, top_k, hidden;  // hidden: a multiple of kBlock
   uint16_t* out;
@@ -59,8 +59,8 @@ struct ReduceEsimd {
   }
 };
 
-// Replaces launch(Stream, groups, Reduce<T, Width>) for bf16 and sizes in whole blocks; else
-// returns false.
+// Replaces launch(Stream, groups, Reduce<T, Width>) for bf16 if rows are multiples of kBlock
+// elements; otherwise launches nothing and returns false.
 template <int Width>
 bool launch_esimd(Stream stream, int64_t groups, const Reduce<BFloat16, Width>& plain) {
   if (Width == 1 || plain.hidden % kBlock) return false;

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as values, their executor and their simulation."""
+"""Pipeline parallelism: schedules as lists of actions, their executor and their simulation."""

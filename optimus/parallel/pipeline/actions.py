@@ -1,8 +1,8 @@
-"""A pipeline schedule as a value: the actions of each rank, in order.
+"""Pipeline schedules: the ordered list of actions of each rank.
 
-Stages are numbered along the model, 0 to p*v - 1 with p pipeline ranks of v stages each; stage s is
-on rank s mod p. The executor runs these lists of actions, `simulate` times them and the tests check
-them; a schedule has no other description.
+With p pipeline ranks of v stages each, the stages have the numbers 0 to p*v - 1 in model order.
+Stage s is on rank s mod p. The executor runs these lists, `simulate` computes their times, and the
+tests check them.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """The kind of an action. An action is for one microbatch on one stage, except where noted."""
+    """Kind of an action. Except for OPT_STEP, an action is for one microbatch on one stage."""
 
     F = 0
-    """Forward."""
+    """Forward pass."""
     B = 1
-    """The whole backward."""
-    I = 2  # noqa: E741 - the field's letter
-    """The half of backward that computes the gradient of the stage's input."""
+    """Complete backward pass: gradients of the stage's input and weights."""
+    I = 2  # noqa: E741 - the letter that papers use
+    """First half of a divided backward pass: the gradient of the stage's input."""
     W = 3
-    """The half of backward that computes the gradients of weights; after I."""
+    """Second half of a divided backward pass: the gradients of the stage's weights."""
     SEND_ACTIVATION = 4
-    """Send the stage's output to stage + 1, without waiting."""
+    """Start to send the stage's output to the next stage."""
     RECV_ACTIVATION = 5
-    """Post the receive of the output of stage - 1; the forward waits for it."""
+    """Post the receive of the stage's input, which the forward pass waits for."""
     SEND_GRADIENT = 6
-    """Send the gradient of the stage's input to stage - 1, without waiting."""
+    """Start to send the gradient of the stage's input to the previous stage."""
     RECV_GRADIENT = 7
-    """Post the receive of the output's gradient from stage + 1; the backward waits for it."""
+    """Post the receive of the stage's output gradient, which the backward pass waits for."""
     REDUCE_GRAD = 8
-    """Reduce the stage's gradients over its data ranks. The action's microbatch is the last one
-    whose gradients were added."""
+    """Reduce the stage's gradients over the data-parallel ranks. The microbatch of this action is
+    the last microbatch whose gradients are included."""
     OPT_STEP = 9
-    """Update the weights of all stages of the rank; the last action of a step."""
+    """Update the weights of all stages of the rank. This is the last action of a step."""
 
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -44,7 +44,7 @@ RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list."""
+    """One action in a rank's list."""
 
     kind: Kind
     stage: int = 0
@@ -55,8 +55,10 @@ class Action(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A connection from one rank to another, for activations or for gradients. Each channel has a
-    separate communicator, in which messages complete in the order in which they were posted."""
+    """Connection from one pipeline rank to another, either for activations or for gradients.
+
+    Each channel has its own communicator, in which messages complete in the order of posting.
+    """
 
     sends: Kind
     source: int
@@ -65,44 +67,44 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of all ranks for one step, or for an evaluation."""
+    """The actions of all pipeline ranks for one training step or one evaluation."""
 
     name: str
     num_ranks: int
     """p, the number of pipeline ranks."""
     virtual_stages: int
-    """v, the number of stages of a rank."""
+    """v, the number of stages per pipeline rank."""
     num_microbatches: int
-    """m, the number of microbatches of one data rank in one step."""
+    """m, the number of microbatches per data-parallel rank and step."""
     ranks: tuple[tuple[Action, ...], ...]
-    """The actions of each pipeline rank."""
+    """The ordered actions of each pipeline rank."""
     reduce_each: bool = False
-    """Reduce a stage's gradients after each microbatch, rather than once after the last."""
+    """True: reduce gradients after each microbatch. False: only after the last microbatch."""
 
     @property
     def num_stages(self) -> int:
         return self.num_ranks * self.virtual_stages
 
     def rank_of(self, stage: int) -> int:
-        """Return the pipeline rank of a stage."""
+        """Return the pipeline rank that runs a stage."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> range:
-        """Return the stages of a pipeline rank, first to last."""
+        """Return the numbers of a pipeline rank's stages, in ascending order."""
         return range(rank, self.num_stages, self.num_ranks)
 
     def channel_of(self, action: Action) -> Channel:
-        """Return the channel of a send or receive."""
+        """Return the channel of a send or receive action."""
         return channel_of(action, self.num_ranks)
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether backward is divided into I and W."""
+        """Return whether the schedule divides backward into the actions I and W."""
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
 
 
 def channel_of(action: Action, num_ranks: int) -> Channel:
-    """Return the channel of a send or receive among `num_ranks` pipeline ranks."""
+    """Return the channel of a send or receive action, given the number of pipeline ranks."""
     stage = action.stage
     if action.kind is Kind.SEND_ACTIVATION or action.kind is Kind.RECV_ACTIVATION:
         source = stage if action.kind is Kind.SEND_ACTIVATION else stage - 1

@@ -1,4 +1,4 @@
-"""Functions that add transfers between ranks, reductions and the update to compute actions."""
+"""Functions that add transfers, gradient reductions and the optimizer step to compute actions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WEIGHT_GRADIENT = (Kind.B, Kind.W)
 
 
 class _Traffic:
-    """The receives of each channel, in the order in which the data is sent."""
+    """The receive actions of each channel, in the order of the matching sends."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], num_ranks: int, num_stages: int) -> None:
         self.queues: dict[Channel, list[Action]] = defaultdict(list)
         self.position: dict[Action, int] = {}
-        """The position of each receive in the queue of its channel."""
+        """The index of each receive action in the queue of its channel."""
         for actions in lists:
             for receive in _receives_of(actions, num_stages):
                 channel = channel_of(receive, num_ranks)
@@ -29,25 +29,28 @@ class _Traffic:
 def add_transfers(
     lists: Sequence[Sequence[Action]], num_ranks: int, virtual_stages: int
 ) -> list[list[Action]]:
-    """Return the compute actions of each rank with the sends and receives between them.
+    """Return the compute actions of each rank with sends and receives inserted.
 
-    A send follows the action whose result it sends. Receives of one channel are posted in the order
-    of their sends, since some backends match messages by order and not by tag. A receive is posted
-    one compute action before the action that uses it, so that the data travels during that compute
-    action. Neighbour stages on the same rank need no transfer.
+    A send directly follows the action that computes its data. The receives of a channel are in the
+    order of its sends, since some backends match messages by order and not by tag. Each receive is
+    posted one compute action before the action that needs the data, so that the transfer overlaps
+    with computation. Stages on the same rank need no transfer.
     """
     traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
     return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]
 
 
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
-    """Return a rank's actions with its reductions and its update. A reduction follows the last
-    action that adds to the reduced gradients."""
+    """Return a rank's actions with gradient reductions inserted and the optimizer step appended.
+
+    A reduction follows the action that completes the gradients: the stage's last B or W or, with
+    `reduce_each`, each B or W.
+    """
     last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
     ready: list[Action] = []
     for action in actions:
-        if ready and action.kind is not Kind.SEND_GRADIENT:  # send first, as another rank waits
+        if ready and action.kind is not Kind.SEND_GRADIENT:  # a send is first: another rank waits
             out.append(ready.pop())
         out.append(action)
         adds = action.kind in WEIGHT_GRADIENT
@@ -57,7 +60,7 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the sends of an action's result, as if its neighbour stages were on other ranks."""
+    """Return the sends of an action's result, assuming that neighbour stages are on other ranks."""
     if action.kind is Kind.F and action.stage < num_stages - 1:
         return [action._replace(kind=Kind.SEND_ACTIVATION)]
     if action.kind in _INPUT_GRADIENT and action.stage > 0:
@@ -66,14 +69,14 @@ def sends_of(action: Action, num_stages: int) -> list[Action]:
 
 
 def received_by(send: Action) -> Action:
-    """Return the receive that matches a send."""
+    """Return the receive action that matches a send action."""
     if send.kind is Kind.SEND_ACTIVATION:
         return send._replace(kind=Kind.RECV_ACTIVATION, stage=send.stage + 1)
     return send._replace(kind=Kind.RECV_GRADIENT, stage=send.stage - 1)
 
 
 def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the receives that an action waits for, as if its neighbour stages were on other
+    """Return the receives that an action waits for, assuming that neighbour stages are on other
     ranks."""
     if action.kind is Kind.F and action.stage > 0:
         return [action._replace(kind=Kind.RECV_ACTIVATION)]

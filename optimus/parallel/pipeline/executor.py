@@ -1,4 +1,4 @@
-"""Executor of a pipeline schedule: it runs the actions of one rank on tensors."""
+"""Executor that runs one rank's actions of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
 from optimus_kernels.product import fastest_library
 
 Microbatch = tuple[Tensor, Tensor | None]
-"""Tokens int64 [B, S] on the device, and document ids [B, S] on the host or None."""
+"""Pair of tokens (int64 [B, S] on the device) and document ids ([B, S] on the host, or None)."""
 
 FEW_TOKENS = 256
-"""Sequences with fewer tokens do not use oneDNN: it would make attention slower, up to six times if
-it has not seen their lengths before."""
+"""Minimum sequence length for oneDNN. With shorter sequences, oneDNN makes attention slower: up to
+six times for a length that it has not seen before."""
 
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
-"""`last_backward(stage, deferred)` returns a context for the stage's last B, or its last W, after
-which no gradient of the stage changes. For a W, `deferred` is the weights whose gradients the W
-computes; for a B it is None."""
+"""Type of `last_backward(stage, deferred)`, which returns a context manager. In this context, the
+executor runs the last B or W of the stage in a step, which completes the stage's gradients. For a
+W, `deferred` has the weights whose gradients the W computes. For a B, `deferred` is None."""
 
 
 class _Saved(NamedTuple):
-    """Tensors that a stage keeps for a microbatch between forward and backward."""
+    """Input and output of a stage for one microbatch, kept from forward to backward."""
 
     x: Tensor | None
     output: Output
@@ -47,11 +47,11 @@ class Executor:
     Args:
         schedule: the actions of all ranks for one step.
         stages: this rank's stages, by number.
-        channels: to and from the neighbour ranks.
-        boundary_shape: function from tokens [B, S] to the shape of the activations that a stage
-            sends to the next.
-        dtype: of activations.
-        recorder: receives an event for each action.
+        channels: communicators to and from the neighbour ranks.
+        boundary_shape: function that returns, for tokens [B, S], the shape of the activations that
+            a stage sends to the next stage.
+        dtype: the dtype of activations.
+        recorder: the recorder that receives an event for each action.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Executor:
         self._boundary_shape, self._dtype = boundary_shape, dtype
         self._last = {
             (action.kind, action.stage): action for action in schedule.ranks[channels.rank]
-        }  # the last action of each kind and stage, since it replaces earlier ones
+        }  # the last action of each kind and stage, since later values replace earlier values
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -89,11 +89,11 @@ class Executor:
             Kind.RECV_GRADIENT: self._receive,
         }
         self.loss_scale = 1.0
-        """Factor on the objective in backward (fp16)."""
+        """Loss scale for fp16: the factor by which backward multiplies the objective."""
         self.recorder = recorder
         self._before_backward: Callable[[int], None] = lambda stage: None
         self.terms: dict[tuple[int, int], Terms] = {}
-        """Terms of the current or last step, by stage and microbatch."""
+        """Loss terms of the current or most recent step, by (stage, microbatch)."""
 
     def run(
         self,
@@ -103,20 +103,20 @@ class Executor:
         before_backward: Callable[[int], None] = lambda stage: None,
         last_backward: LastBackward = lambda stage, deferred: nullcontext(),
     ) -> dict[tuple[int, int], Terms]:
-        """Run one step.
+        """Run one training step.
 
         Args:
-            microbatches: the microbatches of this data rank, in order.
-            reduce_grad: called with (stage, microbatch) for REDUCE_GRAD.
-            opt_step: called for OPT_STEP.
+            microbatches: the microbatches of this data-parallel rank, in order.
+            reduce_grad: called with (stage, microbatch) for each REDUCE_GRAD action.
+            opt_step: called for the OPT_STEP action.
             before_backward: called with the stage before each action that adds to gradients.
             last_backward: see LastBackward.
 
         Returns:
-            The terms of this rank's stages, by (stage, microbatch).
+            The loss terms of this rank's stages, by (stage, microbatch).
 
         Raises:
-            LostPeerError: a peer was lost; the message has the action at which this rank was.
+            LostPeerError: another rank was lost. The message names the current action of this rank.
         """
         assert len(microbatches) == self._schedule.num_microbatches
         self._last_backward = last_backward
@@ -129,14 +129,21 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
-        """Run only the forward passes of any number of microbatches; return the terms of this
-        rank's stages, by (stage, microbatch)."""
+        """Run the forward passes of any number of microbatches, without backward.
+
+        Returns:
+            The loss terms of this rank's stages, by (stage, microbatch).
+        """
         return self._play(self._forwards(len(microbatches)), microbatches, self._table)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, position: int) -> Tensor | None:
-        """Run only the forward pass of tokens [B, S]. Return, on the rank of the last stage, the
-        logits at `position` as `Stage.infer` does; on other ranks None."""
+        """Run the forward pass of tokens [B, S] and return the logits at `position`.
+
+        Returns:
+            On the rank of the last stage, the logits that `Stage.infer` returns. On other ranks,
+            None.
+        """
         logits: list[Tensor] = []
 
         def infer(action: Action) -> None:
@@ -180,7 +187,7 @@ class Executor:
             while self._sent:
                 self._sent.popleft().wait()
         except LostPeerError as error:
-            raise LostPeerError(f"{error}; the rank was at {action}") from error
+            raise LostPeerError(f"{error}; this rank was running {action}") from error
         assert not (self._saved or self._arrived or self._leaving or self._deferred), (
             "a tensor was not used"
         )
@@ -200,10 +207,10 @@ class Executor:
         return run_and_record
 
     def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
-        """Return a context that chooses the library for matrix products.
+        """Return a context manager that selects the library for matrix products.
 
-        oneDNN compiles a kernel for each new shape. That pays for batches, which have few shapes,
-        but not for documents, which have many lengths.
+        oneDNN compiles a kernel for each new shape. This is worthwhile for batches of equal
+        sequence lengths, but not for attention within documents, which have many lengths.
         """
         if document_ids is not None or tokens.shape[1] < FEW_TOKENS:
             return nullcontext()
@@ -223,14 +230,14 @@ class Executor:
             self._saved[key] = _Saved(x, output)
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return the output of the previous stage, the input of a forward pass; None on the first
+        """Return the input of a forward pass: the previous stage's output; None on the first
         stage."""
         if self._stages[action.stage].is_first:
             return None
         return self._take(action._replace(kind=Kind.RECV_ACTIVATION))
 
     def _backward(self, action: Action) -> None:
-        """Run B or I; an I defers the gradients of weights to the W of its microbatch."""
+        """Run an action B or I. I defers the weight gradients to the W of the same microbatch."""
         stage = self._stages[action.stage]
         saved = self._saved.pop((action.stage, action.microbatch))
         grad = None
@@ -261,8 +268,10 @@ class Executor:
         return self._last_backward(action.stage, deferred) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
-        """Keep a result for the send that follows or, if the neighbour stage is on this rank, for
-        that stage."""
+        """Store a result for the send action that follows.
+
+        If the neighbour stage is on this rank, store the result as the input of that stage instead.
+        """
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)
         if self._schedule.rank_of(neighbour) != self._rank:
@@ -272,7 +281,7 @@ class Executor:
         self._arrived[send_action._replace(kind=kind, stage=neighbour)] = tensor
 
     def _take(self, receive_action: Action) -> Tensor:
-        """Return the tensor of a receive; wait for the transfer if it is not complete."""
+        """Return the tensor of a receive action, after waiting for the end of the transfer."""
         arrived = self._arrived.pop(receive_action)
         if not isinstance(arrived, Transfer):
             return arrived

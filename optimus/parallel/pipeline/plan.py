@@ -1,6 +1,6 @@
-"""Stages and schedule of a configuration.
+"""Pipeline stages and schedule of a configuration.
 
-The module needs no torch, so that a launcher can check them too.
+This module does not need torch, so that a launcher can check the configuration too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from optimus.parallel.pipeline.schedules import make_schedule
 
 
 def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
-    """Return the layers of every stage of a run.
+    """Return the layers of each pipeline stage.
 
     Raises:
-        ConfigError: there are more stages than layers, or parallel.stage_layers does not fit.
+        ConfigError: there are more stages than layers, or parallel.stage_layers does not match the
+            number of stages and layers.
     """
     parallel, model = config.parallel, config.model
     num_stages = num_ranks * parallel.virtual_stages
@@ -36,13 +37,13 @@ def assign_layers(
 ) -> tuple[range, ...]:
     """Assign contiguous layers to stages so that the most expensive stage is as cheap as possible.
 
-    Of equally good assignments, the one with the fewest layers on early stages is returned, since
-    early stages keep more microbatches alive.
+    If several assignments are equally good, the result has the fewest layers on early stages, since
+    early stages keep activations of more microbatches.
 
     Args:
         layer_costs: the cost of each layer, in any unit.
         num_stages: the number of stages.
-        last_cost: added to the last stage (head and loss), in the same unit.
+        last_cost: the cost of head and loss on the last stage, in the same unit.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -50,9 +51,8 @@ def assign_layers(
     num_layers = len(layer_costs)
     if num_stages > num_layers:
         raise ConfigError(
-            f"parallel.pp * virtual_stages = {counted(num_stages, 'stage')}, but "
-            "model.num_layers = "
-            f"{num_layers}; a stage holds at least one layer, use at most "
+            f"parallel.pp * parallel.virtual_stages = {counted(num_stages, 'stage')}, but "
+            f"model.num_layers = {num_layers}; each stage needs at least one layer: use at most "
             f"{counted(num_layers, 'stage')}"
         )
     if num_stages == 1:  # skip the search, whose time grows with the square of num_layers
@@ -62,7 +62,7 @@ def assign_layers(
     def cost_of(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + last_cost * (stage == num_stages - 1)
 
-    # best[n]: cost of the most expensive of the later stages, if layer n is the first of them.
+    # best[n]: lowest cost of the most expensive later stage, if the later stages begin at layer n.
     infinite = float("inf")
     best = [infinite] * num_layers + [0.0]
     ends: list[list[int]] = []
@@ -85,23 +85,25 @@ def assign_layers(
 
 
 def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Return `parallel.stage_layers` as ranges of layers.
+    """Return the layers of each stage from the layer counts in `parallel.stage_layers`.
 
     Raises:
-        ConfigError: the counts do not cover every layer once.
+        ConfigError: the counts do not match the number of stages or layers, or a count is below 1.
     """
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         raise ConfigError(
-            f"parallel.stage_layers = {list(counts)} must give each of "
-            f"{counted(num_stages, 'stage')} at "
-            f"least one layer and add up to model.num_layers = {num_layers}"
+            f"parallel.stage_layers = {list(counts)}: set a count of at least 1 for each of "
+            f"{counted(num_stages, 'stage')}; the counts must add up to "
+            f"model.num_layers = {num_layers}"
         )
     return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
 
 def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
-    """Return the schedule of a configuration. With a single stage all schedules are the same, and
-    1f1b is returned."""
+    """Return the pipeline schedule of a configuration.
+
+    For a single stage the result is always 1f1b, since all schedules are then the same.
+    """
     parallel = config.parallel
     several = mesh.pp * parallel.virtual_stages > 1
     return make_schedule(

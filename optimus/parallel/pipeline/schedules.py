@@ -1,8 +1,8 @@
 """Pipeline schedules: pure functions that return the forward and backward passes of each rank.
 
-Every stage runs its backward passes (and its W) in microbatch order, since bit-identical sums of
-gradients need one order (CONTRACT.md, "Deterministic mode"). The functions of `communicate` then
-add communication, reductions and the update to the passes of any schedule.
+Every stage runs its actions B (or I, and W) in microbatch order, since bit-identical gradient sums
+need a fixed order (deterministic mode). `make_schedule` then adds transfers,
+gradient reductions and the optimizer step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.communicate import add_transfers, add_update
 
 Lists = list[list[Action]]
-"""Compute actions by pipeline rank."""
+"""The compute actions of each pipeline rank, in order."""
 
 
 def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Return all forwards, then all backwards: the simplest order, but it keeps all activations."""
+    """Return the GPipe schedule: all forward passes, then all backward passes.
+
+    Each rank keeps the activations of all microbatches.
+    """
     ranks = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * virtual_stages, num_ranks)
@@ -32,9 +35,11 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
 
 
 def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Return forwards until the first backward is possible, then one backward and one forward in
-    turn: rank r keeps at most p - r microbatches alive (PipeDream-Flush; Narayanan et al. 2021,
-    arXiv 2104.04473, figure 4)."""
+    """Return the 1F1B schedule PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
+
+    After warm-up forward passes, each rank alternates one forward and one backward pass. Rank r
+    keeps the activations of at most p - r microbatches.
+    """
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):
@@ -45,12 +50,13 @@ def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 
 
 def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Return 1F1B over v stages a rank. A round of about p microbatches passes through the first
-    stage of each rank, then through the second, and so on, which divides the bubble by v (arXiv
-    2104.04473, section 2.2).
+    """Return the interleaved 1F1B schedule with v stages per rank (arXiv 2104.04473, section 2.2).
 
-    If p does not divide m, the rounds are as equal as possible. None is smaller than p, unless
-    there are fewer than p microbatches.
+    A round of about p microbatches passes through the first stage of each rank, then through the
+    second stage of each rank, and so on. This divides the bubble by v.
+
+    If p does not divide m, the sizes of the rounds are as equal as possible. Each round has at
+    least p microbatches, or all m if m is smaller than p.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     ranks = []
@@ -65,10 +71,11 @@ def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> L
 
 
 def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Return ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B with backward in two halves, I and W.
+    """Return the zero-bubble schedule ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
-    Rank r runs W r microbatches later than I, in time that is idle in 1F1B. So every rank keeps at
-    most p microbatches alive, as the first rank does in 1F1B.
+    ZB-H1 is 1F1B with backward divided into I and W. On rank r, W follows r microbatches after I
+    and fills time that is idle in 1F1B. Every rank keeps the activations of at most p microbatches,
+    like the first rank in 1F1B.
     """
     assert virtual_stages == 1
     ranks = []
@@ -91,7 +98,7 @@ GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
 }
-"""Schedules by the names that `parallel.schedule` takes."""
+"""Functions that generate the schedules, by the names in `parallel.schedule`."""
 _ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 
@@ -102,24 +109,25 @@ def make_schedule(
     num_microbatches: int,
     reduce_each: bool = False,
 ) -> Schedule:
-    """Return the schedule of one step, with communication, reductions and the update.
+    """Return the schedule of one step, with transfers, gradient reductions and optimizer step.
 
     Args:
         name: a key of GENERATORS.
         num_ranks: p, the number of pipeline ranks.
-        virtual_stages: v, the number of stages of a rank.
-        num_microbatches: m, the number of microbatches of one data rank.
+        virtual_stages: v, the number of stages per rank.
+        num_microbatches: m, the number of microbatches per data-parallel rank.
         reduce_each: reduce a stage's gradients after each microbatch (as deterministic mode needs),
-            rather than once after the last.
+            rather than once after the last microbatch.
 
     Raises:
-        ConfigError: the schedule has one stage a rank, and `virtual_stages` is larger.
+        ConfigError: `virtual_stages` is above 1, but the schedule supports only one stage per rank.
     """
     assert num_ranks >= 1 and num_microbatches >= 1
     if name in _ONE_STAGE_ONLY and virtual_stages > 1:
         raise ConfigError(
-            f"parallel.virtual_stages = {virtual_stages}: schedule {name!r} holds one stage a "
-            "rank; use parallel.schedule = 'interleaved' (or 'gpipe'), or virtual_stages = 1"
+            f"parallel.virtual_stages = {virtual_stages}: schedule {name!r} supports only one "
+            "stage per rank; use parallel.schedule = 'interleaved' (or 'gpipe'), or "
+            "parallel.virtual_stages = 1"
         )
     lists = GENERATORS[name](num_ranks, virtual_stages, num_microbatches)
     complete = add_transfers(lists, num_ranks, virtual_stages)
@@ -128,8 +136,11 @@ def make_schedule(
 
 
 def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
-    """Return a schedule of forwards only, for an evaluation. They run in rounds of about p
-    microbatches, as in `interleaved`, so that every rank computes while results travel."""
+    """Return a schedule of forward passes only, for an evaluation.
+
+    The passes run in rounds of about p microbatches, as in `interleaved`, so that transfers overlap
+    with computation.
+    """
     rounds = _rounds(num_microbatches, num_ranks)
     lists = [
         [
@@ -145,8 +156,8 @@ def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Return `warm_up` forwards, then one forward and one backward in turn, then the remaining
-    backwards."""
+    """Return `warm_up` forward passes, then alternating forward and backward passes, then the
+    remaining backward passes."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     steady = list(chain.from_iterable(pairs))

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: the start and end of each action, given the costs of actions."""
+"""Simulation of a schedule: the start and end times of all actions, computed from their costs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from optimus.parallel.pipeline.actions import COMPUTE, SENDS, Action, Kind, Sche
 from optimus.parallel.pipeline.communicate import needs_of, received_by, sends_of
 
 Cost = Callable[[Action], float]
-"""Function that returns the seconds (or any unit) that an action takes; for a send, the time until
-its data has arrived."""
+"""Function that returns the duration of an action, in seconds or any other unit. For a send, the
+duration ends when the data arrives."""
 
 
 class Span(NamedTuple):
-    """One action in the timeline of its rank."""
+    """Start and end times of one action."""
 
     action: Action
     start: float
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute, reduction and update actions of all ranks with their times."""
+    """Start and end times of the compute, reduction and optimizer actions of all ranks."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -33,29 +33,29 @@ class Timeline:
         return max(spans[-1].end for spans in self.ranks)
 
     def busy(self, rank: int) -> float:
-        """Return the total time in which a rank computes."""
+        """Return the total duration of a rank's compute actions."""
         return sum(s.end - s.start for s in self.ranks[rank] if s.action.kind in COMPUTE)
 
     @property
     def bubble_ratio(self) -> float:
         """Return the idle time of all ranks divided by their compute time.
 
-        For 1F1B with equal stages this is (p-1)/(m*v), with p ranks of v stages each and m
-        microbatches.
+        For (interleaved) 1F1B with equal stages, the ratio is (p-1)/(m*v), with p ranks of v stages
+        each and m microbatches.
         """
         busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
         return self.end / busy - 1 if busy else 0.0
 
 
 def unit_costs(virtual_stages: int = 1) -> Cost:
-    """Return costs with which the forward of a stage takes 1/v, its backward twice as long, each
-    half of its backward as long as its forward, and all other actions no time."""
+    """Return a cost function for v virtual stages: F, I and W take 1/v each, B takes 2/v, and all
+    other actions take no time."""
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
     return lambda action: costs.get(action.kind, 0.0) / virtual_stages
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """Return the times of a schedule's actions. Data travels while ranks compute.
+    """Return the times of a schedule's actions. Transfers overlap with computation.
 
     The schedule must be free of deadlocks.
     """

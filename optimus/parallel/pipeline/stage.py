@@ -1,5 +1,5 @@
-"""One pipeline stage: some of the model's blocks; the first stage has the embedding, the last the
-loss.
+"""Pipeline stage: some of the model's blocks. The first stage also has the embedding, and the last
+stage also has the output head and the loss.
 
 Dims: B batch, S sequence, D hidden, E experts.
 """
@@ -18,43 +18,44 @@ from optimus.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Objective:
-    """Coefficients of the terms of a microbatch in the objective (CONTRACT.md, "Ranks")."""
+    """Coefficients of the loss terms in a microbatch's objective."""
 
     num_targets: int
     """The number of targets of the global batch."""
     num_microbatches: int
-    """The number of microbatches of the global batch, over all data ranks (k * w)."""
+    """The number of microbatches of the global batch, over all data-parallel ranks."""
     num_layers: int
-    """The number of layers with experts in the whole model."""
+    """The number of MoE layers in the whole model."""
     aux_coef: float
     z_coef: float
 
 
 class Terms(NamedTuple):
-    """Terms that a stage adds to the losses of one microbatch, detached from autograd."""
+    """A stage's loss terms for one microbatch, detached from autograd."""
 
     ce_sum: Tensor | None
-    """fp32 scalar in nats on the last stage, None on others."""
+    """Sum of the cross-entropy of all targets in nats, fp32 scalar; None except on the last
+    stage."""
     aux: Tensor
-    """fp32 [MoE layers of the stage]: load-balancing losses."""
+    """Load-balancing losses, fp32 [MoE layers of the stage]."""
     z: Tensor
-    """fp32 [MoE layers of the stage]: router z-losses."""
+    """Router z-losses, fp32 [MoE layers of the stage]."""
     counts: list[Tensor]
-    """int64 [E] for each MoE layer of the stage: rows sent to each expert."""
+    """Number of tokens routed to each expert, int64 [E], for each MoE layer of the stage."""
 
 
 class Output(NamedTuple):
-    """Result of a forward pass: the input of the next stage, and the stage's objective."""
+    """Result of a stage's forward pass."""
 
     x: Tensor | None
-    """[B, S, D]; None on the last stage."""
+    """Input of the next stage, [B, S, D]; None on the last stage."""
     objective: Tensor | None
-    """Scalar; None if this stage adds nothing to the objective."""
+    """Scalar that this stage adds to the training objective; None if there is no such term."""
     terms: Terms
 
 
 class Stage:
-    """One stage of the pipeline: some blocks of this rank's model."""
+    """One stage of the pipeline: a range of blocks of this rank's model."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Stage:
     def forward(
         self, x: Tensor | None, tokens: Tensor, document_ids: Tensor | None = None
     ) -> Output:
-        """Run the stage for one microbatch.
+        """Run the stage's forward pass for one microbatch.
 
         Args:
             x: [B, S, D], the output of the previous stage; None on the first stage.
@@ -95,8 +96,12 @@ class Stage:
         return Output(x, objective, Terms(ce_sum, aux.detach(), z.detach(), counts))
 
     def infer(self, x: Tensor | None, tokens: Tensor, position: int) -> Tensor:
-        """Run the stage without losses. Return the next stage's input [B, S, D] or, on the last
-        stage, the logits [B, V] at `position`, where V is this rank's share of the vocabulary."""
+        """Run the stage's forward pass without losses.
+
+        Returns:
+            On the last stage, the logits [B, V] at `position`, where V is this rank's share of the
+            vocabulary. On other stages, the next stage's input [B, S, D].
+        """
         x, _ = self._run_blocks(x, tokens, None)
         return self.model.logits_at(x, position) if self.is_last else x
 
@@ -110,14 +115,15 @@ class Stage:
 
 
 def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:
-    """Add to the gradients of a stage's parameters and of its input.
+    """Run a stage's backward pass, which adds to the gradients of its parameters and its input.
 
     Does nothing for a first stage whose parameters are all frozen.
 
     Args:
         output: the result of the stage's forward pass.
-        grad: gradient of output.x from the next stage, with the loss scale; None on the last stage.
-        loss_scale: factor on the stage's objective.
+        grad: gradient of output.x from the next stage, already multiplied by the loss scale; None
+            on the last stage.
+        loss_scale: factor by which the stage's objective is multiplied.
     """
     objective, scale = output.objective, None
     if objective is not None and loss_scale != 1.0:

@@ -1,5 +1,5 @@
-"""The executor with a stage of one number: profiler ranges, recorded actions, and the library of
-products."""
+"""Tests of the executor on a stage with a single scalar parameter: profiler ranges, recorded
+actions, and the library for matrix products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optimus_kernels import product
 
 
 class OneNumber:
-    """A stage that multiplies its tokens by a weight."""
+    """Stage that multiplies its tokens by a scalar weight, its only parameter."""
 
     is_first = is_last = True
 
@@ -79,8 +79,11 @@ def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")
 @pytest.mark.parametrize("where", ["long", "short", "documents"])
 def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
-    """Forward and backward use oneDNN for long sequences. With document masks attention would have
-    many shapes, and for short sequences the default library is faster."""
+    """Forward and backward use oneDNN only for long sequences without document ids.
+
+    Documents give attention many different shapes, each of which oneDNN would have to compile. For
+    short sequences, the default library is faster.
+    """
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision
 

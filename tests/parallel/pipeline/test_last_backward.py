@@ -1,4 +1,4 @@
-"""The context of the last backward of each stage."""
+"""Test that the executor enters the context `last_backward` for the last backward of each stage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from tests.helpers.updates import make_shard, numbered
 
 
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
-    """Return the actions that a pipeline rank runs within `last_backward`, and for each action
-    whether it receives deferred gradients, and whether they include those of all linear layers of
-    the rank."""
+    """Run a step and return the actions that this pipeline rank runs within `last_backward`.
+
+    Returns:
+        For each action: its kind, stage and microbatch; whether `deferred` was not None; and
+        whether `deferred` included the weights of all linear layers of the rank.
+    """
     trace = ActionTrace()
     shard, entered = make_shard(tree, recorder=trace).shard, []
 

@@ -33,7 +33,7 @@ def test_the_head_replaces_a_layer_of_the_last_stage():
 
 
 def test_many_layers_of_a_single_stage_are_not_searched():
-    """A search over 2^20 layers would take days."""
+    """A single stage needs no search, which would take days for 2^20 layers."""
     assert assign_layers([1.0] * (1 << 20), 1) == (range(1 << 20),)
 
 
@@ -50,8 +50,8 @@ def test_stage_layers_set_the_layers_of_stages():
 
 
 def test_stages_of_a_configuration_include_the_cost_of_its_head():
-    """With a vocabulary of 1280 the head has 1280 * 32 multiply-adds per token, as much as 3.3 of
-    these layers."""
+    """With a vocabulary of 1280, the head has 1280 * 32 multiply-adds per token, as many as 3.3
+    layers of this model. The last of two stages then gets 4 of 12 layers instead of 6."""
     for vocab_size, expected in ((1280, [8, 4]), (320, [6, 6])):
         of = {"model__num_layers": 12, "model__vocab_size": vocab_size}
         layers = plan_stages(make_config(tiny_tree("d", "r", **DENSE | of)), 2)

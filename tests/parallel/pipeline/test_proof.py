@@ -1,8 +1,8 @@
-"""The proof of schedules, compared with a player of schedules that shares no code with it.
+"""Tests of the schedule proof (`validate`) against an independent player of schedules.
 
-Sizes are random, ranks advance in random order, and lists are damaged at random. A schedule that
-the proof accepts must play to its end. The proof must accept all generated schedules, and their
-simulated time must equal the time that this file computes independently."""
+The player shares no code with the proof. Sizes, the order in which ranks advance, and changes to
+schedules are random. The player must complete each schedule that the proof accepts. The proof must
+accept all generated schedules, and `simulate` must return the same time for them as `makespan`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F, B, HALF, W, SEND_A, RECV_A, SEND_G, RECV_G, REDUCE, STEP = Kind
 
 
 class CannotPlayError(Exception):
-    """The schedule does not train."""
+    """A schedule deadlocks, or its actions are incomplete or in a wrong order."""
 
 
 def must(condition: bool, problem: object) -> None:
@@ -30,19 +30,21 @@ def must(condition: bool, problem: object) -> None:
 
 
 class Player:
-    """Player of the actions of all ranks. As in a communicator, the n-th send from one rank to
-    another, of activations or of gradients, meets the n-th receive there, whatever stage and
-    microbatch each is for."""
+    """Player of a schedule: runs the actions of all ranks, which advance in random order.
+
+    The n-th send of a channel matches the channel's n-th receive, as in a communicator. It is an
+    error if their stages or microbatches differ.
+    """
 
     def __init__(self, schedule: Schedule, chance: random.Random) -> None:
         self.of, self.p, self.m = schedule, schedule.num_ranks, schedule.num_microbatches
         self.last = schedule.num_stages - 1
         self.chance = chance
         self.done: dict[tuple[Kind, int], list[int]] = {}
-        """The microbatches whose actions were played, by kind and stage of the action, in order."""
+        """The microbatches of the actions played so far, in order, by (kind, stage)."""
         self.lines: dict[tuple, tuple[list, list]] = {}
-        """The sends and the receives played, by direction and ranks; each is recorded as its
-        microbatch and the lower of its two stages."""
+        """The sends and the receives played so far, by channel: (is forward, rank of the lower
+        stage, rank of the upper stage). Each is recorded as (microbatch, lower stage)."""
 
     def play(self) -> None:
         counts = [0] * self.p
@@ -65,7 +67,7 @@ class Player:
         return self.done.setdefault((kind, stage), [])
 
     def _line(self, action: Action) -> tuple[list, list]:
-        """Return the sends and receives between an action's stage and its neighbour."""
+        """Return the recorded sends and receives of the channel of a send or receive action."""
         forward = action.kind in (SEND_A, RECV_A)
         low = action.stage - (action.kind in (RECV_A, SEND_G))
         must(0 <= low < self.last, action)
@@ -109,7 +111,7 @@ class Player:
 
 
 def spoil(schedule: Schedule, chance: random.Random) -> Schedule:
-    """Return the schedule with one action moved, removed, doubled or changed."""
+    """Return a copy of the schedule with a random action moved, removed, duplicated or changed."""
     lists = [list(actions) for actions in schedule.ranks]
     actions = chance.choice(lists)
     at, to = chance.randrange(len(actions)), chance.randrange(len(actions))
@@ -150,9 +152,9 @@ def test_schedules_that_the_proof_accepts_play_to_their_end(name):
 def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire: float) -> float:
     """Return the time at which the last rank finishes: the longest path through the dependencies.
 
-    A compute action waits for the previous one of its rank and for the action of the neighbour
-    stage whose result it needs; from another rank this result arrives `wire` later. Other actions
-    take no time.
+    A compute action waits for the previous compute action of its rank and for the action of the
+    neighbour stage whose result it needs. A result from another rank arrives with a delay of
+    `wire`. Other actions take no time.
     """
     last = schedule.num_stages - 1
     computing = [[a for a in rank if a.kind in (F, B, HALF, W)] for rank in schedule.ranks]

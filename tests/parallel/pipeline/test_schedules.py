@@ -1,5 +1,5 @@
-"""Schedules: proven for all small sizes, timed against the closed formulas, and damaged on purpose
-to check the proof."""
+"""Tests of pipeline schedules: the proof (`validate`) accepts all small schedules and refuses
+damaged schedules, and simulated times equal closed formulas."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_an_evaluation_has_only_forwards():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_travels_while_the_action_before_its_use_is_computed(name):
-    """Each receive is posted before the compute action that precedes the one that uses the data."""
+    """Each receive is posted at least one compute action before the action that needs the data."""
     for stages in stages_of(name):
         for actions in make_schedule(name, 4, stages, 8).ranks:
             computed, posted_at = 0, {}
             for action in actions:
                 if action.kind in COMPUTE:
                     for need in needs_of(action, 4 * stages):
-                        posted = posted_at.get(need, -1)  # -1: the data is of a stage on this rank
+                        posted = posted_at.get(need, -1)  # -1: data of a stage on the same rank
                         assert computed == 0 or posted < computed, f"{need} posted at its use"
                     computed += 1
                 posted_at[action] = computed
@@ -76,8 +76,8 @@ def test_the_cost_of_a_schedule_grows_with_its_length():
         make_schedule("1f1b", 2, 1, microbatches)
         return time.process_time() - start
 
-    # There are eight times as many actions. If each receive were searched for in a queue, they
-    # would take 64 times as long.
+    # The longer schedule has eight times as many actions. A linear search for each receive in its
+    # queue would take 64 times as long.
     assert min(time_of(8000) for _ in range(3)) < 24 * min(time_of(1000) for _ in range(5))
 
 
@@ -124,7 +124,7 @@ def test_a_schedule_without_virtual_stages_refuses_them():
 
 
 def broken(schedule: Schedule, rank: int, change) -> Schedule:
-    """Return the schedule with `change` applied to the actions of a rank."""
+    """Return a copy of the schedule in which `change` has modified the actions of `rank`."""
     actions = list(schedule.ranks[rank])
     change(actions)
     lists = list(schedule.ranks)
@@ -148,7 +148,7 @@ def put(old: Action, new: Action):
 
 
 def move_after(action: Action, other: Action):
-    """Return a change that moves an action to the position after another."""
+    """Return a change for `broken` that moves `action` to the position after `other`."""
 
     def change(actions: list[Action]) -> None:
         actions.remove(action)
@@ -237,8 +237,8 @@ def test_stages_of_a_rank_send_nothing_to_each_other():
 
 
 def test_a_list_that_needs_tags_is_refused():
-    """The second rank posts the receive of microbatch 1 first. That would work if messages had
-    tags; in a channel that keeps the order of messages it never ends."""
+    """The second rank receives microbatch 1 before microbatch 0, but the first rank sends 0 first.
+    This works only if a backend matches messages by tag and not by order."""
 
     def other_order(actions: list[Action]) -> None:
         for kind in (Kind.RECV_ACTIVATION, Kind.F):
@@ -253,9 +253,9 @@ def test_a_list_that_needs_tags_is_refused():
     ("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
 )
 def test_activations_and_gradients_need_a_communicator_each(name, stages):
-    """In a single communicator messages complete in the order in which they were posted. One rank
-    posts the receive of a gradient before the send of an activation, and the other posts the
-    receive of that activation before the send of that gradient."""
+    """A single communicator for activations and gradients deadlocks, since its messages complete in
+    the order of posting. One rank posts the receive of a gradient before the send of an activation.
+    The other rank posts the receive of the activation before the send of the gradient."""
     schedule = make_schedule(name, 2, stages, 4)
     validate(schedule)
     with pytest.raises(AssertionError, match="deadlock: rank 0 at"):
@@ -264,16 +264,16 @@ def test_activations_and_gradients_need_a_communicator_each(name, stages):
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])
 def test_a_ring_of_stages_needs_a_communicator_for_each_pair_of_neighbours(name):
-    """Ranks with several stages send activations around a ring. If all of them used one
-    communicator, the send of each rank would wait for that of the next rank, around the ring."""
+    """Ranks with several stages send activations around a ring of ranks. If all ranks shared a
+    communicator, the send of each rank would wait for the send of the next rank: a deadlock."""
     schedule = make_schedule(name, 3, 2, 6)
     with pytest.raises(AssertionError, match="deadlock"):
         validate(schedule, communicator=lambda action: schedule.channel_of(action).sends)
 
 
 def test_a_deadlock_is_detected():
-    """The first rank waits for the gradient of microbatch 0 before it sends microbatch 1; the
-    second waits for microbatch 1 before it sends that gradient."""
+    """The first rank waits for the gradient of microbatch 0 before it sends the activations of
+    microbatch 1. The second rank waits for these activations before it sends the gradient."""
 
     def early_backward(actions: list[Action]) -> None:
         backward = actions.pop(actions.index(Action(Kind.B, 0, 0)))

@@ -1,5 +1,5 @@
-"""Experts under zb-h1: the W actions compute their deferred weight gradients, with the bits of
-1f1b."""
+"""Test of experts under zb-h1: W actions compute the deferred weight gradients of experts, which
+are bit-identical to the gradients under 1f1b."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Seen(NamedTuple):
     weights: dict[str, torch.Tensor]
     products: dict[Kind, int]
     """Number of times that an expert's two weight gradients were computed, by the kind of the
-    action."""
+    action that computed them."""
     alive: int
-    """The largest number of layers with deferred work at any time."""
+    """Largest number of deferred computations at any time, one for each layer and microbatch."""
     most_alive: int
-    """Largest number of microbatches with activations on this rank, as the proof computes it."""
+    """Largest number of microbatches with activations on this rank, as `validate` computes it."""
     most_waiting: int
-    """Largest number of microbatches between their I and W actions."""
+    """Largest number of microbatches that have run I but not W, at any time."""
 
 
 def watch_updates(schedule: str) -> Seen:
-    """Run two updates on this rank and return the observations."""
+    """Run two optimizer steps with `schedule` on this rank and return results and counts."""
     layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
     tree = tiny_tree("d", "r", **layout, **batch, train__dtype="bf16")
@@ -63,8 +63,12 @@ def watch_updates(schedule: str) -> Seen:
 
 
 def _watch(times: list[int], alive: list[int]) -> None:
-    """Append to `times` when an expert's weight gradients are computed, and to `alive` the number
-    of layers with deferred work. Nothing is restored, because the process ends with the test."""
+    """Patch the expert kernels to record the computations of weight gradients.
+
+    Each computation for an expert appends its time to `times`. Each new deferred computation
+    appends the current number of deferred computations to `alive`. The patches remain, because the
+    process ends with the test.
+    """
     take, works = experts_loop._Targets.take, weakref.WeakSet()
     # The attribute `experts` of the package is the function, not the module.
     experts_op = importlib.import_module("optimus_kernels.experts")

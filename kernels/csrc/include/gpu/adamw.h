@@ -1,5 +1,5 @@
-// AdamW on a GPU: one pass over a chunk; each lane updates one element or a pack of elements at a
-// time.
+// AdamW on a GPU, in one pass over a chunk. Each lane updates one element or one pack of elements
+// at a time.
 
 #pragma once
 

@@ -1,13 +1,15 @@
 // The GPU kernels: functors that both CUDA and SYCL launch, with the bodies of ../bodies.h.
 //
-// `Item` is the position at which a functor runs. Sub-group (a warp on CUDA, 16 or 32 lanes on
-// Intel GPUs; any size up to the work-group's): lane(), lanes(), sum(x), scan(x) (sum of the lanes
-// up to this one). Grid: team(), teams(), the number of this sub-group and their count; item(),
-// items() for work-items. Work-group: team_in_group(), teams_in_group(), and barrier(), which also
-// orders memory.
+// `Item` is the position of the work-item that runs a functor.
+// - In its sub-group (a warp on CUDA, 16 or 32 lanes on Intel GPUs; any size up to the
+//   work-group's): lane(), lanes(), sum(x), and scan(x), the sum of x over the lanes up to this
+//   lane.
+// - In the grid: team() and teams(), the index of this sub-group and the number of sub-groups;
+//   item() and items(), the index of this work-item and the number of work-items.
+// - In its work-group: team_in_group(), teams_in_group(), and barrier(), which also orders memory.
 //
-// Loops step by the size of the grid, so every grid gives the same bits: results depend only on
-// lanes(). No functor needs local memory or atomics.
+// Loops step by the size of the grid, so results are bitwise independent of the grid and depend
+// only on lanes(). No functor needs local memory or atomics.
 
 #pragma once
 
@@ -21,7 +23,7 @@
 
 namespace optimus {
 
-// The lanes of `parts` sub-groups that share a row, for bodies without sums.
+// The lanes of `parts` sub-groups that share a row. Only for bodies without sums over lanes.
 struct SpreadLanes {
   int64_t first, all;
   template <class Item>
@@ -84,7 +86,7 @@ struct Reduce {
   }
 };
 
-// Outputs of rows without a slot (from R on) are zero.
+// Sets the outputs of rows without a slot (from R on) to zero.
 template <class T, int Width>
 struct SwigluBackward {
   const T* h;

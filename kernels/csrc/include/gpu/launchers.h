@@ -1,10 +1,11 @@
-// The launchers of ../interface.h for a GPU. A backend first includes its launch.h, which defines
+// The functions of ../interface.h for GPUs. Before a backend includes this file, it must define
 //
 //   using Stream;                                        type of `void* stream`
 //   constexpr int64_t kLanes;                            smallest number of lanes of a sub-group
-//   int launch(Stream, int64_t groups, const Kernel&);   kGroup items per group; returns 0 or an error
+//   constexpr int64_t kGroup;                            number of work-items in a work-group
+//   int launch(Stream, int64_t groups, const Kernel&);   returns 0 or an error
 //
-// Launches on a stream run in order.
+// Launches on a stream must run in order.
 
 #pragma once
 
@@ -23,14 +24,14 @@ inline int64_t at_least_one_group(int64_t groups) {
   return groups < 1 ? 1 : groups > kMaxGroups ? kMaxGroups : groups;
 }
 
-// Number of work-groups for `items` work-items, or for `teams` sub-groups.
+// Returns the number of work-groups for `items` work-items or for `teams` sub-groups.
 inline int64_t groups_of_items(int64_t items) {
   return at_least_one_group((items + kGroup - 1) / kGroup);
 }
 inline int64_t groups_of_teams(int64_t teams) { return groups_of_items(teams * kLanes); }
 
-// Number of sub-groups that share a row: each lane processes at least two packs if the row is long
-// enough.
+// Returns the number of sub-groups that share a row, so that each lane processes at least two packs
+// if the row is long enough.
 inline int64_t parts_of(int64_t size, int64_t width) {
   const int64_t parts = size / (2 * width * kLanes);
   return parts < 1 ? 1 : parts;
@@ -55,8 +56,8 @@ struct WidthTag {
   static constexpr int value = Width;
 };
 
-// Calls body(WidthTag) with the width of 16-byte loads if rows of `size` elements and all addresses
-// are multiples of 16 bytes, else with width 1.
+// Calls body(WidthTag) with the number of elements in 16 bytes if rows of `size` elements and all
+// addresses are multiples of 16 bytes, otherwise with width 1.
 template <class T, class Body>
 int with_width(int64_t size, std::initializer_list<const void*> pointers, const Body& body) {
   bool wide = size % kWide<T> == 0;

@@ -1,10 +1,11 @@
 // Routing on a GPU: a stable counting sort of the slots by expert, in pieces of kPiece slots.
 //
-// One work-item counts the slots of one expert in one piece and assigns their rows. All items of a
-// piece read the same slots, which the hardware broadcasts, and each item has its own counter: the
-// order of slots is kept without atomics, and any grid gives the same bits.
+// One work-item counts the slots of one expert in one piece and assigns their rows. All work-items
+// of a piece read the same slots, which the hardware broadcasts. Each work-item has its own
+// counter, so the order of slots is kept without atomics, and the result does not depend on the
+// grid.
 //
-// counts [E, pieces], in the scratch of optimus_route.
+// counts [E, pieces] is stored in the scratch memory of optimus_route.
 
 #pragma once
 
@@ -36,14 +37,15 @@ struct RouteCount {
   }
 };
 
-// Runs in one work-group. Replaces counts[e, piece] by the number of slots of e in earlier pieces,
-// and sets offsets.
+// Replaces counts[e, piece] by the number of slots of expert e in earlier pieces, and sets offsets.
+// Runs in one work-group.
 struct RouteScan {
   int64_t slots, num_experts;
   int32_t* counts;
   int32_t* offsets;
 
-  // Replaces line[i] by the sum of line[0] to line[i - 1 + inclusive]; returns the sum of all.
+  // Replaces line[i] by the sum of line[0] to line[i] if `inclusive`, otherwise to line[i - 1].
+  // Returns the sum of all elements.
   template <class Item>
   OPTIMUS_KERNEL static int32_t scan(const Item& item, int64_t size, bool inclusive,
                                      int32_t* line) {
