@@ -5,13 +5,14 @@
 
 Each round runs `optimus bench step` in both checkouts, in alternating order. For CPU time and for
 wall-clock time, the script prints the time in this checkout divided by the time in the other one:
-median, minimum and maximum over the rounds.
+median over the rounds, with the 95 % interval of the median (bootstrap, 10,000 samples).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -28,12 +29,21 @@ def bench(checkout: Path, config: Path, steps: int, overrides: list[str]) -> dic
     return json.loads(done.stdout)
 
 
+def interval(ratios: list[float], samples: int = 10_000) -> tuple[float, float]:
+    """Return the 95 % interval of the median, by bootstrap with a fixed seed."""
+    chance = random.Random(0)
+    medians = sorted(
+        statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(samples)
+    )
+    return medians[samples // 40], medians[-samples // 40]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--config", type=Path, default=HERE / "configs/run/demo.toml")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     ratios: dict[str, list[float]] = {"cpu": [], "wall": []}
@@ -46,9 +56,10 @@ def main() -> None:
             new, old = (results[checkout][f"ours_{clock}_s"] for checkout in both)
             values.append(new / old)
     for clock, values in ratios.items():
+        low, high = interval(values)
         print(
             f"{clock} time, this / other checkout: {statistics.median(values):.3f} "
-            f"({min(values):.3f} to {max(values):.3f} over {args.rounds} rounds)"
+            f"[{low:.3f}, {high:.3f}], {args.rounds} rounds"
         )
 
 
