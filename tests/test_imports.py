@@ -1,9 +1,11 @@
-"""Tests of imports: packages import only the packages that the table allows, imports have no cycle,
-and `import optimus` and the commands import no heavy library."""
+"""Tests of imports: packages import only the packages that the table ALLOWED lists, imports have no
+cycle, and `import optimus` and the commands import no heavy library."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -254,8 +256,9 @@ def test_requirements_are_pinned():
 
 
 def test_pins_except_torch_have_hashes():
-    """On Linux x86-64, scripts/setup.sh installs the packages of constraints-hashes.txt, which
-    scripts/lock.sh writes."""
+    """constraints-hashes.txt must have a hash for each pinned package except torch and Intel's
+    packages. scripts/lock.sh writes this file, and scripts/setup.sh installs its packages on Linux
+    x86-64."""
     lines = (ROOT / "constraints-hashes.txt").read_text().splitlines()[1:]
     matches = [
         re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines
@@ -265,3 +268,13 @@ def test_pins_except_torch_have_hashes():
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     expected = {pin.lower() for pin in pins if not no_hash.match(pin)}
     assert {match[1].lower() for match in matches} == expected
+
+
+def test_an_installation_adds_no_relative_entry_to_the_path(tmp_path):
+    """An editable install with namespace packages appends a relative entry to `sys.path`. A module
+    in the working directory could then be imported."""
+    code = "import os, sys; print([entry for entry in sys.path if not os.path.isabs(entry)])"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr

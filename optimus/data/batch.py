@@ -1,4 +1,4 @@
-"""Division of the global batch into the microbatches of each data rank."""
+"""Split of the global batch into the microbatches of each data rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from optimus.config.sections import TrainConfig
 from optimus.errors import ConfigError, counted
+
+MAX_MICROBATCHES = 1 << 16
+"""Largest number of microbatches per rank in an update. The schedule lists each of them."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
         num_data_ranks: Number of ranks that read different data, dp * ep.
 
     Raises:
-        ConfigError: `train.seq_len` is 0, or `train.global_batch_tokens` is not a multiple of the
-            tokens of one microbatch on each data rank. The message has the nearest multiple.
+        ConfigError: `train.seq_len` is 0, or `train.global_batch_tokens` is not a multiple of
+            num_data_ranks * microbatch_size * seq_len. In the second case, the message has the
+            nearest multiple.
     """
     if not train.seq_len:
         raise ConfigError("train.seq_len is missing; set it to the data set's context, in tokens")
@@ -64,6 +68,10 @@ def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
             f"{counted(train.microbatch_size, 'sequence')} x "
             f"{train.seq_len} tokens); the nearest multiple is {nearest}"
         )
-    return BatchPlan(
-        train.microbatch_size, train.seq_len, batch_tokens // tokens_per_round, num_data_ranks
-    )
+    microbatches = batch_tokens // tokens_per_round
+    if microbatches > MAX_MICROBATCHES:
+        raise ConfigError(
+            f"train.global_batch_tokens = {batch_tokens} is {microbatches:,} microbatches a rank; "
+            f"at most {MAX_MICROBATCHES:,} are supported: use larger microbatches or more ranks"
+        )
+    return BatchPlan(train.microbatch_size, train.seq_len, microbatches, num_data_ranks)
