@@ -25,7 +25,7 @@ from optimus.errors import (
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that SIGPIPE ended
 _STALL_S = 5.0
-"""Seconds that a write waits while the reader of standard error does not read."""
+"""Maximum seconds that a write to standard error waits for a reader that does not read."""
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
 """Commands that import torch. On a terminal they first print that they are starting."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """Run the command in `sys.argv` and end this process with the command's exit status. If
-    `_leaves_at_once` returns True, use os._exit, which skips the interpreter's shutdown."""
+    """Run the command in `sys.argv` and end this process with the command's exit status. Skip
+    the interpreter's shutdown (by os._exit) if it could hang or abort; see `leaves_at_once` in
+    optimus.distributed.world."""
     _open_standard_streams()
     from optimus.launch.environment import read_rank
     from optimus.observe.log import set_up_logging
@@ -96,7 +97,7 @@ def process() -> NoReturn:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether the reader of standard output has closed the pipe, as `head` does."""
+    """Return True if the reader of standard output, such as `head`, has closed the pipe."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -106,9 +107,9 @@ class _Stderr:
     """Standard error that neither raises nor blocks, so that lost output cannot end a command.
 
     Text that cannot be written is dropped, for instance if the reader has exited, the terminal is
-    closed or the disk is full. If the reader stops reading, one write waits _STALL_S seconds.
-    Later lines are dropped and counted until the reader reads again: if a rank waited longer, the
-    other ranks would report it as lost.
+    closed or the disk is full. If the reader no longer reads, the first write waits for at most
+    _STALL_S seconds. Then lines are dropped and counted until the reader reads again. A rank that
+    waited longer would be reported as lost by the other ranks.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -158,7 +159,7 @@ class _Stderr:
 def _open_standard_streams() -> None:
     """Open each closed standard stream on os.devnull, and wrap standard error in `_Stderr`.
 
-    If a stream stayed closed, a file of the run would get its descriptor and receive the output.
+    A file of the run that got a closed stream's descriptor would receive the stream's output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -191,8 +192,8 @@ def _leaves_at_once() -> bool:
 
 
 def _without_output_errors() -> contextlib.suppress:
-    """Return a context manager that ignores errors of a write to a closed stream. Such errors
-    must not change the process's exit status."""
+    """Return a context manager that ignores the errors of writing to a closed stream. They
+    must not change the exit status of the process."""
     return contextlib.suppress(OSError, ValueError)
 
 
@@ -209,8 +210,8 @@ def _flush() -> bool:
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that an op raises if the backend that the user set is not
-    available. The tuple is empty if optimus_kernels is not imported."""
+    """Return (KernelError,), or () if optimus_kernels is not imported. An op raises KernelError if
+    the kernel backend that the user has selected is not available."""
     module = sys.modules.get("optimus_kernels.cache")
     return () if module is None else (module.KernelError,)
 
@@ -393,7 +394,7 @@ def _check_no_dry_run_options(args: argparse.Namespace) -> None:
         if (value := getattr(args, option)) is not None and value is not False:
             name = option.replace("_", "-")
             raise ConfigError(
-                f"--{name} has an effect only with --dry-run; add it or remove --{name}"
+                f"--{name} has an effect only with --dry-run; add --dry-run or remove --{name}"
             )
 
 
@@ -403,7 +404,7 @@ def _dry_run(args: argparse.Namespace) -> int:
 
     nodes, ranks = 1 if args.nodes is None else args.nodes, 1 if args.nproc is None else args.nproc
     if nodes < 1 or ranks < 1:
-        raise ConfigError(f"--nodes {nodes} and --nproc {ranks} must be at least 1")
+        raise ConfigError(f"--nodes {nodes} and --nproc {ranks}: both must be at least 1")
     config = load_config(args.config, args.overrides)
     dry_run(config, nodes, ranks, not args.skip_data_check, not args.skip_run_dir_check)
     return 0
@@ -467,7 +468,7 @@ def _convert(args: argparse.Namespace, arguments: list[str]) -> int:
 
     if args.direction == "from-hf":
         if args.dtype:
-            raise ConfigError("convert from-hf keeps the dtypes of the source; remove --dtype")
+            raise ConfigError("convert from-hf cannot change dtypes; remove --dtype")
         from_hf(args.source, args.out)
     else:
         to_hf(args.source, args.out, args.dtype)

@@ -36,7 +36,7 @@ _GIB = 1 << 30
 
 
 def examine() -> dict[str, Any]:
-    """Return the report of `optimus doctor --json`, without collectives or compilation."""
+    """Return the report of `optimus doctor --json`. Runs no collective and compiles nothing."""
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -73,10 +73,11 @@ def kernels_status() -> dict[str, Any]:
 
 
 def build_kernels(names: Sequence[str]) -> None:
-    """Compile the kernels of the backends in `names`, so that no run has to. If `names` is empty,
+    """Compile the kernels of the backends in `names` before a run needs them. If `names` is empty,
     compile every backend that this machine can compile.
 
-    Raises ConfigError if a name is unknown, a backend cannot be built, or none can be compiled.
+    Raises ConfigError if a name is unknown or a backend cannot be built, or if `names` is empty and
+    this machine can compile no backend.
     """
     for name in names:
         if name not in build.BACKENDS:
@@ -106,8 +107,8 @@ def _can_build(name: str) -> bool:
 
 
 def format_status(kernels: dict[str, Any]) -> str:
-    """Format the result of `kernels_status` as text: the state of each backend, and each build in
-    the cache that is not used, with the reason."""
+    """Format the result of `kernels_status` as text. The text has the state of each backend. For
+    each build in the cache that is not used, it has the reason."""
     lines = [f"choice: {kernels['choice']}", f"cache: {kernels['cache']}"]
     for status in kernels["backends"]:
         text = status["why_not"]
@@ -207,8 +208,8 @@ def _kernels() -> dict[str, Any]:
 
 
 def _peaks() -> dict[str, str]:
-    """Return a description of each measured peak FLOP/s (the denominator of MFU), by the path of
-    its cache file. If a user removes a file, the next run measures that peak again."""
+    """Return a dict from the path of each cache file to a description of its measured peak FLOP/s,
+    the denominator of MFU. If a user removes a file, the next run measures that peak again."""
     return {str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()}
 
 

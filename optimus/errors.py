@@ -21,8 +21,8 @@ and keeps the end, which contains the remedy."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 Phase = Literal["launch", "meeting", "setup", "training", "benchmark"]
-"""Phases of a rank: reading the command (launch), rendezvous with the other ranks (meeting),
-building model and optimizer (setup), updates (training), and `optimus bench` (benchmark)."""
+"""Phases of a rank. launch: read the command. meeting: rendezvous with the other ranks. setup:
+build the model and the optimizer. training: run updates. benchmark: run `optimus bench`."""
 
 
 class OutcomeKind(Enum):
@@ -105,11 +105,11 @@ class ConfigError(OptimusError):
 
 
 class LaunchError(ConfigError):
-    """Environment variables of a launcher, or an address, with which the rendezvous cannot work.
+    """Invalid or missing environment variables of a launcher, or an unusable rendezvous address.
 
     Attributes:
         of_rank: True if the error concerns this rank alone. If False, all ranks of the machine
-            raise the same error, and only the machine's first rank prints it.
+            raise the same error, and only the first rank on the machine prints it.
     """
 
     def __init__(self, message: str, of_rank: bool = False) -> None:
@@ -155,8 +155,8 @@ class LostPeerError(OptimusError):
 
 
 def as_optimus_error(error: Exception) -> OptimusError | None:
-    """Return the error to show to the user: `error` itself if it is an OptimusError, or a new
-    OptimusError if a file or disk failed. Return None for a bug, which needs a traceback."""
+    """Return the error to show to the user, or None for a bug, which needs a traceback. An
+    OptimusError is returned as it is. An error of a file or a disk becomes an OptimusError."""
     if isinstance(error, OptimusError):
         return error
     if not isinstance(error, OSError):

@@ -35,15 +35,16 @@ _BF16_PEAKS = {
 }
 _FORMAT = "optimus-peak"
 _KINDS = {"str": str, "int": int, "float": (int, float)}
-"""Accepted types of a field in a cache file, by the annotation of the field."""
+"""Types that the value of a `Setup` or `Peak` field may have in a cache file, by the field's
+annotation."""
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
-"""Maximum `Peak.spread` of a measurement that is cached. Only the run that makes a measurement
-with a larger spread uses it."""
+"""Maximum `Peak.spread` with which a measurement is cached. A measurement with a larger spread is
+used only by the run that made it."""
 _MIN_CPU_SHARE = 0.9
-"""Minimum processor time of a product, as a fraction of its wall-clock time * threads. If the
-fraction is lower, other programs interrupted the threads, and the product does not count."""
+"""Minimum of processor time / (wall-clock time * threads) during a timed matrix product. If the
+value is lower, other programs interrupted the threads, and the product does not count."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class Peak:
     setup: Setup
     flops: float
     spread: float
-    """Relative difference in rate between the fastest product and a slower product: the third
-    fastest or, with 30 or more products, the 10th percentile of the times."""
+    """Relative difference in rate between the fastest matrix product and a slower one. The slower
+    one is the third fastest or, of 30 or more products, the one at the 10th percentile of the
+    times."""
     method: str
     measured_at: str
     """Time of the measurement in UTC; empty for a peak from a data sheet."""
@@ -139,12 +141,12 @@ def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
     """Measure the peak: the rate of the fastest of many short matrix products on this rank.
 
-    On a CPU, time in which other programs interrupt the product must not count. One thread is
-    timed by its processor time. Several threads are timed by the wall clock, and a product counts
-    only if the threads got 90 % of the processor time. If fewer than three products count, the peak
-    is the rate of one thread times the number of threads, with a spread of 1. Wall-clock time alone
-    is wrong on a busy machine: at a load of 18 on two cores, products of 1024^3 took 20 times as
-    long by the wall clock as by processor time.
+    On a CPU, time in which other programs interrupt a product must not count. With one thread, a
+    product is timed by the thread's processor time. With several threads, it is timed by the wall
+    clock, and it counts only if the threads ran during 90 % of that time. If fewer than three
+    products count, the peak is the rate of one thread * the number of threads, and the spread is 1.
+    Wall-clock time alone is wrong on a busy machine: at a load of 18 on two cores, products of
+    1024^3 took 20 times as long by the wall clock as by processor time.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
@@ -188,7 +190,7 @@ def _timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]:
-    """Return the processor time in seconds of each of several products on this thread."""
+    """Time several matrix products on this thread. Return the processor seconds of each."""
     run = _product(size, dtype, torch.device("cpu"))
     times_s: list[float] = []
     end = time.perf_counter() + budget_s
@@ -198,8 +200,8 @@ def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]
 
 
 def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Return the wall-clock seconds of the products that no other program interrupted, as
-    _MIN_CPU_SHARE defines. The list may be empty."""
+    """Time several matrix products on `threads` threads. Return the wall-clock seconds of each
+    product that no other program interrupted (see _MIN_CPU_SHARE). The list may be empty."""
     run, times_s = _product(size, dtype, torch.device("cpu")), []
     end = time.perf_counter() + 0.75 * _BUDGET_S
     while time.perf_counter() < end:
@@ -211,7 +213,7 @@ def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[fl
 
 
 def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return the wall-clock seconds of each of several products on an accelerator."""
+    """Time several matrix products on an accelerator. Return the wall-clock seconds of each."""
     run = _product(size, dtype, device)
     times_s: list[float] = []
 
@@ -227,8 +229,9 @@ def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[f
 
 
 def cache_dir() -> Path | None:
-    """Return the directory of cached peaks: OPTIMUS_PEAK_CACHE, or optimus/peaks in the user's
-    cache directory. Return None if the user has no home directory."""
+    """Return the directory of cached peaks: the value of the environment variable
+    OPTIMUS_PEAK_CACHE or, if it is not set, `optimus/peaks` in the user's cache directory. Return
+    None if that is unknown because the user has no home directory."""
     if setting := os.environ.get("OPTIMUS_PEAK_CACHE"):
         return Path(setting)
     try:
@@ -264,7 +267,8 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
         private: Refuse the file if another user owns it or its folder, or can write to either.
 
     Returns:
-        The peak, None if the file does not exist, or the reason why the file is not used.
+        The peak; None if the file does not exist; or, if the file cannot be used, the reason as
+        text.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -332,9 +336,9 @@ def write_peak(path: Path, peak: Peak) -> None:
 class RunPeak:
     """Peak FLOP/s from which one run computes its MFU. A resumed run keeps its peak.
 
-    Only the first rank has a RunPeak, for its own device or threads. It measures the peak while the
-    other ranks wait or set up, so that the cached peak does not depend on the number of ranks on
-    the machine. If ranks slow each other down during training, MFU is therefore lower.
+    Only the first rank has a RunPeak, the peak of that rank's device or threads. The rank measures
+    it while the other ranks wait or set up, so that the peak does not depend on the number of ranks
+    on the machine. If ranks slow each other down during training, MFU is therefore lower.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
         if local_rank >= count:
             raise ConfigError(
                 f"local rank {local_rank} has no {kind} device: torch finds {count} on this node; "
-                f"start at most {count} ranks per node, or set train.device=cpu"
+                f"start at most {count} per node, or set train.device=cpu"
             )
         device = torch.device(kind, local_rank)
         module.set_device(device)
@@ -98,7 +98,8 @@ def import_ipex() -> str:
     the effects of the import.
 
     Returns:
-        The version of IPEX, "absent" if it is not installed, or why it is not imported.
+        The version of IPEX; "absent" if it is not installed; or, if it is not imported for another
+        reason, a phrase with the reason.
     """
     if os.environ.get("OPTIMUS_IPEX") == "0":
         return "left out by OPTIMUS_IPEX=0"
@@ -127,7 +128,7 @@ def use_private_compile_cache() -> None:
     The folder has mode 0700 and is in the temporary directory, unless the user has set
     TORCHINDUCTOR_CACHE_DIR. torch's default folder has a predictable name, so another user could
     create it and put libraries into it, which torch would load. torch stores precompiled headers
-    in the default folder in any case, so they are switched off.
+    in the default folder even if another folder is set, so this function disables these headers.
 
     Raises:
         ConfigError: Other users can replace folders in the temporary directory.
@@ -188,8 +189,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: the tensors on an accelerator, or the resident set
-    size of this process for a CPU."""
+    """Return the peak memory so far in bytes. For an accelerator this is the memory of tensors, for
+    a CPU the resident set size of this process."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

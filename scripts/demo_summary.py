@@ -25,9 +25,9 @@ def main(demo: Path) -> None:
     print(
         f"""
 held-out loss of the model           {held_out["loss"]:.3f} nats per token (step {held_out["step"]})
-held-out loss of an add-one bigram   {baselines["held_out"]["bigram_loss"]:.3f}
-unigram entropy of training data     {unigram:.3f}
-The model is {unigram - held_out["loss"]:.2f} nats below the unigram entropy
+held-out loss of an add-one bigram   {baselines["held_out"]["bigram_loss"]:.3f} nats per token
+unigram entropy of training data     {unigram:.3f} nats per token
+The model is {unigram - held_out["loss"]:.2f} nats per token below the unigram entropy
 
 loss curve       {demo / "run" / "report.png"}
 metrics          {demo / "run" / "metrics.jsonl"}, {demo / "run" / "eval.jsonl"}

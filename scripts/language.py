@@ -57,10 +57,11 @@ NAMES = {
     ),
     **dict.fromkeys(("item", "thing", "elem", "obj", "info"), "say what it is"),
 }
-"""Disallowed names, which do not describe their values, and advice for a better name."""
+"""Names that do not describe their values and are disallowed, with advice for a better name."""
 
 _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When|Why)\b")
-"""Disallowed first words of a docstring. It begins with a verb or a noun phrase."""
+"""Disallowed first words of a docstring, because a docstring begins with a verb or a noun
+phrase."""
 
 EXEMPT = (
     # Rewritten by a later issue.
@@ -123,7 +124,7 @@ def main() -> int:
 
 
 def read_allowed() -> set[str]:
-    """Return the allowed lines of ALLOWED, without the comments that give the reasons."""
+    """Return the lines of the file ALLOWED that are not comments."""
     if not ALLOWED.exists():
         return set()
     lines = [line.strip() for line in ALLOWED.read_text(encoding="utf-8").splitlines()]
@@ -221,7 +222,7 @@ def _line_of(text: str, position: int) -> int:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Return the newlines of the matched block of code, so that line numbers do not change."""
+    """Replace a matched block of code by its newlines, so that line numbers do not change."""
     return "\n" * match[0].count("\n")
 
 

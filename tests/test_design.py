@@ -1,4 +1,4 @@
-"""Test that each function named in docs/design exists in the file that the page gives."""
+"""Test that each function named in docs/design exists in the file that is named with it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NAMED = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 
 
 def defined_in(path: Path) -> set[str]:
-    """Return the names of a module's functions, classes and constants, and methods as
-    `Class.method`."""
+    """Return the names of a module's functions, classes and constants, and the names of its methods
+    in the form `Class.method`."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         for target in getattr(node, "targets", [getattr(node, "target", None)]):

@@ -37,8 +37,8 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """Yield each f-string expression that is followed by a plural noun, together with the noun.
-    Such messages should use `counted`."""
+    """Yield each f-string expression that is followed by a plural noun, together with the noun. A
+    message with such an expression should use `counted`."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):
@@ -64,7 +64,8 @@ def test_counted(arguments, text):
 
 @pytest.mark.parametrize("package", ["optimus", "data_prep"])
 def test_messages_count_with_the_helper(package):
-    """Every message uses the helper `counted`, so that no message contains `1 ranks`."""
+    """Every message uses the helper `counted` for numbers with a noun, so that no message contains
+    text such as `1 ranks`."""
     assert [*by_hand('f"on {n} ranks"')] == ["{n} ranks"]
     assert not [*by_hand('f"ranks {n} or higher"')]
     by_expression = {

@@ -31,7 +31,8 @@ def test_case_of_the_command_line_is_run():
 
 
 def test_failing_case_is_reduced_to_the_simplest():
-    """The reduced case fails, and each case in which one choice is simpler does not fail."""
+    """The drill simplifies a failing case one choice at a time. The reduced case must still fail,
+    and no further choice can be simplified: every simpler case passes."""
 
     def judge(case):
         failed = case["second.pp"] > 1 and case["second.async_save"]

@@ -52,12 +52,13 @@ OTHER_LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "dense-bf16-tp": (2, [*ALONE, "parallel.dp=2", "optim.sharding=so"], False),
     "dense-fp32-pp-tied": (1, ALONE, True),
 }
-"""For each run, another layout in which the run is continued: number of ranks, settings, and a flag
-that requires bitwise equal results (in deterministic mode, if only dp and pp change)."""
+"""For each run, another layout in which the run is continued: number of ranks, settings, and a
+flag. The flag is True if results must be bitwise equal, as in deterministic mode when only dp and
+pp change."""
 
 OTHER_ARITHMETIC: tuple[str, ...] = ()
-"""Versions after which the order of additions was deliberately changed. Their metrics are compared
-within tolerances."""
+"""Versions before a deliberate change of the order of additions. Metrics of later updates may
+differ from theirs, and are compared within tolerances."""
 
 # Tolerances for processors and layouts whose matrix products add in another order. The tolerance of
 # fp32 is the bound of deterministic mode for tp and ep.
@@ -117,8 +118,8 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 
 
 def same_bits(version: str) -> bool:
-    """Return whether this machine and this version of Optimus add numbers in the same order as the
-    machine and version that wrote the corpus."""
+    """Return True if updates must be bitwise equal to those of `version`: this machine and this
+    version of Optimus add numbers in the same order as those that wrote the files."""
     return golden.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 
@@ -151,9 +152,10 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize(("version", "name"), RUNS)
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
-    """In any layout, the loaded states are bitwise equal to the saved states. Later updates are
-    bitwise equal to those of the old version if the machine is of the same kind and the layout
-    guarantees equal bits. Otherwise they are equal within the tolerances."""
+    """The test continues a run of an old version. In any layout, the loaded states must be bitwise
+    equal to the saved states. The later updates must be bitwise equal to those of the old version
+    if the machine is of the same kind and the layout guarantees equal bits. On other machines and
+    layouts, the updates must be equal within the tolerances."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)
@@ -240,8 +242,8 @@ def test_run_is_plotted_and_continues_a_text(corpus, capsys, version):
 
 @pytest.mark.parametrize(("version", "name"), RUNS)
 def test_configurations_are_loaded(corpus, version, name):
-    """The configuration file of the user, with `base` and overrides, has the same values as the
-    resolved configuration that the run saved."""
+    """A run starts from a configuration file with `base` and with overrides from the command line,
+    and saves the resolved configuration. Both must load with the same values."""
     expected = corpus(version)["runs"][name]
     _, config, *overrides = expected["command"]
     written, resolved = load_config(config, overrides), load_config(f"runs/{name}/config.toml")
@@ -277,8 +279,8 @@ def arrays(hashes: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize(("version", "name"), DATA)
 def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
-    """The command of a complete data set changes no file when it runs again. After the data set is
-    deleted, the command writes equal arrays."""
+    """A command runs again for a data set that is complete, and must change no file. Then the data
+    set is deleted, and the command must write equal arrays."""
     # All of `data` is copied, because commands compare paths with links resolved.
     facts = corpus(version, "data")["data"][name]
     folder = Path("data", name)
@@ -298,8 +300,8 @@ def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
 def test_interrupted_directory_is_finished_without_repeated_work(
     corpus, version, name, monkeypatch
 ):
-    """The command does not encode documents again if they are in a finished unit or in a checkpoint
-    of an unfinished unit."""
+    """The command continues in a directory that a killed command left. It must not encode documents
+    again if they are in a finished unit or in a checkpoint of the unfinished unit."""
     folder = Path("interrupted", name)
     facts = corpus(version, str(folder))["interrupted"][name]
     (finished,) = folder.glob("tokens/unit-*.json")

@@ -215,8 +215,8 @@ def planted(name: str) -> Format:
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
-    """Return an arena with one sample file. All readers are correct while the arena is prepared.
-    Afterwards, each reader in FAULTS has its fault."""
+    """Return an arena: a directory in which readers run, with one sample file. All readers are
+    correct while the arena is prepared. Afterwards, each reader in FAULTS has its fault."""
     arena = Arena(tmp_path_factory.mktemp("arena"), LIMITS)
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
@@ -242,8 +242,8 @@ def test_planted_fault_is_a_finding(arena, name):
 
 
 def test_correct_reader_has_no_finding(arena):
-    """The sample contains no hash. A mutated file may therefore be read as another value, which is
-    the outcome "other" and no finding."""
+    """The sample contains no hash, so a correct reader cannot detect every mutation. If it accepts
+    the file with another value, the outcome is "other". This outcome is no finding."""
     correct = planted("sound")
     changes = [mutate(random.Random(n), b'{"value": 5}', "json") for n in range(60)]
     cases = [
@@ -255,7 +255,8 @@ def test_correct_reader_has_no_finding(arena):
 
 
 def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
-    """The reader fails only in a process that has already run two other cases."""
+    """The reader fails only in a process that has already run two other cases. The finding must say
+    that it needs earlier cases."""
     calls: list[int] = []
 
     def raises_later(words: Sequence[str]) -> int:
@@ -270,6 +271,6 @@ def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
 
 
 def test_limits_of_the_drill_are_those_of_the_docs():
-    """The docs promise that reading any file stays within these limits."""
+    """The limits of the drill must be the limits that the docs promise for reading any file."""
     limits = hostile.Limits()
     assert (limits.cpu_s, limits.idle_s, limits.memory_bytes) == (5.0, 5.0, 256 << 20)

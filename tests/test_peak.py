@@ -1,5 +1,5 @@
-"""Tests of the peak FLOP/s, to which MFU refers. It is measured once, cached only if the
-measurement is reliable, unchanged on resume, and never exceeded."""
+"""Tests of the peak FLOP/s, of which MFU is a fraction. The peak is measured once, cached only if
+the measurement is reliable, unchanged on resume, and never exceeded."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch) -> list[Peak]:
-    """Replace `peak.measure`: the first call returns 1 TFLOP/s, and each later call returns
-    1 TFLOP/s more. Return the list of all returned peaks."""
+    """Replace `peak.measure` by a function without a measurement. The first call returns 1 TFLOP/s,
+    the second 2 TFLOP/s, and so forth. Return the list of all returned peaks."""
     peaks: list[Peak] = []
 
     def measure(device, dtype, setup) -> Peak:
@@ -78,8 +78,9 @@ def test_time_of_other_programs_does_not_count(monkeypatch):
 
 
 def test_interrupted_threads_do_not_count(monkeypatch):
-    """With several threads, only products that no other program interrupts are timed. If all are
-    interrupted, the peak is the measurement of one thread times the number of threads."""
+    """With several threads, only products that no other program interrupts are timed. In the test
+    all products are interrupted, so the peak is measured with one thread and multiplied by the
+    number of threads."""
     monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
     result = peak.measure(*FP32[:2], setup)

@@ -29,7 +29,8 @@ distributed.Backend.register_backend("ccl", make, devices=["cpu"])
 
 @pytest.fixture
 def oneccl(tmp_path, monkeypatch):
-    """Return a function that writes a fake module `oneccl_bindings_for_pytorch` with a text."""
+    """Return a function that writes a fake module `oneccl_bindings_for_pytorch`. Its argument is
+    the source code of the module."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "oneccl_bindings_for_pytorch", raising=False)
 
@@ -77,7 +78,8 @@ def test_missing_backend_is_a_single_line(oneccl, monkeypatch, text, message):
 
 @pytest.mark.parametrize("how", ["imported", "to be imported", "left out"])
 def test_compiling_with_ipex_is_refused(how, tmp_path, monkeypatch):
-    """With torch.compile, IPEX's layer_norm has no gradient, as tests/test_ipex.py shows."""
+    """IPEX's layer_norm has no gradient under torch.compile, so compilation is refused if IPEX is
+    imported or will be imported. tests/test_ipex.py shows this defect of IPEX."""
     name = "intel_extension_for_pytorch"
     monkeypatch.setenv("OPTIMUS_IPEX", "1" if how == "to be imported" else "0")
     monkeypatch.delitem(sys.modules, name, raising=False)

@@ -197,5 +197,5 @@ def test_lost_server_is_reported_and_replaced(tmp_path):
 
 
 def _filled(folder: Path) -> list[bool]:
-    """Return a list with an entry for each file in the folder: whether the file has content."""
+    """Return a list with a bool for each file in the folder: True if the file is not empty."""
     return [entry.stat().st_size > 0 for entry in folder.iterdir()]

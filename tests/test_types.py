@@ -1,4 +1,5 @@
-"""Test that few lines are excluded from the type check of `make lint`, and all give a reason."""
+"""Test that few lines are excluded from the type check of `make lint`, and that each of these lines
+gives a reason."""
 
 from __future__ import annotations
 

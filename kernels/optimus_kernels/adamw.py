@@ -5,10 +5,11 @@ reads the gradient in its own dtype (bf16, fp16 or fp32), scales it, and also wr
 master weights in the parameter's dtype. With bf16 gradients and parameters, the single pass moves
 28 bytes per parameter; the three passes of cast, update and cast move 40.
 
-The op rounds every element as torch's kernel rounds full AVX2 and AVX-512 vectors. (Torch rounds
-the last length mod 16 elements of a tensor differently.) Results are therefore bitwise independent
-of the length and slicing of tensors, of the number of threads and of the backend. The reference
-implementation applies the same roundings, so its results are bitwise equal on any machine.
+Torch's kernel processes a tensor in full AVX2 or AVX-512 vectors, and rounds the last (length mod
+16) elements differently. This op rounds every element like those in full vectors. Its results are
+therefore bitwise independent of the length and slicing of tensors, of the number of threads and of
+the backend. The reference implementation applies the same roundings, so its results are bitwise
+equal on any machine.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def adamw_(
         exp_avg_sq: fp32 [n], the second moment.
         grad: fp32, bf16 or fp16 [n].
         param_out: bf16 or fp16 [n], output: the updated master, rounded to nearest even (NaN stays
-            NaN). None if master is the parameter itself.
+            NaN). None if `master` is the parameter itself.
         step: number of this update, from 1.
         grad_scale: number that multiplies the gradient, such as a clipping factor or the inverse of
             a loss scale. The product is rounded to fp32 once, so it is bitwise equal to
@@ -135,10 +136,12 @@ def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None
 
 
 def _fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """Return the fused multiply-add a * b + c of fp32 numbers, rounded once. Torch has no such op.
+    """Return a * b + c for fp32 numbers, as if it was computed exactly and rounded to fp32 once
+    (fused multiply-add). Torch has no such op.
 
-    The product is exact in fp64. The fp64 sum is rounded to odd: an inexact sum becomes the fp64
-    neighbour whose last bit is 1. The second rounding, to fp32, is then correct.
+    The product of two fp32 numbers is exact in fp64. The sum is first rounded to fp64, with
+    rounding to odd: if it is inexact, the last bit of the result is 1. Rounding this result to fp32
+    then gives the same number as rounding the exact sum to fp32.
     """
     product = a * b.double()
     addend = c.double()

@@ -2,9 +2,9 @@
 
 Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
 variable `OPTIMUS_KERNELS` selects the backend; if it is not set, the name passed to `choose` does.
-"auto" (the default) selects the compiled backend of the device if it is available, and otherwise
-plain torch, with one log line that gives the reason. For any other name, KernelError is raised if
-that backend is not available.
+"auto" (the default) selects the compiled backend of the device. If that backend is not available,
+"auto" selects plain torch and logs one line with the reason. If any other name is selected and its
+backend is not available, KernelError is raised.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Largest number of ranks of a run that compiles missing kernels. Larger runs only load libraries
-that `optimus kernels build` has compiled."""
+"""A run with at most this number of ranks compiles missing kernels. A larger run only loads
+libraries that `optimus kernels build` has compiled."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
-"""Environment variables in which launchers set the number of processes. In this order: torchrun,
-MPICH and PALS, Open MPI, Slurm (the last two)."""
+"""Environment variables in which launchers set the number of processes: WORLD_SIZE by torchrun,
+PMI_SIZE by MPICH and PALS, OMPI_COMM_WORLD_SIZE by Open MPI, the last two by Slurm."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Backend:
     name: str
     """One of sycl, cuda, cpu and torch (the reference implementations)."""
     key: str = ""
-    """Name of the library's cache entry, with a hash of the build's inputs; "" for torch."""
+    """Name of the library's cache entry. It contains a hash of the build's inputs. "" for torch."""
     library: ctypes.CDLL | None = field(default=None, compare=False)
     """The loaded library; None for torch."""
     why_not: str = field(default="", compare=False)
@@ -52,13 +52,15 @@ class Backend:
 _configured = "auto"
 _active: dict[str, Backend] = {}
 _loaded: dict[tuple[int, int], ctypes.CDLL] = {}
-"""Loaded libraries by the device number and inode number of their files. Their file descriptors
-stay open: the dynamic linker identifies a library by its path, here /proc/self/fd/N, and if N were
-closed, another library could get the same path."""
+"""Loaded libraries. The key is the device number and inode number of the library's file.
+
+The file descriptor N of each library stays open. The dynamic linker identifies a library by its
+path, and the library is loaded from the path /proc/self/fd/N. If N were closed, a second library
+could get the number N, and the linker would take it for the first one."""
 
 
 def choose(name: str) -> None:
-    """Set the backend that the configuration names.
+    """Select a backend by its name in the configuration (kernels.backend).
 
     Args:
         name: one of CHOICES. The environment variable OPTIMUS_KERNELS takes precedence.
@@ -68,7 +70,9 @@ def choose(name: str) -> None:
     """
     global _configured
     if name not in CHOICES:
-        raise KernelError(f"kernels {name!r}: unknown backend; use one of {', '.join(CHOICES)}")
+        raise KernelError(
+            f"kernels.backend = {name!r}: unknown backend; use one of {', '.join(CHOICES)}"
+        )
     if name != _configured:
         _configured = name
         _active.clear()
@@ -145,8 +149,9 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
     """Return a compiled library from the cache, or compile it.
 
     Args:
-        may_build: use a library of this machine's compiler, and compile it if the cache does not
-            have it. If this is False or fails, any compatible library in the cache is used.
+        may_build: return the library that this machine's compiler makes, and compile it if the
+            cache does not have it. If `may_build` is False or the compilation fails, any compatible
+            library in the cache is returned, even if another compiler made it.
         key: name of the cache entry to prefer if several are compatible.
 
     Raises:
@@ -178,8 +183,8 @@ def load(entry: Entry) -> ctypes.CDLL:
     """Load a library and check its C interface.
 
     Raises:
-        KernelError: the library cannot be loaded, or its interface has another version or lacks a
-            function.
+        KernelError: the library cannot be loaded, has another version of the interface than this
+            package, or lacks a function of the interface.
     """
     path = entry.library
     try:

@@ -42,8 +42,8 @@ CPU_ISAS = {
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags for a build without the instruction sets of CPU_ISAS: for processors other than x86-64, and
-with compilers that do not support them (g++ before 11, clang++ before 12)."""
+"""Flags for a build without the instruction sets of CPU_ISAS. Processors other than x86-64 and old
+compilers (g++ before 11, clang++ before 12) do not support these instruction sets."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -53,7 +53,7 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """All inputs of the compilation of a library. Their hash is in the name of its cache entry."""
+    """All inputs of a build. The name of the library's cache entry contains a hash of them."""
 
     backend: str
     sources: str
@@ -65,8 +65,8 @@ class Target:
     """GPU architectures or CPU instruction sets to compile for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """Line of the compiler's `--version` output that identifies it, followed by any flags after the
-    compiler's name in CXX or NVCC."""
+    """The line of `--version` output that identifies the compiler, followed by the flags that come
+    after the compiler's name in CXX or NVCC, if there are any."""
 
     @property
     def name(self) -> str:
@@ -105,7 +105,7 @@ def interface_version() -> int:
 
 @functools.cache
 def source_hash(backend: str) -> str:
-    """Return a hash of names and contents of the backend's files and of the shared headers."""
+    """Return a hash of the backend's files and the shared headers: of their names and contents."""
     digest = hashlib.sha256()
     folders = (csrc() / "include", csrc() / backend)
     for folder in folders:
@@ -137,7 +137,8 @@ def why_incompatible(entry: Entry) -> str:
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
     """Return a compatible library from the cache, or None if there is none. If several are
-    compatible, prefer the entry named `key`, then the newest. Any compiler may have made it."""
+    compatible, prefer the entry named `key`, then the newest. The library may come from any
+    compiler."""
     compatible = [entry for entry in cache.entries(backend) if not why_incompatible(entry)]
     return next((entry for entry in compatible if entry.key == key), next(iter(compatible), None))
 
@@ -152,7 +153,7 @@ def build(backend: str) -> Entry:
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
-    """Return the target that `build` would compile on this machine, and the compiler's command.
+    """Return the target that `build` would compile on this machine, and the compiler command.
     Raises KernelError if there is no working compiler or no source file."""
     compiler = find_compiler(backend)
     sources(backend)
@@ -181,7 +182,7 @@ def arch(backend: str, portable_only: bool = False) -> str:
 
 
 def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
-    """Return the compiler flags of all source files as one string, the `flags` of a target."""
+    """Return the compiler flags of all source files as one string, for `Target.flags`."""
     if backend == "cpu":
         isas = (PORTABLE_FLAGS,) if portable_only else CPU_ISAS.values()
         groups = (*isas, *CPU_FILE_FLAGS.values())
@@ -316,8 +317,8 @@ def _compile_sycl(compiler: Sequence[str], work: Path) -> Path:
 def _run(
     command: Sequence[object], limit_s: float = _COMPILE_S, environ: dict[str, str] | None = None
 ) -> str:
-    """Run a command and return its standard output. Raises KernelError if the command fails; the
-    message contains the command's first line of output with the word "error"."""
+    """Run a command and return its standard output. Raises KernelError if the command fails. The
+    message then contains the first line of the command's output that has the word "error"."""
     arguments = [str(word) for word in command]
     try:
         result = subprocess.run(
@@ -332,7 +333,9 @@ def _run(
     except OSError as error:
         raise KernelError(f"{arguments[0]} cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise KernelError(f"{arguments[0]} took more than {limit_s:.0f} s") from error
+        raise KernelError(
+            f"{arguments[0]} took more than {limit_s:.0f} s and was stopped"
+        ) from error
     if result.returncode:
         lines = [line for line in (result.stderr + result.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]

@@ -6,8 +6,9 @@ renamed. A process that compiles holds the lock CACHE/.<backend>-<key>.lock.
 
 Loading a library runs its code, and a hash in the same folder does not prove who wrote it. An entry
 is therefore used only if all users who can have written it are trusted: this user, root and the
-owner of the cache folder. Each file is opened first, relative to its checked folder, and the open
-file is checked, so that nobody can replace the file between the check and its use.
+owner of the cache folder. A folder is opened and checked, then a file in it is opened through the
+folder's descriptor, checked, and read through its own descriptor. Nobody can therefore replace the
+file between the check and its use.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from typing import Any
 
 RECORD = "info.json"
 LOCK_WAIT_S = 900.0
-"""Longest time to wait for another process that compiles. Ahead-of-time compilation for Intel's PVC
-GPUs takes minutes."""
+"""Longest time in seconds that a process waits while another process compiles. Ahead-of-time
+compilation for Intel's PVC GPUs takes minutes."""
 _POLL_S = 0.1
 _MAX_LINKS = 40
 """Largest number of symbolic links that are followed to resolve a path, as in Linux."""
@@ -72,7 +73,8 @@ class Entry:
     path: Path
     """Folder of the entry."""
     record: dict[str, Any]
-    """Content of info.json: the fields of `build.Target`, and those that `_compile` adds."""
+    """Content of info.json: the fields of `build.Target`, the path of the compiler, and the name,
+    hash and build time of the library."""
 
     @property
     def library(self) -> Path:
@@ -96,7 +98,8 @@ def entries(backend: str) -> list[Entry]:
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return a dict from the name of each refused entry of a backend to the reason."""
+    """Return the entries of a backend that are refused: a dict from the entry's name to the reason
+    why it is refused."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -176,8 +179,8 @@ def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[
 
 
 def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the fields of the info.json file of the entry at `path`. `content` is the content of
-    the file. Raises ValueError if a field is missing or invalid."""
+    """Parse `content`, which was read from the info.json file of the entry at `path`, and return
+    its fields. Raises ValueError if a field is missing or invalid."""
     try:
         record = json.loads(content)
         library, built_at = record["library"], record["built_at"]
@@ -190,15 +193,17 @@ def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
     except (KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{path / RECORD} is invalid: {error!r}") from error
     if not valid:
-        raise ValueError(f"{path / RECORD} has an invalid library, sha256, built_at or backend")
+        raise ValueError(
+            f"{path / RECORD} has an invalid value of library, sha256, built_at or backend"
+        )
     return record
 
 
 def _open_cache(root: Path) -> tuple[int, set[int]]:
-    """Open the cache folder. Return its descriptor and the ids of the users whose files in it are
-    trusted: this user, root and, unless this user is root, the owner of the folder. Raises OSError
-    if the folder cannot be opened, and ValueError with the reason if other users may have written
-    entries to it."""
+    """Open the cache folder. Return its descriptor and the ids of the users whose files in the
+    folder are trusted: this user, root and the owner of the folder. If this user is root, only root
+    is trusted. Raises OSError if the folder cannot be opened, and ValueError with the reason if
+    other users may have written entries to it."""
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         status, user = os.fstat(folder), os.geteuid()
@@ -213,8 +218,9 @@ def _open_cache(root: Path) -> tuple[int, set[int]]:
 
 
 def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -> str:
-    """Return the reason why users who are not in `owners` may have written to the cache folder or
-    may have replaced it, or "" if they cannot. `status` is the os.fstat result of the folder."""
+    """Return the reason why the cache folder is not trusted, or "" if it is trusted. It is not
+    trusted if a user who is not in `owners` may have written to it or replaced it. `status` is the
+    os.fstat result of the folder."""
     real, folders, links = _walk(root)
     for link in links:
         of_link = link.lstat()
@@ -240,9 +246,9 @@ def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
     """Resolve `path`. Return the real path, all folders in which its components were looked up, and
     the symbolic links that were followed.
 
-    A user who can write to one of these folders can redirect the path. Checking only the parents of
-    `path` and of the real path would miss a folder: if a link refers to a second link, the folder
-    of the second link is not among these parents.
+    A user who can write to one of these folders can redirect the path. It would not suffice to
+    check the parents of `path` and of the real path. If a link refers to a second link, the folder
+    that contains the second link may not be among these parents.
 
     Raises OSError if a link cannot be read or if there are too many links.
     """
@@ -368,9 +374,9 @@ def _compile(
 
 
 def _rename(work: Path, final: Path) -> None:
-    """Rename `work` to `final`, and replace a damaged entry. If file locks do not work, as on some
-    network file systems, two processes may compile the same entry; the first entry that is renamed
-    is kept."""
+    """Rename `work` to `final`. If `final` is a damaged entry, replace it. On network file systems
+    without file locks, two processes may compile the same entry; the entry that is renamed first is
+    kept."""
     damaged = None
     if final.exists() and read_entry(final) is None:
         damaged = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
@@ -384,8 +390,8 @@ def _rename(work: Path, final: Path) -> None:
 
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:
-    """Raise the error of another process that failed to compile this entry after `started`, while
-    this process waited for the lock. Delete the record of an earlier failure."""
+    """Raise the error of another process if it failed to compile this entry after the time
+    `started`, while this process waited for the lock. Delete the record of an earlier failure."""
     failure = root / f".{name}.failed"
     with contextlib.suppress(FileNotFoundError):
         if failure.stat().st_mtime >= started:

@@ -56,8 +56,8 @@ def check_index(op: str, name: str, index: Tensor, size: int) -> None:
     if len(wrong):
         position = int(wrong[0])
         raise ValueError(
-            f"{op}: {name} {list(index.shape)} has {len(wrong)} numbers outside -1 to {size - 1}, "
-            f"the first {int(index.flatten()[position])} at position {position}"
+            f"{op}: {name} {list(index.shape)} has {len(wrong)} numbers outside -1 to {size - 1}; "
+            f"the first is {int(index.flatten()[position])} at position {position}"
         )
 
 
@@ -70,7 +70,8 @@ def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
     bounds = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] > rows or sorted(bounds) != bounds:
         raise ValueError(
-            f"{op}: offsets must rise from 0 to at most {rows} rows; they are "
+            f"{op}: offsets must start at 0, must not decrease, and must end at {rows} or less for "
+            f"{rows} rows; they are "
             f"{bounds if len(bounds) <= 8 else [*bounds[:4], '...', *bounds[-4:]]}"
         )
 

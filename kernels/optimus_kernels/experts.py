@@ -1,12 +1,14 @@
 """The experts of a layer in one autograd function: out = sum over k of w * down(swiglu(gate_up x)).
 
-T tokens, D hidden, F intermediate, E local experts, K experts per token, N = T*K slots (one for
-each token and k), R rows (slots of local experts, sorted by expert).
+Shapes in this file: T tokens, hidden size D, intermediate size F, E local experts, K experts per
+token, N = T*K slots (one for each token and k), R rows (slots of local experts, sorted by expert).
 
-Forward saves x, the weights, the indices and, unless backward recomputes it, the pre-activation h.
-It saves neither gathered inputs nor activations nor expert outputs. With a = swiglu(h), backward
-computes da = dout Wd in any case. The gradient of a routing weight is <da, a>, so it needs neither
-the expert outputs nor a division by the weight (Optimus paper, section 3.1, stages 4 and 5).
+Forward saves x, the weights and the indices. It also saves the pre-activation h, unless backward
+recomputes h. It saves neither gathered inputs nor activations nor expert outputs. Let a =
+swiglu(h), let Wd be the weights `down`, and let dout be the gradient of the output. Backward
+computes da = dout Wd, because the gradient of h depends on it. The gradient of a routing weight is
+the dot product <da, a>. It therefore needs neither the expert outputs nor a division by the weight
+(Optimus paper, section 3.1, stages 4 and 5).
 """
 
 from __future__ import annotations
@@ -79,17 +81,20 @@ def experts(
 ) -> Tensor:
     """Apply the experts to their tokens and return the weighted sum of their outputs.
 
+    Shapes: T tokens, K experts per token, N = T*K slots, E local experts, hidden size D,
+    intermediate size F.
+
     Args:
         x: [T, D]. x, weights, gate_up and down must have the same device and dtype (fp32, bf16,
-            fp16 or fp64). Under autocast they are first cast to its dtype, as the operands of a
-            linear layer are, unless x is fp64.
+            fp16 or fp64). Under autocast, all four are first cast to the dtype of autocast, like
+            the operands of a linear layer. If x is fp64, they are not cast.
         weights: [T, K], routing weights.
         gate_up: [E, 2F, D], for each expert the F rows of gate, then the F rows of up.
         down: [E, D, F].
-        rows: result of `route`. If its offsets are on the host, h is saved only for the R rows of
-            local experts. Otherwise h is saved for N rows, because the host would have to wait for
-            the value of R. A caller that knows R may shorten rows.token and rows.slot to R
-            elements.
+        rows: result of `route`. If its offsets are on the host, the pre-activation h is saved only
+            for the R rows of local experts. If they are on an accelerator, h is saved for N rows,
+            because the host would have to wait for the value of R. A caller that knows R may
+            shorten rows.token and rows.slot to R elements.
         save_input_only: do not save h, but recompute it in backward. This needs 22 % more
             arithmetic; at OLMoE's sizes in bf16, forward then saves 4 KB per token instead of
             36 KB.
@@ -123,11 +128,11 @@ def experts(
 
 
 def _without_absent_rows(rows: Rows) -> Rows:
-    """Return `rows` without the slots of experts on other ranks. Under expert parallelism these are
-    most slots.
+    """Return `rows` without the slots of experts on other ranks. Under expert parallelism, most
+    slots belong to such experts.
 
-    Return `rows` unchanged under torch.compile, because sizes in compiled code must not depend on
-    values, and if the offsets are on an accelerator, because the host would wait for them.
+    `rows` is returned unchanged in two cases. Under torch.compile, sizes must not depend on values.
+    If the offsets are on an accelerator, the host would have to wait for them.
     """
     offsets, token, slot, row = rows
     readable = offsets.is_cpu and not isinstance(offsets, FakeTensor)
@@ -193,8 +198,8 @@ def reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, save_h: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Reference implementation of forward. Return out [T, D] and h [N, 2F]; h is empty unless
-    `save_h`."""
+    """Reference implementation of forward. Return the output [T, D] and the pre-activation h
+    [N, 2F]. h is empty unless `save_h`."""
     h = grouped_reference(gather_reference(x, token, row), gate_up.mT, offsets)
     y = grouped_reference(swiglu_reference(h), down.mT, offsets)
     return reduce_reference(y, weights, row, slot), h if save_h else x.new_empty(0)
@@ -222,9 +227,9 @@ def reference_backward(
 def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
     """Return the module that implements forward and backward, experts_grouped or experts_loop.
 
-    The choice depends on the alignment of the rows of all matrix products. Rows have D, F or 2F
-    elements; only D and F are checked, because rows of 2F elements are aligned if rows of F
-    elements are.
+    experts_grouped needs aligned rows in all matrix products. These rows have D, F or 2F elements.
+    Only D and F are passed to `form`, because rows of 2F elements are aligned if rows of F elements
+    are.
     """
     chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if chosen == "torch" else experts_loop
@@ -269,9 +274,9 @@ def _fake_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 def _check_into(into: WeightGrads, operands: Operands) -> None:
     if into.gate_up.shape != operands.gate_up.shape or into.down.shape != operands.down.shape:
         raise ValueError(
-            f"experts: the gradients of gate_up {list(operands.gate_up.shape)} and down "
-            f"{list(operands.down.shape)} cannot be written to tensors of other shapes, "
-            f"{list(into.gate_up.shape)} and {list(into.down.shape)}"
+            f"experts: the tensors for the gradients of gate_up and down have the shapes "
+            f"{list(into.gate_up.shape)} and {list(into.down.shape)}; they must have those of the "
+            f"weights, {list(operands.gate_up.shape)} and {list(operands.down.shape)}"
         )
     for name, target in (("gate_up", into.gate_up), ("down", into.down)):
         check_operands(f"experts_backward_into: gradient of {name}", {name: target}, {})
@@ -340,7 +345,7 @@ def _flops_backward(
     offsets: torch.Size, token: torch.Size, slot: torch.Size, row: torch.Size,
     h: torch.Size | None, *more: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs of backward: twice the FLOPs of forward, or as many as in forward if gate_up
-    and down need no gradient. If h is recomputed, add its FLOPs."""
+    """Return the FLOPs of backward. They are twice the FLOPs of forward, or equal to them if
+    gate_up and down need no gradient. If backward recomputes h, the FLOPs of h are added."""
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

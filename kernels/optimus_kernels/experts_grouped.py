@@ -15,7 +15,7 @@ from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return out [T, D] and h [N, 2F]; h is empty unless `save_h`."""
+    """Return the output [T, D] and the pre-activation h [N, 2F]. h is empty unless `save_h`."""
     x, rows = operands.x, operands.rows
     h = _hidden(x, operands.gate_up, rows)
     y = grouped_mm(swiglu(h), operands.down.mT, rows.offsets)
@@ -32,8 +32,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
     """Compute the gradients, and write the weight gradients to `into` unless it is None.
 
-    dx is computed before the weight gradients, so that under expert parallelism the communication
-    of dx overlaps their computation.
+    dx is computed before the weight gradients. Under expert parallelism, the communication of dx
+    then overlaps the computation of the weight gradients.
 
     Returns:
         dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which

@@ -1,16 +1,20 @@
 """Forward and backward of the experts as a loop over experts. The working set stays in the cache.
 
-All experts share one scratch memory for the gathered tokens, activations and gradients of the
-current expert. Results are written to slices of buffers that have the rows of all experts. This is
-the fastest implementation on CPUs. On accelerators the host would have to wait for the offsets.
+One scratch memory holds the gathered tokens, activations and gradients of the current expert, and
+is used again for the next expert. Results are written to slices of buffers that have the rows of
+all experts. The loop is the fastest implementation on CPUs. On accelerators the host would have to
+wait for the offsets.
 
-Our bf16 kernel (product.py) accepts any number of rows. oneDNN computes products in fp16, in bf16
-without AMX, and in fp32 where `fastest_library` selects it. oneDNN compiles a kernel for each new
-shape, and routing constantly produces new shapes. Compiling takes 1.5 to 2.5 ms; a product of 256
-rows with a 256 x 512 matrix takes 0.08 ms. The number of rows of each oneDNN product is therefore
-padded to a multiple of 16, or of 32 above 512 rows, so that oneDNN's cache of 1024 kernels has
-space for all shapes. The padding rows of an expert's result are the first rows of the next expert,
-whose product overwrites them later. In products that sum over rows, the padding rows are zeros.
+Our bf16 kernel (product.py) needs AMX and accepts any number of rows. oneDNN computes the other
+products: in fp16, in bf16 without AMX, and in fp32 if `fastest_library` selects oneDNN. oneDNN
+compiles a kernel for each new shape, and routing constantly produces new numbers of rows. Compiling
+takes 1.5 to 2.5 ms, but a product of 256 rows with a 256 x 512 matrix takes only 0.08 ms. The
+number of rows of each oneDNN product is therefore padded to a multiple of 16 (of 32 above 512
+rows). oneDNN's cache of 1024 kernels then has space for all shapes.
+
+The product of one expert also writes its padding rows. In a buffer for all experts, these are the
+first rows of the next expert, and the product of the next expert overwrites them. In a product that
+sums over rows, the padding rows of the operands are zeros.
 """
 
 from __future__ import annotations
@@ -41,22 +45,23 @@ def extra_rows(x: Tensor) -> int:
 
 
 class DeferredInputs(NamedTuple):
-    """Tensors from which deferred weight gradients are computed, in addition to x and the output's
-    gradient.
+    """Tensors from which deferred weight gradients are computed, in addition to x and the gradient
+    of the output.
 
-    `backward` of this module starts the rows of each expert at a multiple of 32 rows, which is
-    aligned to 64 bytes for any row length, as scratch memory is. Padding rows are zeros.
+    In the result of this module's `backward`, the index of each expert's first row is a multiple of
+    32. The address of this row is then aligned to 64 bytes for any row length, as in the scratch
+    memory that is used without deferral. Padding rows are zeros.
     """
 
     dh: Tensor
     """[P, 2F], gradient of the pre-activation, for P rows including padding."""
     scaled: Tensor
-    """[P, F], activation multiplied by the routing weight."""
+    """[P, F], activation multiplied by the routing weight, for P rows including padding."""
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
-    """Wrap a forward or backward pass so that its products use the fastest library for the dtype
-    and device of its first argument. This argument is a tensor, or `Operands`, whose x is used."""
+    """Wrap a forward or backward pass so that its products use the fastest library. The first
+    argument of the pass, or its x if it is `Operands`, determines the dtype and device."""
 
     @functools.wraps(run)
     def call(first: Tensor | Operands, *rest: Any, **more: Any) -> Any:
@@ -67,14 +72,15 @@ def _with_fastest_library(run: _Pass) -> _Pass:
 
 
 def fresh_grads(parameters: Iterable[Tensor]) -> WeightGrads:
-    """Return uninitialized tensors for the gradients of `parameters`, gate_up and down."""
+    """Return uninitialized tensors for weight gradients. `parameters` are gate_up and down."""
     gate_up, down = (memory.empty(parameter.shape, parameter) for parameter in parameters)
     return WeightGrads(gate_up, down, add=False)
 
 
 @_with_fastest_library
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return out [T, D] and h [R + extra rows, 2F]; h is empty unless `save_h`."""
+    """Return the output [T, D] and the pre-activation h [R + extra_rows(x), 2F], where R is the
+    number of rows in `operands`. h is empty unless `save_h`."""
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)
@@ -174,16 +180,17 @@ def weight_grads(
 def _backward_views(
     both: Tensor, da: Tensor, dh: Tensor, rows: int, start: int
 ) -> tuple[Tensor, ...]:
-    """Return views of backward's scratch memory for an expert with `rows` rows: the copies of x,
-    dy, dy^T, da, dh and dh^T. The views of da and dh begin at row `start`."""
+    """Return views of backward's scratch memory for an expert with `rows` rows. The views are
+    `copies` (the gathered rows of x), dy, dy^T, da, dh and dh^T, in this order. Those of da and dh
+    begin at row `start`."""
     copies, dy = both.narrow(1, 0, rows).unbind(0)
     dh = dh.narrow(0, start, rows)
     return copies, dy, dy.t(), da.narrow(0, start, rows), dh, dh.t()
 
 
 class _Targets:
-    """Tensors that receive the experts' weight gradients. If gradients are written and not added,
-    the constructor sets the gradients of experts without rows to zero."""
+    """Tensors to which the weight gradients of all experts are written or added. If they are
+    written, the constructor sets the gradients of experts without rows to zero."""
 
     def __init__(self, into: WeightGrads, rows: Rows, x: Tensor) -> None:
         gate_up, down, self._add = into
@@ -199,15 +206,17 @@ class _Targets:
                         target.zero_()
 
     def take(self, e: int, dh_t: Tensor, copies: Tensor, dy_t: Tensor, scaled: Tensor) -> None:
-        """Compute the weight gradients of expert e, and write or add them: dh^T [2F, R] @ copies
-        [R, D] for gate_up and dy^T [D, R] @ scaled [R, F] for down. The expert has R rows."""
+        """Compute the weight gradients of expert e, which has R rows, and write or add them. The
+        gradient of gate_up is dh_t [2F, R] @ copies [R, D]; the gradient of down is dy_t [D, R] @
+        scaled [R, F]."""
         gate_up, down = self._pairs[e]
         product(dy_t, scaled, down, self._add, self._scratch)
         product(dh_t, copies, gate_up, self._add, self._scratch)
 
 
 def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
-    """Return the first row of each expert in `DeferredInputs`, and the total number of rows."""
+    """Return the index of each expert's first row in `DeferredInputs`, and the total number of
+    rows, including padding."""
     starts, end = [], 0
     for *_, padded in blocks:
         starts.append(end)

@@ -73,7 +73,7 @@ def check(op: str, operands: Operands, **more: Tensor) -> None:
     if operands.token.dim() != 1 or operands.token.shape != operands.slot.shape:
         raise ValueError(
             f"{op}: rows.token {list(operands.token.shape)} and rows.slot "
-            f"{list(operands.slot.shape)} must both be [N], or both shortened to the R rows in use"
+            f"{list(operands.slot.shape)} must have one dim of the same size; shorten both or none"
         )
     indices = zip(("offsets", "token", "slot", "row"), rows, strict=True)
     check_operands(op, {**named, **more}, {f"rows.{name}": index for name, index in indices})
@@ -89,8 +89,8 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
     rows, columns = operands.token.shape[0], operands.gate_up.shape[1]
     if grad.shape != operands.x.shape or (h is not None and h.shape != (rows, columns)):
         raise ValueError(
-            f"{op}: grad is {list(grad.shape)} and h {None if h is None else list(h.shape)}; grad "
-            f"must be {list(operands.x.shape)} as x, and h [{rows}, {columns}] or None"
+            f"{op}: grad {list(grad.shape)} must have the shape of x, {list(operands.x.shape)}, "
+            f"and h {None if h is None else list(h.shape)} must be [{rows}, {columns}] or None"
         )
 
 
@@ -112,7 +112,7 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Check the operands of a backward pass, and return them as `dense` does, with contiguous grad
-    and h."""
+    """Check the operands of a backward pass. Return contiguous `grad`, the result of `dense` for
+    `operands`, and contiguous `h`."""
     check_backward(op, grad, operands, h)
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

@@ -1,6 +1,7 @@
-"""gather: copy the token of each row, out[r] = x[token[r]]; zeros where token[r] is -1.
+"""gather: for each row r, copy its token: out[r] = x[token[r]], or zeros if token[r] is -1.
 
-`reduce_rows` without weights computes the gradient of x, in the order of k and without atomics.
+The gradient of x[t] is the sum of the gradients of the rows of token t. `reduce_rows` without
+weights computes it. It adds the rows in the order of the token's experts, without atomics.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def set_form(name: str) -> None:
     """Select the implementation of all grouped products of this process.
 
     Args:
-        name: "loop", "torch" or "auto". "auto" selects loop on CPUs; on other devices it selects
-            torch if torch supports the operands, otherwise loop.
+        name: "loop", "torch" or "auto". On CPUs, "auto" selects "loop". On other devices, it
+            selects "torch" if torch supports the operands, and "loop" if not.
 
     Raises:
         ValueError: `name` is unknown.
@@ -51,8 +51,8 @@ def form(like: Tensor, *widths: int) -> str:
 
     Args:
         like: tensor with the operands' device and dtype.
-        widths: number of elements per row of each operand and result. torch requires rows of a
-            multiple of 16 bytes; for other rows "auto" selects loop.
+        widths: number of elements per row of each operand and result. "torch" requires that the
+            size of a row is a multiple of 16 bytes; for other sizes "auto" selects "loop".
 
     Returns:
         "torch" or "loop".
@@ -106,14 +106,15 @@ def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
 
     Returns:
-        [E, A, B]; for each expert, its rows of a, transposed, times its rows of b. Zeros for an
-        expert without rows.
+        [E, A, B]; for each expert, the product a_e^T @ b_e, where a_e and b_e are the expert's rows
+        of a and b. Zeros for an expert without rows.
     """
     return _grouped_mm_weight(a, b, offsets)
 
 
 def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Reference implementation: multiply all rows by each expert's weights and select its rows."""
+    """Reference implementation: for each expert, multiply all rows by its weights, and keep the
+    results of its rows."""
     index = torch.arange(len(rows), device=rows.device)
     out = rows.new_zeros(len(rows), weights.shape[2])
     for e in range(len(weights)):
@@ -123,7 +124,8 @@ def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Reference implementation: for each expert, zero the rows of other experts and multiply."""
+    """Reference implementation: for each expert, set the rows of other experts in a and b to zero
+    and compute a^T @ b."""
     index = torch.arange(len(a), device=a.device)
     products = []
     for e in range(len(offsets) - 1):

@@ -1,12 +1,13 @@
 """Reuse of large CPU buffers, because newly allocated memory costs a page fault for every 4 KiB.
 
-With D 2048, F 1024, E 64 in bf16, new buffers for weight gradients took 45 % of the time of
-backward. The C library returns large buffers to the operating system when they are freed, and maps
-new buffers in the next step. This module keeps the buffers, and reuses a buffer when no tensor
-refers to it. A `.grad`, a view or a saved activation counts as a reference.
+With 64 experts of hidden size 2048 and intermediate size 1024 in bf16, new buffers for weight
+gradients took 45 % of the time of backward. The C library returns large buffers to the operating
+system when they are freed, and maps new buffers in the next step. This module keeps the buffers,
+and reuses a buffer when no tensor refers to it. A `.grad`, a view or a saved activation counts as a
+reference.
 
-The process keeps up to 1.5 times the most memory that tensors of this module used at one time, also
-during evaluation and after a model is deleted. `release`, which users import as
+The process keeps up to 1.5 times the peak memory of this module's tensors, also during evaluation
+and after a model is deleted. `release`, which users import as
 `optimus_kernels.release_memory`, frees unused buffers. This package does not call it, because the
 next step would allocate the buffers again. The storage of the tensors has a fixed size:
 `untyped_storage().resize_` raises an error.
@@ -32,11 +33,11 @@ slightly different sizes can use the same buffer."""
 _SLACK = 1.25
 """Largest ratio of the size of a reused buffer to the rounded size of the request."""
 _SPARE = 1.5
-"""Limit of the total size of all buffers, as a multiple of the most memory that tensors used at one
-time. Above the limit, the least recently used free buffers are released. A limit of 1.0 would
-release the buffers of the forward pass during backward."""
+"""Limit of the total size of all buffers, as a multiple of the peak size of the buffers in use.
+Above the limit, the least recently used free buffers are released. A limit of 1.0 would release the
+buffers of the forward pass during backward."""
 _MAX_IDLE_REQUESTS = 4096
-"""A free buffer is released if it was not used in this number of requests."""
+"""Number of requests after which a free buffer that none of them used is released."""
 
 _lock = threading.Lock()
 _buffers: list[_Buffer] = []
@@ -102,9 +103,9 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return a free buffer for `size` bytes, or a new buffer if none fits. Before it makes a new
-    buffer, release free buffers that exceed the limit of `_SPARE` or that were not used in the last
-    `_MAX_IDLE_REQUESTS` requests."""
+    """Return a free buffer for `size` bytes, or a new buffer if none fits. Before the function
+    makes a new buffer, it releases the least recently used free buffers until the limit `_SPARE` is
+    met, and all free buffers that the last `_MAX_IDLE_REQUESTS` requests did not use."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]

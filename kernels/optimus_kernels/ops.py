@@ -48,8 +48,8 @@ def define(
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
     """Raise NotImplementedError if an operand requires a gradient. Ops that write to their operands
-    call this function in forward, because torch accepts no gradient function for such ops that
-    could raise the error in backward."""
+    call this function in forward. They cannot raise the error in backward, because torch accepts no
+    gradient function for such ops."""
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
 

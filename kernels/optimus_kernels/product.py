@@ -2,13 +2,13 @@
 
 `fastest_library` makes torch.mm use oneDNN where torch's default library is slower. Our kernel
 (csrc/cpu/amx_avx512.cpp) needs no compilation for a new number of rows. A call costs 3 us; a call
-of torch.mm costs 20 us. The kernel can add to the output while it writes.
+of torch.mm costs 20 us. The kernel can also add the product to the output.
 
-A product that is added to fp32 sums is first rounded to its operands' dtype. An fp32 product is
-computed completely before it is added. The sums are therefore bitwise equal to those of autograd,
-which computes a gradient and then adds it. A BLAS function that starts from the previous sum, or
-adds block by block (MKL's addmm from 385 rows on), rounds differently. Gradients would then depend
-on the number of microbatches that a rank accumulates, which deterministic mode excludes.
+Before a product is added to fp32 sums, it is computed completely and rounded to the dtype of its
+operands. The sums are therefore bitwise equal to those of autograd, which computes a gradient and
+then adds it. A BLAS function that starts from the previous sum, or adds block by block (MKL's addmm
+from 385 rows on), rounds differently. Gradients would then depend on the number of microbatches
+that a rank accumulates, which deterministic mode must prevent.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PROFILED_AS = "optimus::product"
 _WIDEN_ELEMENTS = 1 << 16
 """Number of elements to convert to fp32 at a time, so that they stay in the L2 cache."""
 _FP32_ERROR = 1e-5
-"""Largest relative error of a 256 x 256 product that is computed in fp32. In bf16 the error is
-2e-3."""
+"""Upper limit of the relative error of a 256 x 256 product that is computed in fp32. If it is
+computed in bf16, the error is 2e-3."""
 
 
 def amx_kernel(like: Tensor) -> Callable[..., int] | None:
@@ -119,7 +119,7 @@ def onednn() -> Iterator[None]:
 @functools.cache
 def onednn_is_exact() -> bool:
     """Return whether oneDNN is available for fp32 products (torch 2.9 and later) and computes them
-    in fp32, according to a comparison with a product in fp64."""
+    in fp32, not in bf16. The function compares one product with the same product in fp64."""
     if not hasattr(torch.backends.mkldnn, "matmul") or not torch.backends.mkldnn.is_available():
         return False
     a = torch.linspace(-1, 1, 1 << 16).sin().view(256, 256)
@@ -156,8 +156,8 @@ def product(
             transposes of contiguous tensors; torch.mm computes other products.
         out: [M, N], contiguous, of the operands' dtype or, for sums of gradients, of another dtype.
         add: add to `out` instead of replacing it.
-        scratch: memory for M * N elements of a's dtype, for products that need it according to
-            `needs_scratch`. If it is None, the memory is allocated.
+        scratch: memory for M * N elements of a's dtype. It is used only if `needs_scratch` returns
+            True for the operands. If it is None, new memory is allocated.
     """
     kernel = amx_kernel(a)
     if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):
@@ -183,8 +183,9 @@ def product(
 
 
 def needs_scratch(like: Tensor, out: torch.dtype, add: bool) -> bool:
-    """Return whether `product` of contiguous tensors like `like` needs scratch memory, because it
-    must be computed there before it is written or added to an output of dtype `out`."""
+    """Return whether `product` needs scratch memory for contiguous operands like `like` and an
+    output of dtype `out`. If so, the product is computed in scratch memory first, and then written
+    or added to the output."""
     return _uses_scratch(amx_kernel(like) is not None, like, out, add)
 
 

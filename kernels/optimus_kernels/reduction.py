@@ -1,7 +1,7 @@
-"""reduce_rows: out[t] = sum over k, in order, of w[t, k] * y[row[t, k]], in fp32, without atomics.
+"""reduce_rows: out[t] = sum over k of w[t, k] * y[row[t, k]] for each token t.
 
-This is the output reduction of the Optimus paper (section 3.1, stage 5) and, without weights, the
-gradient of `gather`.
+The terms are added in fp32, in the order of k and without atomics. The op is the output reduction
+of the Optimus paper (section 3.1, stage 5). Without weights, it is the gradient of `gather`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def reduce_rows_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `reduce_rows`, given the gradient `grad` [T, D] of its output.
 
-    Row r has the slot slot[r] = t*K + k. dy [R, D] is weights[t, k] * grad[t] for each row r.
-    dweights [T, K] is the dot product <grad[t], y[r]> for each slot, in fp32 (fp64 if y is fp64).
+    Row r belongs to slot[r] = t*K + k, the k-th expert of token t. The first result is dy [R, D],
+    with dy[r] = weights[t, k] * grad[t]. The second is dweights [T, K] in fp32 (in fp64 if y is
+    fp64), where dweights[t, k] is the dot product of grad[t] and y[r].
     """
     return _reduce_backward(grad, y, weights, slot)
 
@@ -61,7 +62,7 @@ def reference(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> T
 def reference_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reference implementation of the gradients in plain torch."""
+    """Reference implementation of `reduce_rows_backward` in plain torch."""
     compute = compute_dtype(y.dtype)
     used_rows = (slot >= 0).nonzero().flatten()
     slots = slot[used_rows].long()
@@ -81,7 +82,8 @@ def _check(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> None
         )
     if weights is not None and weights.shape != row.shape:
         raise ValueError(
-            f"reduce_rows: weights {list(weights.shape)} must have row's shape {list(row.shape)}"
+            f"reduce_rows: weights {list(weights.shape)} must have the shape of row, "
+            f"{list(row.shape)}"
         )
     check_operands("reduce_rows", {"y": y, "weights": weights}, {"row": row, "slot": slot})
 

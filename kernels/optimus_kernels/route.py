@@ -1,9 +1,9 @@
 """route: assign each slot a row in the buffers of the experts (Optimus paper, section 3.1, stages 2
 and 3).
 
-T tokens, K experts per token, N = T*K slots; E local experts. Slot t*K + k is the k-th expert of
-token t. A stable counting sort orders the rows by expert and then by slot, so the result is the
-same in every run, on every device and for any number of threads.
+There are T tokens, K experts per token, N = T*K slots and E local experts. Slot t*K + k is the k-th
+expert of token t. A stable counting sort orders the rows by expert and then by slot, so the result
+is the same in every run, on every device and for any number of threads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Rows(NamedTuple):
     offsets: Tensor
     """[E+1]: expert e has rows offsets[e] to offsets[e+1] - 1. There are R = offsets[E] rows."""
     token: Tensor
-    """[N]: the token of each row; -1 from row R on."""
+    """[N]: the token of each row. It is -1 for unused rows, which begin at row R = offsets[E]."""
     slot: Tensor
-    """[N]: the slot of each row; -1 from row R on."""
+    """[N]: the slot of each row. It is -1 for unused rows, which begin at row R = offsets[E]."""
     row: Tensor
     """[T, K]: the row of each slot; -1 if the slot's expert is not local."""
 
@@ -38,14 +38,15 @@ def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None
         chosen: int64 [T, K], the indices of the experts that each token chose.
         first_expert: index of the first local expert.
         num_experts: number E of local experts. Slots with any other expert index get no row.
-        of: total number of experts. If it is given, debug mode (OPTIMUS_KERNELS_DEBUG=1) raises
-            ValueError if an index in `chosen` is not in [0, of).
+        of: total number of experts, or None. It is used only in debug mode
+            (OPTIMUS_KERNELS_DEBUG=1): an index in `chosen` that is not in [0, of) raises
+            ValueError. With None, the indices are not checked.
 
     Returns:
         The row of each slot, and the token and slot of each row.
 
     Raises:
-        ValueError: `chosen` is not int64 [T, K].
+        ValueError: `chosen` is not int64 [T, K], or `num_experts` is negative.
     """
     return Rows(*_route(chosen, first_expert, num_experts, of))
 
@@ -74,7 +75,7 @@ def _check_chosen(chosen: Tensor, experts: int) -> None:
         token, k = wrong[0]
         raise ValueError(
             f"chosen {list(chosen.shape)} has {len(wrong)} numbers outside 0 to "
-            f"{experts - 1}, the first {int(chosen[token, k])} for token {token}"
+            f"{experts - 1}; the first is {int(chosen[token, k])} for token {token}"
         )
 
 

@@ -1,10 +1,11 @@
 """square_bins_: sum of squares of a flat tensor, bitwise independent of the order of additions.
 
 Within blocks of 32 elements, squares are added in fp64 by halves: first elements j and j + 16, then
-j and j + 8, and so on. The sums of blocks are added exactly: each binary exponent has a bin, an
-integer to which the significands of the sums with this exponent are added. The upper and the lower
-half of a significand are added to separate integers, so that 2^36 significands do not overflow.
-Bins of several tensors and ranks are added as integers, in any order.
+j and j + 8, and so on. The sums of the blocks are added exactly, in one bin for each binary
+exponent: the significand of a block's sum is added to the bin of its exponent. A bin has two
+integers, one for the upper and one for the lower halves of significands, so that adding 2^36
+significands does not overflow. Bins of several tensors and ranks are added as integers, in any
+order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from optimus_kernels import backend
 from optimus_kernels.ops import define
 
 BLOCK = 32
-"""Number of elements in a block. Tensors may be divided only at multiples of this number."""
+"""Number of elements in a block. Tensors may be split only at multiples of this number."""
 _BINS = 640
 _MIN_EXPONENT = -340
 """Binary exponent of the first bin. The exponents of all nonzero, finite block sums are between the
@@ -33,9 +34,9 @@ _SLICE = 1 << 20
 
 
 def new_bins(device: torch.device) -> Tensor:
-    """Return empty bins, int64 [2 * 640 + 1]. They contain the sum of the upper halves of
-    significands for each of 640 exponents, then the sum of the lower halves for each exponent, then
-    the number of blocks whose sum is not finite."""
+    """Return bins, int64 [2 * 640 + 1], all zero. The first 640 elements are the sums of the upper
+    halves of significands for 640 exponents. The next 640 are the sums of the lower halves. The
+    last element is the number of blocks whose sum is not finite."""
     return torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
 
 
@@ -54,7 +55,8 @@ def square_bins_(bins: Tensor, flat: Tensor) -> None:
 
 
 def total_of(bins: Tensor) -> float:
-    """Return the sum of all bins, rounded towards zero once, or NaN if a block is not finite."""
+    """Return the sum of all bins, rounded to fp64 once, or NaN if the sum of a block is not
+    finite."""
     *halves, infinite = bins.tolist()
     if infinite:
         return math.nan
@@ -92,7 +94,7 @@ def _check(bins: Tensor, flat: Tensor) -> None:
     if bins.shape != (2 * _BINS + 1,) or flat.dim() != 1 or flat.numel() % BLOCK:
         raise ValueError(
             f"square_bins_: bins {list(bins.shape)} must be [{2 * _BINS + 1}], and flat "
-            f"{list(flat.shape)} must have one dim, a multiple of {BLOCK}"
+            f"{list(flat.shape)} must have one dim whose size is a multiple of {BLOCK}"
         )
     if not (bins.is_contiguous() and flat.is_contiguous()) or bins.device != flat.device:
         raise ValueError("square_bins_: bins and flat must be contiguous and on one device")

@@ -1,10 +1,11 @@
-"""swiglu: a = silu(g) * u with [g, u] = h. Its backward also computes the gradient of the routing
+"""swiglu: a = silu(g) * u, where h = [g, u]. Its backward also computes the gradient of the routing
 weights.
 
-The experts' output is out = sum of w * (a Wd^T), so the gradient of w * a is da = dout Wd. Backward
-computes the gradient dw = <da, a> of the routing weight, the gradient dh of h from the gradient
-w * da of a, and w * a, which the gradient of Wd needs. Each slot has at most one row, so no
-gradient is a sum over rows.
+The output of the experts is out = sum of w * (a Wd^T), with the routing weights w and the weights
+Wd of the down projection. The gradient of w * a is therefore da = dout Wd. Backward has three
+results. The gradient of a routing weight is the dot product <da, a>. The gradient dh of h follows
+from the gradient w * da of a. The product w * a is needed for the gradient of Wd. Each slot has at
+most one row, so no gradient is a sum over rows.
 """
 
 from __future__ import annotations

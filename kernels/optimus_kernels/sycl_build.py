@@ -37,8 +37,8 @@ IPEX = "intel_extension_for_pytorch"
 
 
 def arch_list() -> str:
-    """Return the devices to compile for: TORCH_XPU_ARCH_LIST, or "pvc" if it is unset or empty,
-    because without a list every process would compile the kernels at run time."""
+    """Return the devices to compile for: TORCH_XPU_ARCH_LIST, or "pvc" if the variable is unset or
+    empty. Without a list of devices, every process would compile the kernels at run time."""
     return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
 
 
@@ -154,9 +154,9 @@ def _torch_has_sycl_extension() -> bool:
 
 
 def _has_dpcpp_extension() -> bool:
-    """Return whether IPEX has DPCPPExtension. The function must not import IPEX, because the import
-    changes torch's operators, which OPTIMUS_IPEX=0 forbids. find_spec of a submodule would import
-    its parent, so the function looks for the file."""
+    """Return whether IPEX has DPCPPExtension, without importing IPEX. The import changes torch's
+    operators, which OPTIMUS_IPEX=0 forbids. find_spec of the submodule would import its parent
+    package, IPEX, so the function looks for the submodule's file."""
     spec = importlib.util.find_spec(IPEX)
     folders = spec.submodule_search_locations if spec else None
     return any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders or ())

@@ -1,8 +1,8 @@
 """Table of the axes of parallelism: pipeline (pp), data (dp), expert (ep) and tensor (tp).
 
-Other packages derive from the table the coordinates of ranks, the process groups, the axes over
-which gradients are summed, the ranks whose losses count, and the ranks that `optimus plan` lists.
-Section `[parallel]` of a configuration sets the size of each axis.
+Section `[parallel]` of a configuration sets the size of each axis. Other packages use the table to
+find the coordinates of ranks, the process groups, the axes over which gradients are summed, the
+ranks whose losses count, and the ranks that `optimus plan` lists.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ class Axis(NamedTuple):
     """Properties of an axis of parallelism."""
 
     ranks_have: Literal["other layers", "other data", "parts of the data", "the same data"]
-    """Difference between the ranks along the axis: their layers, their data, or the part of the
-    same data that they process. Ranks with "parts of the data" each compute a summand of the losses
-    and of every gradient. Ranks with "the same data" compute the same losses, and only the losses
-    of the first rank count."""
+    """Layers or data by which the ranks along the axis differ. "other layers": ranks have different
+    layers. "other data": ranks read different data. "parts of the data": ranks process parts of the
+    same data, and each rank computes a summand of the losses and of every gradient. "the same
+    data": ranks process the same data and compute the same losses, and only the losses of the first
+    rank count."""
     divides: tuple[str, ...] = ()
-    """Settings that the size of the axis must divide."""
+    """Settings whose values must be multiples of the size of the axis."""
 
 
 AXES = {
@@ -38,7 +39,8 @@ AXES = {
         ),
     ),
 }
-"""All axes, from the outermost to the innermost; consecutive ranks differ first along tp."""
+"""All axes, from the outermost to the innermost. With increasing rank number, the coordinate of the
+innermost axis, tp, changes fastest."""
 
 
 def _axes(*kinds: str) -> Axes:
@@ -54,7 +56,8 @@ SAME_DATA = _axes("the same data")
 UNEQUAL = _axes("other layers", "the same data")
 """Axes along which ranks may have model states of different sizes."""
 MODEL = tuple(axis for axis in AXES if axis != "dp")
-"""Axes along which the ranks of one replica of the model differ; dp is the number of replicas."""
+"""All axes except dp. The size of dp is the number of replicas of the model, so the ranks of one
+replica differ only along the other axes."""
 WITHIN_BLOCK = tuple(
     name for name, axis in AXES.items() if axis.divides or "parts" in axis.ranks_have
 )

@@ -26,7 +26,8 @@ from optimus.config.sections import (
 from optimus.errors import ConfigError, counted
 
 _MAX_ELEMENTS = 1 << 56
-"""Largest accepted number of elements of a tensor; torch counts the bytes in 63 bits."""
+"""Largest accepted number of elements of a tensor. Torch stores the size in bytes as a signed
+64-bit integer, and the limit keeps this size below 2^63."""
 
 
 def check(config: Config) -> None:
@@ -53,8 +54,8 @@ def check(config: Config) -> None:
 
 
 def _tensors(model: ModelConfig) -> None:
-    """Raise ConfigError if a tensor has more than `_MAX_ELEMENTS` elements. The error of torch
-    would not name the settings."""
+    """Raise ConfigError if a tensor has more than `_MAX_ELEMENTS` elements. Without this check,
+    torch would raise an error that does not name the settings."""
     hidden, experts = model.hidden_size, max(1, *model.experts_by_layer)
     width = max(model.intermediate_size, model.dense_intermediate_size)
     heads = max(model.num_attention_heads, model.num_kv_heads) * max(model.head_size, 1)
@@ -234,12 +235,14 @@ def _sequence(train: TrainConfig, model: ModelConfig) -> None:
 def _batch(train: TrainConfig) -> None:
     microbatch_tokens = train.microbatch_size * train.seq_len
     if train.global_batch_tokens and not train.seq_len:
-        raise ConfigError("train.seq_len is missing; give the data set's context, in tokens")
+        raise ConfigError("train.seq_len is missing; set it to the data set's context, in tokens")
     if train.global_batch_tokens and train.global_batch_tokens % microbatch_tokens:
         near = max(1, round(train.global_batch_tokens / microbatch_tokens)) * microbatch_tokens
         raise ConfigError(
-            f"train.global_batch_tokens = {train.global_batch_tokens} is not a multiple of a "
-            f"microbatch ({train.microbatch_size} x {train.seq_len} tokens); the nearest is {near}"
+            f"train.global_batch_tokens = {train.global_batch_tokens} is not a multiple of "
+            f"{microbatch_tokens}, the number of tokens in a microbatch "
+            f"({counted(train.microbatch_size, 'sequence')} x {train.seq_len} tokens); the nearest "
+            f"multiple is {near}"
         )
 
 
@@ -267,7 +270,8 @@ def _schedule(optim: OptimConfig, train: TrainConfig) -> None:
         )
     if steps and train.stop_at_step > steps:
         raise ConfigError(
-            f"train.stop_at_step = {train.stop_at_step} exceeds train.max_steps = {steps}; lower it"
+            f"train.stop_at_step = {train.stop_at_step} exceeds train.max_steps = {steps}; lower "
+            "train.stop_at_step"
         )
 
 
@@ -334,7 +338,7 @@ def _loss_scale(optim: OptimConfig, train: TrainConfig) -> None:
     dtype = train.dtype
     if dtype == "fp16" and train.deterministic:
         raise ConfigError(
-            "train.dtype = 'fp16' needs a loss scale, which depends on overflows; "
+            "train.dtype = 'fp16' needs a loss scale, which changes when gradients overflow; "
             "train.deterministic needs 'bf16' or 'fp32'"
         )
     for key in ("loss_scale", "min_loss_scale", "loss_scale_growth_steps"):
@@ -396,8 +400,8 @@ def _offload(offload: OffloadConfig) -> None:
 
 def nearest_divisor(number: int, near: int) -> int:
     """Return the divisor of `number` that is nearest to `near`, or 1 if no divisor is within 4,096
-    of `near`. The limit bounds the time of the search for huge numbers in a faulty
-    configuration."""
+    of `near`. The limit of 4,096 keeps the search short if a faulty configuration has huge
+    numbers."""
     near = min(near, number)
     candidates = (d for distance in range(4097) for d in (near - distance, near + distance))
     return next((d for d in candidates if 0 < d <= number and number % d == 0), 1)

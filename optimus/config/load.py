@@ -21,7 +21,8 @@ from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _PLANNED_SECTIONS = ("resilience",)
-"""Sections of a later version; an error says that this version does not have them."""
+"""Sections that only a later version will have. If a configuration contains one, the error says
+that this version does not have the section."""
 _MAX_FILES = 50
 """Maximum number of files of a configuration, including all files that `base` keys name."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
@@ -85,8 +86,9 @@ SYNONYMS: dict[str, str] = {
     "checkpoint.load": "load_path resume resume_from restore_from load_from",
     "observe.log_interval": "log_every log_freq log_steps logging_steps",
 }
-"""Names of each key in other trainers and model configurations (Hugging Face, Megatron-LM,
-torchtitan, nanoGPT). The error about an unknown key uses them to suggest a key."""
+"""For each key, the names of the same setting in other trainers and model configurations (Hugging
+Face, Megatron-LM, torchtitan, nanoGPT). If an unknown key is one of these names, the error suggests
+the key."""
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
@@ -106,15 +108,18 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
 
 
 def load_saved_config(path: str | os.PathLike) -> Config:
-    """Read the config.toml of a checkpoint, which has no `base` files.
+    """Read the config.toml of a checkpoint, which must not name `base` files.
+
+    The checkpoint may come from somebody else, and `base` could name any file of this machine.
 
     Raises:
-        ConfigError: The configuration is invalid or names a base file. Such a file could be any
-            file of this machine, although the checkpoint may come from somebody else.
+        ConfigError: The configuration is invalid or names a base file.
     """
     tables = _read_toml(Path(path))
     if "base" in tables:
-        raise ConfigError(f"{path}: base = {tables['base']!r}: a checkpoint has no base files")
+        raise ConfigError(
+            f"{path}: base = {tables['base']!r}: a checkpoint has no base files; remove this key"
+        )
     return make_config(tables, str(path))
 
 
@@ -151,8 +156,11 @@ def make_config(
 
 
 def _check_texts(value: Any, location: tuple[str, ...]) -> None:
-    """Raise ConfigError for a string that is not UTF-8 text, such as some file names, or that
-    contains NUL. config.toml can store only UTF-8, and a path cannot contain NUL."""
+    """Raise ConfigError if a string in `value` contains NUL or cannot be encoded as UTF-8.
+
+    A path cannot contain NUL. Some file names cannot be encoded as UTF-8, but config.toml can store
+    only UTF-8 text. `location` is the key path of `value`.
+    """
     if isinstance(value, (Mapping, list, tuple)):
         for key, element in value.items() if isinstance(value, Mapping) else enumerate(value):
             _check_texts(element, (*location, str(key)))
@@ -183,8 +191,9 @@ def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) 
     Args:
         path: The file.
         children: The chain of files that leads to `path` through `base` keys, to detect cycles.
-        trees: Cache of results by file. Without the cache, a chain of 25 files, each of which names
-            the next file twice, takes 2^25 reads.
+        trees: Cache of results by file, so that a file with several children is read once. Without
+            the cache, a chain of 25 files in which each file names the next file twice would take
+            2^25 reads.
     """
     path = path.resolve()
     if path in children:
@@ -235,9 +244,11 @@ def _parse_toml(text: str) -> Tree:
 
 
 def _check_numbers(value: Any) -> None:
-    """Raise ValueError for an integer that does not fit into 64 bits, the range of TOML. Later
-    error messages could not print every larger integer: Python refuses to print more than 4,300
-    digits, and a hexadecimal number in a file may have more."""
+    """Raise ValueError for an integer that does not fit into 64 bits, the range of TOML.
+
+    A message about a larger integer could itself fail: Python refuses to print more than 4,300
+    decimal digits, and a hexadecimal number in a file may have more.
+    """
     if isinstance(value, (dict, list)):
         for element in value.values() if isinstance(value, dict) else value:
             _check_numbers(element)
@@ -301,8 +312,10 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 def _hint(location: Sequence[str], value: Any) -> str:
-    """Return a hint for an unknown key: a question with similar keys ("did you mean ...?"), or a
-    list of all keys of the section if no key is similar.
+    """Return a hint for an unknown key.
+
+    The hint asks "did you mean ...?" with the similar keys. If no key is similar, it lists all keys
+    of the section.
 
     Similar keys are, in order of preference: keys of the same name in other sections, keys that
     have this name in other trainers, and the key with the nearest spelling.
@@ -337,8 +350,11 @@ def _hint(location: Sequence[str], value: Any) -> str:
 
 
 def _synonymous(wrong: str, section: str) -> list[str]:
-    """Return all keys, as `section.key`, with the name `wrong`, or if there are none, all keys with
-    the synonym `wrong`. If any of these keys is in `section`, return only the keys in `section`."""
+    """Return the keys, as `section.key`, that an unknown key `wrong` may mean.
+
+    These are the keys named `wrong` in any section. If there are none, these are the keys with the
+    synonym `wrong`. If some of the found keys are in `section`, only those are returned.
+    """
     wrong = wrong.lower().replace("-", "_")
     same = [
         f"{name}.{wrong}"
@@ -350,8 +366,8 @@ def _synonymous(wrong: str, section: str) -> list[str]:
 
 
 def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
-    """Return a list of one name, the most similar to `wrong`, or an empty list if no similarity is
-    at least `cutoff` (0 to 1). Case, hyphens and underscores are ignored."""
+    """Return a list with the name that is most similar to `wrong`. The list is empty if the
+    similarity (0 to 1) is below `cutoff`. Case, hyphens and underscores are ignored."""
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
     return [plain[name] for name in difflib.get_close_matches(wrong, plain, n=1, cutoff=cutoff)]
@@ -396,10 +412,10 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return the value of a TOML text, or the text itself if it is not TOML, so that strings need
-    no quotes.
+    """Return the value of an override from its text, a TOML value.
 
-    Raises ConfigError if a text that begins like a list, a table or a quoted string is not TOML.
+    If `text` is not TOML, return it as a string, so that strings need no quotes. Raise ConfigError
+    if it is not TOML but begins like a list, a table or a quoted string.
     """
     try:
         return _parse_toml(f"value = {text}")["value"]

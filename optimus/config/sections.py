@@ -14,8 +14,9 @@ CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAX_FROZEN, MAX_PATTERN_CHARS = 1000, 256
-"""Maximum number of patterns in `optim.frozen`, and maximum length of a pattern. Readers of a
-checkpoint compare each stored pattern with each parameter name; the limits bound their time."""
+"""Maximum number of patterns in `optim.frozen`, and maximum length of a pattern. Checkpoints store
+the patterns, and a reader compares each pattern with each parameter name. The limits bound the time
+of these comparisons."""
 
 
 def _experts(value: Any) -> Any:
@@ -31,8 +32,8 @@ Experts = Annotated[int | tuple[int, ...], BeforeValidator(_experts)]
 
 
 class Section(BaseModel):
-    """Base class of sections. Instances are immutable; unknown keys and values of another type are
-    errors."""
+    """Base class of sections. Instances are immutable. An unknown key or a value of the wrong type
+    is an error."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -71,11 +72,12 @@ class RopeScaling(Section):
     """yarn: round the bounds of the range of interpolated frequencies to integer indices, the lower
     bound down and the upper bound up."""
     attention_factor: NonNegative = 0.0
-    """yarn: rotated queries and keys are multiplied by this; 0: derived from `factor`, `mscale` and
-    `mscale_all_dim`."""
+    """yarn: factor by which rotated queries and keys are multiplied; 0: derived from `factor`,
+    `mscale` and `mscale_all_dim`."""
     mscale: NonNegative = 0.0
-    """yarn: if this and `mscale_all_dim` are above 0, the derived attention factor is (0.1 * mscale
-    * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1), otherwise 0.1 * ln(factor) + 1."""
+    """yarn: coefficient in the derived attention factor. If `mscale` and `mscale_all_dim` are above
+    0, the derived factor is (0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) +
+    1). If one of them is 0, it is 0.1 * ln(factor) + 1."""
     mscale_all_dim: NonNegative = 0.0
     """yarn: coefficient in the derived attention factor; see `mscale`."""
 
@@ -124,8 +126,8 @@ class ModelConfig(Section):
     dense_intermediate_size: CountOrZero = 0
     """Inner width of the SwiGLU in dense layers of an `olmoe` model; 0: intermediate_size."""
     num_experts: Experts = 0
-    """Number of experts per layer (E), or a list with the number for each layer, where 0 makes the
-    layer dense; 0 for `olmo`."""
+    """Number of experts per layer (E), or a list with one number for each layer. A 0 in the list
+    makes a layer dense. For `olmo`, the setting is 0."""
     num_experts_per_tok: CountOrZero = 0
     """Number of experts to which each token is routed (K); 0 for `olmo`."""
     vocab_size: Count
@@ -139,11 +141,12 @@ class ModelConfig(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon that each norm adds to the variance."""
     router: Literal["top-k", "uniform"] = "top-k"
-    """`top-k`: route each token to its K most probable experts. `uniform`: assign tokens to experts
-    in turn, regardless of probabilities, so that all experts get the same number of tokens (forced
-    uniform routing, for measurements of speed)."""
+    """`top-k`: route each token to its num_experts_per_tok most probable experts. `uniform`: assign
+    tokens to experts in turn, regardless of probabilities, so that all experts get the same number
+    of tokens (forced uniform routing, for measurements of speed)."""
     norm_topk_prob: bool = False
-    """Divide the routing weights of each token's K experts by their sum."""
+    """Normalize the routing weights of each token, so that the weights of its selected experts have
+    the sum 1."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -160,17 +163,18 @@ class ModelConfig(Section):
     """Standard deviation of the initial weights, drawn from a normal distribution that is truncated
     at three standard deviations."""
     embedding_init_std: NonNegative = 0.0
-    """Standard deviation of the initial embedding, truncated in the same way; 0: `init_std`. Early
-    in training, blocks add a vector that is common to all tokens. With a small embedding this
-    vector dominates the residual streams, and all tokens are routed to the same experts."""
+    """Standard deviation of the initial embedding, for the same truncated distribution as
+    `init_std`; 0: the value of `init_std`. Early in training, blocks add a common vector to the
+    residual streams of all tokens. If the embedding is small, this vector dominates, and all tokens
+    are routed to the same experts."""
     aux_loss_coef: NonNegative = 0.01
     """Coefficient of the load-balancing loss in the training objective."""
     z_loss_coef: NonNegative = 0.001
     """Coefficient of the router z-loss in the training objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
-    """Form of the load-balancing loss. `olmo`: computed per layer and averaged over layers; 1 if
-    experts are balanced. `hf`: as in transformers, computed once from the tokens of all layers;
-    only for comparison with transformers."""
+    """Form of the load-balancing loss. `olmo`: computed per layer and averaged over layers; the
+    loss is 1 if the experts are balanced. `hf`: computed once from the tokens of all layers, as in
+    transformers; only for comparison with transformers."""
 
     @property
     def head_size(self) -> int:
@@ -201,7 +205,8 @@ class ModelConfig(Section):
 
     @property
     def experts(self) -> int:
-        """Number of experts (E) of a layer, for the configuration of one layer (see `layer`)."""
+        """Number of experts (E) of a layer. Use it only on the configuration of one layer, which
+        the method `layer` returns."""
         assert isinstance(self.num_experts, int)
         return self.num_experts
 
@@ -233,19 +238,20 @@ class DataConfig(Section):
     path: str = ""
     """Directory of the training data set."""
     mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = ()
-    """Data sets to mix by weight, instead of `path`. Shares are exact: every period of the
-    mix has a fixed integer number of instances of each data set. The epochs of each data set are
-    counted separately."""
+    """Data sets to mix by weight, instead of `path`. Shares are exact: the mix repeats a fixed
+    sequence of data sets, which has an integer number of instances of each data set. The epochs of
+    each data set are counted separately."""
     eval_path: str = ""
-    """Directory of the held-out data set; empty: `path`/eval if it exists. With `mix`, empty means
-    the mix of the eval folders of all data sets, by the same weights, up to the first repeated
-    instance; if any data set has no eval folder, there is no held-out data."""
+    """Directory of the held-out data set; empty: the folder eval in `path`, if it exists. If the
+    setting is empty and `mix` is set, the eval folders of all data sets are mixed with the same
+    weights, and the held-out data ends before the first repeated instance. If any of these data
+    sets has no eval folder, there is no held-out data."""
     document_mask: bool = False
     """Restrict the attention of each token to its own document, in training and evaluation."""
 
 
 class ParallelConfig(Section):
-    """Division of a run over ranks. The world size is pp * dp * ep * tp."""
+    """Distribution of a run over ranks. The world size is pp * dp * ep * tp."""
 
     pp: Count = 1
     """Pipeline-parallel ranks, over which the layers are divided."""
@@ -265,10 +271,12 @@ class ParallelConfig(Section):
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
     """Method that sends tokens to expert-parallel ranks. `allgather` sends all tokens to all ranks.
     `alltoall` sends each token only to the ranks of its experts. `auto` measures both methods when
-    a run starts and uses the faster one; a resumed run keeps it. In deterministic mode, and on
-    Intel GPUs, where an all-to-all can crash the process, `auto` uses `allgather`."""
+    a run starts and uses the faster one; a resumed run keeps this choice. `auto` always uses
+    `allgather` in deterministic mode, and also on Intel GPUs, because an all-to-all can crash the
+    process there."""
     sequence_parallel: bool = False
-    """Divide the residual stream and norms along the sequence over the tensor-parallel ranks."""
+    """Shard the residual stream and the norms along the sequence dimension over the tensor-parallel
+    ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Maximum time in seconds that a rank waits for another rank, for example while that rank loads
     a checkpoint. A longer wait ends the run with exit status 5."""
@@ -304,16 +312,17 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Device type of all ranks; `auto`: the first available type of xpu, cuda, cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of intra-op threads per rank. 0: 1 thread in deterministic mode, otherwise the
-    value of OMP_NUM_THREADS, or if that is not set, the number of cores divided by the number of
-    ranks on the node."""
+    """Number of intra-op threads per rank. 0: 1 thread in deterministic mode. If `deterministic` is
+    false, 0 means the value of OMP_NUM_THREADS or, if that is not set, the number of cores divided
+    by the number of ranks on the node."""
     deadline_s: NonNegative = 0.0
     """Number of seconds after the start of the process at which the run saves a checkpoint and ends
     with exit status 3; 0: no deadline."""
     eval_interval: CountOrZero = 0
     """Number of updates between evaluations on held-out data; 0: only after the last update."""
     eval_instances: CountOrZero = 0
-    """Number of held-out instances per evaluation, always the first of the data set; 0: all."""
+    """Number of held-out instances per evaluation. Every evaluation uses the first instances of the
+    held-out data set. 0: all instances."""
     sample_interval: CountOrZero = 0
     """Number of updates between samples; 0: no samples. A sample is a generated continuation of the
     first held-out instance, printed to standard error."""
@@ -368,9 +377,9 @@ class OptimConfig(Section):
     resident: Literal["all", "parameters", "cache"] = "all"
     """Model states that each rank keeps unsharded. `all`: parameters and gradients (ZeRO-1).
     `parameters`: only parameters; a rank has unsharded gradients during the backward of a
-    microbatch and keeps only a shard of their sum (ZeRO-2). `cache`: neither; parameters are
-    gathered when they are needed (ZeRO-3, the rCache of Elixir). `cache` needs `sharding`. In
-    deterministic mode all choices give the same bits."""
+    microbatch and keeps only a shard of their sum (ZeRO-2). `cache`: neither parameters nor
+    gradients; parameters are gathered when they are needed (ZeRO-3, the rCache of Elixir). `cache`
+    needs sharding = `so` or `epso`. In deterministic mode all choices give the same bits."""
     cache_chunks: CountOrZero = 0
     """With resident = `cache`, the maximum number of gathered chunks at a time; 0: no limit, so
     that each chunk is gathered once per step."""
@@ -408,9 +417,9 @@ class RecomputeConfig(Section):
     ] = ()
     """Modules whose activations are recomputed in backward. `norm`: the output of each norm.
     `attention`, `moe`, `block`: all activations of attention, of the MoE layer or of the whole
-    block. `experts`: only the pre-activation of the experts, the largest activation of the MoE
-    layer, without repeating the router and its communication. Recomputation does not change the
-    bits."""
+    block. `experts`: only the pre-activation of the experts, which is the largest activation of
+    the MoE layer; the router and its communication are not repeated. Recomputation does not change
+    the bits."""
 
 
 class KernelsConfig(Section):
@@ -438,12 +447,13 @@ class CheckpointConfig(Section):
     keep_models: CountOrZero = 0
     """Number of the newest model-only checkpoints to keep; 0: all."""
     keep_models_every: CountOrZero = 0
-    """With `keep_models`, also keep the model-only checkpoints of steps that are multiples of this
-    number; 0: no others."""
+    """With `keep_models`, also keep every model-only checkpoint whose step is a multiple of this
+    number; 0: keep only the newest."""
     scatter: Literal["balanced", "paper"] = "balanced"
     """Ranks that write a state if several ranks have a copy of it. `balanced`: each of these ranks
-    writes an equal share. `paper`: one rank writes the whole state; for the states of
-    model-parallel rank m, this is the rank with data-parallel index m mod dp."""
+    writes an equal share. `paper`: one rank writes the whole state. Corresponding ranks of the
+    dp model replicas have the same index m in their replica; the rank of replica m mod dp
+    writes."""
     distribute: Literal["broadcast", "all_reduce"] = "broadcast"
     """Collective that distributes a loaded state from the rank that reads it to all ranks that need
     a copy."""
@@ -460,8 +470,8 @@ class CheckpointConfig(Section):
     failures print a warning. A failed save after the last update always ends the run with exit
     status 1."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Settings that this resume may change, such as `optim.weight_decay`, of those that otherwise
-    must be the same as in the checkpoint."""
+    """Settings, such as `optim.weight_decay`, that this resume may change. Without an entry here,
+    a value that differs from the checkpoint is an error."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face

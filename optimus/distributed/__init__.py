@@ -1,1 +1,1 @@
-"""Ranks, process groups, collectives, and the agreement on the end of a run."""
+"""Ranks, process groups, collectives, and the agreement of ranks on how a run ends."""

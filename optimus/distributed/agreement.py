@@ -5,9 +5,10 @@ Outcomes of the other ranks. The first rank whose wait ends chooses one of the p
 and writes it to the store as the decision. All other ranks adopt the decision. Only the rank whose
 Outcome was chosen prints it.
 
-The choice prefers a cause to the loss of a peer, because a peer is lost only as a consequence of a
-cause. Among several causes it prefers rank 0's, so that rank 0 prints an error that all ranks have.
-Otherwise it takes the Outcome that was published first.
+An Outcome is either the loss of a peer or a cause, such as a data error. The choice prefers a cause
+to a loss, because a peer is lost only as a consequence of a cause. Among several causes it prefers
+that of rank 0, so that rank 0 prints an error that all ranks have. If rank 0 has published no
+cause, the cause that was published first is chosen. The same rules select one of several losses.
 
 The number of store operations of a rank does not grow with the number of ranks. Each wait has a
 time limit, because the store does not answer while the process that contains it (usually rank 0)
@@ -38,13 +39,15 @@ Answer = TypeVar("Answer")
 
 _DECISION = "optimus/decision"
 _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0", "optimus/loss")
-"""Store keys of published Outcomes, in order of precedence for the decision."""
+"""Store keys of published Outcomes, in order of precedence for the decision. A cause is an Outcome
+other than the loss of a peer."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
-"""Time limit, in seconds, of two waits of a failed rank: for the Outcomes of the other ranks, and
-then until another rank has printed the decision."""
+"""Time limit, in seconds, of each of the two waits of a failed rank. The rank waits first for the
+Outcomes of the other ranks, and then until another rank has printed the decision."""
 _STORE_S = 2.0
-"""Seconds that the store may take to answer, in addition to the time limit of the operation."""
+"""Seconds that the store may take to answer, in addition to the time for which a rank waits for
+other ranks."""
 _LEAVE_S = 5.0
 """Seconds that rank 0, whose process may contain the store, waits for the other ranks to leave."""
 
@@ -77,8 +80,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """Line for the user, printed on the rank with `prints`. It names the rank if this is not
-        rank 0, and also the rank's host if the run has several machines."""
+        """Line for the user, printed on the rank whose `prints` is True. It names the rank of the
+        Outcome unless that is rank 0, and also its host if the run has several machines."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -87,7 +90,7 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """Leave the agreement. The rank with `prints` must print `line` before it calls this.
+        """Leave the agreement. If `prints` is True, the caller must print `line` before this call.
 
         The other ranks wait here until the line is printed, because launchers end all ranks when
         the first rank exits. Rank 0, whose process may contain the store, leaves last.
@@ -115,10 +118,10 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
     """Return the RunEnded of a rank whose store is gone, cannot be reached or does not answer.
 
-    Usually rank 0 is lost, because its process contains the store. Rank 1 and the first rank of
-    each machine print this loss. Since these ranks can be lost, too, every other rank waits and
-    then prints the loss if no rank of its machine has printed it. If `outcome` is not the loss of a
-    peer, this rank prints it.
+    If `outcome` is not the loss of a peer, this rank prints it. If it is, the lost peer is usually
+    rank 0, whose process contains the store. Rank 1 and the first rank of each machine print this
+    loss. These ranks may be lost, too. Therefore every other rank waits, and then prints the loss
+    if no rank of its machine has printed it.
     """
     if outcome.kind is not OutcomeKind.LOST_PEER:
         return RunEnded(outcome)
@@ -199,7 +202,7 @@ class Agreement:
             raise ended
 
     def end(self, outcome: Outcome) -> RunEnded:
-        """Publish this rank's `outcome`; return the end on which all ranks agree."""
+        """Publish this rank's `outcome`; return the RunEnded on which all ranks agree."""
 
         def ask() -> RunEnded:
             # A loss is published even after the decision. It does not change the decision, but sets
@@ -238,8 +241,9 @@ class Agreement:
         self._store.compare_set(of_any, "", outcome.to_json())
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
-        """Wait until all ranks have reached `round_`, a rank has decided, or `limit_s` seconds have
-        passed. Return True if all ranks reached the round before any rank decided."""
+        """Wait until all ranks have called this, a rank has written the decision, or `limit_s`
+        seconds have passed. `round_` is "start" or "end", and its calls are counted separately.
+        Return True if all ranks have called this before a rank wrote the decision."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
             self._store.compare_set(all_here, "", "all")  # unless a rank has decided

@@ -5,7 +5,7 @@ NCCL and XCCL complete the messages of a communicator in the order in which they
 complete a send only after its receive is posted. If both directions shared a communicator, a
 gradient receive that is posted early would block the activation send on which the gradient depends.
 If all stages of a ring shared a communicator, the sends of all ranks could wait for each other.
-tests/helpers/schedule_proof.py proves that schedules complete with a communicator per direction.
+tests/helpers/schedule_proof.py proves that schedules complete with one communicator per channel.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from optimus.observe.events import NO_RECORDER, Recorder
 class Channels:
     """Channels of a pipeline rank to and from its neighbours.
 
-    With several stages per rank (virtual stages), the ranks form a ring, in which the last rank
-    sends activations to the first rank. With one stage per rank, they form a line without this
-    connection. A channel that does not exist is ALONE.
+    With several stages per rank (virtual stages), the ranks form a ring: the last rank sends
+    activations to the first rank. With one stage per rank, the ranks form a line: the first and the
+    last rank are not connected. A channel that does not exist is ALONE.
 
     Attributes:
         rank: This rank's index along pp.
@@ -56,9 +56,9 @@ def open_channels(
 ) -> Channels:
     """Open this rank's channels to its neighbours along pp. All ranks of `line` must call this.
 
-    A message is sent through each channel, because some communicators connect at their first use
-    and need both ranks for it. During a step, the two ranks may reach the first use at different
-    times.
+    This sends a message through each channel, because some communicators connect only when they are
+    first used, and then both ranks must take part. During a step, the two ranks may reach the first
+    use at different times.
 
     Args:
         line: Global ranks along pp. Before this call, all of them must have made the same number of
@@ -86,7 +86,7 @@ def open_channels(
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a line or ring of `size` ranks, divided into rounds.
+    """Return the pairs of neighbours in a line or ring of `size` ranks, grouped into rounds.
 
     A rank is in at most one pair of a round. Therefore all channels of a round open at the same
     time, and ranks cannot wait for each other in a cycle.

@@ -32,7 +32,7 @@ from optimus.observe.events import NO_RECORDER, Recorder
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
 """Largest size, in bytes, of an object or byte string that ranks exchange. The index of a
-checkpoint with 10^7 tensor slices needs a third of it."""
+checkpoint with 10^7 tensor slices has a third of this size."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Group:
     Attributes:
         size: Number of ranks.
         rank: Index of this rank within the group.
-        handle: Weak reference to torch's process group. Only torch keeps the process group alive,
-            until `end_world`. The threads of a process group must end before the interpreter shuts
-            down, even if a Group still exists then.
+        handle: Weak reference to torch's process group; None without a process group. With a
+            strong reference, a Group could keep the process group alive after `end_world`. The
+            threads of the process group would then still run when the interpreter shuts down.
         axes: Axes along which the ranks differ, for messages and recorders.
         recorder: Receives an event for each collective of this group.
     """
@@ -98,8 +98,9 @@ def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Report a collective to the group's recorder and this rank's contribution to the observers.
-    The contribution is `payload` if `contribution` is None."""
+    """Report a collective or message to the group's recorder. Call the functions of
+    `observing_contributions` with this rank's contribution to a collective, which is `payload` if
+    `contribution` is None."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
@@ -114,8 +115,8 @@ _PEER_IS_GONE = re.compile(
     r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
     re.IGNORECASE,
 )
-"""Error messages of gloo, NCCL, oneCCL and the store that mean a lost peer. These libraries have no
-exception type for it."""
+"""Pattern for messages with which gloo, NCCL, oneCCL and the store report a lost peer. They have no
+exception type for this error."""
 
 
 def _why_lost(error: RuntimeError) -> str:
@@ -132,8 +133,8 @@ def _why_lost(error: RuntimeError) -> str:
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context that converts errors to LostPeerError if their cause is another rank of the
-    group, which has ended or does not answer."""
+    """Return a context that converts an error to LostPeerError if the error means that another rank
+    of the group has ended or does not answer."""
     try:
         yield
     except RuntimeError as error:
@@ -225,7 +226,7 @@ def greatest(value: int, group: Group, device: torch.device) -> int:
 
 @_collective
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    """Fill `out` [size * n, ...] with every rank's `shard` [n, ...], in rank order."""
+    """Fill `out` [group.size * n, ...] with every rank's `shard` [n, ...], in rank order."""
     _all_gather(out, shard, group, async_op=False)
 
 
@@ -254,8 +255,8 @@ def _gather_into(
 
 @_collective
 def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
-    """Send slice r of `sent` to rank r, and receive slice r of `out` from rank r. Both tensors are
-    1-D with size * n elements; a slice has n elements."""
+    """Send slice r of `sent` to the group's rank r, for each r, and receive slice r of `out` from
+    it. Both tensors are 1-D and consist of `group.size` slices of equal length."""
     if group.size == 1:
         out.copy_(sent)
         return
@@ -280,8 +281,8 @@ def all_to_all_rows(
 
 @_collective
 def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
-    """Sum `whole` [size * n, ...] over the group, and fill `out` [n, ...] with this rank's shard of
-    the sum."""
+    """Sum `whole` [group.size * n, ...] over the ranks of the group, and fill `out` [n, ...] with
+    this rank's shard of the sum."""
     _reduce_scatter_sum(out, whole, group, async_op=False)
 
 
@@ -325,7 +326,7 @@ def ranks_of(group: Group) -> list[int]:
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Return the `data` of the group's first rank on every rank. Other ranks' `data` is ignored."""
+    """Return, on every rank, the `data` of the group's first rank. Ignore other ranks' `data`."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -341,8 +342,8 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 
 @_collective
 def gather_bytes(data: bytes, group: Group) -> list[bytes]:
-    """Return every rank's `data`, in rank order, on the group's first rank; return an empty list on
-    the other ranks.
+    """Gather every rank's `data` on the group's first rank. Return it there as a list in rank
+    order; return an empty list on the other ranks.
 
     The lengths should be similar, because each rank's data is padded to the greatest length."""
     if group.size == 1:
@@ -359,7 +360,7 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
 
 @_collective
 def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
-    """Return the `value` of the group's first rank on every rank. Other ranks' values are ignored.
+    """Return, on every rank, the `value` of the group's first rank. Ignore other ranks' values.
 
     A value can be None, bool, int, float, str or Path, or a list, tuple, mapping with str keys,
     NamedTuple or dataclass of such values. Values are sent as JSON and not pickled, so that no rank
@@ -374,7 +375,7 @@ def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
 
 @_collective
 def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
-    """Return every rank's `value` in rank order. `broadcast_object` describes values and `kind`."""
+    """Return every rank's `value` in rank order. Values and `kind` are as in `broadcast_object`."""
     if group.size == 1:
         return [value]
     data = encode_object(value)
@@ -387,7 +388,8 @@ def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
 
 
 def encode_object(value: object) -> bytes:
-    """Encode a value as JSON. NaN and the infinities are encoded as Python's json encodes them."""
+    """Encode a value as JSON. NaN and infinities become NaN, Infinity and -Infinity, as in Python's
+    json module."""
     text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="replace")  # a file name need not be valid UTF-8
 
@@ -418,9 +420,9 @@ def _received(data: bytes, kind: Any, rank: int, group: Group) -> Any:
         return decode_object(data, kind)
     except ValidationError as error:
         raise ConfigError(
-            f"rank {rank} of {group.axes} sent a value that is not of type "
-            f"{getattr(kind, '__name__', kind)}: ranks have different versions of Optimus, or a "
-            "process of another run has joined them; install the same version on all machines "
+            f"rank {rank} of the group over {group.axes} sent a value that is not of type "
+            f"{getattr(kind, '__name__', kind)}: either ranks have different versions of Optimus, "
+            "or a process of another run has joined them; install the same version on all machines "
             f"({one_line(error)[:200]})"
         ) from None
 

@@ -1,4 +1,4 @@
-"""Process groups of one rank of a mesh."""
+"""Process groups of this rank along the axes of the mesh."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Groups:
     @property
     def counts(self) -> bool:
         """True if the losses of this rank are counted. Ranks with the same data compute the same
-        losses, and only those of the first rank are counted."""
+        losses, and only the losses of the first of these ranks are counted."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 
@@ -103,8 +103,8 @@ def join_groups(
 
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
-    """Return the groups of a rank without process groups. Plans need only the sizes of groups and
-    the ranks in them."""
+    """Return the Groups of `rank` without making process groups. This is sufficient for plans,
+    which need only the sizes of groups and the ranks in them."""
     return _gather(mesh, rank, Group(mesh.world_size, rank), {}, NO_CHANNELS)
 
 
@@ -126,15 +126,15 @@ def _gather(
 def _carries_states(axes: Axes) -> bool:
     """Return True if gradients and parameters are sent over these axes while the model computes.
 
-    Such axes have a separate process group, even if other axes have the same ranks. In a shared
-    process group, other operations would wait for gradients and parameters, and all ranks would
-    have to start both in the same order.
+    A group over such axes has its own process group, even if a group over other axes has the same
+    ranks. In a shared process group, other collectives would wait for those of gradients and
+    parameters, and all ranks would have to start all of these collectives in the same order.
     """
     return "dp" in axes
 
 
 def _label(axes: Axes, mesh: Mesh) -> str:
-    """Return the names of a group's axes, for messages and recorders, without axes of size 1."""
+    """Return a group's label for messages and recorders: its axes that are larger than 1."""
     if axes == ENDS:
         return "the end stages"
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1)

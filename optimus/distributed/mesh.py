@@ -17,7 +17,8 @@ from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError, counted
 
 ENDS = ("ends",)
-"""Key of the group of the first and the last pipeline stage, which is not a group along axes."""
+"""Key of the group that consists of the first and the last pipeline stage. The keys of all other
+groups are their axes."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
@@ -85,8 +86,8 @@ class Mesh(_Sizes):
         return self.number_of(coordinate, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Return the group of `rank` along `axes`: the global ranks, in ascending order, whose
-        indices along all other axes are those of `rank`.
+        """Return the group of `rank` along `axes`: the global ranks, in ascending order, that
+        have the same indices as `rank` along all other axes.
 
         `number_of` returns the index of a rank within this group. Along ("dp", "ep"), this index is
         the data rank.
@@ -118,8 +119,8 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
         world_size: Number of ranks; None for the product of the sizes.
 
     Raises:
-        ConfigError: The product of the sizes differs from the number of ranks. The message has the
-            nearest valid number of ranks or the valid size.
+        ConfigError: The product of the sizes differs from the number of ranks. The message
+            contains the nearest valid number of ranks, or the valid size of dp.
     """
     mesh = Mesh(*(getattr(parallel, axis) for axis in AXES))
     model_ranks, dp = mesh.size_of(MODEL), parallel.dp

@@ -18,8 +18,9 @@ from optimus.launch.environment import LaunchEnv
 def check_meeting_point(launch: LaunchEnv) -> None:
     """Raise LaunchError if the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
 
-    This is so if the host name is unknown (torch would repeat the lookup until its time limit), if
-    the address does not belong to the machine of rank 0, or if the port is in use there.
+    They cannot meet if the host name is unknown, if the address does not belong to the machine of
+    rank 0, or if the port is in use on that machine. torch would not report an unknown host name at
+    once: it would repeat the lookup until its time limit.
     """
     if not launch.init_method.startswith("tcp://"):
         return  # a file, or the store of torchrun, which may be at another address
@@ -33,10 +34,11 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
     """Return the file descriptor of a socket that listens only at MASTER_ADDR, or None if the store
     must listen on all addresses of this machine.
 
-    The store must listen on all addresses in two cases. Either the name server does not answer, or
-    MASTER_ADDR may be a loopback address on this machine and another address on other machines:
-    Debian's /etc/hosts maps a machine's own name to a loopback address, and some launchers pass
-    localhost to rank 0 and the name of its machine to the other ranks.
+    The store must listen on all addresses in two cases. In the first case, the name server does not
+    answer. In the second case, MASTER_ADDR is a loopback address on this machine, but may be
+    another address on other machines. This happens because Debian's /etc/hosts maps a machine's own
+    name to a loopback address, and because some launchers set MASTER_ADDR to localhost for rank 0
+    and to the name of rank 0's machine for the other ranks.
 
     Args:
         where: Rendezvous address.
@@ -114,7 +116,8 @@ def _no_listener(error: OSError, where: SplitResult) -> LaunchError:
             of_rank=True,
         )
     return LaunchError(
-        f"MASTER_ADDR: {where.hostname} is not the machine of rank 0, {socket.gethostname()} "
+        f"MASTER_ADDR: {where.hostname} is not the machine of rank 0, which is "
+        f"{socket.gethostname()} "
         f"({error.strerror}); export MASTER_ADDR={socket.gethostname()}",
         of_rank=True,
     )

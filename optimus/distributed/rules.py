@@ -15,7 +15,7 @@ from optimus.config.axes import AXES, GRAD_SUM, Axes
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Distribution of a parameter over the axes of a mesh other than pp.
+    """Distribution of a parameter over all axes of a mesh except pp.
 
     Attributes:
         divided: Axes along which each rank has a different slice of the parameter. A rank computes
@@ -45,8 +45,9 @@ def sum_axes(kind: ParameterKind) -> Axes:
 
 
 def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
-    """Return the axes along which ranks have the same shard of the optimizer states, if these are
-    sharded over the axes `sharding`. The gradient norm counts only the first of these ranks."""
+    """Return the axes along which ranks have copies of the same shard of the optimizer states.
+    `sharding` are the axes over which the states are sharded. The gradient norm counts each shard
+    only on the first of the ranks that have it."""
     return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *kind.divided))
 
 

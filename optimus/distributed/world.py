@@ -46,7 +46,8 @@ _CLOSE_S = 1.0
 """Longest time, in seconds, for which rank 0 waits until gloo has closed its connections. gloo
 first waits for operations in progress."""
 _joined: list[str] = []
-"""Backends of the process groups of all ranks that this process has joined, in order."""
+"""Backends of the world process groups that this process has joined, in the order of joining. A
+world process group contains all ranks of a run."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ def start_world(
         The world. In a run of a single rank it has no process group.
 
     Raises:
-        OptimusError: In a run of a single rank: `failure`, or no usable device.
-        LaunchError: In a run of several ranks: rank 0 cannot listen at the rendezvous address.
-        RunEnded: In a run of several ranks: a rank cannot start. Every rank raises it.
+        OptimusError: The run has a single rank, and `failure` is given or no device can be used.
+        LaunchError: The run has several ranks, and rank 0 cannot listen at the rendezvous address.
+        RunEnded: The run has several ranks, and one of them cannot start. Every rank raises it.
     """
     launch = launch_env or read_launch_env(os.environ)
     picked = None
@@ -131,11 +132,11 @@ def end_run(
     phase: Phase,
     step: int = 0,
 ) -> RunEnded:
-    """Agree with the other ranks on the end of the run, after `error` on this rank; return it.
+    """Return the RunEnded on which all ranks agree after this rank has raised `error`.
 
-    Leaves the process group if no rank waits for another rank. If `error` is a bug of Optimus, it
-    is published, so that the other ranks adopt it, and raised again, so that this rank prints a
-    traceback.
+    If no rank waits for another rank, this leaves the process group. If `error` is a bug of
+    Optimus, this publishes it for the other ranks, which adopt it as their Outcome. Then it raises
+    `error` again, so that this rank prints a traceback.
 
     Args:
         error: The error that ends this rank.
@@ -170,9 +171,10 @@ def end_run(
 def _close_connections() -> None:
     """Close rank 0's connections to other ranks while rank 0's store still answers.
 
-    Ranks that communicate with rank 0 then fail and adopt its Outcome from the store. At the end of
-    rank 0's process the connections would close together with the store. The wait is limited to
-    `_CLOSE_S` seconds, since an operation may be in progress.
+    Ranks that communicate with rank 0 then fail and read its Outcome from the store. If the
+    connections closed only at the end of rank 0's process, the store would end at the same time and
+    these ranks could not read the Outcome. The wait is limited to `_CLOSE_S` seconds, since an
+    operation may be in progress.
     """
 
     def close() -> None:
@@ -198,7 +200,7 @@ def _limit_s(timeout_s: float, failure: OptimusError | None) -> float:
 
 
 def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_s: float) -> Group:
-    """Make the process group of ranks that have met at the store."""
+    """Make the process group of all ranks, after they have met at the store."""
     _stay_on_this_machine(launch)
     started = time.monotonic()
     try:
@@ -241,8 +243,8 @@ def silent_libraries() -> Iterator[None]:
 def _meet(launch: LaunchEnv, timeout_s: float, failure: OptimusError | None) -> distributed.Store:
     """Return the store at the rendezvous address, without waiting for other ranks.
 
-    Raises RunEnded if the store cannot be reached. Its Outcome is for `failure`, if this is given,
-    else for a LostPeerError.
+    Raises RunEnded if the store cannot be reached. The RunEnded has the Outcome of `failure`, or
+    that of a LostPeerError if `failure` is None.
     """
     limit = timedelta(seconds=_limit_s(timeout_s, failure))
     try:
@@ -278,8 +280,8 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
 
 
 def _stay_on_this_machine(launch: LaunchEnv) -> None:
-    """Make gloo listen only on the loopback interface if the rendezvous address is a loopback
-    address. Do nothing if the user has set GLOO_SOCKET_IFNAME."""
+    """Make gloo listen only on the loopback interface if all ranks are on this machine and the
+    rendezvous address is a loopback address. Do nothing if the user has set GLOO_SOCKET_IFNAME."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:
@@ -306,7 +308,7 @@ def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusEr
             "or export GLOO_SOCKET_IFNAME=NAME with the name of another interface"
         )
     return LostPeerError(
-        f"all ranks have started, but {backend} could not connect them ({seconds:.0f} s): "
+        f"all ranks have started, but after {seconds:.0f} s {backend} failed to connect them: "
         f"{text[:200]}; read the output of all ranks and check the network between them"
     )
 
@@ -314,10 +316,11 @@ def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusEr
 def leaves_at_once() -> bool:
     """Return True if this process must end by os._exit, without the interpreter's shutdown.
 
-    If the process has not left its process group, the shutdown would wait for collectives in
-    progress, for up to parallel.timeout_s. With gloo, the shutdown could abort if a library keeps a
-    process group after `end_world`, as FSDP2 does in a benchmark. Other backends need the shutdown:
-    oneCCL finalizes MPI in it, and MPI launchers report a rank as lost if it has not finalized MPI.
+    There are two such cases. If the process has not left its process group, the shutdown would wait
+    for collectives in progress, for up to parallel.timeout_s. With gloo, the shutdown could abort
+    even after `end_world`, if a library keeps a process group, as FSDP2 does in a benchmark. After
+    `end_world`, other backends need the shutdown: oneCCL finalizes MPI in it, and MPI launchers
+    report a rank as lost if it has not finalized MPI.
     """
     return bool(_joined) and (distributed.is_initialized() or _joined[-1] == "gloo")
 
@@ -325,10 +328,10 @@ def leaves_at_once() -> bool:
 def end_world() -> None:
     """Destroy the process groups, if there are any, and end their threads.
 
-    The threads must end before the interpreter's shutdown. A gloo thread may release the tensors of
-    an operation after the wait for the operation has returned, and needs the interpreter for it;
-    during the shutdown this would abort the process. Only torch has strong references to process
-    groups (`Group.handle` is weak), so the groups end here.
+    The threads must end before the interpreter's shutdown. After the wait for an operation has
+    returned, a gloo thread may still release the operation's tensors. It needs the interpreter for
+    this, and during the shutdown it would abort the process. Only torch has strong references to
+    process groups (`Group.handle` is weak), so the groups end here.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -25,9 +25,9 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Return the held-out loss of a model, computed on one device.
 
-    Attention stays within documents if the configuration in the directory of the weights sets
-    `data.document_mask`. Without a configuration, as in a Hugging Face directory, attention crosses
-    the boundaries of documents.
+    Attention stays within documents if the configuration saved with the model sets
+    `data.document_mask`. If no configuration is saved, as in a Hugging Face directory, attention
+    crosses the boundaries of documents.
 
     Args:
         checkpoint: Path of a checkpoint, a run directory or a Hugging Face directory.
@@ -45,7 +45,8 @@ def evaluate_checkpoint(
     """
     if batch_size < 1 or instances < 0:
         raise ConfigError(
-            f"--batch-size {batch_size} must be at least 1, --instances {instances} at least 0"
+            f"--batch-size {batch_size} must be at least 1, "
+            f"and --instances {instances} must be at least 0"
         )
     source = manager.resolve(checkpoint)
     dataset = TokenDataset(data)
@@ -60,7 +61,7 @@ def evaluate_checkpoint(
     longest = model.config.max_position_embeddings
     if dataset.context > longest:
         raise DataError(
-            f"{data} has instances of {dataset.context} tokens, but the model supports at most "
+            f"{data}: an instance has {dataset.context} tokens, but the model supports at most "
             f"{longest} (max_position_embeddings); prepare data with a smaller --context"
         )
     config_file = source / CONFIG
@@ -99,8 +100,8 @@ def continue_text(
     """
     if new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError(
-            f"--tokens {new_tokens} must be at least 1, --temperature {temperature} and "
-            f"--top-k {top_k} at least 0"
+            f"--tokens {new_tokens} must be at least 1; "
+            f"--temperature {temperature} and --top-k {top_k} must be at least 0"
         )
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")

@@ -16,8 +16,9 @@ _PROMPT_TOKENS = 16
 _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
-"""Function that maps tokens int64 [1, n] to logits [1, m, V]. The last position, [:, -1], predicts
-the next token. The function returns None on a rank without the last pipeline stage."""
+"""Function that maps tokens, int64 [1, tokens], to logits [1, positions, vocabulary]. The logits of
+the last position, [:, -1], predict the next token. On a rank without the last pipeline stage, the
+function returns None."""
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def generate(
 
     Args:
         model: Function that computes logits; called on all ranks of `group`.
-        prompt: int64 [n], n >= 1.
+        prompt: Tokens to continue, int64 [length], at least one.
         new_tokens: Maximum number of tokens to sample.
         context: Maximum number of tokens that the model receives. Earlier tokens are cut off.
         temperature: Sampling temperature; 0 selects the most likely token.
@@ -79,8 +80,9 @@ def sample_text(
 ) -> str:
     """Return the first 16 tokens of `dataset` and their sampled continuation, as text.
 
-    Sampling ends after the data set's end-of-document token, one of `stop_tokens` or `new_tokens`
-    tokens. The text is the same on all ranks. `options` are further arguments of `generate`.
+    At most `new_tokens` tokens are sampled. Sampling ends earlier after the data set's
+    end-of-document token or a token in `stop_tokens`. The text is the same on all ranks. `options`
+    are further arguments of `generate`.
     """
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}

@@ -1,4 +1,4 @@
-"""Loss on held-out instances. It is bit-identical on all data- and pipeline-parallel layouts."""
+"""Loss on held-out instances, bit-identical for all data-parallel and pipeline-parallel sizes."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ def held_out_loss(
 ) -> HeldOutLoss:
     """Return the mean loss on the first instances of a data set. A collective of `group`.
 
-    The batches are the same on every layout, and their losses are summed exactly. In each round,
-    every data rank evaluates one batch. All batches of a round have the same size, as expert
-    parallelism requires: full batches come first, then the remaining instances in batches of one.
-    A data rank without a batch in a round runs the round's first batch and ignores the result.
+    The batches are the same on every layout, and their losses are summed exactly. First come full
+    batches of `batch_size` instances, then the remaining instances in batches of one. In each
+    round, every data rank evaluates one batch, and all batches of the round have the same size, as
+    expert parallelism requires. If a round has fewer batches than data ranks, each rank without a
+    batch runs the round's first batch and ignores the result.
 
     Args:
         cross_entropies: Function that computes the cross-entropy sums of microbatches.
         dataset: The instances.
         batch_size: Instances per batch.
         group: All ranks that take part.
-        data_rank: Index of this rank among the data ranks. Batch j belongs to data
-            rank j mod num_data_ranks.
+        data_rank: Index of this rank among the ranks that read different data (data ranks). In
+            each round, this rank evaluates the batch with this index.
         num_data_ranks: Number of data ranks.
         max_instances: Number of instances to evaluate; 0: all.
         document_mask: Keep attention within documents, as `data.document_mask` does in a run.

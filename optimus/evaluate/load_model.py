@@ -26,7 +26,8 @@ def load_model(
         device: Device of the model.
 
     Returns:
-        The model, in evaluation mode. `model(tokens)` with int64 [B, S] returns logits [B, S, V].
+        The model, in evaluation mode. `model(tokens)` maps int64 [batch, sequence] to logits
+        [batch, sequence, vocabulary].
 
     Raises:
         CheckpointError: `path` has no usable model.

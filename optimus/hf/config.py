@@ -27,7 +27,7 @@ from optimus.io.tensor_file import INDEX, MODEL
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
 _CONFIG_BYTES = 16 << 20
-"""Size limit of config.json. Real files have a few kilobytes."""
+"""Size limit of config.json, 16 MiB. Usual files have a few kilobytes."""
 _NUMBERED = re.compile(r"model\.layers\.([0-9]+)\.(?:mlp\.experts\.([0-9]+)\.)?")
 _MERGED_EXPERTS = ".mlp.experts.down_proj"
 _OLMO_EPS = 1e-5  # a constant in transformers' OlmoLayerNorm, not a field of config.json
@@ -109,7 +109,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
             experts as config.json says.
 
     Raises:
-        CheckpointError: config.json cannot be read, or has more layers or experts than the weights.
+        CheckpointError: config.json cannot be read. With `compare_counts`, also if config.json has
+            more layers or experts than the weights.
         ConfigError: config.json requires a feature that Optimus does not support.
     """
     file = Path(path) / "config.json"
@@ -214,7 +215,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Args:
         config: the model.
-        dtype: torch's name of the tensors' dtype, such as "bfloat16".
+        dtype: dtype of the weights, as torch names it, such as "bfloat16".
 
     Raises:
         ConfigError: transformers does not support the model.
@@ -260,7 +261,11 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _architecture(content: Mapping[str, Any], source: str) -> str:
-    """Return the model type, `olmo` or `olmoe`. Raise ConfigError for another type or class."""
+    """Return the `model_type` of config.json, which is `olmo` or `olmoe`.
+
+    Raise ConfigError for another `model_type`, or if `architectures` does not contain the
+    transformers class of this type.
+    """
     kind, classes = content.get("model_type"), content.get("architectures") or []
     if type(kind) is not str or kind not in _ARCHITECTURES:
         raise ConfigError(
@@ -301,7 +306,7 @@ def _check_supported(config: ModelConfig) -> None:
     if config.uniform_experts is None:
         raise ConfigError(
             f"model.num_experts = {list(config.experts_by_layer)} cannot be exported: all layers "
-            "of a Hugging Face OLMoE have the same number; train with one number for all layers"
+            "of a Hugging Face OLMoE have the same number of experts; train with one number"
         )
     if config.architecture == "olmo" and config.norm_eps != _OLMO_EPS:
         raise ConfigError(
@@ -317,15 +322,16 @@ def _check_supported(config: ModelConfig) -> None:
         raise ConfigError(
             f"model.head_dim = {head_dim} cannot be exported: q_norm of a Hugging Face OLMoE has "
             f"hidden_size = {config.hidden_size} elements, but {counted(heads, 'head')} of "
-            f"{head_dim} have {heads * head_dim}; train with model.head_dim = 0"
+            f"{head_dim} elements have {heads * head_dim} elements; train with model.head_dim = 0"
         )
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
     """Return the settings of `[model]` that only a mixture of experts has.
 
-    If `output_router_logits` is set, transformers adds the auxiliary loss in its own form. If not,
-    the coefficient belongs to OLMo's form of the loss, with which the OLMoE models were trained.
+    If `output_router_logits` is true, transformers adds its own form of the load-balancing loss, so
+    `aux_loss_form` is "hf". If it is false, transformers adds no such loss. `aux_loss_form` is then
+    "olmo", the form with which the OLMoE models were trained.
     """
     return {
         "num_experts": fields.num_experts,
@@ -377,20 +383,21 @@ def _rope_scaling_field(config: ModelConfig) -> dict[str, Any] | None:
 
 def _padding(fields: _Fields, source: str) -> int:
     """Return the id of the padding token, or -1 if the model has none. A negative id in config.json
-    counts from the end of the table, as in torch.nn.Embedding."""
+    counts from the end of the vocabulary, as in torch.nn.Embedding."""
     token, size = fields.pad_token_id, fields.vocab_size
     if token is None:
         return -1
     if not -size <= token < size:
         raise ConfigError(
             f"{source}: pad_token_id = {token} is outside the vocabulary of {size} tokens; use an "
-            f"id below {size} or null"
+            f"id below {size}, or null for a model without padding token"
         )
     return token % size
 
 
 def _derived(value: int | None, default: int) -> int:
-    """Return `value`, or 0 (meaning "derived") if `value` is None or equals `default`."""
+    """Return the setting of `[model]` for `value`: 0 if `value` is None or equals `default`, and
+    `value` in all other cases. A setting of 0 means that Optimus computes the default."""
     return 0 if value is None or value == default else value
 
 

@@ -1,4 +1,4 @@
-"""Replacement of the expert computation in Hugging Face models by FastSparseMoE: `use_fast_moe`.
+"""`use_fast_moe`: compute the experts of Hugging Face models with the kernels of FastSparseMoE.
 
 transformers has two layouts of experts. In version 5 `experts` is one module with the merged
 parameters gate_up_proj [E, 2F, D] and down_proj [E, D, F], which are used without a copy. In
@@ -47,7 +47,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def use_fast_moe(model: _Model) -> _Model:
-    """Replace the computation of all MoE blocks of a transformers model by FastSparseMoE, in place.
+    """Make all MoE blocks of a transformers model compute with FastSparseMoE, in place.
 
     Names and values of the state dict and the router's outputs (logits, auxiliary loss) stay the
     same. Call this after loading weights and before creating an optimizer: experts that were
@@ -61,9 +61,9 @@ def use_fast_moe(model: _Model) -> _Model:
         `model`.
 
     Raises:
-        ConfigError: the model has no MoE block; its experts have an unsupported class or hooks, or
-            are quantized, offloaded or sharded; or `model` is itself a block with one module per
-            expert, which cannot be replaced in place.
+        ConfigError: the model has no MoE block; the class of its experts is not supported; the
+            experts have hooks, or are quantized, offloaded or sharded; or `model` is itself an MoE
+            block with one module per expert. In the last case, pass the model that contains it.
     """
     all_blocks = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
     blocks: list[_HfModule] = [
@@ -72,7 +72,7 @@ def use_fast_moe(model: _Model) -> _Model:
     if not all_blocks:
         raise ConfigError(
             f"{type(model).__name__} has no MoE block; use_fast_moe supports "
-            f"{', '.join(BY_MODULE)} and blocks with {', '.join(MERGED)}"
+            f"{', '.join(BY_MODULE)} and all blocks with experts of class {', '.join(MERGED)}"
         )
     for block in blocks:
         _check(block)
@@ -94,7 +94,7 @@ def use_fast_moe(model: _Model) -> _Model:
 
 class FastExperts(nn.Module):
     """SwiGLU experts with merged parameters, named as in transformers 5: gate_up_proj [E, 2F, D]
-    and down_proj [E, D, F]."""
+    and down_proj [E, D, F], for E experts, intermediate size F and hidden size D."""
 
     def __init__(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
         super().__init__()
@@ -221,8 +221,8 @@ def _check(block: _HfModule) -> None:
     if isinstance(experts, nn.ModuleList):
         if name not in BY_MODULE:
             raise ConfigError(
-                f"use_fast_moe does not support {name} with one module per expert, only "
-                f"{', '.join(BY_MODULE)}; use transformers 5, which merges the experts"
+                f"use_fast_moe does not support {name}: among blocks with one module per expert, "
+                f"it supports {', '.join(BY_MODULE)}; use transformers 5, which merges the experts"
             )
         for expert in experts:
             _check_modules(name, expert)
@@ -249,8 +249,8 @@ def _check(block: _HfModule) -> None:
     if len(kinds) != 1 or not parameters[0].is_floating_point() or parameters[0].is_meta:
         raise ConfigError(
             f"the experts of {name} have parameters with (dtype, device, requires_grad) = "
-            f"{sorted(map(str, kinds))}; they must be the same for all parameters, with a "
-            "floating-point dtype and not on meta"
+            f"{sorted(map(str, kinds))}; all parameters must have the same values, a "
+            "floating-point dtype, and a device other than meta"
         )
 
 

@@ -1,8 +1,8 @@
 """Mapping between names of Optimus parameters and names of transformers' tensors.
 
-A Hugging Face directory usually has three tensors per expert: gate, up and down. Optimus, and
-transformers 5 in memory, have two merged tensors for all experts of a layer. `pieces` divides an
-Optimus parameter into its tensors on disk, for both loading and saving.
+A Hugging Face directory usually has three tensors per expert: gate, up and down. In memory, Optimus
+and transformers 5 have two merged tensors for all experts of a layer. `pieces` splits an Optimus
+parameter into the tensors that a directory has for it. Both loading and saving use it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def hf_name(name: str) -> str:
 
 
 def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Divide the Optimus parameter `name` into its tensors on disk. Yield the transformers name and
-    a view of `tensor` for each of them."""
+    """Split `tensor`, the Optimus parameter `name`, into the tensors that a Hugging Face directory
+    has for it. Yield pairs of a transformers name and a view of `tensor`."""
     if not is_expert(name):
         yield hf_name(name), tensor
         return
@@ -80,8 +80,8 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
         path: Hugging Face directory.
 
     Raises:
-        CheckpointError: a tensor is missing, is not in the model, has another shape or is not
-            floating-point, or a file is incomplete or cannot be read.
+        CheckpointError: a tensor is missing or not in the model, its shape differs from the model,
+            or its dtype is not floating-point; or a file is incomplete or cannot be read.
     """
     files = TensorFiles(Path(path))
     try:
@@ -89,7 +89,7 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
     except (RuntimeError, TypeError, OverflowError):
         raise CheckpointError(
             f"{path}: config.json describes a tensor with more elements than torch can count; "
-            "fix its sizes"
+            "fix the sizes in config.json"
         ) from None
     names = set(files.names())
     # Ignored tensors: rotary angles, and the output head of a model with tied embeddings.

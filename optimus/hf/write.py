@@ -34,7 +34,7 @@ def plan_hf(
 
     Args:
         config: the model.
-        dtypes: dtype in the files of each Optimus parameter.
+        dtypes: dtype in which each Optimus parameter is written, by parameter name.
         file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
 
     Returns:
@@ -77,10 +77,10 @@ def write_hf(
         weights: slices of flattened parameters in any order, as tuples of the parameter's name in
             Optimus, the index of the slice's first element, and the values. Only one slice at a
             time is in memory.
-        dtypes: dtype in the files of each Optimus parameter.
+        dtypes: dtype in which each Optimus parameter is written, by parameter name.
         file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
-        add_files: called with the temporary directory before it is renamed to `directory`, to write
-            further files.
+        add_files: function that writes further files. It is called with the path of the temporary
+            directory, which is later renamed to `directory`.
 
     Raises:
         ConfigError: the directory exists, or transformers does not support the model.
@@ -106,8 +106,19 @@ def write_hf(
 
 
 def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write the safetensors files of a plan and sync them to disk. `weights` and the errors are as
-    in `write_hf`."""
+    """Write the safetensors files of a plan and sync them to disk.
+
+    Args:
+        directory: the directory of the files; it must exist.
+        plan: the files.
+        weights: slices of flattened parameters in any order, as tuples of the parameter's name in
+            Optimus, the index of the slice's first element, and the values.
+
+    Raises:
+        CheckpointError: the slices of a parameter have too few or too many elements, or a parameter
+            is unknown.
+        OptimusError: a file cannot be written, or `weights` raises OSError.
+    """
     missing = {
         name: sum(row.stop - row.start for row in rows) for name, rows in plan.slices.items()
     }
@@ -116,17 +127,21 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
             create_files(directory, plan)
             for name, start, values in weights:
                 if name not in missing:
-                    raise CheckpointError(f"weights to write: the model has no tensor {name}")
+                    raise CheckpointError(
+                        f"cannot write the weights: the model has no parameter {name}; "
+                        "use weights of this model"
+                    )
                 missing[name] -= values.numel()
                 if missing[name] < 0:
                     break
                 files.write(name, start, values)
             files.finish()
         except OSError as error:
-            raise OptimusError(f"{directory}: weights not written: {error.strerror}") from None
+            raise OptimusError(f"{directory}: cannot write weights: {error.strerror}") from None
     for name, num_missing in missing.items():
         if num_missing:
             raise CheckpointError(
-                f"weights to write: tensor {name} is missing or of another size: "
-                f"{counted(num_missing, 'element')} missing"
+                f"cannot write the weights: {name} is missing or has a wrong size (size in the "
+                f"model minus size of the weights = {counted(num_missing, 'element')}); "
+                "use weights of this model"
             )

@@ -21,8 +21,8 @@ DTYPES = {
 
 
 class TensorFiles:
-    """Tensors of a directory: those of model.safetensors or, without this file, of the files that
-    the index file lists.
+    """Tensors in the safetensors files of a directory. The only file is model.safetensors; if it
+    does not exist, the files are those that the index file lists.
 
     A file is opened when one of its tensors is looked up. All methods raise CheckpointError.
     """
@@ -94,8 +94,8 @@ def check_shapes(
         expected: Shape of each tensor of the model, by name.
 
     Raises:
-        CheckpointError: A tensor is missing, is not in the model or has another shape. The message
-            names the first such tensor.
+        CheckpointError: A tensor is missing, is not in the model, or does not have the shape that
+            the model expects. The message names the first such tensor.
     """
     if unmatched := sorted(shapes.keys() ^ expected.keys()):
         name = unmatched[0]

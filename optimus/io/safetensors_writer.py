@@ -34,8 +34,8 @@ name."""
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""Weights 1 to 65521 for `_weighted_sum`; 65521 is prime. A sum of products of these weights and
-16-bit values is below 2^53 and therefore exact in fp64."""
+"""Weights 1 to 65521 (a prime number) of the values in a block, for `_weighted_sum`. A block has at
+most 65521 values of 16 bits, so its weighted sum is below 2^53 and exact in fp64."""
 
 
 class PlannedTensor(NamedTuple):
@@ -147,16 +147,19 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the checksum after adding the range `data`, which starts at byte `offset` of the
-        file. `offset` and the length of `data` must be even."""
+        """Return the checksum of the previous ranges and of the range `data`, which starts at byte
+        `offset` of the file. `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
 
 
 def _weighted_sum(data: memoryview, index: int) -> int:
-    """Return the weighted sum of the 16-bit values in `data`. The first of them is value `index` of
-    the file, and value n has the weight (n // 65521 + 1) * (n % 65521 + 1)."""
+    """Return the weighted sum of the 16-bit values in `data`.
+
+    `index` is the position in the file of the first value, counted in 16-bit values from 0. The
+    value at position n of the file has the weight (n // 65521 + 1) * (n % 65521 + 1).
+    """
     values, total = numpy.frombuffer(data, numpy.uint16), 0
     while len(values):
         turn, skipped = divmod(index, len(_WEIGHTS))
@@ -193,8 +196,8 @@ class TensorWriter(files.Closing):
     """
 
     def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
-        """Create a writer that opens files on demand. If `checksums`, the attribute `written` maps
-        each file to the checksum of the bytes that this writer has written to it."""
+        """Create a writer that opens files on demand. If `checksums` is true, the attribute
+        `written` maps each file to the checksum of the bytes that this writer has written to it."""
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
@@ -212,7 +215,8 @@ class TensorWriter(files.Closing):
         self.write_bytes(parameter, start, as_bytes(values))
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
-        """Write elements as in `write`, from their bytes in the plan's dtype."""
+        """Write elements of a flattened parameter, given as their bytes in the plan's dtype.
+        `parameter` and `start` are the same as for `write`."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]

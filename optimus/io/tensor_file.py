@@ -1,6 +1,6 @@
-"""Headers of safetensors files and reads of byte ranges, without torch.
+"""Read headers and byte ranges of safetensors files, without importing torch.
 
-Files are read with pread instead of mmap, so that a disk error raises an exception instead of
+Files are read with pread instead of mmap. A disk error therefore raises an exception instead of
 SIGBUS, and a read needs only the memory of the requested bytes.
 """
 
@@ -20,16 +20,18 @@ INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of each supported dtype, by the dtype's name in a header."""
 HEADER_BYTES = 16 << 20
-"""Size limit of a header. A tensor takes about 130 bytes of a header, so a file can have 120,000
-tensors; a model with 61 layers of 384 experts has 70,000 tensors in all its files. The safetensors
-library allows 100,000,000 bytes, for which Python's JSON parser can use 2.8 GB of memory."""
+"""Size limit of a header, 16 MiB. A tensor takes about 130 bytes of a header, so a file can have
+120,000 tensors. For comparison, a model with 61 layers of 384 experts has 70,000 tensors. The limit
+of the safetensors library is 100,000,000 bytes. For a header of that size, Python's JSON parser can
+use 2.8 GB of memory."""
 INDEX_BYTES = 64 << 20
 """Size limit of an index file, enough for the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""Exclusive limit of sizes and offsets in a header, so that torch can count a tensor's bytes."""
+"""Sizes and offsets in a header must be below this limit, so that torch can count the bytes of each
+tensor in a 64-bit integer."""
 
 traffic = {"opens": 0, "bytes": 0}
-"""Counters of files opened and bytes read, since the start of the process or their last reset."""
+"""Number of files opened, and of bytes read, through `TensorFile`. Tests set both back to 0."""
 
 
 class TensorEntry(NamedTuple):
@@ -80,8 +82,8 @@ class TensorFile:
         self.read(0, memoryview(length))
         data_start = 8 + int.from_bytes(length, "little")
         if 8 + HEADER_BYTES < data_start <= self.size:
-            problem = f"header of {data_start - 8:,} bytes, more than {HEADER_BYTES:,}"
-            raise CheckpointError(f"{self.path}: {problem}; divide the tensors among more files")
+            problem = f"the header has {data_start - 8:,} bytes, the limit is {HEADER_BYTES:,}"
+            raise CheckpointError(f"{self.path}: {problem}; write the tensors to more files")
         if data_start > self.size:
             raise CheckpointError(
                 f"{self.path}: truncated, or not a safetensors file; replace the file"
@@ -105,8 +107,8 @@ class TensorFile:
             end = entry.stop
         if end != self.size:
             raise CheckpointError(
-                f"{self.path}: the file has {self.size} bytes, but its header describes {end}; "
-                "replace the file"
+                f"{self.path}: the file has {self.size} bytes, but its header describes {end} "
+                "bytes; replace the file"
             )
         return entries
 
@@ -125,10 +127,13 @@ def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEn
     if itemsize is not None and stop - start != numel * itemsize:
         raise ValueError(
             f"tensor {name} has {stop - start} bytes, but its shape and dtype need "
-            f"{numel * itemsize}"
+            f"{numel * itemsize} bytes"
         )
     if not numel and math.prod(filter(None, shape)) >= _MAX_ELEMENTS:
-        raise ValueError(f"tensor {name} is empty, but the sizes {list(shape)} are too large")
+        raise ValueError(
+            f"tensor {name} has the shape {list(shape)}, in which the product of the nonzero sizes "
+            "is too large"
+        )
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
@@ -137,14 +142,14 @@ def weight_map(directory: Path) -> dict[str, str]:
 
     Raises:
         FileNotFoundError: The directory has no index.
-        CheckpointError: The index cannot be read, or the file of a tensor is not a file name.
+        CheckpointError: The index cannot be read, or its entry for a tensor is not a file name.
     """
     index = directory / INDEX
     try:
         file_of = dict(json.loads(files.read_regular(index, INDEX_BYTES))["weight_map"])
         for name, file in file_of.items():
             if type(file) is not str or "\0" in file or Path(file).name != file:
-                raise ValueError(f"the file {file!r} of tensor {name} is not a file name")
+                raise ValueError(f"the entry of tensor {name}, {file!r}, is not a file name")
             os.fsencode(file)  # raises UnicodeEncodeError, a ValueError, if no file can have it
         return file_of
     except FileNotFoundError:

@@ -137,7 +137,7 @@ _DEFAULT_PORT = 29500
 
 def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
     """Return the rank of this process and the rendezvous address, as set by torchrun, `--nproc`,
-    mpiexec or srun. Return SINGLE without a launcher.
+    mpiexec or srun. Return SINGLE if no launcher has started this process.
 
     The rendezvous address is MASTER_ADDR and MASTER_PORT. MASTER_ADDR defaults to this machine if
     all ranks are on it, else to the first machine in the node list of Slurm or PBS. The default of
@@ -155,8 +155,8 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
     local_rank, local_world = _local(environ, launcher)
     if local_rank is None and job_rank.world > 1 and launcher is not _BY_HAND:
         raise LaunchError(
-            f"{launcher.rank} is set, but none of {', '.join(launcher.local_ranks)}, which select "
-            "the device of a rank; export LOCAL_RANK"
+            f"{launcher.rank} is set, but the local rank, which selects the device, is in none of "
+            f"{', '.join(launcher.local_ranks)}; export LOCAL_RANK"
         )
     if local_rank is not None and local_world is not None and local_rank >= local_world:
         raise LaunchError(
@@ -257,13 +257,13 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
         return _checked(_integer(environ, launcher.rank), world, launcher.rank)
     if not names:
         raise LaunchError(
-            f"{launcher.rank}={environ[launcher.rank]} is set, but none of "
+            f"{launcher.rank}={environ[launcher.rank]} is set, but the world size is in none of "
             f"{', '.join(launcher.worlds)}; export WORLD_SIZE"
         )
     if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[names[0]]:
         raise LaunchError(
             f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher has set {names[0]}="
-            f"{environ[names[0]]}; unset WORLD_SIZE, or start {environ['WORLD_SIZE']} ranks",
+            f"{environ[names[0]]}; unset WORLD_SIZE or start as many ranks",
         )
     return _job_rank(environ, launcher.rank, names[0])
 
@@ -369,8 +369,8 @@ def _job_rank(environ: Mapping[str, str], rank_name: str, world_name: str) -> Jo
 def _checked(rank: int, world: int, rank_name: str, world_name: str = "") -> JobRank:
     if not 0 <= rank < world:
         raise LaunchError(
-            f"{rank_name}={rank} is not a rank of a world of {world_name}{world}; correct the rank "
-            "or the world size",
+            f"{rank_name}={rank} is not a rank: a rank is at least 0 and less than the world size, "
+            f"{world_name}{world}; correct the rank or the world size",
             of_rank=True,
         )
     return JobRank(rank, world)

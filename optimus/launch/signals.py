@@ -34,12 +34,13 @@ def report_early_stop(number: int) -> int:
 
 
 def exit_on_stop_signals() -> None:
-    """Install signal handlers that end this process with one log line on a stop signal. They are
-    replaced later by a `StopRequest`.
+    """Install signal handlers that end this process with one log line on a stop signal. A
+    `StopRequest` replaces them later.
 
-    The handlers do not raise exceptions, because torch's imports swallow some exceptions and others
-    end in a traceback. If a launcher has started this process, nothing is installed: the default
-    action of a signal also works while the rank waits for other ranks.
+    The handlers do not raise an exception. During the import of torch, an exception might be
+    swallowed or might end in a traceback. If a launcher has started this process, no handlers are
+    installed, because the default action of a signal works even while the rank waits for other
+    ranks.
     """
 
     def end(number: int, frame: object) -> NoReturn:

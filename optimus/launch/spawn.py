@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""Seconds after the first failure of a rank in which the other ranks may end by themselves."""
+"""Seconds that the other ranks have to end by themselves after a rank has failed. Then they are
+killed."""
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
 """Kinds of causes that end a run, in order of precedence for the exit status. LOST_PEER comes
@@ -132,7 +133,7 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
 
 
 def _ended_early(ranks: list[subprocess.Popen]) -> bool:
-    """Return True if SIGTERM has ended a rank. It ends only ranks that have not started a step."""
+    """Return True if SIGTERM has ended a rank, which then had not started its first step."""
     return any(rank.returncode == -signal.SIGTERM for rank in ranks)
 
 

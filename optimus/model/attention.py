@@ -43,12 +43,13 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
     ) -> Tensor:
-        """Return causal attention within each sequence or within each document, [B, S, D].
+        """Return the output [B, S, D] of causal attention within each document.
 
         Args:
             x: [B, S, D].
             rope: cosines and sines from `Rotary`, each [S, C/2].
-            documents: lengths from `document_lengths`; None if each sequence is one document.
+            documents: lengths of the documents, from `document_lengths`; None if each sequence is
+                one document.
         """
         q = self.q_norm(self.q_proj(x))
         k = self.k_norm(self.k_proj(x))
@@ -91,8 +92,8 @@ def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> 
     """Return causal attention within documents, [B, S, H, C], for q [B, S, H, C] and k, v
     [B, S, G, C].
 
-    A separate fused call for each document avoids the computation of masked scores: the cost is the
-    sum of L^2 over documents instead of S^2, without an [S, S] mask
+    Each document is computed by a separate fused call, without an [S, S] mask and without masked
+    scores. A document of L tokens costs L^2 scores, whereas a masked sequence would cost S^2
     (docs/benchmarks/document_mask.md).
     """
     by_document = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)

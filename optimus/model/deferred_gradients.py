@@ -1,8 +1,8 @@
-"""Deferred weight gradients: division of backward into input gradients and weight gradients.
+"""Deferred weight gradients: backward without weight gradients, which are computed later.
 
 Inside a `DeferredGradients` context, the backward of a layer computes only the gradient of the
 input, and `DeferredGradients.compute` computes the weight gradients later. Outside a context,
-backward computes both. The gradients are bit-identical.
+backward computes both. The gradients are bit-identical in the two cases.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class DeferredGradients:
             self._work.popleft()()
 
     def defer(self, work: Callable[[], None], *weights: Tensor) -> None:
-        """Store `work` for `compute`. It must compute the gradients of `weights`, accumulate them
-        and run the hooks of the weights."""
+        """Store the function `work`, which `compute` will call. `work` must compute the gradients
+        of `weights`, accumulate them and run the hooks of the weights."""
         self._work.append(work)
         self.weights += weights
 
@@ -54,8 +54,8 @@ def active_deferral() -> DeferredGradients | None:
 
 
 def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """Return the gradient of `weight`, or defer its computation and return None if a context is
-    active. Backward functions return this value to autograd."""
+    """Return `gradient()`, the gradient of `weight`. If a `DeferredGradients` context is active,
+    defer this call and return None. A backward function passes the returned value to autograd."""
     deferred = active_deferral()
     if deferred is None:
         return gradient()
@@ -66,11 +66,12 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
     """Register hooks that defer the accumulation of the gradients of `leaves`.
 
-    Backward computes the gradients of norms, biases, routers and embeddings together with the
-    gradient of the input. Autograd would accumulate them at once, before W, the action of the
-    pipeline schedule that computes the deferred weight gradients. Deterministic mode adds gradients
-    microbatch by microbatch, so it must not accumulate any gradient of a microbatch before its W.
-    The cost is memory for one gradient per leaf and microbatch that waits for its W.
+    A pipeline schedule computes the deferred weight gradients of a microbatch in an action W, some
+    time after backward. Backward itself computes the gradients of norms, biases, routers and
+    embeddings, and autograd would accumulate them before W. Deterministic mode adds gradients
+    microbatch by microbatch, so all gradients of a microbatch must be accumulated in its W.
+
+    The cost is memory: between backward and W, a microbatch keeps one gradient per leaf.
     """
     for leaf in leaves:
         leaf.register_hook(functools.partial(_defer_gradient, weakref.ref(leaf)))
@@ -100,7 +101,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 def run_hooks(weight: Tensor) -> None:
-    """Run the hooks that autograd runs after it accumulates into `weight.grad`. With older torch,
+    """Run the post-accumulate-grad hooks of `weight`, as autograd does. With older torch,
     `optimus.chunks` adds gradients to buffers of a wider dtype in such a hook."""
     for hook in (weight._post_accumulate_grad_hooks or {}).values():
         hook(weight)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the total number of parameters, and the number that is active for one token, which
-    uses K of the E experts of each layer.
+    """Return the total number of parameters, and the number of parameters that one token uses. In
+    each layer with experts, a token uses `num_experts_per_tok` of them.
 
     Layers with the same number of experts are built once, on the meta device, so counting takes
     milliseconds even for the largest models.
@@ -41,10 +41,10 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, for sequences of `seq_len` tokens.
 
-    A multiply-add counts as 2 FLOPs, and backward counts as twice forward. The sum includes matrix
-    products with active parameters, and attention scores. As in PaLM (arXiv 2204.02311, appendix
-    B), causally masked scores count too, because kernels differ in how many of them they skip.
-    Embedding look-ups, norms and recomputation do not count.
+    A multiply-add counts as 2 FLOPs, and backward counts as twice forward. Matrix products with the
+    parameters that a token uses count, and so do attention scores. As in PaLM (arXiv 2204.02311,
+    appendix B), causally masked scores count too, because kernels differ in how many of them they
+    skip. Embedding look-ups, norms and recomputation do not count.
     """
     layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
     return 3.0 * 2.0 * (layers + head_multiply_adds(config))

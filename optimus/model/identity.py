@@ -15,14 +15,15 @@ FREE_IN_LOGITS = {
     "aux_loss_form",
     "max_position_embeddings",
 }
-"""Settings that do not change the logits of given weights, with the exception in `_matters`."""
+"""Settings that do not change the logits of a model with given weights. The exception is
+`max_position_embeddings` with dynamic scaling of the rotary embedding; see `_matters`."""
 
 
 def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, object, object] | None:
-    """Return the first setting for which two models with the same weights have different logits:
-    its key and its values in `ours` and in `theirs`. Return None if all logits are the same.
+    """Return the first setting whose difference changes the logits, as (key, value in `ours`, value
+    in `theirs`). Return None if models with the same weights have the same logits.
 
-    A setting of 0 that means "derived" is compared by its derived value.
+    If a setting is 0 because Optimus derives its value, the derived values are compared.
     """
     for key in ModelConfig.model_fields:
         our_value, their_value = setting(ours, key), setting(theirs, key)
@@ -40,8 +41,8 @@ def _matters(config: ModelConfig, key: str) -> bool:
 
 
 def setting(config: ModelConfig, key: str) -> object:
-    """Return the value of setting `key`. The derived value replaces a 0 that means "derived", and a
-    single number replaces a list of equal numbers of experts."""
+    """Return the value of setting `key`. If the setting is 0 because Optimus derives its value,
+    return the derived value. If all layers have the same number of experts, return this number."""
     if key == "num_key_value_heads":
         return config.num_kv_heads
     if key == "head_dim":

@@ -2,8 +2,8 @@
 
 Each parameter, and each expert of a merged parameter, is drawn from a separate random generator,
 seeded by (seed, global name, expert number). The weights therefore do not depend on the order of
-construction or on the number of ranks, threads or devices. A rank with some of the blocks or
-experts gets the same weights for them as the whole model has.
+construction or on the number of ranks, threads or devices. If a rank has only some of the blocks or
+experts, it gets the same weights for them as a rank with the whole model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return the slice of a single entry along the first dim, such as one expert."""
+        """Return this rank's slice of one entry along the first dim, such as one expert's weights.
+        The slice is the same for all entries."""
 
 
 def initialise_(
@@ -46,13 +47,14 @@ def initialise_(
     """Initialise all parameters in place.
 
     Norm weights are 1 and biases are 0. All other parameters have a normal distribution truncated
-    at three standard deviations, as in OLMoE. The standard deviation is `init_std`, or, for the
-    embedding, `embedding_init_std` if set. The embedding row of the padding token is 0.
+    at three standard deviations, as in OLMoE. The standard deviation is `init_std`; for the
+    embedding it is `embedding_init_std` unless that is 0. The embedding row of the padding token is
+    0.
 
     Args:
         model: a Transformer, or the modules of a Transformer that one rank has.
         seed: `train.seed`.
-        slices: this rank's slice of each divided parameter, by the parameter's name.
+        slices: this rank's slice of each parameter that is divided among ranks, by parameter name.
     """
     config = model.config
     assert isinstance(config, ModelConfig)

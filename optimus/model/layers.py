@@ -50,8 +50,8 @@ class RMSNorm(nn.Module):
 
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm that saves x, the weight and one number per row for backward. A chain of torch ops
-    saves three fp32 copies of x and takes 2.5 times as long (forward and backward, 2048 x 256, one
-    core)."""
+    saves three fp32 copies of x and takes 2.5 times as long. The time is that of forward and
+    backward for x of 2048 x 256 on one core."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -64,8 +64,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return dx = s * (g*w - x * s^2 * mean(g*w*x)) and dw = sum over rows of s*g*x, with the
-        output gradient g and s = 1 / sqrt(mean(x^2) + eps)."""
+        """Return the gradients dx of the input x and dw of the weight w.
+
+        Let g be the gradient of the output, and s = 1 / sqrt(mean(x^2) + eps). Then
+        dx = s * (g*w - x * s^2 * mean(g*w*x)), and dw is the sum of s*g*x over rows.
+        """
         x, weight, scale = ctx.saved_tensors
         size = x.shape[-1]
         x_wide, grad_wide, scale = (
@@ -92,12 +95,12 @@ class Embedding(nn.Module):
         self._weight_grad: Callable[[], Tensor] | None = None
 
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
-        """Make each backward on a CPU add the table's gradient to the tensor that `weight_grad()`
-        returns, of any dtype.
+        """Make each backward on a CPU add the gradient of the embedding table to the tensor that
+        `weight_grad()` returns. The tensor may have any dtype.
 
-        Such a backward writes only the rows of the batch's tokens, whereas autograd allocates a
-        gradient of the whole table. `.grad` does not change, but autograd still runs
-        post-accumulate-grad hooks.
+        Only the rows of the batch's tokens are written, whereas autograd would allocate a gradient
+        of the whole table. `.grad` does not change, but autograd still runs post-accumulate-grad
+        hooks.
         """
         self._weight_grad = weight_grad
 
@@ -117,8 +120,9 @@ class Embedding(nn.Module):
 class _LookUp(torch.autograd.Function):
     """Embedding look-up that sums the gradients of repeated tokens in fp32.
 
-    On a CPU, torch sums them in the table's dtype. For a token that occurs 200 times, torch's bf16
-    gradient is off by 1.4 %, and this gradient by 0.16 %. Both take the same time.
+    On a CPU, torch sums them in the table's dtype. For a token that occurs 200 times in bf16, the
+    gradient of torch has an error of 1.4 %, and the gradient of this class has an error of 0.16 %.
+    Both take the same time.
     """
 
     @staticmethod

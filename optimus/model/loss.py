@@ -19,7 +19,7 @@ _BLOCK_DEVICE = 1 << 26
 
 
 class CrossEntropy(nn.Module):
-    """Module of `cross_entropy_sum`: logits [N, V], targets int64 [N] -> fp32 scalar."""
+    """Module that calls `cross_entropy_sum`: logits [N, V], targets int64 [N] -> fp32 scalar."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy_sum(logits, targets)
@@ -28,8 +28,8 @@ class CrossEntropy(nn.Module):
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum over targets of logsumexp(logits) - logits[target], an fp32 scalar in nats.
 
-    Logits are converted to fp32 block by block. For backward, only the logits, the targets and one
-    number per row are saved. The gradient has the dtype of the logits.
+    Logits are converted to fp32 block by block. For backward, only the logits, the targets and the
+    logsumexp of each row are saved. The gradient has the dtype of the logits.
 
     Args:
         logits: [N, V] in any float dtype.

@@ -33,8 +33,8 @@ class FastSparseMoE(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x: Tensor, save_input_only: bool = False) -> tuple[Tensor, Routing]:
-        """Return the output [..., D] and the router's statistics. `save_input_only` is as in
-        `Experts.forward`."""
+        """Return the output [..., D] and the router's statistics. With `save_input_only`, backward
+        recomputes the pre-activation of the experts, so that the forward pass need not save it."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, routing = self.router(tokens)
         out = self.run_experts(tokens, weights, chosen, save_input_only)
@@ -52,8 +52,9 @@ class Experts(nn.Module):
     """SwiGLU experts with merged weights, laid out as in transformers 5.
 
     gate_up [E, 2F, D] contains each expert's gate rows, followed by its up rows; down is [E, D, F].
-    Under expert parallelism, the module has E consecutive experts of the layer, from number
-    `first_expert`. Other experts that a token chooses contribute nothing to the output.
+    Under expert parallelism, the module has only E consecutive experts of the layer, and the first
+    of them has the number `first_expert`. If a token chooses an expert that the module does not
+    have, this expert contributes nothing to the output.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -69,8 +70,9 @@ class Experts(nn.Module):
         """Make each backward write the weight gradients to the tensors that `weight_grads()`
         returns.
 
-        `.grad` does not change, but post-accumulate-grad hooks still run. Compiled code and experts
-        with a frozen weight do not call `weight_grads` and accumulate into `.grad`.
+        `.grad` does not change, but post-accumulate-grad hooks still run. There are two exceptions:
+        compiled code, and experts with a frozen weight. They never call `weight_grads`, and
+        accumulate into `.grad`.
         """
         self._weight_grads = weight_grads
 

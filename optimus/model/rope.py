@@ -51,8 +51,8 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of pairs. Backward rotates the gradient by the negative angles, so only the table is
-    saved."""
+    """Rotation of pairs. Backward rotates the gradient by the negative angles, so only the cosines
+    and sines are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -98,9 +98,12 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return frequencies with Llama 3 scaling: low frequencies are divided by the factor, high
-    frequencies are unchanged, and frequencies between them are interpolated by their number of
-    rotations in the original context."""
+    """Return frequencies with Llama 3 scaling.
+
+    Low frequencies are divided by `scaling.factor`, and high frequencies are unchanged. Frequencies
+    between them are interpolated linearly in the number of rotations that they make within the
+    original context length.
+    """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -108,8 +111,12 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """Return frequencies with YaRN scaling (arXiv 2309.00071): unchanged below a first pair,
-    divided by the factor above a second pair, and interpolated linearly by pair number between."""
+    """Return frequencies with YaRN scaling (arXiv 2309.00071).
+
+    The first pairs keep their frequencies, and the frequencies of the last pairs are divided by
+    `scaling.factor`. Between them, the frequencies are interpolated linearly by pair number.
+    `beta_fast` and `beta_slow` determine the two limits.
+    """
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
     if scaling.truncate:
@@ -122,8 +129,8 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """Return the fractional number of the pair that makes `turns` rotations in the original
-    context."""
+    """Return the number of the pair that makes `turns` rotations in the original context length,
+    as a float that is in general not a whole number."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
 

@@ -1,7 +1,8 @@
 """Router: choice of experts and routing weights for each token, and the auxiliary losses.
 
-A function in `CHOICES`, which `model.router` names, chooses experts from the probabilities. To add
-a function, add it to `CHOICES`, and its name to the values of `model.router`.
+`model.router` is the name of a function in `CHOICES`. This function chooses experts from the
+probabilities. To add a function, add it to `CHOICES`, and add its name to the allowed values of
+`model.router`.
 
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
@@ -30,8 +31,8 @@ class Routing(NamedTuple):
 
     def balance(self) -> Tensor:
         """Return the load-balancing loss in OLMo's form, E * sum_e f_e * P_e, which is 1 for a
-        balanced load. f_e is the fraction of the T*K choices that are expert e, and P_e is the mean
-        probability of expert e."""
+        balanced load. E is the number of experts, f_e is the fraction of all choices that are
+        expert e, and P_e is the mean probability of expert e."""
         shares = self.counts / self.counts.sum().clamp(min=1)
         return len(shares) * (shares * self.mean_prob).sum()
 
@@ -94,12 +95,13 @@ class Router(nn.Module):
 def layer_losses(
     config: ModelConfig, routings: Sequence[Routing]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the load-balancing loss and the z-loss of each layer, both fp32 [layers], and the
-    `Routing.counts` of each layer.
+    """Return the load-balancing loss and the z-loss of each layer with experts, both fp32 [layers],
+    and the `Routing.counts` of each of these layers.
 
-    The loss of the model is the sum over its layers, divided by the number of its layers with
-    experts. A pipeline stage returns only the values of its layers. In the Hugging Face form, the
-    load-balancing loss has a single value for all layers, [1].
+    The mean of a loss over all layers with experts is the loss of the model. A pipeline stage
+    returns only the values of its layers. In the Hugging Face form, the load-balancing loss has one
+    value for the whole model. It is returned as a tensor [1], multiplied by the number of layers
+    with experts, so that the sum divided by this number is the loss of the model in both forms.
 
     Args:
         config: the configuration of the model.
@@ -116,8 +118,12 @@ def layer_losses(
 
 
 def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
-    """Return the load-balancing loss in the form of transformers. It differs from OLMo's form in
-    two ways: f_e and P_e are averaged over layers before the product, and f_e is K times larger.
+    """Return the load-balancing loss of the model in the form of transformers.
+
+    OLMo's form is E * sum_e f_e * P_e for each layer, where E is the number of experts, f_e is the
+    fraction of choices that are expert e, and P_e is the mean probability of expert e. This form
+    differs in two ways: f_e and P_e are averaged over layers before the product, and f_e is `top_k`
+    times larger.
 
     The product needs the statistics of all layers, so all layers must be on one pipeline stage.
     """

@@ -36,7 +36,7 @@ class LossTerms(NamedTuple):
 
 class Block(nn.Module):
     """Decoder block: x + attention(norm(x)), then x + mlp(norm(x)). Maps x [B, S, D] to the output
-    [B, S, D] and the Routing of its router, or None for a dense block."""
+    [B, S, D] and a Routing. The second value is None for a dense block."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the block from the configuration of its layer (`ModelConfig.layer`)."""
@@ -87,9 +87,9 @@ class Transformer(nn.Module):
 
     `document_ids` are integers [B, S], preferably on the CPU, that divide sequences into documents.
     A document starts where the id changes, and tokens attend only within their document. Positions
-    count from the start of the sequence. Because rotary embedding is relative, the logits of a
-    document equal those in a separate sequence up to rounding. The exception is rope_scaling =
-    dynamic, which depends on the length of the sequence.
+    count from the start of the sequence. Because rotary embedding is relative, a document has the
+    same logits as in a separate sequence, up to rounding. The exception is dynamic `rope_scaling`,
+    which depends on the length of the sequence.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -114,8 +114,8 @@ class Transformer(nn.Module):
     def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
         """Return the loss terms of next-token prediction, with tokens[:, 1:] as targets.
 
-        The first token of a document is also a target if another document precedes it in the
-        sequence. It is then predicted from that document.
+        If a document follows another in the same sequence, its first token is also a target, and is
+        predicted from the tokens of the previous document.
         """
         x, routings = self.run_blocks(self.embed(tokens), document_ids)
         ce_sum, num_targets = self.token_loss(x, tokens)
@@ -131,7 +131,8 @@ class Transformer(nn.Module):
 
         Args:
             x: [B, S, D].
-            document_ids: document ids [B, S]; see the class.
+            document_ids: integers [B, S] that divide sequences into documents; None if each
+                sequence is one document.
             layers: numbers of the layers to run; None for all layers of this model.
 
         Returns:
@@ -170,16 +171,17 @@ class Transformer(nn.Module):
         return F.linear(x, weight)
 
     def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return the cross-entropy summed over targets, in nats, and the number of targets. x
-        [B, S, D] is the output of the last block."""
+        """Return the cross-entropy summed over targets, in nats, and the number of targets. The
+        output of the last block is x [B, S, D]; the targets are tokens[:, 1:]."""
         targets = tokens[:, 1:]
         x = self.final_norm(x)  # before the slice, as in logits_at
         logits = self._head(x[:, : targets.shape[1]].flatten(0, 1))
         return self.cross_entropy(logits, targets.flatten()), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
-        """Return `aux` and `z` of `LossTerms`. For a pipeline stage, return the contribution of its
-        layers; the sum over stages is the value of the model."""
+        """Return the load-balancing loss and the router z-loss, averaged over the MoE layers of the
+        model. A pipeline stage returns the contribution of its layers; the sum of the contributions
+        of all stages is the loss of the model."""
         if not routings:
             zero = torch.zeros((), device=next(self.parameters()).device)
             return zero, zero
@@ -218,12 +220,12 @@ class Transformer(nn.Module):
             self.head = None
 
     def separate_tied_uses(self) -> None:
-        """Make the head use tied embeddings through a separate leaf tensor with the same storage.
+        """Give the output head a separate leaf tensor that has the storage of the tied embedding.
 
         The embedding and the head then have separate gradients, which deterministic mode adds in
         the same order on every layout. Call this after the weights have their final storage;
         casting or moving the model calls it again. Code that clears or reduces gradients must
-        include the leaves of `tied_uses`.
+        include the leaves that `tied_uses` returns. Without tied embeddings, nothing changes.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()

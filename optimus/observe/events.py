@@ -20,13 +20,14 @@ class MoeFigures:
     """Router losses and expert loads of one update. A load is relative to its layer's mean load."""
 
     aux_loss: float | None
-    """Mean over MoE layers and microbatches; None if the update was skipped after an overflow."""
+    """Load-balancing loss (`model.aux_loss_form`), the mean over microbatches. None if an overflow
+    skipped the update."""
     z_loss: float | None
     expert_load_min: float
-    """Smallest load of all experts in all MoE layers."""
+    """Smallest load of any expert in any MoE layer."""
     expert_load_max: float
     expert_load_min_layer: int
-    """Index in the model of the layer with the smallest load."""
+    """Index, among all layers of the model, of the layer whose expert has the smallest load."""
     expert_load_max_layer: int
     experts_without_rows: int
 
@@ -140,8 +141,8 @@ class PipelineTimes(NamedTuple):
 
     step: int
     seconds_by_kind: dict[str, float]
-    """Seconds by kind of action, without the time spent waiting for other stages. The entry `wait`
-    is the waiting time of all actions."""
+    """Seconds spent in the actions of each kind, without the time spent waiting for other stages.
+    The entry `wait` is the total waiting time of all actions."""
 
 
 class StartUpRecord(NamedTuple):
@@ -179,7 +180,7 @@ class Recorder:
     """Base class of the sinks; ignores all records. A sink overrides the methods that it needs."""
 
     records_actions = False
-    """True if the recorder uses `action`. If False, executors do not measure actions."""
+    """True if the recorder needs calls of `action`. If False, executors do not time actions."""
 
     def record(self, record: Record) -> None:
         """Receive a record of the run."""
@@ -190,9 +191,10 @@ class Recorder:
         Args:
             axes: Mesh axes of the process group, such as `dp x ep`.
             operation: Name of the operation, such as `all_gather`.
-            num_bytes: Payload in bytes. Reduce, broadcast, send: the tensor. All-gather and
-                reduce-scatter: the whole tensor. All-to-all: all rows that this rank sends,
-                including rows to itself.
+            num_bytes: Payload in bytes. For reduce, broadcast and send, it is the size of the
+                tensor. For all-gather and reduce-scatter, it is the size of the unsharded tensor.
+                For all-to-all, it is the size of all rows that this rank sends, including the rows
+                that it sends to itself.
         """
 
     def action(self, event: ActionEvent) -> None:
@@ -233,7 +235,7 @@ class TrafficMeter(Recorder):
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}
-        """Number of calls and payload bytes since the last `clear`, by (axes, operation)."""
+        """[number of calls, payload bytes] since the last `clear`, by (axes, operation)."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         count = self.counts.setdefault((axes, operation), [0, 0])
@@ -264,7 +266,7 @@ class ActionTrace(Recorder):
         self.events.append(event)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return the total time of the events in seconds, in the form of `PipelineTimes`."""
+        """Return `PipelineTimes.seconds_by_kind` of the collected events."""
         seconds = {"wait": sum(event.waited_ns for event in self.events) / 1e9}
         for event in self.events:
             seconds[event.kind] = seconds.get(event.kind, 0.0) + event.busy_ns / 1e9

@@ -26,25 +26,30 @@ _CALM = 2.0
 """A spike has ended when the norm is at most this multiple of the median."""
 
 _UPDATES = 10
-"""Number of consecutive unbalanced updates before a warning, and of consecutive balanced updates
-before a recovery is reported."""
+"""Number of consecutive unbalanced updates that cause a warning. After the same number of
+consecutive balanced updates, a recovery is reported."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert that gets less than this fraction of an equal share of the rows is idle."""
 _MIN_ROWS = 32
-"""Minimum mean number of rows per expert in an update. Below it, chance alone makes loads uneven,
-so they are not judged."""
+"""Minimum mean number of rows per expert in an update. With fewer rows, loads are uneven by chance
+alone, so no rule is applied to them."""
 
 _FIRST_PAUSE = 100
-"""Number of updates after the first warning during which the warning is not repeated. The number
-doubles with each repetition: a run of a million updates prints at most 14 warnings of a kind."""
+"""Number of updates after the first warning before the warning can be repeated. This number doubles
+with each repetition, so a run of a million updates prints at most 14 warnings of a kind."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Return the load of each expert (rows / the layer's mean): float64 [E] for each MoE layer.
+    """Return the load of each expert: its rows / the mean rows of the experts in its layer.
 
     Args:
-        expert_rows: `UpdateResult.expert_rows`, int64 [MoE layers, largest E], on the host.
+        expert_rows: `UpdateResult.expert_rows`, on the host: int64 [MoE layers, maximum number of
+            experts in a layer].
+        model: Configuration of the model.
+
+    Returns:
+        The loads of each MoE layer, float64 [experts of the layer].
     """
     numbers = [number for number in model.experts_by_layer if number]
     layers = zip(expert_rows.double(), numbers, strict=True)
@@ -56,7 +61,8 @@ def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> E
 
     Args:
         step: Number of the update.
-        expert_rows: `UpdateResult.expert_rows`, int64 [MoE layers, largest E], on the host.
+        expert_rows: `UpdateResult.expert_rows`, on the host: int64 [MoE layers, maximum number of
+            experts in a layer].
         model: Configuration of the model.
     """
     loads = zip(model.sparse_layers, expert_loads(expert_rows, model), strict=True)
@@ -89,7 +95,8 @@ class TrainingHealth:
 
         Args:
             step: Number of the update.
-            expert_rows: `UpdateResult.expert_rows`, int64 [MoE layers, largest E], on the host.
+            expert_rows: `UpdateResult.expert_rows`, on the host: int64 [MoE layers, maximum number
+                of experts in a layer].
             grad_norm: Gradient norm before clipping; NaN if an overflow skipped the update.
         """
         notices = self._norm.after_update(step, grad_norm)
@@ -99,7 +106,7 @@ class TrainingHealth:
 
 
 class _Repetition:
-    """Allows a warning again only after 100 updates, then after 200, 400 and so on."""
+    """Allows a warning to be repeated only after 100 updates, then after 200, 400 and so on."""
 
     def __init__(self) -> None:
         self._next, self._pause = 0, _FIRST_PAUSE
@@ -153,14 +160,16 @@ class _GradNorm:
 class _ExpertBalance:
     """Detects layers whose router sends nearly all rows to few experts.
 
-    A layer is unbalanced if one of two rules applies. An equal share is the layer's rows / E.
+    A layer has E experts and selects K of them for each token, which makes K rows. An equal share
+    is the number of rows of the layer / E. A layer is unbalanced if one of two rules applies:
 
     - Overload: in each of 10 consecutive updates, the fullest expert got more than
-      min(4, (1 + E/K) / 2) equal shares. E/K is the maximum, since a token chooses an expert once.
+      min(4, (1 + E/K) / 2) equal shares. An expert gets at most E/K equal shares, because each
+      token selects it at most once.
     - Idleness: in the last 10 updates together, an expert got less than 1 % of an equal share.
 
-    The overload rule looks at each update separately. A collapsed router often sends its rows to
-    another pair of experts in each update, which the sum over updates would hide.
+    The overload rule judges each update separately. A collapsed router often sends its rows to
+    other experts in each update, so the sum over updates would look balanced.
     """
 
     def __init__(self, model: ModelConfig) -> None:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 class _LineHandler(logging.Handler):
     """Writes log records as `program: [rank N] level: message`. Lines of rank 0 have no rank, and
-    INFO lines have no level. `sys.stderr` is read for each line, since callers may replace it."""
+    INFO lines have no level. `sys.stderr` is looked up for each line: callers may replace it."""
 
     program, rank = "optimus", 0
     write: Callable[[str], None] | None = None
@@ -55,7 +55,7 @@ def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
 
     Args:
         rank: Global rank of this process; lines of ranks other than 0 name it.
-        program: Name of the command, the start of each line.
+        program: Name of the command. Each line starts with it.
     """
     _LINES.program, _LINES.rank = program, rank
     logger = logging.getLogger("optimus")
@@ -75,9 +75,11 @@ class LogRecorder(Recorder):
             case EvalRecord():
                 logger.info("%s loss %.4f at step %d", record.source, record.loss, record.step)
             case StartUpRecord():
-                phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in record.phases_s)
+                phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in record.phases_s)
                 total_s, processor_s = record.total_s, record.processor_s
-                logger.info("start-up %.2f s: %s; processor %.2f", total_s, phases, processor_s)
+                logger.info(
+                    "start-up %.2f s: %s; processor time %.2f s", total_s, phases, processor_s
+                )
             case Traffic() if not self._logged_traffic:
                 self._logged_traffic = True
                 sizes = [f"{axes} {size:,} bytes" for axes, size in record.bytes_by_axes.items()]

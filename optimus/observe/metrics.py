@@ -22,19 +22,19 @@ from optimus.observe.events import EvalRecord, Record, Recorder, StepRecord
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 1 << 20
-"""Maximum length of a line that is read. A line that a run writes has about a kilobyte."""
+"""Maximum length in bytes of a line in a file that is read. A run writes lines of about 1 kB."""
 _MOST_STEPS = 1 << 22
-"""Maximum number of steps for which missing lines are reported. A damaged manifest can contain a
-huge step."""
+"""Maximum number of steps that are checked for missing lines. The limit is needed because a damaged
+manifest can contain a huge step."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags for opening a file to append. O_NOFOLLOW refuses a symbolic link, with which another user
 could redirect the lines to another file."""
 _BATCH_BYTES = 1 << 16
-"""Size at which lines for the copy are written without waiting for the next `sync`."""
+"""Number of bytes after which new lines are written to the copy before the next `sync`."""
 
 
 class MetricsFiles(Recorder):
-    """Writes metrics.jsonl and eval.jsonl, and a hidden copy of each to restore damaged lines."""
+    """Writes metrics.jsonl, eval.jsonl and hidden copies, from which damaged lines are restored."""
 
     def __init__(self, run_dir: Path, step: int, expected: Mapping[str, Iterable[int]]) -> None:
         """Remove the lines after `step` from both files and open the files for appending.
@@ -42,7 +42,8 @@ class MetricsFiles(Recorder):
         Args:
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
             step: Step at which the run starts.
-            expected: Steps up to `step` that must have lines, for the keys `metrics` and `eval`.
+            expected: Steps up to `step` that must have lines: those of metrics.jsonl under the key
+                `metrics`, those of eval.jsonl under `eval`.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -65,16 +66,16 @@ class MetricsFiles(Recorder):
                 self._last_evaluation = record
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl, also if an earlier start of the run
-        wrote the line. Return None if the line has no loss or the file has no line."""
+        """Return the loss in the last line of metrics.jsonl, which may be from before a resume.
+        Return None if the line has no loss or the file has no line."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
         return loss if isinstance(loss, float) else None
 
     def last_evaluation(self) -> EvalRecord | None:
-        """Return the last evaluation in eval.jsonl, also if an earlier start of the run wrote the
-        line. Return None if the file has no evaluation."""
+        """Return the last evaluation in eval.jsonl, which may be from before a resume. Return None
+        if the file has no evaluation."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
     def sync(self) -> None:
@@ -98,8 +99,8 @@ class JsonLines:
     """Appends JSON objects to a file, one per line, without a buffer.
 
     If the disk is full, lines stay in memory until a later write succeeds; the failure is logged
-    once. `close` tries to write them a last time. If `copy` is set, that file gets the same lines,
-    in batches or at the next `sync`.
+    once. `close` tries to write them a last time. The file `copy`, if it is set, gets the same
+    lines, in batches or at the next `sync`.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
@@ -147,7 +148,8 @@ class JsonLines:
             os.close(self._fd)
 
     def read_last(self) -> dict[str, Any]:
-        """Return the last line that is a JSON object, or {} if no line is. Raises DataError."""
+        """Return the last JSON object in the file, or {} if the file has none. Raises DataError if
+        the file cannot be read, as `read_json_lines` does."""
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
@@ -176,7 +178,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file, one for each line. A missing file has none.
+    """Return the JSON objects in a file, one for each line, or [] if the file does not exist.
 
     Damaged lines are skipped, such as a last line that is incomplete after a kill.
 
@@ -192,7 +194,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, including their newlines. A missing file has none.
+    """Return the lines of a file, including their newlines, or [] if the file does not exist.
 
     Raises DataError if the file cannot be read, is not a regular file, or has a line longer than
     _LINE_BYTES, which might not fit into memory.
@@ -221,12 +223,14 @@ def cut_after(
     copy: Path | None = None,
     expected: Iterable[int] = (),
 ) -> None:
-    """Keep one line for each (step, source) up to `step`, in this order. Move all other lines to
-    `cut_log`.
+    """Remove damaged and repeated lines, and lines of steps after `step`, from the file `path`.
 
-    The file is replaced atomically, after the lines in `cut_log` are durable. Damaged or missing
-    lines are restored from `copy`, and `copy` gets the same content as the file. A warning names
-    the steps of `expected` that neither `path` nor `copy` contains.
+    The key of a line is its step and, in eval.jsonl, also its source (the name of the evaluated
+    data). For each key, the last line is kept. The kept lines are sorted by key, and all other
+    lines are moved to `cut_log`. The file is replaced atomically, after the lines in `cut_log` are
+    durable. Damaged or missing lines are restored from `copy`, and then `copy` gets the same
+    content as the file. A warning names the steps in `expected` that neither `path` nor `copy`
+    contains.
 
     Raises:
         DataError: A file cannot be read; see `read_json_lines`.
@@ -273,7 +277,7 @@ def cut_after(
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return `lines` without the lines in `kept`. Duplicates of a kept line are returned."""
+    """Return the rest of `lines` after each line in `kept` is removed once; duplicates remain."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:
@@ -296,7 +300,8 @@ def spell_steps(steps: Iterable[int]) -> str:
 
 
 def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
-    """Format ascending ranges (first step, last step) as `spell_steps` does."""
+    """Format ascending ranges (first step, last step) as text, such as "steps 3-7, 9". Only the
+    first eight ranges are named."""
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     word = "steps" if ranges[-1][1] > ranges[0][0] else "step"
@@ -304,7 +309,8 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """Return the step and the source of a line, or None if the line cannot be parsed."""
+    """Return the step and the source of a line, or None if the line cannot be parsed. The source
+    is the name of the evaluated data, or "" in metrics.jsonl."""
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", "")

@@ -15,12 +15,13 @@ class Progress(Recorder):
     """Shows the figures of the latest step on standard error."""
 
     def __init__(self, first_step: int, last_step: int, log_interval: int) -> None:
-        """Show the bar, if standard error is a terminal.
+        """Show a progress bar if standard error is a terminal; elsewhere, `record` prints lines.
 
         Args:
             first_step: Step at which the run starts.
             last_step: Step at which the run ends.
-            log_interval: Number of steps between plain lines. The last step always has a line.
+            log_interval: Number of steps from one printed line to the next. The last step always
+                has a line.
         """
         self._last_step, self._interval = last_step, log_interval
         self._bar: tqdm | None = None

@@ -3,8 +3,9 @@
 `build_model` starts on the meta device, where parameters have shapes but no memory:
 
 1. Pipeline: delete the modules of other ranks' stages, so that no style replaces them.
-2. Styles (`ParallelStyle`): replace modules by parallel versions, outer modules before inner ones,
-   because a new module creates new child modules.
+2. Styles (`ParallelStyle`): replace modules by parallel versions. Outer modules come before inner
+   ones: a new outer module creates its own child modules, so a child that was replaced earlier
+   would be lost.
    a. Recomputation replaces the blocks. It comes first, so that the recomputed code includes the
       communication that the next styles add. Backward repeats this communication.
    b. Tensor parallelism replaces attention, feed-forward network, embedding, final norm and loss.
@@ -40,15 +41,17 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Functions that return the slices of a module's parameters on a rank, by the dividing axis."""
+"""For each axis that divides parameters: the function that returns the slices of a module's
+parameters on one rank."""
 
 
 class ParallelStyle(Protocol):
     """Extension point for parallelism: a style replaces modules of a model.
 
     The class of a new module is a subclass of the replaced module's class, and its constructor
-    receives the same configuration. Parameters therefore keep their names, hooks and `isinstance`
-    checks still work, and no code needs to set attributes of a module from outside its class.
+    receives the same configuration. The names of parameters therefore do not change. Hooks and
+    `isinstance` checks still work. No code needs to set attributes of a module from outside its
+    class.
     """
 
     def apply(self, model: Transformer) -> None:
@@ -87,7 +90,7 @@ def _styles(
 def make_layout(
     config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
 ) -> Layout:
-    """Return the layout of the rank at `coordinate`, with `num_microbatches` per step."""
+    """Return the layout of the rank at `coordinate`. A step has `num_microbatches` microbatches."""
     schedule = schedule_of(config, mesh, num_microbatches)
     in_sequence = config.parallel.sequence_parallel
     layout = Layout(
@@ -103,7 +106,8 @@ def make_layout(
 
 
 def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
-    """Return a meta-device model that has only this rank's stages, with undivided parameters."""
+    """Return a meta-device model that has only this rank's stages. Each parameter is whole, not a
+    slice."""
     model = whole_model(model_config)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
     model.keep_stages(layers, layout.has_first, layout.has_last)
@@ -116,7 +120,7 @@ def make_placements(
     """Return the placement of each parameter on the rank at `coordinate`, by parameter name.
 
     Args:
-        model: a model with undivided parameters, which may be on the meta device.
+        model: a model whose parameters are whole, not slices. It may be on the meta device.
         mesh: the sizes of all axes.
         coordinate: the rank's index along each axis.
         sequence_parallel: the value of `parallel.sequence_parallel`.

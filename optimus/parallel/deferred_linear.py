@@ -1,7 +1,7 @@
 """Linear layers that can defer their weight gradients, for zero-bubble pipeline schedules.
 
-In such a schedule, an action I computes the gradients of a stage's inputs, and a later action W
-computes the gradients of its weights.
+Such a schedule divides the backward pass of a stage into two actions: I computes the gradient of
+the stage's input, and W later computes the gradients of the stage's weights.
 """
 
 from __future__ import annotations

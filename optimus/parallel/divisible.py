@@ -20,14 +20,15 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     """Check that the size of each mesh axis divides the settings that `AXES` lists for the axis.
 
     Raises:
-        ConfigError: the size of an axis does not divide such a setting (the message has the nearest
-            size that does), or parallel.sequence_parallel is true although parallel.tp is 1.
+        ConfigError: the size of an axis does not divide one of these settings, or
+            parallel.sequence_parallel is true although parallel.tp is 1. In the first case, the
+            message has the nearest size that fits the model and the number of ranks.
     """
     in_sequence = config.parallel.sequence_parallel
     if in_sequence and mesh.tp == 1:
         raise ConfigError(
-            "parallel.sequence_parallel = true has no effect with parallel.tp = 1; remove it, or "
-            "use parallel.tp = 2 or more"
+            "parallel.sequence_parallel = true has no effect with parallel.tp = 1; set "
+            "parallel.sequence_parallel = false, or use parallel.tp = 2 or more"
         )
     for name, axis in AXES.items():
         size, keys = getattr(mesh, name), axis.divides
@@ -51,10 +52,11 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
 
 
 def _sizes(config: Config, key: str) -> list[int]:
-    """Return the distinct values of the setting `key` in all layers, in ascending order.
+    """Return the distinct values of the setting `key`, in ascending order.
 
-    A setting outside of `[model]` has a single value. A value of 0 (`model.num_experts` of a dense
-    layer) is left out, unless it is the only value.
+    A setting of `[model]` may have a different value in each layer. Other settings have a single
+    value. 0, which is the `model.num_experts` of a dense layer, is left out if there are other
+    values.
     """
     section, name = key.split(".")
     if section != "model":

@@ -41,8 +41,9 @@ def gather_then_scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 def gather_then_slice(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Return the x of all ranks, concatenated along `dim` (all-gather).
 
-    Backward returns this rank's slice of the gradient, without communication. All ranks must
-    compute the same values from the result, so that its gradient is complete on every rank.
+    Backward returns this rank's slice of the gradient, without communication. This is correct only
+    if each rank already has the complete gradient of the result. All ranks must therefore compute
+    the same values from the result.
     """
 
     def slice_grad(grad: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Autograd function that applies `exchange` in forward and `exchange_back` in backward."""
+    """Autograd function that receives two functions: forward applies `exchange` to x, and backward
+    applies `exchange_back` to the gradient."""
 
     @staticmethod
     def forward(

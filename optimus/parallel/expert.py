@@ -1,23 +1,26 @@
 """Expert parallelism: the experts of a layer are divided over ep ranks, which have different data.
 
 A dispatcher sends each token to the ranks that have its chosen experts, runs `Experts` on these
-ranks and returns the results. `Experts` skips a token's choices of experts on other ranks.
+ranks and returns the results. On each rank, `Experts` computes only the chosen experts that the
+rank has.
 
-Number of bytes that a rank receives from other ranks for one layer, in forward and backward of one
-microbatch. An activation has b bytes per element, an index has 8 bytes:
+Dims: T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts per token, n
+ranks.
+
+The following formulas are the number of bytes that a rank receives from other ranks for one layer
+and one microbatch, in forward and backward together. An activation has b bytes per element, and an
+index has 8 bytes.
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
 
-With alltoall, a rank receives M rows from other ranks and sends R rows to other ranks. A token is
-sent as a single row to each rank that has at least one of its experts. With random routing, R is
-about (n-1)*T*(1 - p). Here p = C(E-E/n, K) / C(E, K), with binomial coefficients C, is the
-probability that a rank has none of a token's experts. Alltoall therefore moves fewer bytes than
-allgather, and the ratio alltoall/allgather falls as n/K grows. However, with alltoall the host
-waits for the numbers of rows, and the results are added up token by token.
-
-Dims: T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts per token, n
-ranks.
+With alltoall, a rank receives M rows from other ranks before it runs its experts, and sends R rows
+to other ranks. It sends a token as a single row to each rank that has at least one of the token's
+experts. With random routing, R is about (n-1)*T*(1 - p). Here p is the probability that a given
+rank has none of a token's experts: p = C(E-E/n, K) / C(E, K), where C is the binomial coefficient.
+Alltoall therefore moves fewer bytes than allgather, and the ratio alltoall/allgather falls as n/K
+grows. Alltoall has two other costs: the host waits for the numbers of rows, and each rank adds the
+returned rows to their tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from optimus.parallel.exchange import (
 from optimus.parallel.placement import Intervals, share
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function that runs a rank's experts: x [N, D], weights [N, K], chosen int64 [N, K] -> [N, D]."""
+"""Function that runs a rank's experts on N tokens. Its arguments are the tokens [N, D], the routing
+weights [N, K] and the indices of the chosen experts, int64 [N, K]. It returns [N, D]. D is the
+hidden size, K the number of experts per token."""
 
 
 class ExpertParallel:
@@ -65,9 +70,16 @@ class ExpertParallel:
 
 
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Return the slices of a module's parameters on one ep rank: a range of undivided experts.
+    """Return the slices of a module's parameters on one ep rank: the weights of a range of experts.
 
-    Arguments and result have the same form as for `tensor.slices`.
+    Args:
+        module: a module of the undivided model.
+        index: the rank's index along ep.
+        size: the number of ep ranks.
+
+    Returns:
+        For each parameter that ep divides: its name in `module`, the divided dim, and the rank's
+        intervals of this dim.
     """
     if isinstance(module, Experts):
         experts = (share(module.gate_up.shape[0], index, size),)
@@ -87,7 +99,8 @@ def dispatched_experts(model: nn.Module) -> list[DispatchedExperts]:
 
 
 class DispatchedExperts(Experts):
-    """Expert-parallel `Experts`: has this rank's experts and exchanges tokens with all ep ranks."""
+    """Expert-parallel version of `Experts`. It has only this rank's experts and exchanges tokens
+    with the other ep ranks."""
 
     def __init__(self, config: ModelConfig, group: Group, dispatcher: str) -> None:
         super().__init__(config)
@@ -108,7 +121,8 @@ class DispatchedExperts(Experts):
 
 
 class Dispatcher(ABC):
-    """Base class of dispatchers, which send tokens to their experts' ranks and return the results.
+    """Base class of dispatchers. A dispatcher sends each token to the ranks that have the token's
+    experts, and returns the results to the token's rank.
 
     Args:
         group: the ep ranks.
@@ -153,8 +167,9 @@ class AllGatherDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends a token only to the ranks that have at least one of its experts.
 
-    Each of these ranks receives the token once, with all its K choices, and returns one result.
-    The token's rank sums the results. The host waits for the number of rows from each rank.
+    Each of these ranks receives the token once, with the indices and weights of all its chosen
+    experts, and returns one result. The token's own rank sums the results. The host waits until it
+    knows the number of rows from each rank.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -169,11 +184,12 @@ class AllToAllDispatcher(Dispatcher):
         return torch.zeros_like(x).index_add(0, tokens, back)
 
     def _destinations(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of the tokens to send, and the number of tokens to send to each rank.
+        """Return the tokens to send to each rank.
 
         Returns:
-            Token indices, int64, ordered by destination rank and then by index; and counts, int64
-            [n].
+            The indices of the tokens, int64, ordered by destination rank and then by index. A token
+            with several destinations occurs several times.
+            The number of tokens for each rank, int64 [number of ranks].
         """
         size = self._group.size
         rank_of = torch.div(chosen * size, self._num_experts, rounding_mode="floor")

@@ -9,7 +9,8 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
-"""Mapping from the second use of a tied parameter to the parameter: the head uses embed.weight."""
+"""Mapping from the second name of a tied parameter to its own name. With tied embeddings, the
+head.weight of the output head is embed.weight."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Layout:
     placements: dict[str, Placement]
     """The placement of each parameter on this rank, by name."""
     sequence_shares: int = 1
-    """The number of tp ranks that divide the sequence; 1 without sequence parallelism."""
+    """The number of tp ranks over which sequence parallelism divides the sequence, or 1 without
+    sequence parallelism."""
 
     @property
     def stages(self) -> range:
@@ -42,8 +44,8 @@ class Layout:
     def owner_of(self, name: str) -> str:
         """Return the name of the parameter that `name` refers to, or "" if this rank lacks it.
 
-        The result differs from `name` if `name` is the second use of a tied parameter
-        (FURTHER_USES).
+        With tied embeddings, "head.weight" refers to "embed.weight" (FURTHER_USES). Every other
+        name refers to itself.
         """
         owner = name if name in self.placements else FURTHER_USES.get(name, "")
         return owner if owner in self.placements else ""
@@ -59,7 +61,7 @@ class Layout:
     def stage_of(self, name: str) -> int:
         """Return the stage of this rank that uses the parameter `name`.
 
-        `name` may also be the second use of a tied parameter (FURTHER_USES).
+        With tied embeddings, `name` may also be "head.weight" (FURTHER_USES).
         """
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])

@@ -35,8 +35,8 @@ class Placement:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of the parameter `whole`, as a view if each dim has one
-        interval."""
+        """Return this rank's slice of the parameter `whole`. The result is a view of `whole` if
+        the rank has a single interval of each dim, and a copy if not."""
         for dim, intervals in enumerate(self.intervals):
             ranges = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
             whole = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
@@ -54,9 +54,9 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Return the range [start, stop) of share `index` of `size` elements in `count` shares.
+    """Divide `size` elements into `count` shares and return the range [start, stop) of one share.
 
-    The sizes of the shares differ by at most one element.
+    `index` is the number of the share. The sizes of the shares differ by at most one element.
     """
     return size * index // count, size * (index + 1) // count
 

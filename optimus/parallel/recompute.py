@@ -1,10 +1,11 @@
 """Selective activation checkpointing: backward recomputes chosen modules of each block.
 
-For each module that `recompute.modules` lists, forward keeps fewer tensors for backward:
+`recompute.modules` lists the modules. For a listed module, forward keeps only these tensors for
+backward:
 
-- `attention`, `moe` and `block`: only the module's input. `moe` includes `experts`, and `block`
-  includes all other modules.
-- `experts`: the input, but not the pre-activation.
+- `attention`, `moe` and `block`: the module's input. `moe` includes `experts`, and `block` includes
+  all other modules.
+- `experts`: the tensors of a run without recomputation, except the pre-activation.
 - `norm`: the input, but not the output.
 
 A norm and the module after it are recomputed together if both are listed. Backward repeats the
@@ -92,7 +93,8 @@ class RecomputeBlock(Block):
     def _run_half(
         self, norm: nn.Module, module: nn.Module, module_again: bool, x: Tensor, *rest: Any
     ) -> Any:
-        """Return module(norm(x), *rest). If `module_again`, backward recomputes the module."""
+        """Return module(norm(x), *rest). Backward recomputes the module if `module_again` is True,
+        and the norm if `recompute.modules` lists it."""
         if not self._recomputes():
             return module(norm(x), *rest)
         if self._norm and module_again:
@@ -118,7 +120,8 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """Norm output that is not kept. Backward recomputes it once, for all saved views of it."""
+    """Output of a norm, which forward does not keep. Backward recomputes it once, and uses it for
+    all saved views of it."""
 
     def __init__(
         self,
@@ -155,7 +158,8 @@ def _unpack(packed: Any) -> Tensor:
 
 @contextlib.contextmanager
 def recompute_disabled(model: nn.Module) -> Iterator[None]:
-    """Turn recomputation off in `model`, which may be a single block, within this context."""
+    """Turn recomputation off in `model` until the `with` statement ends. `model` may be a single
+    block."""
     blocks = [module for module in model.modules() if isinstance(module, RecomputeBlock)]
     for block in blocks:
         block.set_enabled(False)
@@ -244,8 +248,8 @@ def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> floa
 class KeptBytes:
     """Context manager that counts the bytes that forward passes of a model keep for backward.
 
-    Each storage counts once. Parameters do not count, and neither do indices that a function keeps
-    outside autograd's saved tensors.
+    Each storage counts once. Parameters do not count. Tensors that a function keeps outside
+    autograd's saved tensors, such as indices, do not count either.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -72,19 +72,20 @@ class TensorParallel:
             model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input [B, S, D] of column-parallel layers.
+        """Return x as the input [B, S, D] of column-parallel layers.
 
-        With sequence parallelism, x is this rank's share of the sequence, and the result is the
-        whole sequence. Backward sums the partial gradients of all ranks.
+        Without sequence parallelism, the result equals x. With sequence parallelism, x is this
+        rank's share of the sequence, and the result is the whole sequence. In both cases, backward
+        sums the partial gradients of all ranks.
         """
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
         return identity_then_sum(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of x [B, S, D], the partial output of row-parallel layers.
+        """Sum x [B, S, D], the partial output of a row-parallel layer, over all ranks.
 
-        With sequence parallelism, the result is only this rank's share of the sequence.
+        With sequence parallelism, return only this rank's share of the sequence.
         """
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
@@ -137,7 +138,8 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return whether, with sequence parallelism, a rank applies a parameter only to its own tokens.
+    """Return whether, under sequence parallelism, a rank applies the parameter `name` only to its
+    own share of the sequence.
 
     Each rank then computes only a summand of the parameter's gradient. The result is True for norms
     of the residual stream and for biases that are added after a reduce-scatter. It is False for the
@@ -242,7 +244,8 @@ class VocabularyParallelEmbedding(Embedding):
 
 
 class _FinalNorm(nn.Module):
-    """Mixin that makes a final norm apply `TensorParallel.enter` to its output, for the head."""
+    """Mixin for the final norm. It applies `TensorParallel.enter` to the norm's output, which is
+    the input of the column-parallel output head."""
 
     def __init__(self, size: int, eps: float, style: TensorParallel) -> None:
         super().__init__(size, eps)

@@ -18,16 +18,24 @@ _GIB = 1 << 30
 def plan(config: Config) -> dict[str, Any]:
     """Return the parameters, FLOPs and memory of a run as a dict for JSON.
 
-    Only the section `[model]` is required. The result always has `total_params`, `active_params`,
-    `world`, `memory` and `ranks`. `memory` has the bytes of model states, without activations, on
-    the rank with the most bytes. Its entry `staging`, the host memory for checkpoint.async_save, is
-    not included in its entry `total`. `ranks` lists the same figures for each pair of pp and tp
-    coordinates (UNEQUAL); the figures do not depend on dp and ep.
+    Only the section `[model]` of the configuration is required. If `parallel.dp` is 0, the plan is
+    for one replica of the model. FLOPs are those of the forward and the backward pass.
 
-    If the configuration sets `train.seq_len`, the result also has `flops_per_token`. If it also
-    sets the global batch, the result has `flops_per_step`, and if it also sets the number of steps,
-    `tokens` and `flops` of the whole run. FLOPs count forward and backward. If
-    `parallel.dp` is 0, the world has one replica of the model.
+    These keys are always present, among others:
+
+    - `total_params`, `active_params`: numbers of parameters.
+    - `world`: number of ranks.
+    - `memory`: bytes of model states by use on the rank with the most bytes, without activations.
+      Its entry `total` does not include its entry `staging`, the host memory for
+      checkpoint.async_save.
+    - `ranks`: list with the bytes of one rank for each pair of pp and tp coordinates. Ranks that
+      differ only in dp or ep have the same bytes, apart from padding in `staging`.
+
+    These keys are present if their settings are:
+
+    - `flops_per_token`: requires `train.seq_len`.
+    - `flops_per_step`: also requires `train.global_batch_tokens`.
+    - `tokens`, `flops`, both of the whole run: also require `train.max_steps`.
     """
     train = config.train
     total, active = count_parameters(config.model)

@@ -1,1 +1,1 @@
-"""Model, groups, states and segments of a rank, on its device or, for plans, on the meta device."""
+"""Model, model states and segments of a rank. Plans create them on the meta device."""

@@ -116,11 +116,12 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """Defer all weight gradients to W actions, if the schedule splits backward into input
-        gradients (I) and weight gradients (W).
+        """Ensure that gradients of different microbatches are not accumulated together.
 
-        Deterministic mode requires this: all gradients that are added after the last action of a
-        microbatch then belong to this microbatch.
+        Some schedules split the backward of a microbatch into an action I, for input gradients, and
+        a later action W, for weight gradients. By default I accumulates some weight gradients, such
+        as those of norms. This method defers all weight gradients to W. Deterministic mode requires
+        this, because it collects the gradients of a microbatch after its W.
         """
         if self.layout.schedule.splits_backward:
             leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
@@ -129,8 +130,9 @@ class RankModel:
     def write_gradients_to_chunks(self, states: ChunkEngine) -> None:
         """Make experts and embeddings add their weight gradients directly to the chunks.
 
-        This saves a buffer and a pass over it, and cannot be undone. `torch.autograd.grad` then
-        returns no gradient for these weights, so layers must be timed before this call.
+        By default, backward writes each gradient to a buffer, and a second pass adds the buffer to
+        the chunk. This call cannot be undone. After it, `torch.autograd.grad` returns no gradient
+        for these weights, so layers must be timed before it.
         """
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
@@ -144,20 +146,29 @@ class RankModel:
         return [batch._replace(tokens=batch.tokens.to(self._device)) for batch in microbatches]
 
     def cross_entropies(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
-        """Run forward passes and return the sum of cross-entropies of each microbatch (fp32 scalar,
-        nats). The list is empty except on the first tp rank of the last stage. A collective of the
-        ranks of one model replica."""
+        """Run forward passes and return one fp32 scalar for each microbatch, the sum of its
+        cross-entropies in nats.
+
+        Only the first tp rank of the last pipeline stage returns the sums; other ranks return an
+        empty list. A collective of the ranks of one model replica.
+        """
         terms = self.executor.evaluate(self.to_device(microbatches))
         if not self._groups.counts:
             return []
         return [term.ce_sum for term in terms.values() if term.ce_sum is not None]
 
     def logits_after(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits, fp32 [1, 1, V], of the token that follows `tokens`, int64 [1, S].
-        Return None except on the last stage. A collective of the ranks of one model replica."""
+        """Return the logits of the token that follows `tokens`, fp32 [1, 1, vocab_size].
+
+        Only the ranks of the last pipeline stage return logits; other ranks return None. A
+        collective of the ranks of one model replica.
+
+        Args:
+            tokens: Ids of the earlier tokens, int64 [1, number of tokens].
+        """
         length = tokens.shape[1]
-        # Sequence parallelism must divide S evenly. Attention is causal, so the appended tokens do
-        # not change the logits of earlier tokens.
+        # Sequence parallelism needs a length that tp divides. Attention is causal, so the appended
+        # tokens do not change the logits of earlier tokens.
         padded = F.pad(tokens, (0, -length % self.layout.sequence_shares))
         logits = self.executor.logits(padded, length - 1)
         if logits is None:

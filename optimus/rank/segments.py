@@ -26,8 +26,8 @@ def segments_of(model: Transformer, layout: Layout) -> list[Segment]:
     """Return the segments of a rank's model in order of first use.
 
     The segments are the embedding, each block, and the final norm with the head. A tied head uses
-    the embedding's parameter a second time, under the name `head.weight`. If the rank does not have
-    the first stage, the head's segment also contains the parameter `embed.weight`.
+    the parameter `embed.weight` a second time, under the name `head.weight`. A rank that has the
+    tied head but not the embedding has a copy of `embed.weight`, which is in the head's segment.
     """
     segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:

@@ -97,8 +97,11 @@ def states_of_rank(
 
 
 def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Home | None:
-    """Return the process groups that reduce and shard the parameter `name`, which may be a tied
-    head. Return None if this rank has no such parameter."""
+    """Return the process groups that reduce and shard the parameter `name`, or None if this rank
+    does not have the parameter.
+
+    With a tied head, the name `head.weight` refers to the parameter `embed.weight`.
+    """
     owner = layout.owner_of(name)
     if not owner:
         return None
@@ -143,7 +146,7 @@ def check_slots(config: Config, mesh: Mesh) -> None:
         least = max(plan_rank(config, mesh, rank).fewest_slots for rank in _kinds(mesh))
     if least > slots:
         raise ConfigError(
-            f"optim.cache_chunks = {slots}: some block (or the embedding, or the head) needs "
+            f"optim.cache_chunks = {slots}: some block or the embedding or the head needs "
             f"{counted(least, 'chunk')} at once; use {least} or more, or a larger "
             "optim.chunk_length",
         )
@@ -171,28 +174,33 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
-    """Yield the coordinate of one rank for each pair of pp and tp coordinates (UNEQUAL).
+    """Yield one coordinate for each pair of a pp and a tp coordinate; its dp and ep are 0.
 
-    Ranks that differ only along dp or ep have states of the same size, because all shards of a
-    chunk have the same length and ep divides experts evenly.
+    One rank of each pair is enough. Ranks that differ only along dp or ep have states of the same
+    size, because all shards of a chunk have the same length and all ep ranks have the same number
+    of experts.
     """
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
-    """Plan the model states of one rank for each pair of pp and tp coordinates (UNEQUAL).
+    """Plan the model states of one rank for each pair of a pp and a tp coordinate.
+
+    Ranks that differ only along dp or ep have states of the same size.
 
     Yields:
-        The coordinate of the rank and its bytes by use. "total" includes "cache", the parameter
-        chunks that are gathered at the same time under optim.resident = "cache". "total" does not
-        include "staging", the host memory for checkpoint.async_save. The padding in "staging" may
-        differ along dp and ep. With checkpoint.scatter = "paper", only ranks that write checkpoints
-        have "staging", and the planned rank is one of them.
+        The coordinate of the rank and its bytes by use. "cache" is the memory of the parameter
+        chunks that are gathered at the same time under optim.resident = "cache"; "total" includes
+        it. "staging" is the host memory for checkpoint.async_save; "total" does not include it.
+        "staging" contains padding, which may differ along dp and ep. With checkpoint.scatter =
+        "paper", only ranks that write checkpoints have "staging", and the planned rank is one of
+        them.
 
     Raises:
-        ConfigError: The mesh does not divide the model, a pattern matches no parameter, or the
-            cache is too small.
+        ConfigError: A model dimension is not divisible by the size of an axis of the mesh, a
+            pattern of optim.groups or optim.frozen matches no parameter, or optim.cache_chunks is
+            too small.
     """
     check_divisible(config, mesh)
     check_names(config.optim, config.model)

@@ -42,10 +42,11 @@ class ForwardWatch:
 
     def __init__(self) -> None:
         self.module = ""
-        """Name of that module, the innermost of nested modules; "" if there is none."""
+        """Name of the first module that computed a non-finite value from finite inputs; "" if there
+        is none. If modules are nested, this is the innermost one."""
         self.when = 0
-        """Number of values (outputs of modules, contributions to collectives) that this rank
-        checked, up to the first non-finite value."""
+        """Position of the first non-finite value, counted from 1, among the values that this rank
+        has checked: outputs of modules and contributions to collectives. 0 if there is none."""
         self._events = 0
         self._running: list[tuple[str, bool]] = []  # module, and whether its inputs are finite
 
@@ -81,8 +82,8 @@ class ForwardWatch:
 
 
 def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
-    """Write a durable JSON file about a non-finite value, for the decision whether to restart the
-    run. If the file cannot be written, log a warning.
+    """Write a durable JSON file about a non-finite value. Users and scripts can read it to decide
+    whether to restart the run. If the file cannot be written, log a warning.
 
     Args:
         log_dir: Directory of the file `nonfinite-rank{rank}.json`.
@@ -97,7 +98,7 @@ def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **mo
         log_dir.mkdir(parents=True, exist_ok=True)
         files.write_json(path, {"rank": rank, "step": step, "host": host, "what": text, **more})
     except OSError as error:
-        logger.warning("%s not written: %s", path, error.strerror)
+        logger.warning("could not write %s: %s", path, error.strerror)
 
 
 def _all_finite(value: object) -> bool:

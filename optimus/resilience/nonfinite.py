@@ -1,4 +1,4 @@
-"""Search for the rank and layer that computed a NaN or an infinity, before masters are updated."""
+"""Search for the rank and layer that computed a NaN or an infinity, before the optimizer step."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
 
 _HUGE = 1e18
-"""Magnitude from which fp32 may overflow. An update can overflow if the learning rate or an element
-of an fp32 master is at least this large. The squares of gradients cannot overflow if the gradient
-norm is at most this large."""
+"""Magnitude from which calculations in fp32 are assumed to overflow. An update can overflow if the
+learning rate or an element of an fp32 master is at least this large. Squares of gradients cannot
+overflow if clipping keeps the gradient norm below this value."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
@@ -96,8 +96,8 @@ def refuse_bad_states(
         optim: `[optim]`, for the advice in the message.
         states: Optimizer states of this rank.
         everyone: Group of all ranks.
-        step: The step that the message names.
-        updated: The step of the last update.
+        step: Number of the step that the message and the file contain.
+        updated: Number of the step that made the last update.
     """
     bad = find_bad_state(states, everyone.rank)
     if not greatest(int(bad is not None), everyone, states.device):
@@ -147,8 +147,9 @@ class Finding(NamedTuple):
     all ranks is nearest to the cause.
 
     Attributes:
-        distance: Kind of the value. 0: a parameter; 1: an output computed from finite inputs; 2: a
-            gradient; 3: a value that is finite when it is computed again.
+        distance: Kind of the value, ordered by the distance from the cause. 0: a parameter; 1: an
+            output computed from finite inputs; 2: a gradient; 3: a value that is finite when it is
+            computed again.
         stage: Pipeline rank. It is negated for a gradient, since gradients spread towards the first
             stage.
         when: Number of module outputs and collectives that the rank checked before it found the
@@ -265,8 +266,9 @@ class Watch:
         return Finding(distance, stage, when, layer, rank, text, host)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """Return a finding for this rank's first non-finite parameter or, if all parameters are
-        finite, its first non-finite module output in forward passes. Return None without one."""
+        """Return a finding for this rank's first non-finite parameter. If all parameters are
+        finite, return a finding for the first non-finite module output in the forward passes, or
+        None."""
         watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         observing = observing_contributions(watch.look)
@@ -282,12 +284,12 @@ class Watch:
     def _find_in_backward(
         self, microbatches: list[Microbatch], is_nonfinite: bool
     ) -> Finding | None:
-        """Return a finding for this rank's non-finite gradient or for a value that is finite when
-        it is computed again. Return None without one. The forward passes must be finite.
+        """Run the forward and backward passes again; return this rank's finding, or None.
 
-        Collectives of tp and ep spread a non-finite gradient to other ranks. Backward runs again to
-        find its origin: the rank that is the first to contribute a non-finite tensor to a
-        collective.
+        The forward passes must be finite. The finding is either a non-finite gradient or a value
+        that was non-finite in the step, but is finite when it is computed again. Collectives of tp
+        and ep spread a non-finite gradient to other ranks. Its origin is the rank that is the first
+        to contribute a non-finite tensor to a collective.
         """
         states, sent = self._states, []
         bad_in_update, self._bad_gradient = self._bad_gradient, ""

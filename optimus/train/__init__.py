@@ -1,1 +1,1 @@
-"""Training runs: the plan, the start, the training loop, the update and the saves."""
+"""Training runs: planning, start-up, the training loop, updates and checkpoint saves."""

@@ -43,14 +43,14 @@ logger = logging.getLogger(__name__)
 _FORM, _DISPATCH = "kernels.grouped_gemm", "parallel.ep_dispatch"
 _TIMED_RUNS = 3
 _MEASURED_TOKENS = 4096
-"""Maximum number of tokens with which the grouped GEMM is timed: enough to fill a device."""
+"""Maximum number of tokens in a timing of the grouped GEMM; it is enough to keep a device busy."""
 _AS_STORED = "as in the checkpoint"
 MEASURED = "measured at start"
 """Placeholder for a value that ranks choose by a measurement at the start of the run."""
 
 
 class KernelChoices(NamedTuple):
-    """Values of the settings in `[kernels]`, the same on all ranks. Without experts in the model, a
+    """Values of the settings in `[kernels]`, the same on all ranks. If the model has no experts, a
     value may remain "auto"."""
 
     backend: str
@@ -64,8 +64,8 @@ class MeasuredChoices:
     kernels: KernelChoices
     ep_dispatch: str
     from_checkpoint: tuple[str, ...] = ()
-    """Names of the settings whose values come from the checkpoint. The run measures such a setting
-    only if its devices do not support the checkpoint's value."""
+    """Names of the settings whose values come from the checkpoint. If the devices of the run do not
+    support such a value, the run measures the setting instead."""
 
     def as_settings(self) -> dict[str, str]:
         """Return the choices as a dict from "section.key" to the value."""
@@ -128,9 +128,9 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
     Args:
         config: The run's configuration.
         world: All ranks.
-        checkpoint: The full checkpoint from which the run resumes, or None. If
-            `kernels.grouped_gemm` is "auto", the run keeps the form that the checkpoint records if
-            the device supports that form.
+        checkpoint: The full checkpoint from which the run resumes, or None. With
+            `kernels.grouped_gemm` = "auto", the run keeps the form that the checkpoint records,
+            provided that the device supports it.
 
     Raises:
         ConfigError: A backend or form that is selected by name is unavailable on some rank, or the
@@ -162,10 +162,11 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
 
 
 def _agree_on_backend(world: World) -> Backend:
-    """Install the same backend on all ranks and return it. Raises ConfigError if ranks differ.
+    """Install the same backend on all ranks and return it.
 
     In a run of at most MAX_BUILDING_WORLD ranks, the first rank of each machine compiles missing
-    kernels. The other ranks wait for it in a collective, for at most parallel.timeout_s.
+    kernels. The other ranks meanwhile wait in a collective, for at most parallel.timeout_s. Raises
+    ConfigError if a rank has no backend, or if the backends of ranks differ.
     """
     kind, builds = world.device.type, world.launch.local_rank == 0
     chosen, answer = Backend("torch"), Answer()
@@ -189,14 +190,15 @@ class Answer(NamedTuple):
     name: str = ""
     key: str = ""
     why_not: str = ""
-    """With "auto": the reason why the device's compiled kernels are not used, or ""."""
+    """Reason why "auto" does not select the compiled kernels of this device, or ""."""
     failure: str = ""
-    """The error of a backend that is selected by name and is unknown or unavailable, or ""."""
+    """Error message if a backend is selected by name but is unknown or unavailable, else ""."""
 
 
 def _request(config: Config) -> Answer:
-    """Set the configured backend for the ops of this rank. Return the name in effect, which is
-    "auto" or the name of a backend; the environment variable OPTIMUS_KERNELS takes precedence."""
+    """Select the backend of this rank's ops by the environment variable OPTIMUS_KERNELS or, if it
+    is not set, by the configuration. Return the selected name, which may be "auto", or a failure.
+    """
     try:
         backend.choose(config.kernels.backend)
         return Answer(backend.chosen()[0])
@@ -213,8 +215,8 @@ def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
 
 
 def disagreement(answers: Sequence[Answer]) -> str:
-    """Return an error message that names the ranks whose backend is unavailable, or the ranks of
-    each backend if ranks differ; "" if all ranks have the same backend."""
+    """Return "" if all ranks have the same backend, else an error message. The message lists the
+    ranks that have no backend. If every rank has one, it lists the ranks of each backend."""
     if failure := _failure(answers):
         return failure
     by_choice = defaultdict(list)
@@ -234,7 +236,7 @@ def disagreement(answers: Sequence[Answer]) -> str:
 
 
 def _failure(answers: Sequence[Answer]) -> str:
-    """Return text with all failed ranks and the failure of the first of them; "" if none failed."""
+    """Return the numbers of all failed ranks and the error of the first one; "" if none failed."""
     failed = [rank for rank, answer in enumerate(answers) if answer.failure]
     where = f"{_rank_ranges(failed)}: " if failed and len(answers) > 1 else ""
     return where + answers[failed[0]].failure if failed else ""
@@ -253,8 +255,8 @@ def _rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def _form_setting(config: Config) -> str:
-    """Return the form of the grouped GEMM that the configuration selects, or "auto". Deterministic
-    mode selects "loop"."""
+    """Return the form of the grouped GEMM that the configuration selects. It may be "auto".
+    Deterministic mode selects "loop" if the model has experts."""
     sparse = any(config.model.experts_by_layer)
     return "loop" if sparse and config.train.deterministic else config.kernels.grouped_gemm
 
@@ -293,8 +295,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
-    """Return the reason why a form of the grouped GEMM cannot compute the model's sizes with the
-    dtype and device of `like`; "" if it can."""
+    """Return "" if a form of the grouped GEMM supports the model's sizes with the dtype and device
+    of `like`. If it does not, return the reason."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))
@@ -306,8 +308,8 @@ def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> 
 
 
 def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
-    """Return the distinct sizes of an expert's intermediate dim on the ranks of a tp group, in
-    ascending order."""
+    """Return the sizes that an expert's intermediate dim has on the ranks of a tp group. Each
+    distinct size is listed once, in ascending order."""
     ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
     return sorted({stop - start for start, stop in ranges})
 
@@ -315,10 +317,10 @@ def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
 def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.Tensor) -> str:
     """Return the faster form of the grouped GEMM, "torch" or "loop", and log the times.
 
-    Times forward and backward of the layer with the most experts, with the largest intermediate
-    size that a rank of the tp group has. All experts get the same number of tokens. A form that
-    does not support the device, the dtype or the sizes is not timed. Set the number of threads of
-    the run before this call.
+    Times forward and backward of the experts of one layer, the layer with the most experts. Their
+    intermediate size is the largest that a rank of the tp group has. All experts get the same
+    number of tokens. A form that does not support the device, the dtype or the sizes is not timed.
+    The caller must already have set the number of threads of the run.
 
     Args:
         model: The model's sizes.
@@ -352,8 +354,8 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
 
 
 def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> Callable[[], None]:
-    """Return a function that runs forward and backward of one layer's experts on random tokens,
-    which are routed evenly to the experts."""
+    """Return a function that runs forward and backward of one layer's experts. Its input is random
+    tokens, and every expert gets the same number of them."""
     with like.device:
         experts = Experts(layer).to(like.dtype)
         for parameter in experts.parameters():
@@ -378,7 +380,7 @@ class DispatchChoice(NamedTuple):
 
     name: str
     reason: str
-    """Empty if nothing was chosen: the configuration names the dispatcher, or ep is 1."""
+    """Empty if no choice was needed, because the configuration names the dispatcher or ep is 1."""
 
     def __str__(self) -> str:
         return f"{_DISPATCH}: {self.name} ({self.reason})"
@@ -393,8 +395,8 @@ def autotune_dispatch(
 ) -> DispatchChoice:
     """Choose the dispatcher if `parallel.ep_dispatch` is "auto", and install it in the model.
 
-    The dispatchers are timed only if `choose_dispatch` returns None. A collective of all ranks. It
-    returns the same choice on every rank.
+    The dispatchers are timed unless deterministic mode, the device type or the checkpoint already
+    determines the choice. A collective of all ranks. Returns the same choice on every rank.
 
     Args:
         config: The run's configuration.
@@ -434,7 +436,7 @@ def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
     """Return the dispatcher that the checkpoint's settings `stored` record. Return "auto" if they
-    record none, or if ep, tp, the microbatch size or deterministic mode differ from the run's."""
+    record none, or if this run changes ep, tp, the microbatch size or deterministic mode."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,
@@ -470,8 +472,8 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
     """Return a log line with the memory that recomputation saves on this rank and the time that it
-    takes; "" if `recompute.modules` is empty. A collective of the ep and tp ranks that share
-    layers."""
+    takes; "" if `recompute.modules` is empty. A collective of this rank's ep and tp groups, since
+    it runs the layers of the model."""
     modules, train = config.recompute.modules, config.train
     if not modules:
         return ""

@@ -13,8 +13,10 @@ _TOKENS = 8
 
 
 def check_fp16(model: ModelConfig, device: torch.device) -> None:
-    """Run forward and backward in fp16 of a small model with a layer of each kind, dense and MoE,
-    that `model` has.
+    """Run forward and backward of a small model in fp16.
+
+    If `model` has dense and MoE layers, the small model has one layer of each kind. Otherwise it
+    has one layer of the kind that `model` has.
 
     Raises:
         ConfigError: The device lacks an operation. The message quotes torch's message, which names

@@ -48,9 +48,9 @@ def load_start(
 ) -> RunPlan:
     """Fill the states of every rank from the checkpoint or the weights that `plan.start` names.
 
-    If two attempts to read a full checkpoint fail, it is damaged, and an older checkpoint is loaded
-    instead. If the plan has nothing to load, the states keep their initial values. A collective of
-    all ranks.
+    A full checkpoint that cannot be read in two attempts counts as damaged, and an older checkpoint
+    is loaded instead. If the plan has nothing to load, the states keep their initial values. A
+    collective of all ranks.
 
     Returns:
         `plan` with the start that was loaded, the same on all ranks.
@@ -85,8 +85,8 @@ def load_start(
 def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
-    """Return `plan` with the start from a checkpoint that is not in `damaged`. The first rank finds
-    this checkpoint and logs it. A collective of all ranks."""
+    """Return a copy of `plan` that starts from another checkpoint. The first rank chooses a
+    checkpoint that is not in `damaged`, a dict from path to error. A collective of all ranks."""
     start, refused = ResolvedStart(plan.start, plan.changes), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -112,9 +112,10 @@ def load_weights(
     distribute: Distribute = "broadcast",
     origin: object = "the weights",
 ) -> None:
-    """Read weights once, on the first rank, and distribute them. A collective of all ranks.
+    """Read weights on the first rank and distribute them to all ranks. A collective of all ranks.
 
-    Each rank uses memory for about PIECE elements at a time.
+    The weights are distributed in batches of at most PIECE elements (16 MiB of fp32), so that a
+    rank needs little memory.
 
     Args:
         layout: The placements of this rank's parameters.
@@ -157,8 +158,9 @@ def load_weights(
 
 
 def _put_piece(put: PutValues, layout: Layout, piece: Piece, values: Tensor) -> None:
-    """Call `put` with this rank's elements of `piece`, once for each range of them that is
-    contiguous in this rank's slice of the parameter."""
+    """Store the part of `values` that belongs to this rank's slice of a parameter. `values` are the
+    elements of `piece`, a range of the parameter. Each call of `put` stores a contiguous range of
+    the slice."""
     if piece.name not in layout.placements:
         return
     runs = runs_between(layout.placements[piece.name].intervals, piece)
@@ -178,7 +180,7 @@ def _size(piece: Piece) -> int:
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield batches of consecutive pieces; a batch has at most PIECE elements."""
+    """Yield lists of consecutive pieces, each list with at most PIECE elements in total."""
     batch: list[Piece] = []
     filled = 0
     for piece in pieces:
@@ -193,8 +195,9 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _read(
     batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Copy the values of the pieces in `batch` into `flat`, one piece after another. If `batch` is
-    empty, check that no values are left. Return the error of a failed read, otherwise None."""
+    """Read the pieces in `batch` from `values` and write them to `flat`, one after another. If
+    `batch` is empty, check that `values` is exhausted. Return the error if a read fails, else None.
+    """
     try:
         for piece in batch:
             flat[: _size(piece)].copy_(next(values)[1])
@@ -222,7 +225,7 @@ def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> Checkpoi
 
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
-    """Raise the error `problem` of rank 0 on all ranks, if rank 0 has one. A collective."""
+    """If `problem` on rank 0 is an error, raise this error on all ranks. A collective."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

@@ -86,8 +86,8 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     Args:
         config: The run's configuration, the same on all ranks.
         launch: Rank and world of this process.
-        process: `time.monotonic()` at the start of this process, from which the start-up is timed;
-            None times it from this call.
+        process: `time.monotonic()` at the start of this process. The duration of the start-up is
+            measured from this time; None measures it from this call.
 
     Raises:
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
@@ -145,8 +145,8 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
 
 
 def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
-    """Set the number of threads of this process and, with `train.deterministic`, torch's
-    deterministic mode. Return the number of threads. Call this before the first computation."""
+    """Set the number of threads of this process and return it. With `train.deterministic`, also
+    turn on torch's deterministic mode. Call this before the first computation."""
     threads = platform.set_threads(train.threads, train.deterministic, local_world_size)
     if train.deterministic:
         # The same as use_deterministic_algorithms(True), which also imports the compiler (2 s).
@@ -157,7 +157,7 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
 
 
 def _finite(value: float) -> float | None:
-    """Return `value`; None if it is not finite, as after an overflow that skipped the update."""
+    """Return `value`, or None if it is not finite, which happens if an overflow skips an update."""
     return value if math.isfinite(value) else None
 
 
@@ -230,8 +230,8 @@ class Run:
             start_up.done("model and states")
 
     def go(self) -> None:
-        """Run all updates up to the last step. Evaluate, generate a sample and save after the
-        updates for which they are due."""
+        """Run all updates up to the last step. After an update, evaluate, generate a sample and
+        save a checkpoint, each if it is due."""
         if self.directory is not None and self.plan.start.step >= self.last_step:
             logger.info(
                 "nothing to do: the run is at step %d, and its last step is %d; raise train.%s to "

@@ -14,21 +14,21 @@ from typing import Any
 from optimus.config import OptimConfig
 
 _FIRST = 2.0**16
-"""Initial scale of a run with one microbatch per update. With n microbatches, each loss has the
-factor 1 / n, so the initial scale is n times as large, rounded up to a power of two."""
+"""Initial scale of a run with one microbatch per update. With n microbatches per update, each loss
+has the factor 1 / n. The initial scale is then n times as large, rounded up to a power of two."""
 _LARGEST = 2.0**100
 
 
 class LossScale:
-    """The loss scale of the next update. It is the same on all ranks, since an overflow on one rank
-    counts on all ranks."""
+    """The loss scale of the next update. It is the same on all ranks, since all ranks treat an
+    overflow on any rank as their own."""
 
     def __init__(self, optim: OptimConfig, dtype: str, num_microbatches: int) -> None:
         """Create the loss scale of a new run.
 
         Args:
             optim: The section `[optim]`.
-            dtype: `train.dtype`; unless it is "fp16", the scale is always 1.
+            dtype: `train.dtype`. If it is not "fp16", the scale is always 1.
             num_microbatches: Number of microbatches of the global batch.
         """
         self._dynamic = dtype == "fp16"
@@ -42,17 +42,18 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if the scale is above its minimum. An overflow then skips the update. At the
-        minimum, an overflow ends the run."""
+        """True if an overflow skips the update and halves the scale: in fp16, while the scale is
+        above its minimum. Otherwise, an overflow ends the run."""
         return self._dynamic and self.scale > self._least
 
     def at_its_least(self) -> str:
-        """Return the end of an error message: the minimum loss scale in fp16, "" otherwise."""
+        """Return text to append to an error message. In fp16, it names the minimum loss scale; in
+        other dtypes, it is empty."""
         return f"; the loss scale is at its minimum, {self.scale:g}" if self._dynamic else ""
 
     def after_update(self) -> None:
-        """Count an update without overflow. Double the scale after optim.loss_scale_growth_steps of
-        them in a row."""
+        """Count an update without overflow. After `optim.loss_scale_growth_steps` such updates in a
+        row, double the scale."""
         self.good_steps += 1
         if self._dynamic and self.good_steps >= self._growth_steps:
             self.scale, self.good_steps = min(2 * self.scale, _LARGEST), 0
@@ -70,8 +71,8 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state that `state` returned. A scale below `optim.min_loss_scale` is raised to
-        that minimum."""
+        """Restore a state from a checkpoint, as returned by `LossScale.state`. A scale below
+        `optim.min_loss_scale` is raised to that minimum."""
         if state is not None and self._dynamic:
             self.scale = max(float(state["scale"]), self._least)
             self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])

@@ -1,10 +1,10 @@
 """Return free memory of glibc's fragmented heap to the operating system, with malloc_trim.
 
-Small long-lived blocks between the tensors of an update fragment the heap. They come from oneDNN,
-which caches a compiled matrix product of 120 KB for each number of rows that an expert got, and
-keeps the latest 1024. The gap before such a block is too small for the next tensor, so the heap
-grows by up to 32 MB per gap; glibc maps larger blocks outside the heap. docs/benchmarks/step.md
-gives the memory of a long run with and without this module.
+The heap becomes fragmented because oneDNN allocates small, long-lived blocks between the tensors of
+an update: it compiles a matrix product for each number of rows that an expert gets, 120 KB each,
+and caches the latest 1024 products. The gap before such a block is too small for the next tensor,
+so the heap grows. A gap has at most 32 MB, since glibc maps larger blocks outside the heap.
+docs/benchmarks/step.md gives the memory of a long run with and without this module.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class MallocTrim:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._limit = 0
         self._updates = _MIN_UPDATES
-        """Updates since the last trim."""
+        """Updates since the last trim. The initial value allows a trim after the first update."""
 
     def after_update(self) -> None:
         """Trim the heap if the process uses an eighth more memory than it did one update after the
         last trim.
 
-        The update after a trim must get new pages for its tensors from the system, as every update
-        does for blocks of more than 32 MB.
+        A trim slows down the next update, which must request new pages for its tensors from the
+        operating system. For blocks of more than 32 MB, every update does so anyway.
         """
         if self._trim is None or not (used := private_bytes()):
             return

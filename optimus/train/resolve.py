@@ -61,8 +61,8 @@ CHANGEABLE = (
     "train.threads",
     *(f"model.{key}" for key in FREE_IN_LOGITS),
 )
-"""Settings that `checkpoint.allow_change` may name. The checkpoint's weights fit the model with any
-value of these settings."""
+"""Settings that a resumed run may change if `checkpoint.allow_change` names them. The checkpoint's
+weights fit the model with any value of these settings."""
 
 # Values that are known only after ranks have measured them. `optimus.train.autotune` then compares
 # them with the checkpoint's values.
@@ -102,7 +102,7 @@ class PartialPlan:
 
 @dataclass(frozen=True)
 class RunPlan(PartialPlan):
-    """The complete plan of a run, from the configuration, the number of ranks and the files."""
+    """The plan of a run, made on a machine that has the data."""
 
     data: RunData
 
@@ -128,8 +128,8 @@ def resolve(
 ) -> PartialPlan:
     """Return the plan of a run: mesh, batch, data and start. Creates no file.
 
-    A training run makes the same plan with `read_inputs` on all ranks and `find_start` on the first
-    rank, which locks the run directory before that call.
+    A training run does not call this function. It makes the same plan in two parts: all ranks call
+    `read_inputs`, and the first rank locks the run directory and calls `find_start`.
 
     Args:
         config: The run's configuration.
@@ -188,11 +188,11 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
 
 
 def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
-    """Return the mesh of `world_size` ranks and the division of the global batch over them.
+    """Return the mesh of `world_size` ranks and the batch sizes of each data rank.
 
     Raises:
-        ConfigError: The model or the batch cannot be divided over the ranks. All ranks raise the
-            same error.
+        ConfigError: The mesh, the model or the global batch does not fit the number of ranks. All
+            ranks raise the same error.
     """
     mesh = make_mesh(config.parallel, world_size)
     check_divisible(config, mesh)
@@ -212,7 +212,7 @@ def check_run_dir(run_dir: str) -> None:
         problem = f"{nearest} is not writable"
     else:
         return
-    raise ConfigError(f"train.run_dir = {run_dir!r}: {problem}; choose another")
+    raise ConfigError(f"train.run_dir = {run_dir!r}: {problem}; choose another directory")
 
 
 def find_start(
@@ -271,8 +271,8 @@ def flat_settings(
 def network_warnings(
     model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
 ) -> list[str]:
-    """Return a warning for each of the axes tp and ep that spans several nodes, with the bytes that
-    each layer therefore sends over the network."""
+    """Return a warning for each of the axes tp and ep whose groups span several nodes. The warning
+    names the bytes that every layer then sends over the network."""
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
@@ -304,10 +304,10 @@ def network_warnings(
 
 def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) -> list[str]:
     """Return a log line for each setting that differs from the checkpoint's. Raises CheckpointError
-    for a frozen setting that `allowed` does not name.
+    if a frozen setting differs and `allowed` does not contain its name.
 
-    A run that starts from weights alone may change every setting. The lines are then only about
-    the settings in _DATA_POSITION.
+    A run that starts from weights alone may change every setting. Only the settings in
+    _DATA_POSITION are then compared.
     """
     stored, changes = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
@@ -326,17 +326,20 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
         if start.full is not None and frozen and name not in allowed:
             allow = f', or allow the change with checkpoint.allow_change=["{name}"]'
             raise CheckpointError(
-                f"{change}: a resumed run must keep it; restore the checkpoint's value or start in "
-                f"another train.run_dir{allow if name in CHANGEABLE else ''}"
+                f"{change}: a resumed run must keep the checkpoint's value; restore this value or "
+                f"start in another train.run_dir{allow if name in CHANGEABLE else ''}"
             )
         changes.append(change)
     return changes
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return the end of a log line, which names the instances that the run skips or reads again
-    because the data or the batch changed. The batch of step n starts at instance (n - 1) *
-    (instances per batch)."""
+    """Return text to append to the log line of a setting in _DATA_POSITION that has changed.
+
+    The text names the instances that the run therefore skips or reads again. The batch of step n
+    starts at instance (n - 1) * (instances per batch), so a change of the batch moves the position
+    in the data. Returns "" if the checkpoint's settings `stored` lack a value that is needed.
+    """
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -385,8 +388,8 @@ class _Opener(NamedTuple):
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Open the data set at `path`, the value of the setting `key`. Raises DataError if its
-        context or its vocabulary does not fit the model."""
+        """Open the data set at `path`. Raises DataError if its context or its vocabulary does not
+        fit the model. `key` is the setting that contains the path, for error messages."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
@@ -443,7 +446,7 @@ def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
     training data; None if there is none.
 
     The held-out part of a mixture is the mixture of the held-out parts of its data sets, with the
-    same weights. There is none if any of the data sets has no held-out part.
+    same weights. If one of the data sets has no held-out part, the mixture has none.
     """
     if data.eval_path or not data.mix:
         path = data.eval_path or _evaluation_path(data.path)
@@ -453,8 +456,8 @@ def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
 
 
 def _evaluation_path(path: str) -> str:
-    """Return the path of the held-out part of the data set at `path`; "" if there is none or it is
-    too small for one instance. Raises DataError if it belongs to another data set."""
+    """Return the path of the held-out part of the data set at `path`, or "" if the held-out part is
+    missing or has no instance. Raises DataError if it belongs to another data set."""
     held_out = Path(path) / "eval"
     if not (held_out / "manifest.json").is_file():
         return ""

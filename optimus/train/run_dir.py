@@ -35,11 +35,13 @@ def check_not_in_use(path: Path) -> None:
         return
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; for a job that starts after that run, add --skip-run-dir-check"
+            f"{error}; if the job to check starts only after that run has ended, add "
+            "--skip-run-dir-check"
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"train.run_dir = {str(path)!r}: {LOCK}: {error.strerror}; choose another"
+            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {error.strerror}; choose another "
+            "directory"
         ) from None
 
 
@@ -60,7 +62,8 @@ class RunDirectory:
     """The locked run directory and the open files in it, on the first rank only."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Create the directory if it does not exist, and lock it. `open` makes all other changes.
+        """Create the directory if it does not exist, and lock it. The method `open` makes all other
+        changes to the directory.
 
         Args:
             path: `train.run_dir`.
@@ -75,8 +78,9 @@ class RunDirectory:
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
         """Write config.toml and open the files of metrics and evaluations.
 
-        Checkpoints and lines of steps after the run's start are moved to subdirectories. Call this
-        only after the start has been loaded, so that a failed start changes nothing.
+        Moves the checkpoints of steps after the run's start to a subdirectory, and the lines of
+        these steps in metrics.jsonl and eval.jsonl to another one. Call this only after the states
+        of the start have been loaded, so that a failed start changes nothing.
 
         Args:
             config: The run's configuration, with the choices that ranks measured.
@@ -104,7 +108,8 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"train.run_dir = {str(self.path)!r}: {error.strerror}; choose another"
+                f"train.run_dir = {str(self.path)!r}: cannot create the directory: "
+                f"{error.strerror}; choose another directory"
             ) from None
         # Mode 0600, since any user who can open the file can lock it. O_NOFOLLOW, since opening a
         # symbolic link could create a file in another directory.
@@ -113,7 +118,8 @@ class RunDirectory:
             file = os.fdopen(os.open(self.path / LOCK, flags, 0o600), "r+b", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"train.run_dir = {str(self.path)!r}: {LOCK}: {error.strerror}; choose another"
+                f"train.run_dir = {str(self.path)!r}: cannot open {LOCK}: {error.strerror}; choose "
+                "another directory"
             ) from None
         with contextlib.suppress(OSError):  # earlier versions made it readable by others
             os.fchmod(file.fileno(), 0o600)
@@ -127,8 +133,8 @@ class RunDirectory:
         return file
 
     def sync(self) -> None:
-        """Sync the lines of metrics and evaluations to disk, as is necessary before a checkpoint is
-        committed. Raises OSError if the disk fails."""
+        """Sync metrics.jsonl and eval.jsonl to disk. Call this before a checkpoint is committed.
+        Raises OSError if the disk fails."""
         self.metrics.sync()
 
     def end_progress(self) -> None:

@@ -36,11 +36,13 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""If the disk has space for fewer saves than this, each further decrease logs a warning."""
+"""Number of saves. If old checkpoints cannot be removed and the free disk space suffices for fewer
+saves than this, a warning is logged each time that it suffices for fewer saves than before."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
-    """Check, before the model is built, that the initial weights fit it and that it can be saved.
+    """Check that the initial weights, if any, fit the model. If the run saves model-only
+    checkpoints, also check that transformers can represent the model. Does not build the model.
 
     Args:
         model: The run's model.
@@ -70,7 +72,8 @@ class _PendingSave:
         None. A collective of all ranks.
 
         Args:
-            wait: True to wait until the save ends or, after a failure, hangs.
+            wait: True to wait until the save ends. After a failure, the wait also ends if a thread
+                of the save hangs.
         """
         if self.save is None:
             return None
@@ -185,8 +188,8 @@ class Saves:
                 raise OptimusError(self._end_failed)
 
     def end(self) -> None:
-        """Wait for the saves in progress to end and log their failures. A collective of all ranks,
-        for errors that all ranks raise."""
+        """Wait for the saves in progress to end and log their failures. A collective of all ranks:
+        call it after an error only if every rank raises that error."""
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
                 self._warn(outcome.failure.what)
@@ -209,7 +212,7 @@ class Saves:
             )
         try:
             if before is not None and pending.save is not None:
-                raise OptimusError(f"the disk has not finished the writes of step {before.step}")
+                raise OptimusError(f"the disk has not finished the save of step {before.step}")
             pending.save = begin(step)
         except LostPeerError:
             raise  # the loss of a rank ends the run, not only this save
@@ -256,7 +259,7 @@ class Saves:
             self._warn(f"{message}; the run continues (failure {number} in a row)")
 
     def _warn(self, line: str) -> None:
-        """Log a warning that is the same on all ranks, on the first rank only."""
+        """Log a warning on the first rank only. Call this on all ranks with the same line."""
         if self._world.is_first:
             logger.warning(line)
 
@@ -265,8 +268,8 @@ class Saves:
         return self._begin_with(self._saver, path, step)
 
     def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
-        """Start a model-only save. Raises OptimusError if the disk does not have space for it and
-        for the `reserve()` bytes that the full save of the same step has not written yet."""
+        """Start a model-only save. `reserve` returns the number of bytes that the full save of the
+        same step has still to write. Raises OptimusError if the disk lacks space for both saves."""
         assert self._model_saver is not None, "due only with checkpoint.model_interval"
         path = manager.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, reserve)
@@ -291,8 +294,8 @@ class Saves:
             self._states.frozen.settle()
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints that retention does not keep, and log failures. Runs after a
-        commit, in a thread of the first rank."""
+        """Remove the checkpoints that the retention settings do not keep, and log failures. Runs
+        after a commit, in a thread of the first rank."""
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
             try:
@@ -308,13 +311,14 @@ class Saves:
             self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
-        """Log a warning for each directory that could not be removed, if its reason is new.
+        """Log a warning for each directory in `left`, unless its reason has been logged before.
 
-        Also log the free disk space, if there is such a warning or if the space has decreased and
-        is less than _FEW_SAVES saves take. Raises OSError if the free space cannot be read.
+        Then log the free disk space. Without a new warning, log it only if `left` is not empty and
+        the space has decreased and suffices for fewer than _FEW_SAVES saves. Raises OSError if the
+        free space cannot be read.
 
         Args:
-            left: The directories, each with the reason why it could not be removed.
+            left: The directories that could not be removed, each with the reason.
         """
         new = [path for path in left if self._unremovable.get(path) != left[path]]
         self._unremovable = left
@@ -339,7 +343,7 @@ class Saves:
         refuse_bad_states(train, optim, self._states, self._world.everyone, step, step)
 
     def _facts(self, step: int) -> dict[str, Any]:
-        """Return the entries that describe the run after `step` in a checkpoint's manifest."""
+        """Return the entries of a checkpoint's manifest that describe the run after `step`."""
         start = self._plan.start
         return {
             "step": step,

@@ -1,4 +1,4 @@
-"""Start of a command: number of ranks, rendezvous, dry run.
+"""Start of a command: the number of ranks to start, the rendezvous address and the dry run.
 
 Importing this module imports no torch.
 """
@@ -30,7 +30,9 @@ def prepare_meeting(launch: LaunchEnv) -> None:
 def check_run(
     config: Config, world_size: int, check_data: bool = True, check_run_dir: bool = True
 ) -> PartialPlan:
-    """Make the checks of `optimus train` that need no other rank. Creates no file.
+    """Run the checks of `optimus train` that one process can run without other ranks.
+
+    Creates no file.
 
     Args:
         config: The run's configuration.
@@ -39,7 +41,7 @@ def check_run(
         check_run_dir: False on a machine that does not have the run directory and its checkpoints.
 
     Returns:
-        The plan of the run: a RunPlan if the data was checked.
+        The plan of the run: a RunPlan if the data was checked, else a PartialPlan.
 
     Raises:
         ConfigError, DataError, CheckpointError: `optimus train` would fail with the same error.
@@ -74,8 +76,8 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error`. With several ranks, first start the process group and agree on one error, so
-    that a mistake that every rank finds is printed once."""
+    """Raise `error`. In a run with several ranks, the ranks first start the process group and agree
+    on one error to print. A mistake that every rank finds is therefore printed only once."""
     if launch.world_size > 1:
         prepare_meeting(launch)
         from optimus.distributed.world import start_world

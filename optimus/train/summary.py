@@ -33,9 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> None:
-    """Log the plan of a run, all warnings, the start, and the settings that differ from the
-    checkpoint's. The warnings are `warnings` and a line for each data set that is read too often.
-    """
+    """Log the plan of a run and all warnings: `warnings`, and one for each data set that the run
+    reads too often. Then log the start and the settings that differ from the checkpoint's."""
     _log("this run", plan_facts(config, plan))
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
     for warning in (*warnings, *repeats):
@@ -104,7 +103,7 @@ def print_end(
     loss: float | None,
     evaluation: EvalRecord | None,
 ) -> None:
-    """Log the results of a run that ends at `last_step`, and commands to use them.
+    """Log the results of a run that ends at `last_step`, and commands that use the results.
 
     Args:
         train, model: Sections of the run's configuration.
@@ -181,16 +180,16 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return a colon and the path of a data set, to end a line; "" for a mixture, which has several
-    paths."""
+    """Return ": PATH" with the path of a data set, to append to a line. Return "" for a mixture,
+    which has several paths."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
 def _epochs(
     mix: Sequence[MixSource], instances: int, training: InstanceSource
 ) -> Iterator[tuple[TokenDataset, float]]:
-    """Yield each data set with the number of times that a run of `instances` training instances
-    reads it."""
+    """Yield each data set and its number of epochs (not an integer, in general) in a run that reads
+    `instances` training instances."""
     if isinstance(training, TokenDataset):
         yield training, instances / training.num_instances
         return
@@ -247,7 +246,7 @@ def _results(
 def _next_commands(
     run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
 ) -> Iterator[str]:
-    """Yield commands to use the results of a run. If the run is not `done`, the only command is
+    """Yield commands that use the results of a run. If the run is not `done`, yield only
     `optimus report`."""
     run = shlex.quote(run_dir)
     yield f"optimus report {run}"

@@ -33,7 +33,7 @@ class UpdateResult:
     aux_loss: float
     z_loss: float
     grad_norm: float
-    """Norm before clipping; NaN if the update was skipped because of an overflow in fp16."""
+    """Norm of the gradients before clipping; NaN if an overflow in fp16 skipped the update."""
     lr: float
     expert_rows: Tensor
     """int64 [MoE layers, E]: rows routed to each expert by all ranks. E is the largest number of
@@ -57,14 +57,14 @@ class Updater:
         device: torch.device,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Connect the gradients of the model to its states.
+        """Make the backward of `rank_model` add gradients to the chunks of `states`.
 
         Args:
             config: The run's configuration.
             groups: This rank's groups.
-            rank_model: This rank's model; from now on it adds gradients to the chunks of `states`.
+            rank_model: This rank's model.
             states: The states of this rank's model.
-            plan: The division of the global batch into microbatches.
+            plan: The batch sizes of an update.
             device: The device of the model.
             loss_scale: The loss scale of the run; None creates the loss scale of a new run.
         """
@@ -90,8 +90,8 @@ class Updater:
 
         Raises:
             NonFiniteError: A loss or gradient of some rank is not finite. Raised on every rank,
-                before any fp32 master changes. In fp16, the update is skipped without an error
-                as long as the loss scale is above its minimum.
+                before any fp32 master weight changes. In fp16, the update is skipped instead, as
+                long as the loss scale is above its minimum.
         """
         self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
         on_device = self._rank_model.to_device(microbatches)
@@ -110,8 +110,11 @@ class Updater:
     def _make_update(
         self, step: int, microbatches: list[Microbatch], lr: float
     ) -> Callable[[], None]:
-        """Return the function that the schedule runs as its OPT_STEP. It checks with all ranks that
-        losses and gradients are finite, completes the gradient reductions, clips and updates."""
+        """Return the function that the pipeline schedule runs as its OPT_STEP action.
+
+        The function checks with all ranks that losses and gradients are finite, completes the
+        gradient reductions, clips the gradients and updates the parameters.
+        """
 
         def opt_step() -> None:
             scaling = self._loss_scale
@@ -135,8 +138,8 @@ class Updater:
         return opt_step
 
     def _finite_norm(self, step: int) -> float:
-        """Return the gradient norm before clipping. If it overflows, return NaN as long as the loss
-        scale can be reduced, otherwise raise NonFiniteError."""
+        """Return the gradient norm before clipping. If the norm is not finite, return NaN if the
+        loss scale can be halved; if it cannot, raise NonFiniteError."""
         norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
             if self._loss_scale.can_fall:
@@ -189,7 +192,8 @@ class Updater:
         return [math.nan if trouble else total for total in sums]
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
-        """Return the rows routed to each expert, see `UpdateResult`. A collective of all ranks."""
+        """Return the number of rows that all ranks route to each expert, with the shape of
+        `UpdateResult.expert_rows`. A collective of all ranks."""
         model = self._config.model
         sparse = model.sparse_layers
         if not sparse:

@@ -8,9 +8,10 @@ each in a new process:
 
 The script measures the CPU time of the whole process, including the Loader's thread, after a pass
 that warms the page cache. For GPTDataset it times only `dataset[i]`, without collation, workers or
-masks. For our Loader it times complete batches [8, context], as the training loop reads them. It
-also measures a later (permuted) epoch, document masks, a mixture of three data sets, and the time
-to open 10,000 shards.
+masks. For our Loader it times complete batches [8, context], as the training loop reads them. The
+Loader is also measured in a later epoch, which has a permuted order, with document masks, and with
+a mixture of three data sets. Finally the script times how long it takes to open a data set of
+10,000 shards.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def save_tokenizer(path: Path, size: int) -> None:
 
 
 def make_data(folder: Path, tokens: int, context: int) -> None:
-    """Create a Megatron-LM data set of random ids, and three data sets of Optimus with the same
+    """Create a Megatron-LM data set of random token ids, and three Optimus data sets with the same
     tokens in different orders.
 
-    The time to read ids does not depend on their values. Document lengths have a geometric
-    distribution with a mean of about 500 tokens.
+    Random ids suffice, because the time to read ids does not depend on their values. Document
+    lengths have a geometric distribution with a mean of about 500 tokens.
     """
     import numpy as np
 
@@ -82,8 +83,9 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
 
 def read_ours(folder: Path, variant: str) -> dict[str, Any]:
-    """Time PASSES passes of the Loader, after a pass that warms the page cache. Return the number
-    of tokens, the CPU-seconds of the passes and the CPU-seconds to open the data set."""
+    """Read the data set with the Loader in PASSES timed passes, after an untimed pass that warms
+    the page cache. Return the number of tokens and the CPU-seconds of the timed passes, and the
+    CPU-seconds to open the data set."""
     import torch
 
     from optimus.data.dataset import TokenDataset
@@ -115,7 +117,7 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
 
 
 def open_many(folder: Path) -> float:
-    """Return the median wall-clock seconds, of five, to open a data set of SHARDS shards."""
+    """Open a data set of SHARDS shards five times. Return the median time in wall-clock seconds."""
     from dataclasses import replace
 
     from data_prep import layout

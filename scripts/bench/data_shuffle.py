@@ -5,12 +5,13 @@
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
-`ratio` creates random token arrays and times three methods in turn in each round: a plain copy,
-`shuffle` and `shard` with the strategy `gather`, and both with the strategy `bucket`. The copy
-reads and writes blocks in order and fsyncs each file; its blocks and files have the sizes that
-sharding uses. `memory` measures the peak resident memory of shuffling and sharding many short rows
-under a memory limit. `scaling` measures weak scaling of tokenization: one worker tokenizes a
-corpus, two workers tokenize two copies of it. Each command prints one JSON object.
+`ratio` creates random token arrays. Each round then times three methods in turn: a plain copy,
+shuffling and sharding with the strategy `gather`, and shuffling and sharding with the strategy
+`bucket`. The copy reads and writes blocks in order and fsyncs each file; its blocks and files have
+the sizes that sharding uses. `memory` measures the peak resident memory of shuffling and sharding
+many short rows under a memory limit. `scaling` measures weak scaling of tokenization: one worker
+tokenizes a corpus, and two workers tokenize two copies of the corpus. Each command prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def make_token_arrays(out: Path, tokens: int) -> None:
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
-    """Copy the arrays in order, block by block, to files of `file_bytes`; fsync each file."""
+    """Copy the token arrays in order, in blocks of `block_bytes`, to files of `file_bytes`. Fsync
+    each file."""
     target.mkdir()
     names = sorted(source.glob("unit-?????.npy"))
     buffer = memoryview(bytearray(block_bytes))
@@ -139,7 +141,8 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Return the peak memory of shuffling and sharding `instances` rows of `context` tokens."""
+    """Shuffle and shard `instances` rows of `context` tokens. Return the peak memory for each
+    strategy."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)

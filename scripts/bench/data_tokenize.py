@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure tokens per CPU-second of `optimus-data tokenize` and of peers on the same corpus.
+"""Measure tokens per CPU-second of `optimus-data tokenize` and of peer programs on one corpus.
 
     python scripts/bench/data_tokenize.py --corpus corpus.jsonl --tokenizer tokenizer.json \
         --work DIR --rounds 3 --peer datatrove=VENV/bin/python --peer dolma=VENV/bin/python \
@@ -8,14 +8,15 @@
 Each peer has a separate virtual environment. datatrove: `pip install datatrove tokenizers orjson`.
 dolma: `uv pip install dolma`; pip needs many minutes to resolve its dependencies. Megatron-LM:
 `pip install torch==2.13.0 megatron-core transformers sentencepiece six triton`, and a checkout of
-Megatron-LM at the same version, for its tools/preprocess_data.py.
+Megatron-LM at the same version. The tokenizer program is tools/preprocess_data.py in the checkout.
 
 All programs use the same tokenizer and one worker, and run in turn in each round. CPU seconds
-include all processes that a program starts, and their start-up. The program `bare` is a loop that
-only reads the file and encodes it. The ids of each program are compared with the ids of `bare`.
-Peers encode the text of a special token as the token itself, so the corpus should not contain such
-text. dolma strips documents, drops empty documents, and requires document ids that are strings. If
-dolma is among the peers, the corpus is first rewritten in this form for all programs.
+include all processes that a program starts, and their start-up. The program `bare` is a minimal
+loop: it reads the corpus, encodes the documents and writes the ids. The ids of each program are
+compared with the ids of `bare`. Peers encode the text of a special token as the token itself, so
+the corpus should not contain such text. dolma strips documents, drops empty documents, and requires
+document ids that are strings. If dolma is among the peers, the script first rewrites the corpus in
+this form, and all programs use the rewritten corpus.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ PEERS = ("datatrove", "dolma", "megatron")
 
 
 def command(name: str, python: str, args: argparse.Namespace, out: Path, eos: int) -> list[str]:
-    """Return the command that runs the program `name` on the corpus."""
+    """Return the command line with which the program `name` tokenizes the corpus."""
     corpus, tokenizer = str(args.corpus.resolve()), str(args.tokenizer.resolve())
     if name == "optimus-data":
         arguments = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--out", str(out)]
@@ -145,7 +146,8 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 
 
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
-    """Compare ids; return the result as text. dolma writes documents in another order."""
+    """Compare `ids` with `expected`, and return "equal", "equal, other order" or a difference.
+    Documents are compared in any order, because dolma writes them in another order."""
     if np.array_equal(ids, expected):
         return "equal"
     ours, theirs = (
@@ -190,7 +192,7 @@ def main() -> None:
 
     eos = Tokenizer.from_file(str(args.tokenizer)).token_to_id("<|endoftext|>")
     if eos is None:
-        parser.error(f"--tokenizer {args.tokenizer} needs the token <|endoftext|>")
+        parser.error(f"{args.tokenizer} has no token <|endoftext|>; use another --tokenizer")
     pythons = dict.fromkeys(("bare", "optimus-data"), sys.executable)
     pythons |= dict(peer.split("=", 1) for peer in args.peer)
     if "megatron" in pythons and args.megatron_tree is None:
@@ -214,10 +216,13 @@ def main() -> None:
             expected = ids if expected is None else expected
             answers[name] = same_ids(name, ids, expected, eos)
             spent[name].append(cpu)
-            print(f"# {name}: {cpu:.2f} CPU-s, {wall:.2f} s, ids {answers[name]}", flush=True)
+            print(
+                f"# {name}: {cpu:.2f} CPU-s, {wall:.2f} s wall-clock, ids: {answers[name]}",
+                flush=True,
+            )
     assert expected is not None
     tokens, size = len(expected), args.corpus.stat().st_size
-    print(f"{size / 1e6:.1f} MB, {tokens} tokens, {args.rounds} rounds")
+    print(f"corpus: {size / 1e6:.1f} MB, {tokens} tokens; {args.rounds} rounds")
     best = max((tokens / statistics.median(spent[n]) for n in pythons if n in PEERS), default=None)
     for name, seconds in spent.items():
         rates = sorted(tokens / second / 1e6 for second in seconds)
@@ -225,7 +230,7 @@ def main() -> None:
         ratio = f"{middle / best:.2f}x the best peer" if best else ""
         print(
             f"{name:13} {middle / 1e6:6.3f} Mtok/CPU-s ({rates[0]:.3f}-{rates[-1]:.3f})  {ratio:22}"
-            f" ids {answers[name]}"
+            f" ids: {answers[name]}"
         )
     print(json.dumps({"tokens": tokens, "cpu_s": spent}))
 

@@ -3,14 +3,17 @@
 
     python scripts/bench/executor.py [--microbatches 64] [--repeat 30]
 
-`interpretation`: the executor's loop over a list of actions that do nothing and are not recorded.
-`bookkeeping`: one rank runs four stages of a model that only adds a number to its input, so that
-nearly all of its time goes into entering autograd and into the executor's bookkeeping. The time of
-the same forward and backward passes without the executor is subtracted. Both are CPU time of one
-thread and are printed as median and quartiles.
+The script prints three measurements, each as median and quartiles:
 
-`posting`: the time in which the executor posts a send or a receive of --bytes bytes to another
-process over gloo. It is wall-clock time, because gloo's threads do part of the work, and does not
+`interpretation` is the CPU time of the executor's loop over a list of actions that do nothing and
+are not recorded.
+
+`bookkeeping` is the CPU time that the executor adds to forward and backward passes. One rank runs
+four stages of a model that only adds a number to its input. The script measures the passes with and
+without the executor and prints the difference.
+
+`posting` is the time in which the executor posts a send or a receive of --bytes bytes to another
+process over gloo. It is wall-clock time, because gloo's threads do part of the work. It does not
 include waiting for a message.
 """
 
@@ -98,8 +101,8 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """Run process `rank` of two pipeline stages that exchange microbatches. Process 0 prints the
-    times to post a message."""
+    """Run pipeline stage `rank` of two stages that exchange microbatches; each stage is a process.
+    Process 0 prints the times to post a message."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels

@@ -1,4 +1,5 @@
-"""Write the table of `scripts/bench/gpu_all.sh`: its benchmark results, versions and date."""
+"""Write a Markdown page with the results of `scripts/bench/gpu_all.sh`, the versions and the
+date."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from optimus.bench import meters, moe, step
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """Return the device name and the Markdown page for parts.tsv and the results in `folder`."""
+    """Return the device name, and a Markdown page with the results in `folder`. The file parts.tsv
+    in `folder` lists the benchmarks."""
     benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
     bodies: list[str] = []
     header: dict[str, str] = {}

@@ -2,9 +2,9 @@
 
 Our experts and the experts of each peer library run in turn in the same model. A pass is forward,
 loss and backward of one microbatch. It does not include the optimizer step, which is the same for
-all. One block alone is also timed in each turn, with the same number of tokens. If a peer's pass
-takes T seconds, of which its blocks take B, then the predicted time with our blocks is
-T - B + B_ours seconds.
+all libraries. A single MoE block is also timed in each turn, with the same number of tokens. The
+predicted time of a pass with our blocks is: the time of the peer's pass, minus the time of the
+peer's blocks in it, plus the time of our blocks.
 
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
 """
@@ -40,8 +40,8 @@ _CLOCKS = ("wall", "cpu")
 
 
 class Contest:
-    """Model whose experts can be switched between ours and those of each peer, with the same
-    weights."""
+    """Model that can run with our experts or with those of a peer library. The weights are the
+    same."""
 
     def __init__(
         self, config: ModelConfig, names: list[str], device: torch.device, dtype: torch.dtype
@@ -82,8 +82,9 @@ class Contest:
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """Time whole passes and single blocks in turn. Return times[name]["pass" or "block"], a list
-    over rounds of (wall-clock, CPU) seconds."""
+    """Time passes of the whole model and of a single block, in turn. Return `times[name][span]`,
+    where `span` is "pass" or "block": a list with a pair (wall-clock seconds, CPU seconds) for each
+    round."""
     config, device = contest.config, next(contest.model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     dtype = next(contest.model.parameters()).dtype
@@ -119,7 +120,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the median times, and the measured and predicted speed-up of a pass by our block."""
+    """Return the median times of each library. Also return the measured and the predicted speed-up
+    of a pass if our MoE block replaces that of the library."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

@@ -239,7 +239,7 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"train__global_batch_tokens": 100}, r"global_batch_tokens = 100 .* nearest is 96"),
+        ({"train__global_batch_tokens": 100}, r"batch_tokens = 100 .* nearest multiple is 96"),
         ({"optim__warmup_steps": 21}, r"warmup_steps = 21 exceeds the 20 steps"),
         ({"train__stop_at_step": 21}, r"stop_at_step = 21"),
         (

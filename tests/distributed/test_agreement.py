@@ -33,7 +33,7 @@ ABSENCE = Outcome(OutcomeKind.LOST_PEER, "not all ranks are here", phase="meetin
 
 @pytest.fixture(params=["file", "tcp"])
 def open_store(request, tmp_path) -> Callable[[], Any]:
-    """Return a function. Each of its calls opens a new connection to the same store."""
+    """Return a function that opens a new connection to the same store at each call."""
     if request.param == "file":
         return lambda: distributed.FileStore(str(tmp_path / "store"))
     server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -48,8 +48,8 @@ def open_store(request, tmp_path) -> Callable[[], Any]:
 
 
 def run_ranks(size: int, function: Callable[[int], Any], ranks: range | None = None) -> list[Any]:
-    """Run `function(rank)` in a separate thread for each rank. Return the results, or the RunEnded
-    that the function raised."""
+    """Run `function(rank)` in a separate thread for each rank. For each rank,
+    return the result of the function or the RunEnded that it raised."""
     results: dict[int, Any] = {}
 
     def run(rank: int) -> None:
@@ -117,8 +117,9 @@ def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
 
 @pytest.mark.parametrize("error", [LostPeerError("rank 0 is gone"), DataError("a.npy")])
 def test_the_end_of_a_rank_that_comes_late_is_not_shared(open_store, monkeypatch, error):
-    """Rank 1 fails after rank 0 has ended without it. Collectives of both ranks may still be in
-    progress, so `is_shared` is False: rank 1 must not wait for them."""
+    """Rank 0 fails, waits for rank 1 until the time limit, and ends. Then rank 1 fails and adopts
+    the Outcome of rank 0. `is_shared` is False on both ranks, because rank 1 may have collectives
+    in progress that need rank 0."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
     assert not ended_with(open_store, {0: DataError("metrics.jsonl")}, size=2)[0].is_shared
     late = ended_with(open_store, {1: error}, size=2)[1]

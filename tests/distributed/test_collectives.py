@@ -109,7 +109,8 @@ def send_another_type() -> str:
 
 def test_a_value_of_another_type_is_refused_on_all_ranks(ranks):
     for words in ranks(2, send_another_type):
-        assert words.startswith("rank 0 of all ranks sent a value that is not of type int: ")
+        text = "rank 0 of the group over all ranks sent a value that is not of type int: "
+        assert words.startswith(text)
         assert "\n" not in words
 
 
@@ -140,8 +141,8 @@ def test_only_plain_values_are_encoded():
 
 
 def announce_too_much(size: int) -> str:
-    """Announce a message of `size` bytes on rank 1, which never sends it; return the error of rank
-    0."""
+    """Let rank 1 announce a message of `size` bytes to rank 0 without sending it. Return the error
+    on rank 0 and "" on rank 1."""
     group = everyone()
     if group.rank == 1:
         length = torch.tensor([size])

@@ -161,8 +161,9 @@ def start_over(interface: str) -> RunEnded | None:
 
 
 def test_an_absent_network_interface_is_printed_once(ranks):
-    """The rendezvous is a file, so the test also passes on a machine whose loopback interface is
-    down."""
+    """Two ranks start with GLOO_SOCKET_IFNAME set to an interface that does not exist. Both raise
+    the error, and one of them prints it. The rendezvous is a file, so that the test also passes on
+    a machine whose loopback interface is down."""
     ends = ranks(2, start_over, "absent0", start_world=False)
     for ended in ends:
         assert str(ended).startswith("GLOO_SOCKET_IFNAME: the network interface absent0 of ")
@@ -176,8 +177,8 @@ def test_a_failure_is_printed_although_others_are_missing(ranks):
 
 
 def test_output_of_libraries_while_ranks_connect_goes_to_standard_error(capfd):
-    """gloo of torch 2.8 prints a line to standard output, where other programs expect only the
-    JSON of a command."""
+    """The test writes to descriptor 1, as gloo of torch 2.8 does when ranks connect. The line must
+    go to standard error, because programs expect only the JSON of a command on standard output."""
     with silent_libraries():
         os.write(1, b"connected to 1 peer\n")
     os.write(1, b"{}\n")

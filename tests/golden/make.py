@@ -2,9 +2,9 @@
 tests/test_golden.py can check later versions: `python tests/golden/make.py v1 COMMIT`.
 
 The directory tests/golden/v1 must not exist. The commands `optimus` and `optimus-data` write its
-files and use relative paths. `expected.json` records hashes of what this code reads from the files,
-and the metrics and states of the continued runs. README.md in this folder says when to add a
-directory.
+files and use relative paths. The script then reads the files and continues the runs from their
+checkpoints. `expected.json` records the hashes of the values that were read, and the metrics and
+states of the continued runs. README.md in this folder says when to add a directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ EOS = "<|endoftext|>"
 CONTEXT = 16
 WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "nu", "pa", "re") for b in ("", *"abcdefgh")][:61]
 WIDE = 70_000
-"""Size of a vocabulary whose token ids need uint32. Only a few of the ids have a word."""
+"""Size of a vocabulary that is too large for uint16, so that token ids are stored as uint32. Only a
+few of the ids have a word."""
 
 RUNS = {
     "moe-fp32": 1,
@@ -189,12 +190,13 @@ TOKENIZE = {
     "wide": ("two", "wide.json"),
     "bytes": ("three", "bytes.json", "--on-error", "quarantine"),
 }
-"""For each data set: the folder below text/, the tokenizer file and options of `optimus-data`."""
+"""For each data set: the folder with its text below text/, the tokenizer file, and more options of
+`optimus-data`."""
 BLEND = ("--source", "data/words=0.7", "data/more=0.3", "--shard-size", "1024", "--workers", "1")
 AGAIN = ("--context", "7", "--seed", "3", "--carry-tails", "--shard-size", "1024")
 KILLED_AFTER = 18
-"""Number of files that `optimus-data` writes before it is killed: all files of a unit, and two
-checkpoints of the next unit."""
+"""Number of files that `optimus-data` writes before it is killed. At this point, it has written all
+files of one unit of work and two checkpoints of the next unit."""
 
 
 def main() -> None:
@@ -305,8 +307,9 @@ def make_data() -> dict[str, dict]:
 
 
 def make_interrupted() -> dict[str, dict]:
-    """Write the directories that a killed `optimus-data` leaves. Return each command, and the
-    hashes of the files after the same command has finished a copy of the directory."""
+    """Start commands of `optimus-data` and kill them, so that unfinished directories remain. Then
+    finish each command in a copy of its directory. Return each command and the hashes of the
+    finished files."""
     segments.SEGMENT_BYTES = (
         400  # so that units have checkpoints, which otherwise need 16 MiB of text
     )
@@ -329,8 +332,8 @@ def make_interrupted() -> dict[str, dict]:
 
 
 def make_run(name: str) -> dict:
-    """Train the run `name` to update STEP. Continue copies of the run, and return the metrics,
-    losses and hashes of states for `expected.json`."""
+    """Train the run `name` to update STEP. Continue it in copies of the working directory. Return
+    the metrics, losses and hashes of states for `expected.json`."""
     run, config = Path("runs", name), f"configs/{name}.toml"
     start = ["train", config, f"train.run_dir={run}"]
     ranks = ["--nproc", RUNS[name]] if RUNS[name] > 1 else []
@@ -367,7 +370,8 @@ def continued(run: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def in_copy() -> Iterator[None]:
-    """Copy the working directory, change to the copy, and remove the copy at the end."""
+    """Context in which a copy of the working directory is the current directory. The copy is
+    removed at the end."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(".", scratch, dirs_exist_ok=True)
         with contextlib.chdir(scratch):

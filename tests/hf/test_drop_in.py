@@ -96,8 +96,8 @@ def test_outputs_and_gradients_equal_those_of_transformers(norm_topk_prob, padde
 
 
 def test_bf16_blocks_equal_those_of_transformers():
-    """The blocks are compared one at a time. In a whole model, rounding could route a token with
-    nearly equal probabilities to another expert, which would cause a large difference."""
+    """The blocks are compared one at a time. In a whole model, rounding could change which of two
+    almost equally probable experts a token chooses, and this would cause a large difference."""
     theirs, ours = make_pair(torch.bfloat16)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     for layer in range(2):
@@ -212,7 +212,7 @@ def test_expert_numbers_out_of_range_are_refused_in_debug_mode(monkeypatch):
     out_of_range = (torch.randn(2, 32), torch.tensor([[0, 99], [-1, 0]]), torch.rand(2, 2))
     assert fast(*out_of_range).isfinite().all()
     monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
-    with pytest.raises(ValueError, match="2 numbers outside 0 to 5, the first 99"):
+    with pytest.raises(ValueError, match="2 numbers outside 0 to 5; the first is 99"):
         fast(*out_of_range)
 
 
@@ -364,7 +364,7 @@ def test_unsupported_model_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="OlmoeSparseMoeBlock.*requires_grad"):
         use_fast_moe(mixed)
     assert not any(isinstance(module, FastExperts) for module in mixed.modules())
-    with torch.device("meta"), pytest.raises(ConfigError, match="not on meta"):
+    with torch.device("meta"), pytest.raises(ConfigError, match="a device other than meta"):
         use_fast_moe(olmoe())
 
 

@@ -77,7 +77,8 @@ def too_old(tmp_path, monkeypatch) -> None:
 def cpu_library(request, tmp_path_factory) -> ctypes.CDLL:
     """Return the CPU kernels of one instruction set. A loaded library selects its instruction set
     only once, so the fixture loads a copy of the file for each set. `portable alone` is a library
-    without AVX kernels, as an old compiler or another processor than x86-64 needs."""
+    that contains no AVX kernels. Old compilers, and processors other than x86-64, get such a
+    library."""
     folder = tmp_path_factory.mktemp("isa")
     library = _build_portable(folder) if "alone" in request.param else backend.active("cpu").library
     if library is None:

@@ -1,4 +1,4 @@
-"""Bugs that the tests of GPU kernels must detect. Each replaces code in one file of csrc."""
+"""Bugs that the tests of GPU kernels must detect. Each bug replaces code in one file of csrc."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_route(native: Native) -> None:
 
 @dataclass(frozen=True)
 class Bug:
-    """Bug that replaces `old` by `new` in csrc/`file` and makes `check` fail. Only SYCL functors
-    whose names contain `functor` are compiled."""
+    """Bug that replaces `old` by `new` in csrc/`file`. The function `check` must then fail. To save
+    time, only SYCL functors whose names contain `functor` are compiled."""
 
     name: str
     file: str

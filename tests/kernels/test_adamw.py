@@ -1,5 +1,5 @@
-"""Tests of adamw_: whole vectors of 16 elements get the same bits as with torch's fused AdamW, and
-slicing a tensor changes no bit."""
+"""Tests of adamw_: its results are bitwise equal to those of torch's fused AdamW if the number of
+elements is a multiple of 16, and slicing a tensor changes no bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reference(monkeypatch) -> Callable[..., None]:
 
 
 def make_states(size: int, grad_dtype=torch.float32, seed: int = 0) -> list[Tensor]:
-    """Return random master, exp_avg, exp_avg_sq and grad, each [size]. The gradients have many
+    """Return random master, exp_avg, exp_avg_sq and grad, each [size]. The gradients span many
     orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     normal, exponent, m, v = torch.randn(4, size, generator=generator)
@@ -135,8 +135,8 @@ def test_reference_gives_the_same_bits(reference, size, grad_dtype):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_any_nan_is_rounded_to_a_nan(dtype):
-    """Rounding as for finite numbers would lose two NaN: a carry turns the bits 0x7FFFFFFF into
-    zero, and 0x7F800001 loses its last bit and becomes infinity."""
+    """Rounding must keep NaN. Two NaN would be lost if they were rounded as finite numbers: a carry
+    turns the bits 0x7FFFFFFF into zero, and 0x7F800001 loses its last bit and becomes infinity."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32)
     master = bits.repeat(VECTOR).view(torch.float32)[1:].clone()
     states = [master, *(torch.zeros_like(master) for _ in range(3))]
@@ -168,8 +168,9 @@ def test_slices_alignment_and_threads_change_no_bit():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_parameter_is_the_rounded_master(dtype):
-    """The masters combine all 2^16 upper halves of an fp32 number with four lower halves: 0, the
-    midpoint of rounding, and the values next to it. A learning rate of 0 does not change them."""
+    """A learning rate of 0 does not change the masters, so each parameter must be its rounded
+    master. The masters cover all 2^16 values of the upper 16 bits of an fp32 number. Their lower 16
+    bits are 0, the midpoint of rounding to 16 bits, or a value next to the midpoint."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     master = torch.cat([(upper | low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x8001)])
     zero, out = torch.zeros_like(master), torch.zeros(len(master), dtype=dtype)

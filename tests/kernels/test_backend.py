@@ -143,8 +143,9 @@ extern "C" __attribute__((visibility("default"))) int optimus_kernels_abi(void) 
 
 @needs_gxx
 def test_library_that_others_may_have_written_is_listed_and_never_loaded(small_csrc, tmp_path):
-    """The planted library is compatible and newer than the real library. Loading it would run its
-    code."""
+    """Another user could have written the planted library, because its group has write permission.
+    It is compatible and newer than the real library. Loading it would run its code, so it must not
+    be loaded."""
     entry = build.build("cpu")
     ran, planted = tmp_path / "ran", entry.path.with_name("cpu-0000000000000000")
     shutil.copytree(entry.path, planted)

@@ -312,8 +312,9 @@ def make_colleagues_cache(home: Path) -> Path:
 
 
 def read_while_exchanged(root: Path, other: Path) -> None:
-    """Read an entry of the cache `root` as user 1234. Directly after the check of `root`, another
-    user replaces it by the cache `other`, whose entry must not be returned."""
+    """Read an entry of the cache `root` as user 1234. Another user replaces the folder `root` by
+    the cache `other` directly after `root` has been checked. No entry of `other` may be
+    returned."""
     check = cache._why_untrusted_cache
 
     def exchange(*arguments) -> str:
@@ -349,8 +350,8 @@ def test_cache_that_is_exchanged_after_its_check_is_not_used(exists):
 @pytest.mark.parametrize("owner", [65534, 1234], ids=["other user", "this user"])
 @pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o777], ids=["group", "sticky", "open"])
 def test_writable_folder_between_two_links_is_detected(mode, owner):
-    """`.cache` is a link to project/v, and `v` is a link to another user's cache. Users who can
-    write to `project` can replace `v`."""
+    """`.cache` is a link to project/v, and project/v is a link to another user's cache. A user who
+    can write to `project` can replace the second link, so the cache must not be trusted."""
     safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
     if safe is None:
         pytest.skip("this machine has no folder that only root can write")

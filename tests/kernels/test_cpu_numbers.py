@@ -21,8 +21,8 @@ def all_halves(dtype):
 
 
 def add_rows(native, rows):
-    """Return the sum of `rows` [K, D], computed in fp32 and rounded to their dtype. The kernel
-    `reduce` runs with one token and K slots."""
+    """Return the sum [D] of `rows` [K, D]. The kernel `reduce` computes it for one token with K
+    slots, in fp32, and rounds it to the dtype of `rows`."""
     out = torch.empty_like(rows[0])
     slots = torch.arange(len(rows), dtype=torch.int32)
     sizes = (1, len(rows), rows.shape[1])
@@ -68,8 +68,8 @@ def test_rounding_is_to_nearest_even_as_in_torch(native, dtype):
 
 
 def test_silu_is_within_3_ulp(native):
-    """The errors of exp, an addition, a division and a product add up. The largest measured error
-    is 2.8 ulp; for torch's silu it is 2.2 ulp."""
+    """The limit of 3 ulp allows for the errors of four operations: exp, an addition, a division and
+    a product. The largest measured error is 2.8 ulp, and 2.2 ulp for torch's silu."""
     bits = torch.arange(0, 0x42B00000, 1009, dtype=torch.int32)  # bits of the numbers 0 to 88
     g = bits.view(torch.float32)
     for values in (g, -g):

@@ -108,7 +108,7 @@ def test_rows_on_an_emulated_gpu(emulated, monkeypatch, dtype):
 
 
 EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
-"""A routing whose experts are all local, and a routing with some local experts. In the second, the
+"""Two routings. In the first, all experts are local. In the second, some experts are local, and the
 rows after those of the last local expert are undefined."""
 
 

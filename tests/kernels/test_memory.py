@@ -75,8 +75,8 @@ MIB = 1 << 20
 
 
 def test_request_of_the_same_size_reuses_the_buffer(no_buffers):
-    """The size of a buffer is rounded up, for small buffers to up to twice the request. A second
-    request of the same size must still reuse the buffer."""
+    """A buffer is larger than the request, because its size is rounded up; a small buffer may have
+    twice the requested size. A second request of the same size must still reuse the buffer."""
     sizes = random.Random(0).choices(range(memory.SMALLEST, 70 * MIB), k=300)
     edges = [mib * MIB + extra for mib in (1, 2, 3, 4, 5, 6, 63, 64) for extra in (0, 4)]
     for size in (*sizes, *edges):
@@ -109,8 +109,8 @@ def test_repeated_steps_allocate_no_new_buffers(no_buffers):
 
 
 def test_total_is_bounded_by_1_5_times_the_memory_in_use(no_buffers):
-    """The limit is 1.5 times the largest number of bytes of buffers that were in use at one time.
-    Sizes and lifetimes of the tensors are random."""
+    """Sizes and lifetimes of the tensors are random. The total size of all buffers must not exceed
+    1.5 times the largest total size of the buffers that were in use at the same time."""
     draws, alive, most = random.Random(2), [], 0
     for _ in range(2000):
         size = draws.randint(memory.SMALLEST, 40 * MIB)

@@ -92,7 +92,7 @@ def test_rows_shorter_than_the_routed_slots_are_refused():
     for value, expected in zip(experts_of(shortened), experts_of(rows), strict=True):
         assert torch.equal(value, expected)
     too_short = rows._replace(token=rows.token[: local_rows - 1], slot=rows.slot[: local_rows - 1])
-    with pytest.raises(ValueError, match=rf"offsets must rise .* {local_rows - 1} rows"):
+    with pytest.raises(ValueError, match=rf"offsets must start .* {local_rows - 1} rows"):
         experts_of(too_short)
     with pytest.raises(ValueError, match="rows.token .* rows.slot"):
         experts_of(rows._replace(token=rows.token[:local_rows]))
@@ -114,7 +114,7 @@ def test_debug_mode_checks_the_rows_of_experts(monkeypatch):
     for field in ROWS[1:]:
         out_of_range = getattr(rows, field).clone()
         out_of_range.view(-1)[1] = 10**8
-        with pytest.raises(ValueError, match=rf"experts: rows.{field} .*first 100000000"):
+        with pytest.raises(ValueError, match=rf"experts: rows.{field} .*first is 100000000"):
             experts_of(rows._replace(**{field: out_of_range}))
 
 

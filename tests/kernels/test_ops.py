@@ -59,7 +59,8 @@ def case(name, dtype=torch.float32):
 
 
 def arguments(name, dtype) -> dict[str, tuple]:
-    """Return the arguments of each op, by its name, for the sizes SHAPES[name]."""
+    """Return a dict from the name of each op to its arguments. `name` selects the sizes in
+    SHAPES."""
     c = case(name, dtype)
     rows = c["rows"]
     weights, x, y, h, da = (c[key] for key in ("weights", "x", "y", "h", "da"))
@@ -140,8 +141,8 @@ REFERENCES = {
     "grouped_mm_weight": grouped_weight_reference,
 }
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Allowed relative errors: a few roundings for fp32, half a unit in the last place for bf16 (2^-8)
-and fp16 (2^-11)."""
+"""Allowed relative errors. fp32 allows a few roundings. bf16 and fp16 allow half a unit in the last
+place, which is 2^-8 for bf16 and 2^-11 for fp16."""
 
 
 @pytest.mark.usefixtures("filled")
@@ -189,8 +190,8 @@ LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_first_and_second_derivatives_equal_finite_differences(name):
-    """reduce_rows runs without weights, because reduce_rows with weights has no second derivative.
-    swiglu has none either and is not in this test."""
+    """The test omits ops without a second derivative: swiglu, and reduce_rows with weights.
+    Therefore reduce_rows runs without weights."""
     inputs = list(arguments("few", torch.float64)[name])
     if name == "reduce_rows":
         inputs[1] = None
@@ -256,7 +257,8 @@ def test_mismatched_shapes_are_named(name):
 @needs_torch_form
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
 def test_torch_implementation_accepts_the_gradient_of_a_sum(name, torch_implementation):
-    """The gradient of a sum is a tensor with stride 0, which torch's grouped_mm rejects."""
+    """The gradient of a sum is a tensor with stride 0. torch's grouped_mm rejects such tensors, so
+    the op must copy the gradient first."""
     *values, offsets = arguments("all held", torch.float32)[name]
     leaves = [value.detach().requires_grad_() for value in values]
     getattr(ops, name)(*leaves, offsets).sum().backward()
@@ -320,7 +322,8 @@ def test_torch_implementation_refuses_unaligned_rows(dtype, sizes, torch_impleme
 @needs_torch_form
 @pytest.mark.parametrize(("dtype", "sizes"), ODD)
 def test_auto_uses_the_loop_for_unaligned_rows_on_accelerators(dtype, sizes, monkeypatch):
-    """On an accelerator `auto` prefers torch's implementation, which requires aligned rows."""
+    """On an accelerator, `auto` selects torch's implementation. This implementation requires
+    aligned rows, so `auto` must select the loop if rows are not aligned."""
     like = SimpleNamespace(
         device=torch.device("cpu"), dtype=dtype, is_cpu=False, element_size=dtype.itemsize.__int__
     )
@@ -340,7 +343,7 @@ def test_debug_mode_refuses_rows_that_do_not_exist(name, index, out_of_range, mo
     inputs[index] = inputs[index].clone()
     inputs[index].view(-1)[5] = out_of_range
     with pytest.raises(
-        ValueError, match=rf"{name}: .* has 1 numbers .* first {out_of_range} at position 5"
+        ValueError, match=rf"{name}: .* has 1 numbers .* first is {out_of_range} at position 5"
     ):
         getattr(ops, name)(*inputs)
 

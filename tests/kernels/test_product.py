@@ -81,7 +81,8 @@ def before_forbidden_memory(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
 def test_memory_after_the_operands_is_not_accessed(a_transposed, b_transposed):
-    """Products run in a child process, because an invalid access kills the process."""
+    """The operands and the result end directly before a page without access rights. Products run in
+    a child process, because an invalid access kills the process."""
     generator = torch.Generator().manual_seed(0)
     if amx_kernel(torch.empty(1).bfloat16()) is None:
         pytest.skip("this machine has no AMX")
@@ -123,15 +124,16 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def not_of_intel(monkeypatch):
-    """Prefer oneDNN for fp32 products, as on a processor of another vendor than Intel."""
+    """Prefer oneDNN for fp32 products, as on a processor that is not from Intel."""
     monkeypatch.setattr(products, "_onednn_is_better", lambda: True)
 
 
 @needs_onednn
 def test_onednn_computes_fp32_products_of_experts_where_it_is_faster():
-    """oneDNN is faster on processors of other vendors than Intel. There, oneDNN's log lists six
-    products for an expert (forward and backward), and none for later code. The commands run in a
-    separate process, because oneDNN reads ONEDNN_VERBOSE when it starts."""
+    """oneDNN is faster than the default library on processors that are not from Intel. There it
+    must compute the six products of an expert (forward and backward); on Intel processors it must
+    compute none. After the op, it must compute no product. The test counts the products in oneDNN's
+    log. It needs a separate process, because oneDNN reads ONEDNN_VERBOSE when it starts."""
     code = """
 import torch, optimus_kernels as kernels
 from optimus_kernels import product

@@ -1,4 +1,4 @@
-"""Tests of square_bins_: exact sums of squares, bitwise independent of the division of tensors."""
+"""Tests of square_bins_: sums of squares are exact, and bitwise equal however a tensor is split."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_slices_and_threads_change_no_bit():
 
 
 def test_sum_is_exact():
-    """Compare with exact fractions. Only the fp64 sums within a block of 32 elements and the total
-    are rounded."""
+    """Compare with sums of exact fractions. square_bins_ rounds in only two places: the fp64 sum of
+    each block of 32 elements, and the total."""
     flat = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(1))
     exact = sum(Fraction(value) ** 2 for value in flat.tolist())
     assert abs(total_of(bins_of(flat)) / exact - 1) < 1e-15

@@ -1,5 +1,5 @@
-"""Tests of the SYCL kernels on Intel's OpenCL device for CPUs. DPC++ compiles the kernels. They run
-in real sub-groups, and their results are compared with the reference implementations."""
+"""Tests of the SYCL kernels. DPC++ compiles the kernels for Intel's OpenCL device for CPUs, where
+they run in real sub-groups. Results are compared with the reference implementations."""
 
 from __future__ import annotations
 

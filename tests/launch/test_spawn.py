@@ -129,8 +129,8 @@ def test_training_continues_without_a_reader_of_its_output(tiny_data, tmp_path, 
 
 
 def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
-    """Descriptors 0 to 2 are closed. No file of the run may get descriptor 1 or 2, because
-    libraries would print into the file."""
+    """Training starts with descriptors 0 to 2 closed. Files that the run opens must not get
+    descriptor 1 or 2, because libraries would print into them."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     config = write_config(tmp_path / "run.toml", tree)
     command = [sys.executable, "-m", "optimus.cli", "train", str(config)]
@@ -140,9 +140,9 @@ def test_training_runs_with_closed_outputs(tiny_data, tmp_path):
 
 
 def test_ranks_import_nothing_from_the_working_directory(ranks, tiny_data, tmp_path):
-    """The working directory has modules that raise an error when they are imported. Python's -P
-    removes it from the import path. The installed script `optimus` does not import from it either.
-    """
+    """The working directory contains modules that raise an error when they are imported. The test
+    starts Python with -P, so that the main process does not import from the working directory, as
+    with the installed script `optimus`. The ranks must not import from it either."""
     settings = {"train__max_steps": 4, "kernels__grouped_gemm": "loop"}
     trees = [tiny_tree(tiny_data, tmp_path / name, **settings) for name in "ab"]
     train_on(ranks, 2, trees[0])

@@ -27,7 +27,8 @@ ARCHITECTURES = [
 
 
 def documents(tokens: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, first, stop) of each document of IDS, computed without the tested code."""
+    """Return (row, first, stop) for each document in IDS, computed without the code under test. The
+    document has the positions [first, stop) of the row."""
     ranges = []
     for row, ids in enumerate(IDS.tolist()):
         begins = [s for s in range(len(ids)) if s == 0 or ids[s] != ids[s - 1]]
@@ -64,8 +65,9 @@ def test_attention_equals_a_block_diagonal_mask(heads, groups):
 
 @pytest.mark.parametrize(("architecture", "fields"), ARCHITECTURES)
 def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields):
-    """The reference runs each document in a separate sequence. The first token of a document is
-    also a target, which is predicted from the previous document."""
+    """The model runs on sequences with several documents, and the reference on each document as a
+    separate sequence. The targets are the same: the last token of a document predicts the first
+    token of the next document in the sequence."""
     model, tokens = small_model(architecture, **fields), some_tokens()
     terms = model.losses(tokens, IDS)
     assert terms.num_targets == 3 * 15

@@ -16,7 +16,8 @@ WIDE = torch.float64
 
 @pytest.mark.parametrize("make", [RMSNorm, LayerNorm])
 def test_norms_of_bf16_compute_in_fp32(make):
-    """Statistics in bf16 would cause errors of several percent in outputs and gradients."""
+    """The norms of a bf16 model compute mean and variance in fp32. In bf16, these statistics would
+    cause errors of several percent in outputs and gradients."""
     narrow = (100 + torch.randn(64, 256)).bfloat16().requires_grad_()
     wide = narrow.detach().to(WIDE).requires_grad_()
     probe = torch.randn(64, 256).bfloat16()

@@ -123,7 +123,7 @@ def test_the_log_has_evaluations_phases_and_traffic_once(capsys):
     for step in (1, 2):
         log.record(Traffic(step, {"dp": 4096, "ep": 12}))
     assert capsys.readouterr().err.splitlines() == [
-        "optimus: start-up 1.75 s: imports 1.50, first update 0.25; processor 1.00",
+        "optimus: start-up 1.75 s: imports 1.50 s, first update 0.25 s; processor time 1.00 s",
         "optimus: held-out loss 2.7500 at step 4",
         "optimus: payload of rank 0 in an update: dp 4,096 bytes, ep 12 bytes",
     ]

@@ -65,7 +65,9 @@ def test_recovery_is_reported_once():
 
 
 def test_gradient_norm_is_compared_with_the_median_of_twenty():
-    """In an earlier run of the demo, a norm of 51.2 followed twenty norms near 1 and 2."""
+    """A norm of 51.2 follows norms of 2 and 1, as in an earlier run of the demo, and causes a
+    warning. A norm above 10 times the median of the last 20 norms causes a warning; a smaller norm
+    does not."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
     for words in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
@@ -119,8 +121,8 @@ def test_dense_model_is_checked_by_its_norm_only():
 
 
 def test_run_that_collapses_warns_and_healthy_run_does_not(tiny_data, tmp_path, capsys):
-    """Without an auxiliary loss and with a learning rate of 0.1, the router sends all tokens to a
-    few experts."""
+    """The run `collapsing` has no auxiliary loss and a learning rate of 0.1, so that its router
+    sends all tokens to a few experts. Only this run may print the warning."""
     settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
                 "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
     healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}

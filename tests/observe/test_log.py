@@ -85,8 +85,9 @@ def test_only_commands_and_progress_print():
 
 
 def test_a_line_does_not_wait_for_another_thread_inside_the_log(restored, monkeypatch):
-    """If logging took the lock of its handler, two threads could deadlock: one logs and waits for
-    the lock of standard error, and the other has this lock while its signal handler logs."""
+    """One thread waits while it writes a log line. Another thread must be able to log. Python's
+    handlers take a lock for each line, which would make the second thread wait; our handler takes
+    no lock, because two locks could cause a deadlock with a signal handler that logs."""
     set_up_logging()
     blocked, release = threading.Event(), threading.Event()
     lines: list[str] = []

@@ -119,8 +119,8 @@ def test_report_of_an_empty_directory_is_refused(tmp_path):
 
 
 def kept_with_copy(tmp_path, steps=range(1, 9)):
-    """Write a line for each step to a file and its copy, and sync both as a checkpoint does. Return
-    the path of the file, the path of the copy, and the content, which is the same in both."""
+    """Write a line for each step to a file and to its copy, and sync both as a checkpoint does.
+    Return the path of the file, the path of the copy, and their content, which is equal."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     for step in steps:
@@ -178,7 +178,8 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """The test deletes the copy, because earlier versions wrote no copy."""
+    """The test deletes the copy, as in a run of an earlier version, which wrote no copy. The lost
+    lines cannot be restored, so a warning names their steps."""
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)
@@ -300,7 +301,8 @@ def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
 
 
 def test_a_line_without_an_end_is_refused(tmp_path):
-    """A line without a newline may not fit into memory, for example in a sparse file of 40 GiB."""
+    """A sparse file of 40 GiB has no newline after its first line. Its second line would not fit
+    into memory, so the length of a line is limited."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1])
     os.truncate(path, 40 << 30)
@@ -334,8 +336,8 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """In a run directory of another user, the path of the log may be a symbolic link to a file of
-    this user, which must not be written."""
+    """If a run directory belongs to another user, the path of the log may be a symbolic link to a
+    file of the user who starts the run. Nothing may be written to the target of the link."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     log.symlink_to(victim)

@@ -18,7 +18,7 @@ def test_actions_traffic_start_up_and_load_reach_the_sinks(ranks, tiny_data, tmp
     printed, of_rank_1 = ranks(2, told_by, tree, start_world=False, timeout_s=120)
     assert not of_rank_1
     assert re.search(
-        r"^optimus: start-up .* first update [\d.]+; processor ", printed, re.MULTILINE
+        r"^optimus: start-up .* first update [\d.]+ s; processor time ", printed, re.MULTILINE
     )
     (payload,) = re.findall(
         r"^optimus: payload of rank 0 in an update: (.*)", printed, re.MULTILINE

@@ -1,5 +1,5 @@
-"""Tests of the phases of the start-up: their times add up to the total, which starts with the
-command if the start time of the command is known."""
+"""Tests of the phases of the start-up. Their times must add up to the total time. The total starts
+when the command starts, if this time is known."""
 
 from __future__ import annotations
 

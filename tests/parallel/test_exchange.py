@@ -22,8 +22,8 @@ SENT = [[1, 3], [2, 0]]
 
 
 def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's output and input gradient of the collective `name`. The output gradient is
-    random and differs between ranks."""
+    """Run the collective `name` on this rank and return its output and the gradient of its input.
+    The input and the gradient of the output are random and differ between ranks."""
     group = everyone()
     x = numbers(group.rank, 4, 6).requires_grad_()
     if name == "exchange_rows":
@@ -39,8 +39,8 @@ def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the expected output and input gradient of each rank, computed from the inputs and
-    output gradients of all ranks."""
+    """Return the expected output and the expected gradient of the input, for each rank. They are
+    computed in one process from the inputs and output gradients of all ranks."""
     x = [numbers(rank, 4, 6) for rank in range(SIZE)]
 
     def output_grads(*shape: int) -> list[Tensor]:

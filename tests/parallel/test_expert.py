@@ -58,7 +58,8 @@ def divided_experts(dtype: torch.dtype, group: Group, dispatcher: str) -> Dispat
 
 
 class Traffic:
-    """Counter of the bytes that this rank receives from other ranks through `exchange`."""
+    """Counter of the bytes that this rank receives from other ranks through the collectives of the
+    module `exchange`."""
 
     def __init__(self) -> None:
         self.arrived = 0

@@ -20,19 +20,20 @@ from tests.helpers.tiny import DENSE, tiny_tree
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("optimus/parallel", "optimus/rank")
 OWNERS = ("self", "ctx")
-"""Names of the objects whose attributes code may set: its own instance and autograd's context."""
+"""Names of variables whose attributes code may set: `self` is the method's own instance, and `ctx`
+is autograd's context."""
 SWAPS = ("__class__", "forward")
 CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
-"""Calls that change a module without an assignment. Forward pre-hooks are not in this list, because
-`optimus/rank` uses them to observe segments and changes nothing."""
+"""Functions that can change a module without an assignment. The registration of forward pre-hooks
+is not in this list, because `optimus/rank` uses these hooks only to observe segments."""
 PARALLEL_CALLS = (*CALLS, "register_forward_pre_hook")
 
 
 def changes_from_outside(text: str, calls: tuple[str, ...]) -> Iterator[str]:
-    """Yield a line for each statement in the source `text` that changes an object from outside.
+    """Yield a line for each place in the source `text` that changes an object from outside.
 
-    Such statements set attributes of objects not in OWNERS, set attributes in SWAPS, call a
-    function in `calls`, or use `__dict__`.
+    Such a place sets an attribute of a variable that is not in OWNERS, sets an attribute that is in
+    SWAPS, calls a function that is in `calls`, or uses `__dict__`.
     """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):

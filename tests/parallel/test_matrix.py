@@ -1,5 +1,5 @@
 """Parity tests: a run with any parallel layout agrees with the run of a single process, within the
-bounds of deterministic mode.
+bounds that deterministic mode promises.
 
 The tests use a sample of layouts in which every pair of choices (mesh, schedule, model, dtype and
 so on) occurs. `scripts/drills/layouts.py` runs all layouts.
@@ -28,10 +28,13 @@ _known: dict[str, Outcome] = {}
 
 
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
-    """Compare the run of a case with the run of a single process, which is cached by configuration.
+    """Compare the run of a case with the run of a single process.
+
+    Runs of a single process are cached by configuration.
 
     Args:
-        train: settings of `[train]` that only the run of the case has.
+        train: settings of `[train]` for the run of the case. The run of a single process does not
+            use them.
     """
 
     def run_layout(size: int, tree: dict) -> Outcome:
@@ -65,7 +68,8 @@ WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(cas
 @pytest.mark.parametrize("case", WITHOUT_THE_MODE, ids=str)
 def test_without_deterministic_mode_the_bounds_hold(ranks, case):
     """Without deterministic mode, microbatches add their gradients in place, and the reduction of
-    gradients overlaps with backward."""
+    gradients overlaps with backward. Runs must still agree with deterministic runs of one process,
+    within the same bounds."""
     agreement = agreement_of(ranks, case, deterministic=False, threads=1)
     assert not agreement.broken, f"{agreement}"
 
@@ -79,8 +83,9 @@ def test_without_deterministic_mode_the_bounds_hold(ranks, case):
 )
 def test_a_divided_backward_keeps_microbatches_separate(ranks, name):
     """With zb-h1, the action I of a microbatch computes the gradients of norms, biases and
-    embeddings before the W of an earlier microbatch adds its deferred weight gradients. The layouts
-    reduce gradients over several ranks, since an error is visible only then."""
+    embeddings. At this time, the W of an earlier microbatch may not have run yet. Gradients must
+    nevertheless be added microbatch by microbatch. The cases have dp = 2, because an error is
+    visible only if gradients are reduced over several ranks."""
     (case,) = (case for case in all_cases() if str(case) == name)
     agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
@@ -96,8 +101,12 @@ def outcome(
     losses: tuple[float, ...] = (5.0, 4.0),
     aux: float = 1.0,
 ) -> Outcome:
-    """Return an artificial outcome of a run in which the router sends a token to another expert at
-    step `turned_at` (0: never). `gap` is the difference of the two experts' probabilities."""
+    """Return an artificial outcome of a run.
+
+    At step `turned_at`, the router sends a token to another expert than in an outcome with
+    `turned_at` = 0, in which this never happens. `gap` is the difference between the probabilities
+    of the two experts.
+    """
     routes = {
         (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([gap]))
         for step in (1, 2, 3)

@@ -37,9 +37,10 @@ def bench(tree: dict) -> dict | None:
 
 
 def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
-    """Run a step on `size` ranks and return its payload bytes by axes and operation.
+    """Run a step on `size` ranks. Return the payload bytes of one rank by axes and operation.
 
-    The all-reduces of losses and gradient norms over all ranks are left out.
+    The rank is the one that communicates the most bytes. The all-reduces of losses and gradient
+    norms over all ranks are left out.
     """
     tree = tiny_tree("d", "r", train__deterministic=False, **layout)
     counted = ranks(size, bench, tree, start_world=False)[0]["traffic"]
@@ -48,7 +49,7 @@ def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
 
 
 def chunked(ranks: int, *substrings: str) -> int:
-    """Return the padded number of elements of a chunk that is reduced over `ranks` ranks.
+    """Return the number of elements, with padding, of a chunk that is reduced over `ranks` ranks.
 
     The chunk has all parameters whose names contain one of `substrings`.
     """
@@ -129,9 +130,10 @@ def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
 
 
 def test_expert_parallelism_by_alltoall(ranks):
-    """With uniform routing, token t goes to experts 2t and 2t + 1 (modulo 4),
-    which are on the same rank. Each rank therefore sends T rows per microbatch, including rows to
-    itself, and receives T rows."""
+    """The 4 experts are divided over 2 ranks. With uniform routing, token t goes to experts 2t and
+    2t + 1 (modulo 4), which are on the same rank. Each rank therefore sends one row for each of its
+    T tokens per microbatch, and receives T rows. These numbers include rows that a rank sends to
+    itself."""
     microbatches, n = 4, 2
     # Inputs and outputs of the experts, in forward and backward; routing weights and their
     # gradients; the indices of the chosen experts; the counts of rows.
@@ -145,8 +147,8 @@ def test_expert_parallelism_by_alltoall(ranks):
 
 
 def test_axes_together_add_up(ranks):
-    """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. Per
-    microbatch, the tp ranks communicate the same number of bytes in both runs."""
+    """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. The number
+    of bytes per microbatch over tp is the same in both runs, so the number per step is half."""
     alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
     counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}

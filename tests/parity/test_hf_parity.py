@@ -83,9 +83,9 @@ SPARSE = {
 
 
 def make_pair(kind: str, fields: dict):
-    """Return a random transformers model, and our model with the same weights. Biases and norms are
-    random too: their initial values have no effect, so the tests could not detect a missing bias or
-    norm weight."""
+    """Return a random transformers model, and our model with the same weights. Random numbers are
+    also added to biases and norm weights. With their initial values, 0 and 1, the tests could not
+    detect a missing bias or norm weight."""
     torch.manual_seed(0)
     if kind == "olmo":
         theirs = transformers.OlmoForCausalLM(transformers.OlmoConfig(**{**SIZES, **fields}))
@@ -144,8 +144,8 @@ def check(theirs, ours) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_auxiliary_loss_in_transformers_form(top_k):
-    """`output_router_logits` in config.json selects transformers' form of the auxiliary loss,
-    and makes transformers add it to the loss."""
+    """If config.json sets `output_router_logits`, transformers adds its auxiliary loss to the loss.
+    Our model must then use transformers' form of the auxiliary loss."""
     theirs, ours = make_pair(
         "olmoe",
         {

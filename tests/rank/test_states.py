@@ -27,8 +27,9 @@ FAST = {"train__deterministic": False}
 
 
 def all_memory(*roots: Any) -> int:
-    """Return the bytes of all tensor storages that are reachable from `roots`. Each storage counts
-    once. A list of names instead of this search could miss a tensor."""
+    """Return the total bytes of all tensor storages that are reachable from `roots`. Each storage
+    counts once. The function searches all attributes, because a list of names could miss a
+    tensor."""
     storages, seen = {}, set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -199,7 +200,8 @@ LARGE = {"mula-20b-a2b": 1, "mula-100b-a7b": 4, "mula-220b-a10b": 8}
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_paper_s_large_runs_fit_a_tile(name):
-    """A tile of an Intel Data Center GPU Max 1550 has 64 GB of memory."""
+    """A tile of an Intel Data Center GPU Max 1550 has 64 GB of memory. The planned states must need
+    less than 40 GB on every rank."""
     result = plan(load_config(CONFIGS / "run" / f"{name}.toml"))
     assert result["world"] == 3072 and len(result["ranks"]) == LARGE[name]
     assert result["tokens"] == pytest.approx(100e9, rel=1e-4)

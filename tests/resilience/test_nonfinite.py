@@ -57,9 +57,10 @@ ASYNC = AT_SAVE | {"checkpoint__async_save": True}
     ],
 )
 def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, settings, state, value):
-    """An optimizer state of rank 1 becomes non-finite after update 2. The run finds it before
-    update 4 changes the masters or, if step 3 has a checkpoint, before the checkpoint is committed.
-    With async_save, training continues until then."""
+    """After update 2, an element of an optimizer state of rank 1 is set to `value`. Without
+    checkpoints, the run must end before update 4 changes the fp32 masters. With a checkpoint at
+    step 3, it must end before the checkpoint is committed. With async_save, it may train until
+    then."""
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=6, **settings)
     (_, first), (name, message) = ranks(
         2, damage_state, tree, 1, state, value, 2, start_world=False

@@ -34,8 +34,8 @@ FAST = {
 
 
 def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
-    """Train with the environment variables environ[rank]. Return the message of the usage error
-    that ended the run, or "" without an error."""
+    """Train on a rank with the environment variables `environ[rank]` added. Return the message of
+    the usage error that ended the run, or "" without an error."""
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())
@@ -140,8 +140,9 @@ def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch
 
 
 def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
-    """Train. Return the number of measurements on this rank and the implementation of grouped
-    products at the end. With `finds`, a measurement on rank R returns finds[R]."""
+    """Train. Return the number of measurements on this rank, and the implementation of grouped
+    products at the end. `finds`, if given, replaces the measurement: it has the result for each
+    RANK."""
     measure, calls = autotune.measure_grouped_gemm, []
     if finds:
         measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
@@ -206,8 +207,8 @@ def test_dense_model_uses_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
 
 @needs_torch_form
 def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data, tmp_path, capfd):
-    """Rows have 20 bf16 numbers, 40 bytes. torch's grouped products require a multiple of 16 bytes,
-    so "torch" is refused and "auto" selects the loop."""
+    """A row of 20 bf16 numbers has 40 bytes. torch's grouped products require a multiple of 16
+    bytes, so "torch" is refused and "auto" selects the loop."""
     odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
     tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
     with pytest.raises(RunEnded, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
@@ -219,8 +220,9 @@ def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data,
 
 @needs_torch_form
 def test_form_supports_the_tensor_parallel_slices_of_experts(ranks, tiny_data, tmp_path):
-    """torch's grouped products require rows of a multiple of 16 bytes. A row of 4 fp32 numbers has
-    16 bytes, but with tp 2 a rank has only 8 of them."""
+    """torch's grouped products require rows whose size is a multiple of 16 bytes. A whole row of 4
+    fp32 numbers has 16 bytes. With tp 2, a rank has only half of the row, so "torch" is refused and
+    "auto" selects the loop."""
     narrow = {**FAST, "model__intermediate_size": 4}
     whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
     assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]

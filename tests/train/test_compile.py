@@ -1,7 +1,8 @@
 """Compiled runs (`train.compile`) equal eager runs and have no graph breaks.
 
 Most tests run only the first stages of torch.compile: dynamo and the joint graph of forward and
-backward. C++ compilation takes a minute; its test runs only with OPTIMUS_TEST_COMPILE=1.
+backward. C++ compilation takes a minute, so the test of compilation runs only with
+OPTIMUS_TEST_COMPILE=1.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def run_and_count_graphs(tree: dict) -> tuple[list[float], float, int, dict]:
     """Train; return the losses, the loss of the last evaluation, the number of compiled graphs and
     the graph breaks.
 
-    This needs a new process. `train.compile` is refused once IPEX is imported, and libraries that
-    other tests use import it.
+    The function needs a new process. `train.compile` is refused in a process that has imported
+    IPEX, and other tests use libraries that import IPEX.
     """
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     train(make_config(tree), read_launch_env())

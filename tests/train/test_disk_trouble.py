@@ -44,7 +44,7 @@ def test_hanging_disk_delays_a_run_by_at_most_the_timeout(ranks, tiny_data, tmp_
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     first, second = warnings(ended[0])
     assert "step-00000004 not written within checkpoint.timeout_s = 3: the disk of rank 1" in first
-    assert "step 8 is not saved: the disk has not finished the writes of step 4" in second
+    assert "step 8 is not saved: the disk has not finished the save of step 4" in second
     assert steps_kept(tmp_path) == [12]
     assert len(metrics_of(tmp_path)) == 12
 
@@ -85,7 +85,8 @@ def disk(tmp_path) -> Iterator[Path]:
 
 @BOTH
 def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path, disk, async_save):
-    """The saves of steps 10 and 15 fail. Metrics of these steps are written once there is space."""
+    """The disk is full from update 8 to update 17, so the saves of steps 10 and 15 fail. Metrics of
+    these updates wait, and are written when the disk has space again."""
     settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
@@ -98,7 +99,7 @@ def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path,
         for kind in ("step", "model"):
             words = f"warning: step {step} is not saved: {kind}-000000{step} not written: "
             assert any(words in line and "make room" in line for line in lines), lines
-    assert any("metrics.jsonl: No space left on device; its lines wait" in line for line in lines)
+    assert any("metrics.jsonl: No space left on device; new lines wait" in line for line in lines)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["model-00000020", "step-00000005", "step-00000020"]
     for name in names:
@@ -157,8 +158,8 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
 
 
 def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
-    """Train with enough space for a full or a model-only checkpoint, but one byte too few for
-    both."""
+    """Train with one byte too few for a full and a model-only checkpoint. There is enough space for
+    either of them."""
     plain, due = shutil.disk_usage, []
     release_writes = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 
@@ -181,8 +182,8 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
 
 
 def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
-    """Train with just enough free space for a full checkpoint and, once it is written, for a
-    model-only checkpoint."""
+    """Train with free space that is just enough for a full checkpoint. When the full checkpoint has
+    been written, the free space is just enough for a model-only checkpoint."""
     plain, ask = shutil.disk_usage, FullSaver.unwritten
 
     def unwritten(saver: FullSaver) -> int:
@@ -203,8 +204,8 @@ def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
 
 
 def run_without_space(tree: dict[str, Any]) -> Ended:
-    """Train without free space, so that all saves fail. Check that they keep no fp32 copies of
-    frozen parameters."""
+    """Train without free space, so that all saves fail. A save converts frozen parameters to fp32;
+    check that these copies are not kept."""
     plain = shutil.disk_usage
     shutil.disk_usage = lambda path: plain(path)._replace(free=0)
     seen = []
@@ -262,8 +263,8 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @BOTH
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
-    """Two old checkpoints cannot be deleted. The run still deletes other old checkpoints. It warns
-    once about each of the two, and again when little space is left."""
+    """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. It
+    warns once about each of the two, and again about both when little space is left."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):

@@ -37,8 +37,8 @@ def gloo_threads_of(tree: dict, command: str) -> tuple[int, list[str]]:
     """Run the command `train` or `bench`. Return the number of gloo threads during the last update,
     and the names of the gloo threads after the command.
 
-    References to the run are kept and garbage collection is disabled; neither may keep threads
-    alive.
+    The function keeps references to the run and disables garbage collection. The threads must end
+    nevertheless.
     """
     gc.disable()
     most, kept = [], []
@@ -98,7 +98,8 @@ def test_rank_keeps_its_status_with_a_full_stderr():
 
 
 def fail_during_a_collective() -> None:
-    """Raise an error on rank 1 during a collective that rank 0 never joins."""
+    """Raise an error on rank 1 while its collective is in progress. Rank 0 never joins this
+    collective."""
     import optimus.cli
 
     def trouble(*args) -> None:
@@ -115,7 +116,8 @@ def fail_during_a_collective() -> None:
 
 
 def ranks_of(function: str, environ: Mapping[str, str]) -> list[subprocess.Popen[str]]:
-    """Start two ranks, each a process that calls a function of this module."""
+    """Start two ranks. Each rank is a process that calls the function of this module with the name
+    `function`."""
     return [
         subprocess.Popen(
             [sys.executable, "-c", f"from tests.train.test_end_world import {function} as f; f()"],
@@ -143,7 +145,7 @@ def test_rank_that_fails_alone_does_not_wait(tmp_path):
 
 
 def fail_on_rank_0() -> None:
-    """Raise a DataError on rank 0 during an operation of rank 1."""
+    """Raise a DataError on rank 0 while rank 1 waits for it in a barrier."""
     import optimus.cli
 
     def trouble(*args) -> None:

@@ -36,7 +36,8 @@ BLOCK = 10_000
 
 
 class Built(NamedTuple):
-    """States and model of a rank. The layout of the model maps the states to whole tensors."""
+    """States of a rank, and the model of the rank in `shard`. The layout of the model gives the
+    position of each state in the whole parameter."""
 
     states: RankStates
     shard: RankModel
@@ -54,8 +55,8 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return random values that differ for each state and name. Some are -0.0, so that an addition
-    of 0.0 is detected: it would change them to 0.0."""
+    """Return random values that differ for each state and name. Some values are -0.0. If loading
+    adds 0.0 to a value, -0.0 becomes 0.0, and the test detects the addition."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0
@@ -63,8 +64,8 @@ def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def slices(built: Built):
-    """Yield the name of the state, the memory of this rank's slice and the expected values of the
-    slice, for each state of each parameter."""
+    """For each state of each parameter, yield three values: the name of the state, the memory of
+    this rank's slice, and the expected values of this slice."""
     for shard in built.states.shards:
         for slot in shard.chunk.slots:
             low = max(slot.start, shard.first)
@@ -129,7 +130,8 @@ def test_each_byte_is_read_once_by_the_whole_job(
 
 @pytest.mark.parametrize("method", ["broadcast", "all_reduce"])
 def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_path, method):
-    """The first and the last stage load the same embedding, but divide it into different shards."""
+    """The first and the last stage load the same embedding, but each divides it into different
+    shards."""
     tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": method}
     saved = tiny_tree("d", "r", parallel__tp=2, optim__sharding="so", **tied)
     loaded = tiny_tree("d", "r", parallel__dp=2, optim__sharding="epso", **tied)
@@ -138,8 +140,8 @@ def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_pa
 
 
 def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny_data, tmp_path):
-    """The checkpoint of step 3 is damaged, so the run resumes from step 2 and repeats step 3, which
-    appears once in the metrics. The result equals that of an uninterrupted run."""
+    """The checkpoint of step 3 is damaged, so the run resumes from step 2 and repeats step 3. The
+    result must equal that of an uninterrupted run, with a single line for step 3 in the metrics."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
@@ -177,8 +179,9 @@ def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_
 
 
 def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_data, tmp_path):
-    """The only full checkpoint is damaged near its end, so some of its moments are loaded before
-    the damage is detected. The run then starts from a model-only checkpoint and must reset them."""
+    """The only full checkpoint is damaged near its end, so some moments of the optimizer are loaded
+    before the damage is detected. The run then starts from a model-only checkpoint, and must set
+    these moments to zero."""
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"

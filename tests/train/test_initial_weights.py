@@ -130,8 +130,8 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("load", ["model@2", "path"])
 def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path, load):
-    """The file is hashed while its weights are read, so the weights are read only once. The header,
-    which has the positions of tensors, is read three more times."""
+    """The file of weights must be hashed while it is read, so that its weights are read only once.
+    Its header, which has the positions of tensors, is read three more times."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
     train_on(ranks, 1, tree)
     path = manager.model_path(tmp_path, 2)
@@ -210,7 +210,7 @@ def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
 
 
 def peak_of_loading(tree: dict[str, Any], path: str) -> int:
-    """Return the peak memory, in bytes, that reading and distributing a model adds to the
+    """Read a model and distribute it. Return the peak memory, in bytes, that this adds to the
     process."""
     config, mesh = make_config(tree), Mesh()
     layout = make_layout(config, mesh, mesh.coordinate(0), 1)
@@ -225,7 +225,8 @@ def peak_of_loading(tree: dict[str, Any], path: str) -> int:
 
 
 def test_first_rank_uses_memory_for_pieces_only(ranks, tmp_path):
-    """The peak is below half of the largest tensor, and below an eighth of the model."""
+    """The peak memory of loading must be below half of the size of the largest tensor, and below an
+    eighth of the size of the model."""
     large = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
     large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
     tree = tiny_tree("d", "r", **large, model__num_layers=4, train__dtype="bf16")

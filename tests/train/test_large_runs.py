@@ -19,8 +19,9 @@ META = torch.device("meta")
 
 
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
-    """Build the first rank of each pipeline stage. Return the bytes of its states, its number of
-    expert parameters, and its number of other parameters."""
+    """Build the model and the states of the first rank of each pipeline stage. Return for each
+    stage the bytes of the states, the number of expert parameters, and the number of other
+    parameters."""
     config = load_config(path)
     mesh, batch = divide(config, WORLD)
     stages = []

@@ -26,7 +26,8 @@ TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
 
 @pytest.fixture(scope="module")
 def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """Train a configuration on one process, in the directory `one`; return the path of its file."""
+    """Train on one process, with the run directory `one` next to the configuration file. Return the
+    path of the configuration file."""
     base = tmp_path_factory.mktemp("launchers")
     tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
@@ -49,8 +50,8 @@ def free_port() -> str:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("openmpi", 4), ("mpich", 2)])
 def test_ranks_of_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
-    """Under Open MPI, ranks derive the rendezvous port from the name of the job. MPICH sets no such
-    name, so the test sets MASTER_PORT."""
+    """Ranks need a common rendezvous port. Under Open MPI, they derive it from the name of the job.
+    MPICH sets no such name, so the test sets MASTER_PORT."""
     port = {"MASTER_PORT": free_port()} if kind == "mpich" else {}
     layout = TWO_BY_TWO[: ranks // 2]
     done = train_by(mpiexec(kind, ranks), config, f"train.run_dir={tmp_path}", *layout, **port)
@@ -75,8 +76,9 @@ def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
-    """MPICH does not end a rank when another rank ends. The ranks agree on which of them prints the
-    error, and all exit with status 2."""
+    """Each rank finds the error itself. The ranks agree on one rank that prints it, and all exit
+    with status 2. This does not depend on the launcher: MPICH does not end a rank when another rank
+    ends."""
     port = {"MASTER_PORT": free_port()}
     done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
     (line,) = our_lines(done)
@@ -136,7 +138,8 @@ def dry_run_of(program: Path, script: Path, *options: str, **more: str) -> list[
 
 @pytest.mark.parametrize(("script", "dry_run"), [(PBS, False), (SLURM, True)])
 def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, script, dry_run):
-    """The script checks the run for the job's number of ranks before it submits the job."""
+    """The job script must check the run, for the number of ranks of the job, before it submits the
+    job."""
     config = write_config(tmp_path / "a b.toml", tiny_tree(tiny_data, tmp_path / "run"))
     submitted = optimus.parent / "submitted"
     for name in ("qsub", "sbatch"):
@@ -161,7 +164,9 @@ def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, 
 
 @pytest.mark.parametrize(("script", "command"), [(PBS, "qsub"), (SLURM, "sbatch")])
 def test_submission_returns_the_status_of_its_command(fake_optimus, tmp_path, script, command):
-    """The job is longer than a pipe's buffer, and qsub or sbatch succeeds without reading it."""
+    """The job script passes a job that is longer than a pipe's buffer to the standard input of qsub
+    or sbatch. The fake command succeeds without reading the job, and the script must succeed
+    too."""
     (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / command).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(fake_optimus)}

@@ -1,5 +1,5 @@
-"""Runs of models that are divided over ranks: resumed under another layout, with NaN on a rank, and
-with a lost rank."""
+"""Tests of runs whose model is divided among ranks: the run resumes under another layout, a rank
+computes NaN, or a rank is lost."""
 
 from __future__ import annotations
 

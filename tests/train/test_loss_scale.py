@@ -65,10 +65,11 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Run updates, each on the same microbatches. If `poisoned` is (step, rank), a gradient of this
-    rank is infinite in this step.
+    """Run updates on the same microbatches. If `poisoned` is (step, rank), a gradient of this rank
+    is infinite in this step.
 
-    Return for each step the result of the update, and this rank's masters and moments after it.
+    Return for each step the result of the update, and this rank's masters and moments after the
+    update.
     """
     _, world, groups, _, shard, states, updater = make_updater(tree)
     batch = own_batch(groups)
@@ -92,7 +93,7 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
 UNDIVIDED = tuple(
     f"blocks.{layer}.{name}.weight" for layer in (0, 1) for name in ("mlp.router", "mlp_norm")
 )
-"""Parameters that none of LAYOUTS divides."""
+"""Parameters that no layout in LAYOUTS divides among ranks."""
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -127,9 +128,9 @@ def test_scaled_gradients_match_fp32(ranks, size, layout):
     """Compare gradient norms, losses and moments with a run of one process in fp32. The relative
     rounding error of fp16 is up to 2^-11.
 
-    Moments are compared because AdamW's update is the same if all gradients have a wrong factor.
-    The coefficients of the auxiliary losses are large, because these losses add gradients on every
-    stage.
+    Moments must be compared because parameters would not show a wrong factor: AdamW's update is the
+    same if all gradients are multiplied by a constant. The coefficients of the auxiliary losses are
+    large, because these losses add gradients on every stage.
     """
     layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
     single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
@@ -165,9 +166,10 @@ def test_overflow_on_a_rank_skips_the_update_on_all(ranks, size, layout):
 
 
 def test_overflow_lowers_the_scale_until_it_fits():
-    """Updates are skipped while the scale is too large. The first update that is not skipped is
-    bit-identical to the first update of a run that starts with this scale. Scales are powers of two
-    and cause no rounding, so a smaller scale gives almost the same gradient norm."""
+    """The run starts with a loss scale that is too large. Updates are skipped, and the scale falls,
+    until an update does not overflow. This update must be bit-identical to the first update of a
+    run that starts with the same scale. Scales are powers of two and cause no rounding, so a
+    smaller scale must give almost the same gradient norm."""
     large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
     done = next(step for step in large if large[step]["updates"] == 1)
     assert 5 < done < 30

@@ -33,8 +33,9 @@ def is_frozen(name: str) -> bool:
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
-    """Compare two updates in the warm-up with torch.optim.AdamW. `lr_scale` multiplies the learning
-    rate of the schedule. The norm for clipping covers the trained parameters of all groups."""
+    """Compare two updates with torch.optim.AdamW. Both are in the warm-up of the schedule;
+    `lr_scale` of a group multiplies the learning rate of the schedule. The norm for clipping covers
+    the trained parameters of all groups."""
     run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
     tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
     config, _, _, _, shard, _, updater = make_updater(tree)
@@ -146,8 +147,8 @@ def test_frozen_experts_are_timed_and_not_changed(ranks, tiny_data, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optim__frozen": ["embed.*"]}, r"optim.frozen = .*must keep it"),
-        ({"optim__groups": []}, r"optim.groups = \[\].*must keep it.*allow_change"),
+        ({"optim__frozen": ["embed.*"]}, r"optim.frozen = .*must keep the"),
+        ({"optim__groups": []}, r"optim.groups = \[\].*must keep the.*allow_change"),
     ],
 )
 def test_change_of_groups_is_refused_on_resume(ranks, tiny_data, tmp_path, change, message):

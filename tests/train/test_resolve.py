@@ -62,10 +62,15 @@ def resolved(data, run_dir, world_size=1, **overrides):
             r"seq_len is missing",
         ),
         ({"train__seq_len": 64}, 1, DataError, r"train.seq_len = 64, .* context 32; set"),
-        ({"model__vocab_size": 100}, 1, DataError, r"model.vocab_size = 100 is smaller .*\(320\)"),
-        ({}, 3, ConfigError, r"global_batch_tokens = 256 .* 3 data ranks"),
+        ({"model__vocab_size": 100}, 1, DataError, r"vocab_size = 100 is smaller .* at least 320"),
+        ({}, 3, ConfigError, r"global_batch_tokens = 256 .*\(3 data ranks"),
         ({"parallel__dp": 2}, 1, ConfigError, r"parallel.dp = 2 needs a world of 2"),
-        ({"parallel__sequence_parallel": True}, 1, ConfigError, r"= true .*tp = 1; remove it"),
+        (
+            {"parallel__sequence_parallel": True},
+            1,
+            ConfigError,
+            r"= true .*tp = 1; set .*sequence_parallel = false",
+        ),
         ({"checkpoint__load": "/nowhere"}, 1, CheckpointError, r"/nowhere: no such checkpoint"),
         ({"checkpoint__load": "model@3"}, 1, CheckpointError, r"'model@3'"),
         (
@@ -98,8 +103,8 @@ def test_mistake_is_refused_in_a_line(tiny_data, tmp_path, overrides, world_size
         ({"ep": 3}, 6, r"parallel.ep = 3 does not divide model.num_experts = 4; .* 6 ranks is 2"),
         ({"pp": 4}, 4, r"= 4 stages, but model.num_layers = 2; .* at most 2 stages"),
         ({"pp": 2, "stage_layers": [1, 2]}, 2, r"stage_layers = \[1, 2\] must .*num_layers = 2"),
-        ({"pp": 2, "virtual_stages": 2}, 2, r"virtual_stages = 2: .* use .*'interleaved'"),
-        ({"ep": 4, "dp": 4}, 16, r"global_batch_tokens = 256 .* 16 data ranks .* multiple is 512"),
+        ({"pp": 2, "virtual_stages": 2}, 2, r"virtual_stages = 2, but .* use .*'interleaved'"),
+        ({"ep": 4, "dp": 4}, 16, r"global_batch_tokens = 256 .*\(16 data ranks .* multiple is 512"),
         ({"pp": 2, "tp": 2}, 6, r"2 \* 1 \* 2 = 4 does not divide the world of 6 ranks; start 8"),
         ({"dp": 4, "tp": 2}, 4, r"parallel.dp = 4 needs a world of 8 ranks, but this run has 4"),
     ],
@@ -188,8 +193,8 @@ def test_resume_lists_changed_free_settings(tiny_data, stopped_run):
 
 
 def test_resume_with_another_learning_rate_is_reported(tiny_data, stopped_run):
-    """The checkpoint is of step 2 of a run with 3 warm-up steps. With 4 warm-up steps, the learning
-    rate of step 3 is lower."""
+    """A run with 3 warm-up steps stopped after step 2. It resumes with 4 warm-up steps, which makes
+    the learning rate of step 3 lower. The plan must report this."""
     plan = resolved(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
     expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep the old rate, set "
     assert expected + "optim.warmup_steps=3" in plan.changes
@@ -226,8 +231,9 @@ def _data_changes(plan):
 
 
 def test_start_is_resolved_after_the_run_directory_is_locked(tiny_data, tmp_path):
-    """A run that has locked the directory may commit a newer checkpoint until it ends. The missing
-    model@3 is therefore reported only once the lock is free."""
+    """A run waits for no lock: while another run uses the directory, it ends with an error. The
+    missing model@3 is not reported in this case, because the other run may still write it. When the
+    lock is free, the missing model is reported."""
     other, tree = RunDirectory(tmp_path), tiny_tree(tiny_data, tmp_path, checkpoint__load="model@3")
     with pytest.raises(RunEnded, match="in use by another run") as ended:
         train(make_config(tree), read_launch_env({}))
@@ -256,13 +262,15 @@ def test_read_only_run_directory_is_refused(tiny_data, tmp_path):
 
 def test_training_on_evaluation_data_is_refused(tiny_data, tmp_path):
     again = reshuffled(tiny_data / "eval", tmp_path / "again")
-    for path, advice in ((tiny_data / "eval", f"give {tiny_data}, "), (again, "that it came with")):
+    for path, advice in ((tiny_data / "eval", f" to {tiny_data}, "), (again, "that contains it")):
         mix = [{"path": str(path), "weight": 1}]
         for key, data in (
             ("data.path", {"data__path": str(path)}),
             ("data.mix[0].path", {"data__path": "", "data__mix": mix}),
         ):
-            with pytest.raises(DataError, match=re.escape(f"{key} = {path} is a held")) as refused:
+            with pytest.raises(
+                DataError, match=re.escape(f"{key} = {path} is the held")
+            ) as refused:
                 resolved(tiny_data, tmp_path / "run", **data)
             assert advice in str(refused.value) and "\n" not in str(refused.value)
             assert refused.value.exit_code == 2

@@ -1,5 +1,5 @@
-"""Whole runs: bit-identical on data-parallel layouts and after a resume, and with the right error
-messages."""
+"""Tests of whole runs. Results must be bit-identical on data-parallel layouts and after a resume,
+and errors must have the right messages."""
 
 from __future__ import annotations
 
@@ -192,9 +192,9 @@ def test_an_evaluation_reads_as_many_instances_as_asked(ranks, tiny_data, tmp_pa
 
 @pytest.mark.parametrize("has_copy", [True, False], ids=["copy", "older run"])
 def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path, has_copy):
-    """After step 4, metrics.jsonl is emptied and eval.jsonl is cut within a line. The resumed run
-    restores the lines from its copies of both files. Runs of earlier versions have no copies; the
-    resumed run then reports the missing steps."""
+    """After step 4, metrics.jsonl is emptied and eval.jsonl is cut within a line. Each file has a
+    copy, and the resumed run restores the lines from it. A run of an earlier version has no copies,
+    so the resumed run reports the missing steps instead."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
@@ -227,8 +227,8 @@ def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path
 
 
 def test_a_resume_names_evaluations_missing_in_file_and_copy(ranks, tiny_data, tmp_path):
-    """eval.jsonl and its copy are emptied. The resumed run computes the missing steps from the
-    evaluation interval in the checkpoint."""
+    """eval.jsonl and its copy are emptied. The resumed run must report the steps whose evaluations
+    are missing. It computes these steps from the evaluation interval in the checkpoint."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})

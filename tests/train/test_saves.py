@@ -61,8 +61,9 @@ def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ende
     ],
 )
 def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, size, variant):
-    """The save of step 4 is written only before update 7, when further updates have changed the
-    states. Full and model-only checkpoints must equal those of synchronous saves."""
+    """Asynchronous saves must write the same full and model-only checkpoints as synchronous saves.
+    The test delays the write of step 4 until update 7, when later updates have changed the
+    states."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "sync", **both))
@@ -169,7 +170,7 @@ def test_failure_of_the_last_checkpoint_ends_the_run_in_error(
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_files, tree, 1, [6], start_world=False)
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
-    assert "the newest checkpoint is step-00000003; fix it" in ended[0].message
+    assert "the newest checkpoint is step-00000003; fix the problem" in ended[0].message
     assert steps_kept(tmp_path) == [3]
 
 
@@ -189,8 +190,8 @@ def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
 def test_full_checkpoint_starts_before_the_model_of_its_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """A run may be killed between the two saves. The resumed run can write the model-only
-    checkpoint from the full checkpoint, but not the reverse."""
+    """A run may be killed between the two saves of a step. The resumed run can write the model-only
+    checkpoint from the full checkpoint, but not a full checkpoint from a model-only checkpoint."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     (started,) = ranks(1, run_and_record_starts, tree, start_world=False)
@@ -217,8 +218,8 @@ def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
-    """Train. A moment of rank 1 is NaN while step 4 is saved. It is restored before update 5, which
-    would fail otherwise."""
+    """Train. A moment of rank 1 is NaN while step 4 is saved. The moment is restored before update
+    5, because update 5 would fail with it."""
     restores = []
 
     def poke(run: Run) -> None:
@@ -298,9 +299,9 @@ def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_p
 
 
 def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
-    """Train, and end the run while both ranks write the checkpoint of step 4. Rank 1 receives the
-    signal `reason` before update 6 or, if `reason` is "nan", one of its weights becomes NaN after
-    update 5."""
+    """Train, and end the run while both ranks write the checkpoint of step 4. If `reason` is a
+    signal, rank 1 receives it before update 6. If `reason` is "nan", a weight of rank 1 becomes NaN
+    after update 5."""
     release_writes = hold_writes({4: 6})
 
     def before(step: int) -> None:
@@ -350,8 +351,8 @@ def test_deadline_counts_from_the_start_of_the_process(ranks):
 
 
 def run_on_full_disk(tree: dict[str, Any]) -> str:
-    """Train with a disk that has no space for the tokenizer files that transformers needs; return
-    the output."""
+    """Train. Writing the tokenizer files that transformers needs fails, because the disk has no
+    space. Return the output."""
 
     def complete_hf(*_: object) -> list[str]:
         raise OSError(errno.ENOSPC, "No space left on device", "tokenizer_config.json")
@@ -435,8 +436,8 @@ def run_and_record_order(tree: dict[str, Any]) -> list[str]:
 def test_metrics_are_durable_before_the_checkpoint_of_their_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """In each step, metrics.jsonl is fsynced before the checkpoint is committed. The oldest full
-    checkpoint is renamed for removal only after the newest is committed."""
+    """In each step, metrics.jsonl must be fsynced before the checkpoint is committed. An old full
+    checkpoint is renamed for removal, which must happen only after the newest one is committed."""
     settings = {
         "train__max_steps": 3,
         "checkpoint__interval": 1,

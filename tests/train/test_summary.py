@@ -107,8 +107,8 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
 
 
 def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
-    """The first run stops early, the second has no steps left, and the third completes. Only rank 0
-    logs."""
+    """Three runs of the same directory: the first stops early, the second has no steps left, and
+    the third completes. Each must log a summary once, and only on rank 0."""
     settings = {"train__max_steps": 4, "train__global_batch_tokens": 0}
     stop = {"train__stop_at_step": 2}
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
@@ -132,8 +132,8 @@ MISSING = {"data__path": "/nowhere"}
 
 
 def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[str]]:
-    """Run `optimus train --dry-run`. Return the exit status and the printed lines, which are an
-    error or the summary."""
+    """Run `optimus train --dry-run`. Return the exit status and the printed lines: an error or the
+    summary."""
     config = tmp_path / "run.toml"
     config.write_text(dump_toml(make_config(tiny_tree(data, tmp_path / "run", **overrides))))
     code = optimus(["train", str(config), "--dry-run", *options])
@@ -151,8 +151,8 @@ def dry(tmp_path, capfd, data, *options: str, **overrides) -> tuple[int, list[st
             {"parallel__dp": 4},
             "parallel.dp = 4 needs a world of 4",
         ),
-        (["--nodes", "0"], {}, "--nodes 0 and --nproc 1 must be at least 1"),
-        (["--nproc", "0"], {}, "--nodes 1 and --nproc 0 must be at least 1"),
+        (["--nodes", "0"], {}, "--nodes 0 and --nproc 1: both must be at least 1"),
+        (["--nproc", "0"], {}, "--nodes 1 and --nproc 0: both must be at least 1"),
         ([], MISSING, "/nowhere"),
         ([], {"train__seq_len": 64}, "train.seq_len = 64, but data.path"),
         ([], {"checkpoint__load": "/nowhere"}, "/nowhere: no such checkpoint"),

@@ -18,8 +18,8 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 
 
 def train_on_a_token(tree: dict, token: int | None) -> dict | None:
-    """Run two updates in which every token is `token`, so that all go to the same experts. If
-    `token` is None, the tokens differ.
+    """Run two updates in which every token is `token`, so that all tokens are routed to the same
+    experts. If `token` is None, the tokens differ.
 
     Return the whole gradients and masters (on the first rank), the number of rows of each expert,
     and the number of calls of each collective.

@@ -87,7 +87,8 @@ def test_update_equals_plain_torch(ranks, size, deterministic, clip_norm):
 
 
 def test_an_update_adds_the_gradients_of_both_ends_of_tied_embeddings(ranks):
-    """The first stage computes the embedding's gradient, the last stage the head's gradient."""
+    """Embedding and head share one weight. The first stage computes its gradient as embedding, the
+    last stage its gradient as head, and the update must use the sum of both."""
     tree = TREE | {"model": TREE["model"] | {"tie_embeddings": True}, "parallel": {"pp": 2}}
     assert_is_by_hand(ranks, 2, tree | {"optim": TREE["optim"] | {"eps": 1e-3}})
 
@@ -109,11 +110,13 @@ CLIPPING = {
     "not in the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True}, False),
     "after the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True, "warmup_steps": 1}, True),
 }
-"""By case: optimizer settings, and True if these settings make the update clip gradients."""
+"""For each case: the optimizer settings, and True if the update clips gradients with these
+settings."""
 
 
 def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Run one update with each of `trees`. For each, return both moments of every parameter."""
+    """Run one update with each configuration in `trees`. For each, return the moments `exp_avg` and
+    `exp_avg_sq` of every parameter."""
     world, results = start_world(device="cpu"), []
     for tree in trees:
         _, _, groups, _, _, states, updater = make_updater(tree, world)
@@ -125,8 +128,9 @@ def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, t
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
 def test_moments_are_those_of_the_clipped_unscaled_gradient(ranks, size, dtype, within):
-    """Moments are compared because AdamW's update is the same if all gradients have a wrong factor.
-    `within` is the relative tolerance; its fp16 value covers the rounding of products."""
+    """Moments must be compared because parameters would not show a wrong factor: AdamW's update is
+    the same if all gradients are multiplied by a constant. `within` is the relative tolerance; its
+    fp16 value covers the rounding of products."""
     numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
     trees = [
         TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()

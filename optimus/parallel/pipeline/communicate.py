@@ -1,4 +1,5 @@
-"""Functions that add transfers, gradient reductions and the optimizer step to compute actions."""
+"""Functions that insert transfers, gradient reductions and the optimizer step into the ranks' lists
+of compute actions."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ def add_transfers(
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
     """Return a rank's actions with gradient reductions inserted and the optimizer step appended.
 
-    A reduction follows the action that completes the gradients: the stage's last B or W or, with
-    `reduce_each`, each B or W.
+    B (complete backward) and W (weight gradients) are the actions that add to a stage's gradients.
+    With `reduce_each`, the gradients are reduced after each B or W of the stage. Without it, they
+    are reduced once, after the stage's last B or W.
     """
     last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
@@ -60,7 +62,10 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the sends of an action's result, assuming that neighbour stages are on other ranks."""
+    """Return the send actions that follow a compute action, as if every stage were on its own rank.
+
+    The list has one send, or none if the action has no result for another stage.
+    """
     if action.kind is Kind.F and action.stage < num_stages - 1:
         return [action._replace(kind=Kind.SEND_ACTIVATION)]
     if action.kind in _INPUT_GRADIENT and action.stage > 0:
@@ -76,8 +81,11 @@ def received_by(send: Action) -> Action:
 
 
 def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the receives that an action waits for, assuming that neighbour stages are on other
-    ranks."""
+    """Return the receive actions that a compute action waits for, as if every stage were on its own
+    rank.
+
+    The list has one receive, or none if the action needs no result of another stage.
+    """
     if action.kind is Kind.F and action.stage > 0:
         return [action._replace(kind=Kind.RECV_ACTIVATION)]
     if action.kind in _INPUT_GRADIENT and action.stage < num_stages - 1:

@@ -22,16 +22,19 @@ from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
 from optimus_kernels.product import fastest_library
 
 Microbatch = tuple[Tensor, Tensor | None]
-"""Pair of tokens (int64 [B, S] on the device) and document ids ([B, S] on the host, or None)."""
+"""Pair (tokens, document_ids) for B sequences of length S. The tokens are int64 [B, S] on the
+device. The document ids are [B, S] on the host, or None."""
 
 FEW_TOKENS = 256
-"""Minimum sequence length for oneDNN. With shorter sequences, oneDNN makes attention slower: up to
-six times for a length that it has not seen before."""
+"""Minimum sequence length at which the executor uses oneDNN. With shorter sequences, attention is
+slower with oneDNN than with torch's default library: up to six times slower at a length for which
+oneDNN has not compiled a kernel yet."""
 
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """Type of `last_backward(stage, deferred)`, which returns a context manager. In this context, the
-executor runs the last B or W of the stage in a step, which completes the stage's gradients. For a
-W, `deferred` has the weights whose gradients the W computes. For a B, `deferred` is None."""
+executor runs the action that completes the stage's gradients in a step. This action is the stage's
+last W if the schedule divides backward into I and W, and the stage's last B if not. For a W,
+`deferred` has the weights whose gradients the W computes. For a B, `deferred` is None."""
 
 
 class _Saved(NamedTuple):
@@ -109,8 +112,10 @@ class Executor:
             microbatches: the microbatches of this data-parallel rank, in order.
             reduce_grad: called with (stage, microbatch) for each REDUCE_GRAD action.
             opt_step: called for the OPT_STEP action.
-            before_backward: called with the stage before each action that adds to gradients.
-            last_backward: see LastBackward.
+            before_backward: called before each action that adds to gradients. Its argument is the
+                number of the action's stage.
+            last_backward: function that returns a context manager, which the executor enters for
+                the last backward action of each stage (see LastBackward).
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).
@@ -141,8 +146,8 @@ class Executor:
         """Run the forward pass of tokens [B, S] and return the logits at `position`.
 
         Returns:
-            On the rank of the last stage, the logits that `Stage.infer` returns. On other ranks,
-            None.
+            On the rank of the last stage, the logits [B, V], where V is this rank's share of the
+            vocabulary. On other ranks, None.
         """
         logits: list[Tensor] = []
 
@@ -194,7 +199,7 @@ class Executor:
         return self.terms
 
     def _recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Return a function that runs an action and passes its times to the recorder."""
+        """Return a function that runs `do(action)` and passes its times to the recorder."""
 
         def run_and_record(action: Action) -> None:
             self._waited_ns = 0
@@ -209,8 +214,10 @@ class Executor:
     def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
         """Return a context manager that selects the library for matrix products.
 
-        oneDNN compiles a kernel for each new shape. This is worthwhile for batches of equal
-        sequence lengths, but not for attention within documents, which have many lengths.
+        `fastest_library` may select oneDNN, but it is called only for sequences of at least
+        FEW_TOKENS tokens without document ids. oneDNN compiles a kernel for each new shape. This is
+        worthwhile if all sequences have the same length, but not if attention runs within documents
+        of many lengths.
         """
         if document_ids is not None or tokens.shape[1] < FEW_TOKENS:
             return nullcontext()
@@ -230,14 +237,15 @@ class Executor:
             self._saved[key] = _Saved(x, output)
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return the input of a forward pass: the previous stage's output; None on the first
-        stage."""
+        """Return the input of a forward pass, which is the output of the previous stage. The first
+        stage has no input: return None."""
         if self._stages[action.stage].is_first:
             return None
         return self._take(action._replace(kind=Kind.RECV_ACTIVATION))
 
     def _backward(self, action: Action) -> None:
-        """Run an action B or I. I defers the weight gradients to the W of the same microbatch."""
+        """Run the backward pass of an action B or I. An action I defers the weight gradients, which
+        the action W of the same microbatch computes later."""
         stage = self._stages[action.stage]
         saved = self._saved.pop((action.stage, action.microbatch))
         grad = None
@@ -268,9 +276,10 @@ class Executor:
         return self._last_backward(action.stage, deferred) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
-        """Store a result for the send action that follows.
+        """Store a stage's result, `tensor`, for the neighbour stage that needs it.
 
-        If the neighbour stage is on this rank, store the result as the input of that stage instead.
+        If that stage is on another rank, the tensor waits for `send_action`. If that stage is on
+        this rank, the schedule has no such send, and the tensor is stored like a received one.
         """
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)
@@ -281,7 +290,7 @@ class Executor:
         self._arrived[send_action._replace(kind=kind, stage=neighbour)] = tensor
 
     def _take(self, receive_action: Action) -> Tensor:
-        """Return the tensor of a receive action, after waiting for the end of the transfer."""
+        """Wait for the transfer of a receive action and return the received tensor."""
         arrived = self._arrived.pop(receive_action)
         if not isinstance(arrived, Transfer):
             return arrived
@@ -304,7 +313,7 @@ class Executor:
 
 
 def _in_a_range(do: Callable[[Action], None]) -> Callable[[Action], None]:
-    """Return a function that runs an action in a profiler range named after the action."""
+    """Return a function that runs `do(action)` in a profiler range named after the action."""
 
     def named(action: Action) -> None:
         with torch.profiler.record_function(str(action)):

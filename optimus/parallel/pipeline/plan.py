@@ -92,8 +92,8 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
     """
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         raise ConfigError(
-            f"parallel.stage_layers = {list(counts)}: set a count of at least 1 for each of "
-            f"{counted(num_stages, 'stage')}; the counts must add up to "
+            f"parallel.stage_layers = {list(counts)} must have one layer count of at least 1 for "
+            f"each of {counted(num_stages, 'stage')}, and the counts must add up to "
             f"model.num_layers = {num_layers}"
         )
     return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))

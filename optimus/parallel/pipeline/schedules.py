@@ -1,8 +1,9 @@
 """Pipeline schedules: pure functions that return the forward and backward passes of each rank.
 
-Every stage runs its actions B (or I, and W) in microbatch order, since bit-identical gradient sums
-need a fixed order (deterministic mode). `make_schedule` then adds transfers,
-gradient reductions and the optimizer step.
+A backward pass is one action B. A zero-bubble schedule divides it into the actions I (gradient of
+the stage's input) and W (gradients of the stage's weights). On every stage, the actions B, I and W
+each run in microbatch order, because the bit-identical gradient sums of deterministic mode need a
+fixed order. `make_schedule` adds transfers, gradient reductions and the optimizer step.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
 def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     """Return the 1F1B schedule PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
 
-    After warm-up forward passes, each rank alternates one forward and one backward pass. Rank r
-    keeps the activations of at most p - r microbatches.
+    After warm-up forward passes, each rank alternates one forward and one backward pass. Of p
+    ranks, rank r (counted from 0) keeps the activations of at most p - r microbatches.
     """
     assert virtual_stages == 1
     ranks = []
@@ -50,13 +51,14 @@ def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 
 
 def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """Return the interleaved 1F1B schedule with v stages per rank (arXiv 2104.04473, section 2.2).
+    """Return the interleaved 1F1B schedule (arXiv 2104.04473, section 2.2).
 
-    A round of about p microbatches passes through the first stage of each rank, then through the
-    second stage of each rank, and so on. This divides the bubble by v.
+    There are p ranks with v stages each, and m microbatches. The microbatches run in rounds of
+    about p. A round passes through the first stage of each rank, then through the second stage of
+    each rank, and so on. The bubble is v times smaller than with one stage per rank.
 
-    If p does not divide m, the sizes of the rounds are as equal as possible. Each round has at
-    least p microbatches, or all m if m is smaller than p.
+    If m is not a multiple of p, the sizes of the rounds are as equal as possible. Each round has at
+    least p microbatches. If m is smaller than p, a single round has all m microbatches.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     ranks = []
@@ -73,9 +75,10 @@ def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> L
 def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     """Return the zero-bubble schedule ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
-    ZB-H1 is 1F1B with backward divided into I and W. On rank r, W follows r microbatches after I
-    and fills time that is idle in 1F1B. Every rank keeps the activations of at most p microbatches,
-    like the first rank in 1F1B.
+    ZB-H1 is 1F1B with backward divided into I and W. On rank r, the W of microbatch j follows the I
+    of microbatch j + r, and the last r actions W run at the end. The actions W thus fill time in
+    which the rank is idle in 1F1B. Each of the p ranks keeps the activations of at most p
+    microbatches, like the first rank in 1F1B.
     """
     assert virtual_stages == 1
     ranks = []
@@ -98,7 +101,7 @@ GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
 }
-"""Functions that generate the schedules, by the names in `parallel.schedule`."""
+"""Functions that generate the schedules. The keys are the values of `parallel.schedule`."""
 _ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 
@@ -116,8 +119,8 @@ def make_schedule(
         num_ranks: p, the number of pipeline ranks.
         virtual_stages: v, the number of stages per rank.
         num_microbatches: m, the number of microbatches per data-parallel rank.
-        reduce_each: reduce a stage's gradients after each microbatch (as deterministic mode needs),
-            rather than once after the last microbatch.
+        reduce_each: True: reduce a stage's gradients after each microbatch, as deterministic mode
+            needs. False: reduce them once, after the last microbatch.
 
     Raises:
         ConfigError: `virtual_stages` is above 1, but the schedule supports only one stage per rank.
@@ -125,9 +128,9 @@ def make_schedule(
     assert num_ranks >= 1 and num_microbatches >= 1
     if name in _ONE_STAGE_ONLY and virtual_stages > 1:
         raise ConfigError(
-            f"parallel.virtual_stages = {virtual_stages}: schedule {name!r} supports only one "
-            "stage per rank; use parallel.schedule = 'interleaved' (or 'gpipe'), or "
-            "parallel.virtual_stages = 1"
+            f"parallel.virtual_stages = {virtual_stages}, but parallel.schedule = {name!r} "
+            "supports only one stage per rank; use parallel.schedule = 'interleaved' (or 'gpipe'), "
+            "or parallel.virtual_stages = 1"
         )
     lists = GENERATORS[name](num_ranks, virtual_stages, num_microbatches)
     complete = add_transfers(lists, num_ranks, virtual_stages)
@@ -138,8 +141,9 @@ def make_schedule(
 def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
     """Return a schedule of forward passes only, for an evaluation.
 
-    The passes run in rounds of about p microbatches, as in `interleaved`, so that transfers overlap
-    with computation.
+    The passes run in rounds of about `num_ranks` microbatches. A round passes through the first
+    stage of each rank, then through the second stage of each rank, and so on. With rounds,
+    transfers overlap with computation.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     lists = [

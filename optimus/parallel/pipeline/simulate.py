@@ -40,16 +40,16 @@ class Timeline:
     def bubble_ratio(self) -> float:
         """Return the idle time of all ranks divided by their compute time.
 
-        For (interleaved) 1F1B with equal stages, the ratio is (p-1)/(m*v), with p ranks of v stages
-        each and m microbatches.
+        With p ranks of v equal stages each and m microbatches, the ratio is (p-1)/(m*v) for 1F1B
+        (v = 1) and for interleaved 1F1B.
         """
         busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
         return self.end / busy - 1 if busy else 0.0
 
 
 def unit_costs(virtual_stages: int = 1) -> Cost:
-    """Return a cost function for v virtual stages: F, I and W take 1/v each, B takes 2/v, and all
-    other actions take no time."""
+    """Return a cost function in which F, I and W take 1/v each and B takes 2/v, where v is
+    `virtual_stages`. All other actions take no time."""
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
     return lambda action: costs.get(action.kind, 0.0) / virtual_stages
 

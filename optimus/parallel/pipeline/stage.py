@@ -18,7 +18,7 @@ from optimus.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Objective:
-    """Coefficients of the loss terms in a microbatch's objective."""
+    """Divisors and coefficients of the loss terms that add up to the objective of a microbatch."""
 
     num_targets: int
     """The number of targets of the global batch."""
@@ -50,7 +50,7 @@ class Output(NamedTuple):
     x: Tensor | None
     """Input of the next stage, [B, S, D]; None on the last stage."""
     objective: Tensor | None
-    """Scalar that this stage adds to the training objective; None if there is no such term."""
+    """Scalar that this stage adds to the training objective; None if the stage computes no loss."""
     terms: Terms
 
 
@@ -96,7 +96,7 @@ class Stage:
         return Output(x, objective, Terms(ce_sum, aux.detach(), z.detach(), counts))
 
     def infer(self, x: Tensor | None, tokens: Tensor, position: int) -> Tensor:
-        """Run the stage's forward pass without losses.
+        """Run the stage's forward pass for inference, without losses.
 
         Returns:
             On the last stage, the logits [B, V] at `position`, where V is this rank's share of the

@@ -81,8 +81,8 @@ def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
 def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
     """Forward and backward use oneDNN only for long sequences without document ids.
 
-    Documents give attention many different shapes, each of which oneDNN would have to compile. For
-    short sequences, the default library is faster.
+    With documents, attention has many different shapes, and oneDNN would compile a kernel for each
+    of them. For short sequences, the default library is faster.
     """
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision

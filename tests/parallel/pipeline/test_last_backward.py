@@ -15,8 +15,9 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
     """Run a step and return the actions that this pipeline rank runs within `last_backward`.
 
     Returns:
-        For each action: its kind, stage and microbatch; whether `deferred` was not None; and
-        whether `deferred` included the weights of all linear layers of the rank.
+        A tuple for each action. Its items are a text with the kind, stage and microbatch; whether
+        the argument `deferred` of `last_backward` was not None; and whether `deferred` included the
+        weights of all linear layers of the rank.
     """
     trace = ActionTrace()
     shard, entered = make_shard(tree, recorder=trace).shard, []

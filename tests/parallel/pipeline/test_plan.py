@@ -33,7 +33,8 @@ def test_the_head_replaces_a_layer_of_the_last_stage():
 
 
 def test_many_layers_of_a_single_stage_are_not_searched():
-    """A single stage needs no search, which would take days for 2^20 layers."""
+    """With 2^20 layers, the search for the best assignment would take days. It is skipped if there
+    is a single stage, because only one assignment is possible."""
     assert assign_layers([1.0] * (1 << 20), 1) == (range(1 << 20),)
 
 
@@ -50,8 +51,12 @@ def test_stage_layers_set_the_layers_of_stages():
 
 
 def test_stages_of_a_configuration_include_the_cost_of_its_head():
-    """With a vocabulary of 1280, the head has 1280 * 32 multiply-adds per token, as many as 3.3
-    layers of this model. The last of two stages then gets 4 of 12 layers instead of 6."""
+    """The model has 12 layers on two stages, and the last stage also computes the head.
+
+    With a vocabulary of 1280 and a hidden size of 32, the head has 1280 * 32 multiply-adds per
+    token, as many as 3.3 layers. The last stage then gets only 4 layers. With a vocabulary of 320,
+    each stage gets 6.
+    """
     for vocab_size, expected in ((1280, [8, 4]), (320, [6, 6])):
         of = {"model__num_layers": 12, "model__vocab_size": vocab_size}
         layers = plan_stages(make_config(tiny_tree("d", "r", **DENSE | of)), 2)

@@ -1,8 +1,12 @@
 """Tests of the schedule proof (`validate`) against an independent player of schedules.
 
-The player shares no code with the proof. Sizes, the order in which ranks advance, and changes to
-schedules are random. The player must complete each schedule that the proof accepts. The proof must
-accept all generated schedules, and `simulate` must return the same time for them as `makespan`."""
+The player runs the actions of all ranks and shares no code with the proof. It must complete each
+generated schedule, and each randomly changed schedule that the proof accepts. The sizes of
+schedules and the order in which the player's ranks advance are also random.
+
+The proof must accept all generated schedules, and `simulate` must return the same total time for
+them as `makespan` in this file.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,8 @@ def must(condition: bool, problem: object) -> None:
 class Player:
     """Player of a schedule: runs the actions of all ranks, which advance in random order.
 
-    The n-th send of a channel matches the channel's n-th receive, as in a communicator. It is an
-    error if their stages or microbatches differ.
+    The n-th send of a channel matches the channel's n-th receive, as in a communicator. If the two
+    are for different stages or microbatches, `play` raises CannotPlayError.
     """
 
     def __init__(self, schedule: Schedule, chance: random.Random) -> None:
@@ -43,8 +47,9 @@ class Player:
         self.done: dict[tuple[Kind, int], list[int]] = {}
         """The microbatches of the actions played so far, in order, by (kind, stage)."""
         self.lines: dict[tuple, tuple[list, list]] = {}
-        """The sends and the receives played so far, by channel: (is forward, rank of the lower
-        stage, rank of the upper stage). Each is recorded as (microbatch, lower stage)."""
+        """The sends and the receives played so far, by channel. A channel connects a lower stage to
+        the stage after it, and its key is (is forward, rank of the lower stage, rank of the upper
+        stage). Each send or receive is recorded as (microbatch, lower stage)."""
 
     def play(self) -> None:
         counts = [0] * self.p

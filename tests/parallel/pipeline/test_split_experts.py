@@ -26,18 +26,20 @@ class Seen(NamedTuple):
     losses: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
     products: dict[Kind, int]
-    """Number of times that an expert's two weight gradients were computed, by the kind of the
-    action that computed them."""
+    """Number of computations of an expert's weight gradients, by the kind of the action that ran
+    them. One computation gives both weight gradients of one expert for one microbatch."""
     alive: int
-    """Largest number of deferred computations at any time, one for each layer and microbatch."""
+    """Largest number of deferred computations that existed at the same time. Each layer has one per
+    microbatch."""
     most_alive: int
     """Largest number of microbatches with activations on this rank, as `validate` computes it."""
     most_waiting: int
-    """Largest number of microbatches that have run I but not W, at any time."""
+    """Largest number of microbatches that, at the same time, have run I but not W."""
 
 
 def watch_updates(schedule: str) -> Seen:
-    """Run two optimizer steps with `schedule` on this rank and return results and counts."""
+    """Run two optimizer steps with `schedule` on this rank. Return the training results, and counts
+    of deferred computations and of microbatches."""
     layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
     tree = tiny_tree("d", "r", **layout, **batch, train__dtype="bf16")
@@ -65,9 +67,9 @@ def watch_updates(schedule: str) -> Seen:
 def _watch(times: list[int], alive: list[int]) -> None:
     """Patch the expert kernels to record the computations of weight gradients.
 
-    Each computation for an expert appends its time to `times`. Each new deferred computation
-    appends the current number of deferred computations to `alive`. The patches remain, because the
-    process ends with the test.
+    Each computation of an expert's weight gradients appends its time to `times`. Each new deferred
+    computation appends the current number of deferred computations to `alive`. The patches are not
+    undone, because the process ends with the test.
     """
     take, works = experts_loop._Targets.take, weakref.WeakSet()
     # The attribute `experts` of the package is the function, not the module.
