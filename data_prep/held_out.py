@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.blend import read_any_order
 from data_prep.manifest import Manifest
 from data_prep.token_plan import TokenPlan, is_import, read_plan
 from optimus.errors import DataError
@@ -25,14 +26,15 @@ def held_out_of(rules: TokenPlan | Manifest) -> HeldOut:
 
 
 def held_out_of_dataset(dataset: Path, manifest: Manifest) -> HeldOut | None:
-    """What a data set holds out. A blend: what each of its sources does, None where they are gone.
-
-    Raises DataError for a damaged plan.
-    """
+    """What a data set holds out. A blend: what each of its sources does, None where the first of
+    them is gone or no longer has the plan whose hash is in the order of the blend."""
     if not manifest.blend:
         return held_out_of(manifest)
-    tokens_dir = dataset / manifest.tokens_dir
-    return held_out_of(read_plan(tokens_dir)) if tokens_dir.exists() else None
+    try:
+        source = read_any_order(dataset).sources[0]
+        return held_out_of(read_plan(dataset / source.tokens_dir, source.plan))
+    except DataError:
+        return None
 
 
 def check_held_out(first: Path, one: HeldOut, second: Path, other: HeldOut) -> None:

@@ -112,14 +112,17 @@ def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
 
 
 def read_checked_json(
-    path: str | os.PathLike, *forms: str, newest: int = VERSION
+    path: str | os.PathLike, *forms: str, newest: int = VERSION, xxh3: str | None = None
 ) -> dict[str, Any]:
     """What `write_checked_json` wrote, if every byte is as written and its `format` is of `forms`.
 
     Raises DataError naming the file when it is missing or of another format or version, and
-    DamageError when it is damaged.
+    DamageError when it is damaged or its hash is not `xxh3`. The hash is compared before anything
+    of the file is parsed: the name of the file may come from another file.
     """
     data = read_bytes(path, _JSON_BYTES)
+    if xxh3 is not None and files.xxh3_bytes(data) != xxh3:
+        raise DamageError(f"{path}: its hash is not the one in {ORDER}")
     try:
         value = files.parse_checked_json(data)
     except ValueError as error:
@@ -147,13 +150,17 @@ _LARGEST = 1 << 64
 
 
 def read_record(
-    path: str | os.PathLike, kind: type[_Record], *forms: str, newest: int = VERSION
+    path: str | os.PathLike,
+    kind: type[_Record],
+    *forms: str,
+    newest: int = VERSION,
+    xxh3: str | None = None,
 ) -> _Record:
     """Return the content of a file that `write_checked_json` wrote as `kind`, which says its keys.
 
     Raises DataError and DamageError as `read_checked_json` and `as_record`.
     """
-    return as_record(kind, read_checked_json(path, *forms, newest=newest), path)
+    return as_record(kind, read_checked_json(path, *forms, newest=newest, xxh3=xxh3), path)
 
 
 def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLike) -> _Record:

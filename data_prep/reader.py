@@ -31,20 +31,24 @@ class ShardReader:
         self._open: OrderedDict[int, np.ndarray] = OrderedDict()  # shard -> [n, C], oldest first
         self._lock = threading.Lock()
 
-    def rows(self, first: int, stop: int) -> np.ndarray:
-        """Rows [first, stop) as a new array [n, C] in the data set's dtype."""
-        out = np.empty((stop - first, self._manifest.context), self._dtype)
-        self.rows_into(out, first)
+    def rows(self, first: int, stop: int, left: int = 0, right: int | None = None) -> np.ndarray:
+        """Columns [left, right), or all from `left` on, of rows [first, stop) as a new array in the
+        data set's dtype."""
+        right = self._manifest.context if right is None else right
+        out = np.empty((stop - first, right - left), self._dtype)
+        self.rows_into(out, first, left)
         return out
 
-    def rows_into(self, out: np.ndarray, first: int) -> None:
-        """Fill `out` [n, C], of any dtype that holds the ids, with the rows from `first` on."""
+    def rows_into(self, out: np.ndarray, first: int, left: int = 0) -> None:
+        """Fill `out` [n, c], of any dtype that holds the ids, with the columns [left, left + c) of
+        the rows from `first` on."""
+        right = left + out.shape[1]
         length = self._manifest.instances_per_shard
         place = 0
         while place < len(out):
             shard, offset = divmod(first + place, length)
             count = min(len(out) - place, length - offset)
-            out[place : place + count] = self._shard(shard)[offset : offset + count]
+            out[place : place + count] = self._shard(shard)[offset : offset + count, left:right]
             place += count
 
     def pick_into(

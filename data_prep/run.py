@@ -187,8 +187,10 @@ def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest
 def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
     order = read_any_order(dataset)
     for source in order.sources:
-        require_arrays(dataset / source.tokens_dir)
-        require_compared(dataset / source.tokens_dir)
+        tokens_dir = dataset / source.tokens_dir
+        read_plan(tokens_dir, source.plan)  # first: nothing else is read of other folders
+        require_arrays(tokens_dir)
+        require_compared(tokens_dir)
     shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
 
@@ -257,7 +259,7 @@ def _whole(dataset: Path) -> Manifest:
     for number in range(order.num_shards):
         read_shard_record(dataset, order, manifest.order_xxh3, number)
     for unit in range(len(order.units)):
-        read_unit(dataset / order.tokens_dir, unit, order.plan, has_array=False)
+        read_unit(dataset / layout.TOKENS_DIR, unit, order.plan, has_array=False)
     # All ranks decide alone whether the data set is finished, and must decide the same.
     chosen = sample([shard.size for shard in manifest.shards], seed=manifest.identity)
     if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:

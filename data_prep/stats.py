@@ -21,8 +21,8 @@ from optimus.errors import DamageError, DataError
 MAX_BIGRAM_CELLS = 64_000_000
 """Largest vocabulary^2 for which bigrams are counted: 256 MB of uint32."""
 
-MAX_IDS = 1 << 26
-"""Above the ids of any tokenizer: 512 MB of counts. A manifest may claim 2^32."""
+MAX_IDS = 1 << 22
+"""Above the ids of any tokenizer: 34 MB of counts. A manifest may claim 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -68,19 +68,25 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
     return result
 
 
-def _blocks(dataset: Path, manifest: Manifest) -> Iterator[np.ndarray]:
-    reader = ShardReader(dataset, manifest)
-    step = max(1, _BLOCK_TOKENS // manifest.context)
+def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the ids of all instances, int64 [n, c] of at most _BLOCK_TOKENS, and the number of
+    first columns that the block before had, too: 1 inside an instance longer than a block, so that
+    no pair is lost, else 0."""
+    reader, context = ShardReader(dataset, manifest), manifest.context
+    step = max(1, _BLOCK_TOKENS // context)
     with Progress(f"read {dataset}", manifest.num_instances, " instances") as progress:
         for first in range(0, manifest.num_instances, step):
-            rows = reader.rows(first, min(first + step, manifest.num_instances))
-            if int(rows.max()) >= manifest.vocab_size:
-                raise DamageError(
-                    f"{dataset}: holds id {int(rows.max())}, outside its vocabulary of "
-                    f"{manifest.vocab_size}; optimus-data verify {dataset} names the damaged shard"
-                )
-            yield rows.astype(np.int64)
-            progress.advance(len(rows))
+            stop = min(first + step, manifest.num_instances)
+            for left in range(0, max(1, context - 1), _BLOCK_TOKENS - 1):
+                rows = reader.rows(first, stop, left, min(left + _BLOCK_TOKENS, context))
+                if int(rows.max()) >= manifest.vocab_size:
+                    raise DamageError(
+                        f"{dataset}: holds id {int(rows.max())}, outside its vocabulary of "
+                        f"{manifest.vocab_size}; optimus-data verify {dataset} names the damaged "
+                        "shard"
+                    )
+                yield rows.astype(np.int64), int(left > 0)
+            progress.advance(stop - first)
 
 
 def _count(
@@ -92,10 +98,10 @@ def _count(
     counts = np.zeros(0, np.int64)
     fits = with_pairs and size * size <= MAX_BIGRAM_CELLS
     pairs = np.zeros(size * size, np.uint32) if fits else None
-    for rows in _blocks(dataset, manifest):
+    for rows, seen in _blocks(dataset, manifest):
         if (largest := int(rows.max())) >= MAX_IDS:
             raise DamageError(f"{dataset}: holds id {largest}; stats counts ids below {MAX_IDS}")
-        found = np.bincount(rows.ravel(), minlength=len(counts))
+        found = np.bincount(rows[:, seen:].ravel(), minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
         if pairs is not None:
@@ -119,7 +125,7 @@ def _losses(
     unigram_log = np.log((np.append(counts, 0) + 1) / (counts.sum() + size))
     before = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
     unigram = bigram = 0.0
-    for rows in _blocks(held_out, manifest):
+    for rows, _ in _blocks(held_out, manifest):
         first, second = rows[:, :-1].ravel(), rows[:, 1:].ravel()
         unigram -= float(unigram_log[np.minimum(second, len(counts))].sum())
         if pairs is not None and before is not None:

@@ -59,10 +59,13 @@ class TokenPlan:
         return value
 
 
-def read_plan(tokens_dir: Path) -> TokenPlan:
-    """The plan under `tokens_dir`. Raises DataError."""
+def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
+    """The plan under `tokens_dir`, with the hash `xxh3` if a file names `tokens_dir`.
+
+    Raises DataError.
+    """
     path = tokens_dir / layout.PLAN
-    plan = layout.read_record(path, TokenPlan, _FORM_PLAN, newest=layout.PLAN_VERSION)
+    plan = layout.read_record(path, TokenPlan, _FORM_PLAN, newest=layout.PLAN_VERSION, xxh3=xxh3)
     tokenizer, edges = plan.tokenizer, [edge for unit in plan.units for edge in unit]
     layout.require(
         path,

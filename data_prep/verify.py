@@ -94,15 +94,10 @@ class Repairs:
     def of_shards(self, *paths: Path) -> str:
         """Of shards, the manifest and quarantine.jsonl: what `shard` makes of token arrays."""
         assert self._order is not None
-        command = shlex.join(["optimus-data", "shard", str(self._out)])
-        for source in self._order.sources:
-            tokens_dir = self._dataset / source.tokens_dir
-            if _is_fused(tokens_dir) and source.tokens_dir == layout.TOKENS_DIR:
-                return _repair(paths, self._again("run --fused"))
-            if _is_fused(tokens_dir):
-                out = _output_of(tokens_dir.parent)
-                command = f"optimus-data tokenize with the options that made {out}, and {command}"
-        return _repair(paths, command)
+        has_tokens = any(map(_is_inside, self._order.sources))
+        if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):
+            return _repair(paths, self._again("run --fused"))
+        return _repair(paths, shlex.join(["optimus-data", "shard", str(self._out)]))
 
     def of_order(self) -> str:
         """Of order.json."""
@@ -115,15 +110,22 @@ class Repairs:
         """Of the copy of the tokenizer."""
         if isinstance(self._order, BlendOrder):
             return _repair([path], self._again("blend"))
-        foreign = self._order is not None and self._order.tokens_dir != layout.TOKENS_DIR
+        foreign = self._order is not None and not _is_inside(self._order)
         return _repair([path], self._again("shuffle" if foreign else _makers(self._dataset)))
 
-    def of_tokens(self, tokens_dir: Path, *paths: Path) -> str:
-        """Of token arrays and what lies beside them."""
-        out = _output_of(tokens_dir.parent)
-        folders = (out / layout.TOKENS_DIR, out / layout.EVAL_DIR / layout.TOKENS_DIR)
+    def of_tokens(self, source: Order, *paths: Path) -> str:
+        """Of token arrays and the other files of their folder.
+
+        The folder may be any folder of the user if it is outside the data set, so that nothing in
+        it is to be removed.
+        """
+        if not _is_inside(source):
+            out = str((self._dataset / source.tokens_dir).parent)
+            command = shlex.join(["optimus-data", "verify", out])
+            return f"repair: {command}, or the same command that made the token arrays there"
+        folders = [self._out / name / layout.TOKENS_DIR for name in ("", layout.EVAL_DIR)]
         marks = [folder / MARK for folder in folders if (folder / MARK).exists()]
-        return _repair([*paths, *marks], _again(_makers(tokens_dir.parent), out))
+        return _repair([*paths, *marks], self._again(_makers(self._dataset)))
 
     def _again(self, makers: str) -> str:
         return _again(makers, self._out)
@@ -135,6 +137,11 @@ def _output_of(dataset: Path) -> Path:
     above = dataset.parent
     whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
     return above if dataset.name == layout.EVAL_DIR and whole else dataset
+
+
+def _is_inside(source: Order) -> bool:
+    """Return whether the token arrays are inside the data set: no other name is written there."""
+    return source.tokens_dir == layout.TOKENS_DIR
 
 
 def _makers(dataset: Path) -> str:
@@ -216,25 +223,25 @@ def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str
     tokens_dir = dataset / order.tokens_dir
     path = tokens_dir / layout.PLAN
     try:
-        plan = read_plan(tokens_dir)
+        plan = read_plan(tokens_dir, order.plan)
     except DataError as error:
-        yield f"{error}; {repairs.of_tokens(tokens_dir, path)}"
+        yield f"{error}; {repairs.of_tokens(order, path)}"
         return
-    if files.xxh3_file(path) != order.plan or len(plan.units) != len(order.units):
-        line = f"{path}: is not the plan that {dataset / layout.ORDER} names"
-        yield f"{line}; {repairs.of_tokens(tokens_dir, path)}"
+    if len(plan.units) != len(order.units):
+        line = f"{dataset / layout.ORDER}: has another number of units than {path}"
+        yield f"{line}; {repairs.of_order()}"
         return
     if plan.id_field and order.part == PARTS[0]:
         try:
             read_whole(tokens_dir, order.plan)
         except DataError as error:
             found = (tokens_dir / DUPLICATES, tokens_dir / DUPLICATES_TABLE)
-            yield f"{error}; {repairs.of_tokens(tokens_dir, *found)}"
+            yield f"{error}; {repairs.of_tokens(order, *found)}"
     for number in range(len(order.units)):
         for line in _check_unit(tokens_dir, number, order, plan):
             unit = [path(tokens_dir, number) for path in (array_path, docs_path, ids_path)]
             unit += [packed_path(tokens_dir, number), sidecar_path(tokens_dir, number)]
-            yield f"{line}; {repairs.of_tokens(tokens_dir, *(p for p in unit if p.exists()))}"
+            yield f"{line}; {repairs.of_tokens(order, *(p for p in unit if p.exists()))}"
 
 
 def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) -> Iterator[str]:

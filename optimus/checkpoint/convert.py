@@ -11,7 +11,15 @@ from typing import Any
 from data_prep.manifest import read_manifest as read_data_manifest
 from data_prep.tokenizer import sha256_of
 from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import DATA_EOS, is_checkpoint, read_manifest, seal
+from optimus.checkpoint.manifest import (
+    DATA_EOS,
+    GENERATION_CONFIG,
+    TEMPLATES,
+    is_checkpoint,
+    read_manifest,
+    seal,
+    sidecars,
+)
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
 from optimus.config import Config, ModelConfig, dump_toml, load_saved_config
 from optimus.data.sentencepiece_json import has_pieces
@@ -32,16 +40,10 @@ from optimus.platform import dtype_of
 
 logger = logging.getLogger(__name__)
 
-_GENERATION_CONFIG = "generation_config.json"
-_KEPT = (
-    *("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("chat_template.json", "additional_chat_templates", _GENERATION_CONFIG),
-)
-"""Files and folders of a Hugging Face directory that go through a checkpoint as they are."""
 _TEXTS = (".txt", ".jinja")
-"""Endings of those whose content does not show that it is what the name says."""
-_KEPT_BYTES = 1 << 28
+"""Endings of sidecar files whose content does not show that it is what the name says."""
+_SIDECAR_BYTES, _SIDECARS_BYTES = 256 << 20, 1 << 30
+"""Largest sidecar file, and largest size of all that a conversion copies."""
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -60,7 +62,7 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
         def write(directory: Path) -> None:
             write_all(directory, plan_files(tensors), weights.stretches())
             (directory / CONFIG).write_text(dump_toml(Config(model=config)), encoding="utf-8")
-            _copy_kept(source, directory)
+            _copy_sidecars(source, directory)
 
         seal(out, write, kind="model", origin=f"from-hf {source.name}")
 
@@ -94,29 +96,31 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
             dtypes = dict.fromkeys(dtypes, dtype_of(dtype))
 
         def add_files(directory: Path) -> None:
-            _copy_kept(path, directory)
+            _copy_sidecars(path, directory)
             for line in complete_hf(directory, config):
                 logger.warning(line)
 
         write_hf(out, config, weights.stretches(), dtypes, add_files=add_files)
 
 
-def _copy_kept(source: Path, target: Path) -> None:
-    """Copy the files of `_KEPT` that are there. Raises CheckpointError for one that is not what its
-    name says or links out of `source`: a link in a downloaded directory may lead to any file of
-    this user, and what is copied here is published."""
-    for name in _KEPT:
-        found = [source / name]
-        if (source / name).is_dir():
-            _resolve_inside(source / name, source)
-            found = sorted(path for path in (source / name).rglob("*") if not path.is_dir())
-        for path in found:
-            if not os.path.lexists(path):
-                continue
-            content = _read_kept(path, source)
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(content)
+def _copy_sidecars(source: Path, target: Path) -> None:
+    """Copy the sidecar files unchanged. Raises CheckpointError for a file that is not what its name
+    says or links out of `source`: a link in a downloaded directory may lead to any file of this
+    user, and what is copied here is published."""
+    _resolve_inside(source / TEMPLATES, source)
+    copied_bytes = 0
+    for name in sidecars(source):
+        content = _read_sidecar(source / name, source)
+        copied_bytes += len(content)
+        if copied_bytes > _SIDECARS_BYTES:
+            raise CheckpointError(
+                f"{source}: tokenizer files and chat templates have together more than "
+                f"{_SIDECARS_BYTES:,} bytes; remove those that the model does not need"
+            )
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+        del content  # free it before the next file is read
 
 
 def _check_links(source: Path) -> None:
@@ -146,11 +150,11 @@ def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
     )
 
 
-def _read_kept(path: Path, source: Path) -> bytes:
+def _read_sidecar(path: Path, source: Path) -> bytes:
     """Return the content of a file to copy. Raises CheckpointError."""
     real, below = _resolve_inside(path, source)
     try:
-        content = read_regular(real, _KEPT_BYTES, below)
+        content = read_regular(real, _SIDECAR_BYTES, below)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     if path.suffix in _TEXTS:
@@ -231,7 +235,7 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
         lines.append(
             "eos_token_id is not known, so generation ends at its limit alone; set "
             "model.eos_token_ids in the run's configuration, or eos_token_id in config.json and "
-            f"{_GENERATION_CONFIG}"
+            f"{GENERATION_CONFIG}"
         )
     if (directory / TOKENIZER_CONFIG).is_file():
         lines += _keep_within_vocabulary(directory / TOKENIZER_CONFIG, config)
@@ -247,7 +251,7 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
             )
         except DataError as error:
             lines.append(f"no {TOKENIZER_CONFIG}: {error}")
-    path = directory / _GENERATION_CONFIG
+    path = directory / GENERATION_CONFIG
     if path.is_file():
         return lines + _keep_within_vocabulary(path, config)
     pad = eos[0] if pad is None and eos else pad
@@ -262,7 +266,7 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
     other file stays as it is. Returns a line for each."""
     fields, file = _read_object(path), tokenizer_path(path.parent)
     tokenizer = TextTokenizer(file) if file.is_file() else None
-    suffix = "_token_id" if path.name == _GENERATION_CONFIG else "_token"
+    suffix = "_token_id" if path.name == GENERATION_CONFIG else "_token"
 
     def is_outside(token: Any) -> bool:
         if isinstance(token, list):
@@ -291,7 +295,7 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file, empty where there is none. Raises DataError."""
     try:
-        found = json.loads(read_regular(path, _KEPT_BYTES)) if path.is_file() else {}
+        found = json.loads(read_regular(path, _SIDECAR_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not readable as JSON: {one_line(error)}") from None
     return found if isinstance(found, dict) else {}

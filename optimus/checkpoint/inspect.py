@@ -62,7 +62,7 @@ def look_at(path: Path) -> dict[str, Any]:
         "bytes": 0,
     }
     try:
-        about["bytes"] = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        about["bytes"] = _directory_bytes(path)
         if files.is_temporary(path):
             why = "a save that has not ended or never will"
             return about | {"state": "unsealed", "problem": why}
@@ -110,6 +110,20 @@ def _layout(manifest: Manifest) -> str | None:
     words = [f"{axis}{sizes.get(axis, 1) or '?'}" for axis in AXES] + [settings["optim.sharding"]]
     words += [settings.get("parallel.schedule", "?")] if sizes["pp"] > 1 else []
     return " ".join([*words, settings.get("train.dtype", "?")])
+
+
+def _directory_bytes(path: Path) -> int:
+    """Return the size of all files below a directory. A loop, since a directory from somebody else
+    may contain thousands of nested ones."""
+    total, directories = 0, [str(path)]
+    while directories:
+        with os.scandir(directories.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(entry.path)
+                elif entry.is_file():
+                    total += entry.stat().st_size
+    return total
 
 
 def _count_params(manifest: Manifest) -> int:

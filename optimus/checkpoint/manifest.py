@@ -35,9 +35,20 @@ MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 """Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
 _CONFIGS = ("config.toml", "config.json")
-_TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
-_READ_BY_NAME = {tensor_file.INDEX, *_CONFIGS, *_TOKENIZER_FILES, "generation_config.json"}
-"""Files that readers open by their names. Weights are found by their suffix instead."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+"""A checkpoint that lists one of these files was saved with a tokenizer."""
+TEMPLATES = "additional_chat_templates"
+"""A folder of chat templates, of at most _MAX_TEMPLATES entries in _MAX_LEVELS levels."""
+_MAX_TEMPLATES, _MAX_LEVELS = 1_000, 8
+_TOKENIZER_FILES = (
+    *(*_TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", TEMPLATES),
+)
+GENERATION_CONFIG = "generation_config.json"
+SIDECARS = (*_TOKENIZER_FILES, GENERATION_CONFIG)
+"""Files and a folder of a Hugging Face directory that a checkpoint may have, too."""
+_READ_BY_NAME = (tensor_file.INDEX, *_CONFIGS)
+"""Other files that readers open by their names. Weights are found by their suffix instead."""
 FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
 """The key of `settings` that holds the token which ends each document of a run's data."""
@@ -141,17 +152,17 @@ class Manifest:
         self.check_shards()
 
     def _check_unlisted(self) -> None:
-        """Raise CheckpointError for weights, configurations and tokenizers that the manifest does
-        not list. A tokenizer may be added to a checkpoint that was saved without one."""
+        """Raise CheckpointError for weights, configurations and sidecar files that the manifest
+        does not list. A tokenizer may be added to a checkpoint that was saved without one."""
         listed = {entry.name for entry in self.files}
-        may_be_added = set() if listed & _TOKENIZER_FILES else _TOKENIZER_FILES
+        may_be_added = () if listed.intersection(_TOKENIZERS) else _TOKENIZER_FILES
         try:
-            found = sorted(os.listdir(self.path))
+            found = os.listdir(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from None
-        for name in found:
-            is_read = name.endswith(".safetensors") or name in _READ_BY_NAME - may_be_added
-            if is_read and name not in listed:
+        read = [name for name in found if name.endswith(".safetensors") or name in _READ_BY_NAME]
+        for name in sorted([*read, *sidecars(self.path)]):
+            if name not in listed and name.split("/")[0] not in may_be_added:
                 raise CheckpointError(
                     f"{self.path / name}: its manifest does not list it; remove it"
                 )
@@ -245,7 +256,7 @@ def _read_checked(path: Path, entry: FileEntry, wanted: bool = False) -> bytes:
     """Compare a file with its size and hash; its content, if that is `wanted`."""
     _check_size(path, entry)
     try:
-        content = files.read_regular(path) if wanted else b""
+        content = files.read_regular(path, entry.size) if wanted else b""
         if (files.xxh3_bytes(content) if wanted else files.xxh3_file(path)) != entry.xxh3:
             raise CheckpointError(f"{path}: its content does not match its checksum")
     except OSError as error:
@@ -265,6 +276,34 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 def is_checkpoint(path: str | os.PathLike) -> bool:
     """Whether a directory claims to be a checkpoint of ours."""
     return (Path(path) / MANIFEST).is_file()
+
+
+def sidecars(directory: Path) -> list[str]:
+    """Return the names of the files of SIDECARS that are in a directory, relative to it. Links to
+    folders are not followed below TEMPLATES.
+
+    Raises:
+        CheckpointError: The folder TEMPLATES is too large or too deep, or cannot be read.
+    """
+    names = [name for name in SIDECARS if os.path.lexists(directory / name)]
+    if not os.path.isdir(directory / TEMPLATES):
+        return names
+
+    def refuse(error: OSError) -> None:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
+
+    names.remove(TEMPLATES)
+    entries = 0
+    for root, folders, found in os.walk(directory / TEMPLATES, onerror=refuse):
+        folder = Path(root).relative_to(directory)
+        entries += len(folders) + len(found)
+        if entries > _MAX_TEMPLATES or len(folder.parts) > _MAX_LEVELS:
+            raise CheckpointError(
+                f"{directory / TEMPLATES}: more than {_MAX_TEMPLATES:,} entries or {_MAX_LEVELS} "
+                "levels of folders; remove everything except chat templates"
+            )
+        names += [(folder / name).as_posix() for name in found]
+    return names
 
 
 def read_manifest(path: str | os.PathLike) -> Manifest:

@@ -1,4 +1,4 @@
-"""Data sets of instances (token sequences), indexed by a number that continues over epochs."""
+"""Data sets of instances (token sequences). Instance numbers continue over epochs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from data_prep.reader import ShardReader
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Consecutive positions of an epoch that are permuted in one call. A call takes 80 us, and its
-result serves several microbatches. With many data ranks, a rank needs only a few positions of each
-block; a block then takes 1.5 times as long as permuting only those positions."""
+"""Number of consecutive positions of an epoch that one call permutes. The result is cached and
+serves several microbatches."""
 _CACHED_BLOCKS = 4
 
 
@@ -28,13 +27,13 @@ class InstanceSource(Protocol):
     """Endless stream of training instances: a data set or a mixture of data sets."""
 
     context: int
-    """Tokens per instance (C)."""
+    """Tokens per instance."""
     vocab_size: int
-    """Number of token ids. All ids are smaller."""
+    """Size of the vocabulary. All token ids are smaller."""
     eos_id: int
     """Id of the token that ends each document and occurs nowhere else."""
     identity: str
-    """Hexadecimal fingerprint. It is equal for two sources only if their instances are equal."""
+    """Hexadecimal fingerprint. Sources with equal fingerprints have equal instances."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer file, in hexadecimal."""
 
@@ -43,9 +42,10 @@ class InstanceSource(Protocol):
         """Path of the data's tokenizer: a tokenizer.json or a sentencepiece tokenizer.model."""
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop), int64 [stop - start, C], in `out` or a new array.
+        """Return the token ids of instances [start, stop), int64 [stop - start, context].
 
-        The result does not depend on earlier calls. Raises DataError.
+        The result is in `out`, or in a new array if `out` is None. Raises DataError if an instance
+        cannot be read.
         """
 
 
@@ -57,11 +57,10 @@ class FiniteSource(InstanceSource, Protocol):
 
 
 class TokenDataset:
-    """Reader of a complete data set. Shards are memory-mapped when they are first read.
+    """Reader of a complete data set. Threads may share a reader.
 
-    Epoch 0 has the stored order. Epoch e > 0 permutes this order by the bijection with the key
-    (seed, e), as docs/formats/dataset.md specifies. A read does not depend on earlier reads, so
-    threads may share a data set.
+    Epoch 0 has the stored order of instances. Later epochs have pseudorandom orders, which
+    docs/formats/dataset.md specifies.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -80,13 +79,13 @@ class TokenDataset:
         if manifest.num_instances == 0:
             raise DataError(
                 f"{path} has {counted(manifest.tokens, 'token')}, fewer than one instance of "
-                f"{manifest.context} tokens; prepare it from more text, or held-out data with a "
-                "larger --eval-fraction"
+                f"{manifest.context} tokens; prepare the data set from more text, or use a larger "
+                "--eval-fraction if it is held-out data"
             )
         self.num_instances = manifest.num_instances
-        """Instances per epoch (N)."""
+        """Instances per epoch."""
         self.split = manifest.part
-        """`train` or `held-out`."""
+        """Kind of the data: `train` or `held-out`."""
         self.context, self.vocab_size = manifest.context, manifest.vocab_size
         self.eos_id, self.identity = manifest.eos_id, manifest.identity
         self.tokenizer_sha256 = manifest.tokenizer_sha256
@@ -96,8 +95,10 @@ class TokenDataset:
         self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
     def held_out(self) -> HeldOut | None:
-        """Return the rule that selects held-out documents, or None if the data set is a blend whose
-        sources no longer exist. Raises DataError."""
+        """Return the rule by which `optimus-data` held out documents for evaluation.
+
+        Return None for a blend of data sets if the sources are missing or have changed.
+        """
         return held_out_of_dataset(self.path, self._manifest)
 
     @property
@@ -110,15 +111,14 @@ class TokenDataset:
         Args:
             start: Number of the first instance.
             stop: Number after the last instance.
-            out: Array int64 [stop - start, C] for the result; None: a new array.
+            out: Array int64 [stop - start, context] for the result; None: a new array.
 
         Returns:
-            Token ids, int64 [stop - start, C].
+            Token ids, int64 [stop - start, context].
 
         Raises:
             DataError: A shard is missing.
-            DamageError: The size of a shard differs from the manifest, or an id is outside the
-                vocabulary.
+            DamageError: A shard has a wrong size, or an id is outside the vocabulary.
         """
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)
@@ -132,13 +132,13 @@ class TokenDataset:
         return out
 
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
-        """Check that the ids of instances are in the vocabulary. This takes 0.1 ns per token.
+        """Check that the ids of instances are in the vocabulary.
 
-        An id outside the vocabulary would crash a model. If the vocabulary is divided over ranks,
-        the model would compute a wrong loss instead.
+        With a sharded vocabulary, the model would compute a wrong loss from an invalid id without
+        an error.
 
         Args:
-            tokens: The instances, int64 [n, C].
+            tokens: The instances, int64 [number of instances, context].
             start: Number of the first instance.
 
         Raises:
@@ -159,12 +159,12 @@ class TokenDataset:
     def scatter(self, out: np.ndarray, indices: np.ndarray, start: int) -> None:
         """Read consecutive instances into rows of a batch: out[indices[i]] = instance start + i.
 
-        `MixedDataset` reads its sources with this method. Ids are not checked.
+        Ids are not checked.
 
         Args:
-            out: The batch, int64 [n, C].
-            indices: Rows of `out`, int64 [m].
-            start: Number of the first instance.
+            out: The batch, int64 [number of rows, context].
+            indices: Row of `out` for each instance, int64 [number of instances to read].
+            start: Number of the first instance to read.
 
         Raises:
             DataError: A shard is missing, or its size differs from the manifest.
@@ -175,8 +175,8 @@ class TokenDataset:
             self._reader.pick_into(out, rows, indices[offset : offset + count])
 
     def _by_epoch(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Split instances [start, stop) at the ends of epochs. For each epoch, yield the offset
-        from `start`, the epoch, the first position in the epoch and the number of instances."""
+        """Split [start, stop) by epochs. Yield (offset from `start`, epoch, first position,
+        length)."""
         assert 0 <= start <= stop, (start, stop)
         number = start
         while number < stop:
@@ -186,7 +186,7 @@ class TokenDataset:
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Return the stored row of each position [first, stop) of an epoch > 0, int64 [n]."""
+        """Return the stored rows, int64, of the positions [first, stop) of an epoch > 0."""
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])
         return rows[first - blocks[0] * _BLOCK : stop - blocks[0] * _BLOCK]

@@ -1,9 +1,8 @@
 """Atomic and durable file writes, file hashes, and reads that accept only regular files.
 
-A file is committed in four steps: write under a unique temporary name in the same directory, fsync
-the file, rename it to the final name, fsync the directory. If the final name exists, the file is
-complete, even after a kill or a power cut at any point. Hashes are xxh3-64 in lower-case
-hexadecimal.
+A file is written under a temporary name, synced, renamed and made durable by a sync of its
+directory. A file with its final name is therefore complete, even after a power cut. Hashes are
+xxh3-64 in lower-case hexadecimal.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class Closing:
 def fsync_dir(path: str | os.PathLike) -> None:
     """fsync a directory, which makes creations, renames and removals of its files durable.
 
-    Some network and FUSE file systems do not support this and return EINVAL or ENOTSUP. This is not
-    an error; one warning per file system is printed.
+    A file system that does not support this gives one warning and no error.
 
     Raises:
         OSError: The directory cannot be opened, or fsync fails for another reason.
@@ -104,11 +102,7 @@ def temporary_name(path: str | os.PathLike) -> Path:
 
 
 def is_temporary(path: str | os.PathLike) -> bool:
-    """Return whether the name of `path` has the form that `temporary_name` returns.
-
-    Such a file is left over from an interrupted write, unless a process is still writing it.
-    Temporary files of other programs, such as `.NAME.tmp`, do not match.
-    """
+    """Return whether the name of `path` has the form that `temporary_name` returns."""
     return _TEMPORARY.fullmatch(Path(path).name) is not None
 
 
@@ -119,22 +113,22 @@ def is_temporary_of_this_host(path: str | os.PathLike) -> bool:
 
 
 def _host() -> str:
-    """Return the host name for temporary names: without dots, and cut to 24 characters because file
-    systems limit a file name to 255 bytes."""
+    """Return the host name for temporary names, without dots and with at most 24 characters."""
+    # File systems limit the length of a file name to 255 bytes.
     return os.uname().nodename.replace(".", "-").replace("/", "-")[:24] or "host"
 
 
 def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
-    """Rename a file or directory to its final name and fsync the parent directory. The content must
-    be synced already. Raises OSError."""
+    """Rename a synced file or directory to its final name and fsync the parent directory. Raises
+    OSError."""
     os.rename(temporary, final)
     fsync_dir(Path(final).parent)
 
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Yield a binary file that is committed as `path` when the `with` block ends. After an
-    exception in the block, `path` is unchanged. Raises OSError."""
+    """Yield a temporary binary file. It replaces `path` durably when the `with` block ends without
+    an exception. Raises OSError."""
     temporary = temporary_name(path)
     try:
         with open(temporary, "xb") as file:
@@ -162,8 +156,8 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """Return `value` as indented JSON, with a last key `self_xxh3` that is the hash of all bytes
-    before this key. `parse_checked_json` verifies the hash."""
+    """Return `value` as indented JSON with a last key `self_xxh3`, the hash of all bytes before
+    this key."""
     body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
     return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL
 
@@ -172,23 +166,22 @@ def parse_checked_json(data: bytes) -> dict[str, Any]:
     """Parse JSON that `checked_json` returned. Raises ValueError if a byte has changed."""
     body, tail = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
     if tail != _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL:
-        raise ValueError("damaged: its content does not match the hash on its last line")
+        raise ValueError("damaged: the content does not match the hash in self_xxh3")
     return json.loads(data)
 
 
 def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> io.FileIO:
     """Open a regular file for unbuffered reading.
 
-    FIFOs and devices are refused, because paths may come from the files of another user. Opening a
-    FIFO blocks until a writer opens it, and a read of a device may never end.
+    FIFOs and devices are refused, because a read of them may never end.
 
     Args:
         path: The file.
-        root: A directory that contains `path`. If given, a symbolic link below `root` is an error,
-            so that the file is always inside the directory. With None, links are followed.
+        root: A directory that contains `path`. If given, a symbolic link below `root` is an error.
 
     Raises:
-        OSError: The file cannot be opened or is not a regular file. The error's filename is `path`.
+        OSError: The file cannot be opened or is not a regular file. Its attribute `filename` is
+            `path`.
     """
     # Without O_NONBLOCK, open(2) of a FIFO blocks. Reads of regular files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -210,8 +203,7 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
 
 
 def _open_in(root: Path, path: Path, flags: int) -> int:
-    """Open `path` one path component at a time, starting from the directory `root`. O_NOFOLLOW
-    refuses symbolic links, even those that another process creates during the call."""
+    """Open `path` one component at a time, starting from `root`, and refuse symbolic links."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for name in path.relative_to(root).parts:
         try:
@@ -233,18 +225,32 @@ def read_regular(
 
     Args:
         path: The file.
-        limit_bytes: Largest allowed size of the file; None: no limit.
-        root: As for `open_regular`.
+        limit_bytes: Largest allowed size of the file; None: the size in its metadata.
+        root: A directory that contains `path`. If given, a symbolic link below `root` is an error.
 
     Raises:
         OSError: The file cannot be read, is not a regular file or is larger than the limit.
     """
-    with open_regular(path, root) as file:
-        size = os.fstat(file.fileno()).st_size
-        if limit_bytes is not None and size > limit_bytes:
-            problem = f"larger than {limit_bytes:,} bytes"
-            raise OSError(errno.EFBIG, problem, os.fspath(path))
-        return file.readall()
+    with io.BufferedReader(open_regular(path, root)) as file:
+        size, most = _size_and_most(file)
+        limit = most if limit_bytes is None else min(limit_bytes, most)
+        content = b"" if size > limit else file.read(limit + 1)
+    if content is None:  # a file of /proc that has no bytes yet
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), os.fspath(path))
+    if max(size, len(content)) > limit:
+        raise _too_large(path, limit)
+    return content
+
+
+def _size_and_most(file: io.IOBase) -> tuple[int, int]:
+    """Return the size of an open file, and the largest number of bytes to read from it."""
+    # Many files of /proc have a size of 0, and some are endless.
+    size = os.fstat(file.fileno()).st_size
+    return size, max(size, _READ_BYTES)
+
+
+def _too_large(path: str | os.PathLike, limit_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"larger than {limit_bytes:,} bytes", os.fspath(path))
 
 
 def xxh3_bytes(data: Any) -> str:
@@ -256,8 +262,13 @@ def xxh3_file(path: str | os.PathLike) -> str:
     """Return the xxh3-64 hash of a file's content, in hexadecimal. Raises OSError."""
     digest = xxhash.xxh3_64()
     with open_regular(path) as file:
+        _, most = _size_and_most(file)
+        left = most
         while block := file.read(_READ_BYTES):
             digest.update(block)
+            left -= len(block)
+            if left < 0:
+                raise _too_large(path, most)
     return digest.hexdigest()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 
 def _read_step(line: Mapping[str, Any]) -> _Step | None:
-    """Return the fields of a line, or None if a value is missing, has a wrong type or range."""
+    """Return the fields of a line, or None if a value is missing, invalid or out of range."""
     values = [line.get(name, "") for name in _Step._fields]
     step, loss, grad_norm, tokens, *times = values
     usable = _is_count(step) and _is_count(tokens) and _is_loss(loss) and _is_loss(grad_norm)
@@ -113,9 +114,24 @@ def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
     return [(low + 1, high - 1) for low, high in itertools.pairwise(numbers) if high > low + 1]
 
 
+@contextlib.contextmanager
+def _root_as_cwd() -> Iterator[None]:
+    """Change to the directory / and back. The import of matplotlib reads a matplotlibrc of the
+    working directory, before the file that MATPLOTLIBRC names. Another user may have written it.
+
+    A descriptor leads back, because a deleted directory has no name.
+    """
+    cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
+    try:
+        os.chdir("/")
+        yield
+    finally:
+        os.fchdir(cwd)
+        os.close(cwd)
+
+
 def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path) -> None:
-    # The import reads a matplotlibrc of the working directory, which another user may have written.
-    with contextlib.chdir("/"):
+    with _root_as_cwd():
         import matplotlib
         from matplotlib import pyplot
     matplotlib.rcdefaults()  # the user's matplotlibrc must not change the picture either

@@ -248,3 +248,20 @@ def test_looking_needs_no_torch(run_dir):
         code += f"assert main(['checkpoint', '{action}', {str(run_dir)!r}]) == 0\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_checkpoint_with_deeply_nested_folders_is_listed(run_dir, tmp_path, capsys):
+    """A recursive search of 1,200 nested folders ends in a RecursionError."""
+    source = next(run_dir.glob("checkpoints/step-*"))
+    checkpoint = tmp_path / source.name
+    shutil.copytree(source, checkpoint)
+    nested = Path(checkpoint, *["d"] * 1200)
+    subprocess.run(["mkdir", "-p", nested], check=True)  # Python's functions are recursive
+    (nested / "x").write_bytes(b"12345")
+    try:
+        statuses = [main(["checkpoint", "list", str(p), "--json"]) for p in (checkpoint, source)]
+    finally:
+        subprocess.run(["rm", "-rf", checkpoint / "d"], check=True)
+    deep, plain = map(json.loads, capsys.readouterr().out.splitlines())
+    sizes = [listed["checkpoints"][0]["bytes"] for listed in (deep, plain)]
+    assert statuses == [0, 0] and sizes[0] == sizes[1] + 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 
 from data_prep.manifest import read_manifest as read_data_manifest
 from optimus.checkpoint import convert, manager
-from optimus.checkpoint.convert import _KEPT, _copy_kept, eos_token_ids, from_hf, to_hf
-from optimus.checkpoint.manifest import MANIFEST, read_manifest
+from optimus.checkpoint.convert import _copy_sidecars, eos_token_ids, from_hf, to_hf
+from optimus.checkpoint.manifest import MANIFEST, SIDECARS, TEMPLATES, read_manifest
 from optimus.checkpoint.weights import model_config_of
 from optimus.cli import main
 from optimus.config import make_config
@@ -284,21 +285,21 @@ def test_what_the_name_does_not_say_is_not_copied(tmp_path, name, content):
     target.mkdir()
     (source / name).symlink_to(secret)
     with pytest.raises(CheckpointError, match="outside its directory") as error:
-        _copy_kept(source, target)
+        _copy_sidecars(source, target)
     assert "secret" not in str(error.value).replace(str(secret), "")
     (source / name).unlink()
     if not name.endswith((".txt", ".jinja")):
         (source / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=r"a JSON object|sentencepiece"):
-            _copy_kept(source, target)
+            _copy_sidecars(source, target)
         (source / name).unlink()
     os.mkfifo(source / name)
     with pytest.raises(CheckpointError, match="not a regular file"):
-        _copy_kept(source, target)
+        _copy_sidecars(source, target)
     assert not list(target.rglob("*.*"))
 
 
-@pytest.mark.parametrize("name", _KEPT)
+@pytest.mark.parametrize("name", SIDECARS)
 def test_a_link_out_of_the_directory_is_not_copied(tmp_path, name):
     """A JSON object of the user could be a key, a session or a password."""
     secrets, source, target = tmp_path / "secrets", tmp_path / "source", tmp_path / "target"
@@ -308,12 +309,12 @@ def test_a_link_out_of_the_directory_is_not_copied(tmp_path, name):
     for leads_to in (secrets / "a.json", secrets):
         (source / name).symlink_to(leads_to)
         with pytest.raises(CheckpointError, match="links to .*, outside its directory"):
-            _copy_kept(source, target)
+            _copy_sidecars(source, target)
         (source / name).unlink()
     (source / "additional_chat_templates").mkdir(exist_ok=True)
     (source / "additional_chat_templates" / "a.json").symlink_to(secrets / "a.json")
     with pytest.raises(CheckpointError, match="outside its directory"):
-        _copy_kept(source, target)
+        _copy_sidecars(source, target)
     assert not list(target.iterdir())
 
 
@@ -332,7 +333,7 @@ def test_a_folder_replaced_by_a_link_meanwhile_is_not_followed(tmp_path, monkeyp
 
     monkeypatch.setattr(convert, "read_regular", replace_first)
     with pytest.raises(CheckpointError, match=r"a\.json: "):
-        _copy_kept(source, target)
+        _copy_sidecars(source, target)
     assert not list(target.iterdir())
 
 
@@ -357,6 +358,32 @@ def test_a_link_out_of_a_hugging_face_directory_is_refused(run_dir, tmp_path, na
         from_hf(out, tmp_path / "checkpoint")
 
 
+def test_templates_in_too_many_folders_are_not_copied(tmp_path):
+    (tmp_path / "target").mkdir()
+    folder = tmp_path.joinpath("source", TEMPLATES, *"d" * 20)
+    folder.mkdir(parents=True)
+    (folder / "a.jinja").write_text("{{ messages }}")
+    with pytest.raises(CheckpointError, match="more than .* 8 levels of folders"):
+        _copy_sidecars(tmp_path / "source", tmp_path / "target")
+
+
+def test_large_templates_are_copied_one_at_a_time_up_to_a_limit(tmp_path, monkeypatch):
+    folder, size_bytes = tmp_path / "source" / TEMPLATES, 8 << 20
+    for path in (folder, tmp_path / "target"):
+        path.mkdir(parents=True)
+    for number in range(4):
+        (folder / f"{number}.jinja").touch()
+        os.truncate(folder / f"{number}.jinja", size_bytes)
+    tracemalloc.start()
+    _copy_sidecars(tmp_path / "source", tmp_path / "target")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1.5 * size_bytes
+    monkeypatch.setattr(convert, "_SIDECARS_BYTES", 4 * size_bytes - 1)
+    with pytest.raises(CheckpointError, match=r"source: .* more than 33,554,431 bytes"):
+        _copy_sidecars(tmp_path / "source", tmp_path / "target")
+
+
 def test_links_of_the_hubs_cache_are_copied_as_files(run_dir, tmp_path):
     """Its snapshots link into ../../blobs."""
     source, target = tmp_path / "snapshots" / "1", tmp_path / "target"
@@ -367,7 +394,7 @@ def test_links_of_the_hubs_cache_are_copied_as_files(run_dir, tmp_path):
     (source / "tokenizer.json").symlink_to("../../blobs/4")
     (tmp_path / "blobs" / "5").write_text("{{ messages }}")
     (source / "chat_template.jinja").symlink_to("../../blobs/5")
-    _copy_kept(source, target)
+    _copy_sidecars(source, target)
     assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
     assert not any(path.is_symlink() for path in target.iterdir())

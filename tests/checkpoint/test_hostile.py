@@ -15,9 +15,17 @@ import numpy
 import pytest
 import xxhash
 
+from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint.index import INDEX, Written, decode, encode
 from optimus.checkpoint.inspect import show, verify
-from optimus.checkpoint.manifest import MANIFEST, read_manifest, seal
+from optimus.checkpoint.manifest import (
+    GENERATION_CONFIG,
+    MANIFEST,
+    SIDECARS,
+    TEMPLATES,
+    read_manifest,
+    seal,
+)
 from optimus.checkpoint.pieces import Piece, whole_box
 from optimus.checkpoint.shards import Identity, ShardWriter
 from optimus.checkpoint.stream import ShardWeights
@@ -337,8 +345,8 @@ def test_a_model_whose_weights_cannot_be_read_is_refused(
 @pytest.mark.parametrize(
     "name",
     [
-        *("model-2.safetensors", MODEL, WEIGHTS_INDEX, "config.json", "tokenizer.json"),
-        *("tokenizer.model", "tokenizer_config.json", "generation_config.json"),
+        *("model-2.safetensors", MODEL, WEIGHTS_INDEX, "config.json", *SIDECARS),
+        *(f"{TEMPLATES}/a.jinja", f"{TEMPLATES}/folder/a.jinja"),
     ],
 )
 def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys, name):
@@ -347,6 +355,7 @@ def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys,
     entries = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
     entries.append({"name": listed, "size": 2, "xxh3": xxhash.xxh3_64_hexdigest(b"{}")})
     rewrite_manifest(checkpoint, files=entries)
+    (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
     (checkpoint / name).write_text("{}")
     assert f"{name}: its manifest does not list it" in look(checkpoint, capsys)
     with pytest.raises(CheckpointError, match="does not list it"):
@@ -355,9 +364,24 @@ def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys,
 
 def test_a_tokenizer_added_to_a_checkpoint_without_one_is_accepted(checkpoint):
     """Checkpoints of runs whose data set has no tokenizer file; `generate` says where to put it."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    (checkpoint / TEMPLATES).mkdir()
+    for name in {*SIDECARS, f"{TEMPLATES}/a.jinja"} - {TEMPLATES, GENERATION_CONFIG}:
         (checkpoint / name).write_text("{}")
     read_manifest(checkpoint).check()
+
+
+@pytest.mark.parametrize("limit", ["_MAX_TEMPLATES", "_MAX_LEVELS"])
+def test_folder_of_templates_with_too_many_entries_or_levels_is_refused(
+    checkpoint, monkeypatch, limit
+):
+    """The folder has three levels and three entries, two of which are folders."""
+    (checkpoint / TEMPLATES / "a" / "b").mkdir(parents=True)
+    (checkpoint / TEMPLATES / "x.jinja").write_text("{}")
+    monkeypatch.setattr(manifests, limit, 3)
+    read_manifest(checkpoint).check()
+    monkeypatch.setattr(manifests, limit, 2)
+    with pytest.raises(CheckpointError, match=f"{TEMPLATES}: more than .* levels of folders"):
+        read_manifest(checkpoint).check()
 
 
 GOLDEN = Path(__file__).parents[1] / "golden/v1/runs/moe-fp32/checkpoints"

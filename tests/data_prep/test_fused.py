@@ -69,6 +69,20 @@ def test_tokenize_brings_back_what_fused_removed(made, tmp_path, capsys):
     assert list(verify(out)) == []
 
 
+def test_a_run_reads_no_folder_that_an_order_names(made, tmp_path, capsys):
+    out = tmp_path / "data"
+    arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
+    assert main(arguments) == 0
+    order = json.loads((out / "order.json").read_text())
+    del order["self_xxh3"]
+    (out / "order.json").write_bytes(files.checked_json(order | {"tokens_dir": "../outside"}))
+    (tmp_path / "outside").mkdir()
+    secret = files.checked_json({"format": "a-secret", "version": 1})
+    (tmp_path / "outside" / "unit-00000.json").write_bytes(secret)
+    main(arguments)
+    assert "a-secret" not in "".join(capsys.readouterr())
+
+
 def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")

@@ -215,8 +215,9 @@ def test_other_json_that_we_do_not_write_is_damage(restored, name, changes, prob
         with pytest.raises(DataError, match="order.json: "):
             read_order(restored)
     elif name == "tokens/plan.json":
-        with pytest.raises(DataError, match="plan.json: "):
+        with pytest.raises(DataError, match=problem):
             read_plan(restored / "tokens")
+        problem = "its hash is not the one in order.json"
     elif name == "tokens/unit-00000.json":
         plan = files.xxh3_file(restored / "tokens" / "plan.json")
         with pytest.raises(DataError, match="unit-00000.json: "):
@@ -235,8 +236,59 @@ def test_an_order_of_another_length_is_refused_by_inspect(restored):
 def test_inspect_refuses_token_arrays_of_another_plan(restored):
     """An order may lead to the token arrays of another data set, whose files it must not print."""
     write(restored / "order.json", {"plan": "0" * 16})
-    with pytest.raises(DamageError, match=r"plan.json: is not the plan in order.json"):
+    with pytest.raises(DamageError, match=r"plan.json: its hash is not the one in order.json"):
         inspect(restored, 0)
+
+
+SECRET = files.checked_json({"format": "a-secret", "version": "a-key"})
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "shard"])
+def test_files_of_a_folder_that_an_order_names_are_not_printed(
+    restored, capsys, monkeypatch, command
+):
+    """Nor is their removal advised: the folder may be any folder of the user."""
+    outside = restored.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    for name in ("plan.json", "removed.json", "unit-00000.json", "unit-00000.docs.npy"):
+        (outside / name).write_bytes(SECRET)
+    write(restored / "order.json", {"tokens_dir": "../outside"})
+    write(restored / "manifest.json", {"order_xxh3": files.xxh3_file(restored / "order.json")})
+    opened, read = [], files.read_regular
+    monkeypatch.setattr(
+        files,
+        "read_regular",
+        lambda path, *rest: opened.append(Path(path)) or read(path, *rest),
+    )
+    assert main([command, str(restored), *["0"] * (command == "inspect")]) == 1
+    printed = "".join(capsys.readouterr())
+    assert "outside/plan.json: its hash is not the one in order.json" in printed
+    assert "a-secret" not in printed and "a-key" not in printed and "rm -f" not in printed
+    assert {path.name for path in opened if path.parent.name == "outside"} == {"plan.json"}
+
+
+def test_a_command_in_the_name_of_a_folder_is_quoted(restored):
+    write(restored / "order.json", {"tokens_dir": "../$(reboot)/tokens"})
+    (line,) = [line for line in verify(restored) if "plan.json" in line]
+    assert f"repair: optimus-data verify '{restored}/../$(reboot)', or the same" in line
+
+
+def test_the_folder_that_a_blend_names_is_read_only_with_its_plan(made, tmp_path):
+    """`train` asks blends of a mix which documents they hold out."""
+    order = ["blend", "--source", f"{made.data}=1", "--context", "64", "--out"]
+    blend = tmp_path / "blend"
+    assert main([*order, str(blend)]) == 0
+    assert main(["shard", str(blend), "--workers", "1"]) == 0
+    assert TokenDataset(blend).held_out() == TokenDataset(made.data).held_out() is not None
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "plan.json").write_bytes(SECRET)
+    changes = {"tokens_dir": "../outside", "blend.0.tokens_dir": "../outside"}
+    write(blend / "manifest.json", changes)
+    assert TokenDataset(blend).held_out() == TokenDataset(made.data).held_out()
+    write(blend / "order.json", {"blended.0.order.tokens_dir": "../outside"})
+    assert TokenDataset(blend).held_out() is None
+    (blend / "order.json").unlink()
+    assert TokenDataset(blend).held_out() is None
 
 
 def test_special_files_are_refused(restored, capsys):

@@ -14,15 +14,23 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+import data_prep.inspect
 from data_prep.cli import main
 from data_prep.inspect import inspect
 from data_prep.manifest import read_manifest
 from data_prep.permutation import Permutation
 from data_prep.report import for_training
-from data_prep.stats import _count, stats
+from data_prep.stats import _blocks, _count, stats
 from optimus.errors import ConfigError, DamageError, DataError
 from optimus.io.files import checked_json, parse_checked_json
-from tests.data_prep.corpus import CONTEXT, documents, run_arguments, shards, train_arguments
+from tests.data_prep.corpus import (
+    CONTEXT,
+    documents,
+    run_arguments,
+    shards,
+    train_arguments,
+    write_sentencepiece,
+)
 from tests.helpers.damage import flip
 from tests.helpers.programs import python
 
@@ -247,6 +255,55 @@ def test_a_held_out_part_that_is_too_small_is_a_warning(
         held_out = found["held-out"]
         assert f"{held_out['documents']} document" in warning and remedy in warning
         assert f"{held_out['instances'] * CONTEXT:,} tokens" in warning
+
+
+def test_stats_reads_a_long_instance_in_blocks(made, monkeypatch):
+    """A sparse shard may hold an instance of 2^31 tokens."""
+    whole = stats(made.data, made.data / "eval")
+    blocks = []
+    for size in (7, CONTEXT - 1):
+        monkeypatch.setattr("data_prep.stats._BLOCK_TOKENS", size)
+        found = stats(made.data, made.data / "eval")
+        assert found["unigram_entropy"] == whole["unigram_entropy"]
+        assert found["held_out"] == pytest.approx(whole["held_out"], rel=1e-12)
+        blocks += [rows.size for rows, _ in _blocks(made.data, read_manifest(made.data))]
+        assert max(blocks) == size
+
+
+def test_inspect_refuses_an_instance_that_is_too_long_to_show(made, monkeypatch):
+    monkeypatch.setattr("data_prep.inspect.MAX_TOKENS", CONTEXT)
+    assert len(inspect(made.data, 0)["ids"]) == CONTEXT
+    monkeypatch.setattr("data_prep.inspect.MAX_TOKENS", CONTEXT - 1)
+    with pytest.raises(ConfigError, match=f"context = {CONTEXT}, and inspect shows at most"):
+        inspect(made.data, 0)
+
+
+def test_inspect_refuses_a_text_that_is_too_long_to_show(made, monkeypatch):
+    """A token of a megabyte, repeated, would take all memory."""
+    length = len(inspect(made.data, 0)["text"])
+    monkeypatch.setattr("data_prep.inspect.MAX_CHARACTERS", length // 2)
+    with pytest.raises(DataError, match=r"tokenizer.json: makes a text of .* characters"):
+        inspect(made.data, 0)
+
+
+def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
+    """A manifest may claim more ids than the model has; the library raises IndexError."""
+    pytest.importorskip("sentencepiece")
+    write_sentencepiece(tmp_path / "tokenizer.model", ["abc def ghi jkl mno"] * 20)
+    with pytest.raises(DamageError, match="tokenizer.model: has no piece of id 70000"):
+        data_prep.inspect._decode(tmp_path / "tokenizer.model", np.array([5, 70000]))
+
+
+def test_inspect_reads_a_table_of_documents_once(made, monkeypatch):
+    """An instance may be of as many documents as it has tokens."""
+    read, tables = data_prep.inspect.read_docs, []
+    monkeypatch.setattr(
+        "data_prep.inspect.read_docs", lambda *args: tables.append(args) or read(*args)
+    )
+    for number in range(40):
+        tables.clear()
+        inspect(made.data, number)
+        assert len(tables) == len({unit for _, unit, _ in tables})
 
 
 def test_counts_take_memory_by_the_largest_id(made, monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 
 import pytest
@@ -28,8 +29,6 @@ def test_hash_of_a_file_equals_hash_of_its_bytes(tmp_path):
 
 
 def test_write_syncs_content_then_renames_then_syncs_the_directory(tmp_path, monkeypatch):
-    """With this order, a power cut at any time leaves either the complete old file or the complete
-    new one."""
     order: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -81,7 +80,46 @@ def test_sync_to_disk_without_posix_fadvise_succeeds(tmp_path, monkeypatch):
 
 
 def test_a_name_that_no_file_can_have_is_an_os_error():
-    """A string of JSON can contain a lone surrogate, which cannot be encoded in a file name."""
+    """A lone surrogate, which JSON allows, cannot be encoded in a file name."""
     with pytest.raises(OSError) as refused:
         files.open_regular("\ud800.safetensors")
     assert refused.value.errno == errno.EILSEQ
+
+
+@pytest.mark.parametrize("limit_bytes", [10, None])
+def test_read_regular_of_a_file_with_more_bytes_than_its_metadata_says(
+    tmp_path, monkeypatch, limit_bytes
+):
+    """Files of /proc have a size of 0 and any content. Some are endless."""
+    monkeypatch.setattr(files, "_READ_BYTES", 10)
+    path = tmp_path / "f"
+    path.touch()
+    reported, real_fstat = os.stat(path), os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: reported)
+    path.write_bytes(b"x" * 10)
+    assert files.read_regular(path, limit_bytes) == b"x" * 10
+    path.write_bytes(b"x" * 11)
+    for read in (lambda: files.read_regular(path, limit_bytes), lambda: files.xxh3_file(path)):
+        with pytest.raises(OSError, match="larger than 10 bytes") as refused:
+            read()
+        assert refused.value.filename == str(path)
+    monkeypatch.setattr(os, "fstat", real_fstat)
+    assert files.read_regular(path) == b"x" * 11
+
+
+def test_read_regular_of_a_file_without_bytes_yet_is_an_os_error(tmp_path, monkeypatch):
+    """An unblocked read of /proc/kmsg returns None if the kernel has no messages."""
+
+    class Waiting(io.FileIO):
+        def readinto(self, _):
+            return None
+
+        def readall(self):
+            return None
+
+    path = tmp_path / "f"
+    path.touch()
+    monkeypatch.setattr(files, "open_regular", lambda path, _: Waiting(path))
+    with pytest.raises(BlockingIOError) as refused:
+        files.read_regular(path, 10)
+    assert refused.value.filename == str(path)

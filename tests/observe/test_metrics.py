@@ -1,5 +1,4 @@
-"""Tests of metrics in files of JSON lines: lines are appended, cut after a step, restored from the
-copy of the file, and plotted in a report."""
+"""Tests of metrics in files of JSON lines, and of the report of a run."""
 
 from __future__ import annotations
 
@@ -113,14 +112,22 @@ def test_report_draws_a_picture(tmp_path):
     assert "8 steps" in summary
 
 
+def test_report_from_a_deleted_working_directory(tmp_path, monkeypatch):
+    write_steps(tmp_path / "metrics.jsonl", [1])
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    picture, _ = write_report(tmp_path)
+    assert picture.is_file() and os.stat(".").st_nlink == 0
+
+
 def test_report_of_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"metrics.jsonl: no metrics"):
         write_report(tmp_path)
 
 
 def kept_with_copy(tmp_path, steps=range(1, 9)):
-    """Write a line for each step to a file and to its copy, and sync both as a checkpoint does.
-    Return the path of the file, the path of the copy, and their content, which is equal."""
+    """Write lines to a file and to its copy. Return both paths and their equal content."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     for step in steps:
@@ -150,7 +157,7 @@ def remove_lines(path):
 
 
 def write_nuls(path):
-    """Replace some bytes by zeros, as a power failure may do to a block of the disk."""
+    """Replace some bytes by zeros, as a power failure may do."""
     data = path.read_bytes()
     path.write_bytes(data[:40] + bytes(60) + data[100:])
 
@@ -178,8 +185,7 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """The test deletes the copy, as in a run of an earlier version, which wrote no copy. The lost
-    lines cannot be restored, so a warning names their steps."""
+    """The copy is deleted, as in a run of an earlier version. A warning names lost steps."""
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)
@@ -301,8 +307,7 @@ def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
 
 
 def test_a_line_without_an_end_is_refused(tmp_path):
-    """A sparse file of 40 GiB has no newline after its first line. Its second line would not fit
-    into memory, so the length of a line is limited."""
+    """The second line of a sparse file would not fit into memory."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1])
     os.truncate(path, 40 << 30)
@@ -327,8 +332,7 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
 
 
 def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
-    """A damaged or hostile manifest can contain a huge step number. The search for missing steps
-    stops at a limit."""
+    """A damaged manifest can contain a huge step."""
     monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))
@@ -336,8 +340,7 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """If a run directory belongs to another user, the path of the log may be a symbolic link to a
-    file of the user who starts the run. Nothing may be written to the target of the link."""
+    """The path of the log is a symbolic link. Nothing may be written to its target."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     log.symlink_to(victim)
