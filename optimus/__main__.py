@@ -1,8 +1,6 @@
 """Entry point of the `optimus` command and of `python -m optimus`.
 
-While modules are imported, SIGINT has its default action: Ctrl-C ends the process without a
-message. Python's own handler would print a traceback of the interrupted import. After the imports,
-`optimus.cli.process` installs Python's handler again.
+During the imports, SIGINT has its default action, so that Ctrl-C prints no traceback.
 """
 
 import signal

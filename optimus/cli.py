@@ -25,7 +25,7 @@ from optimus.errors import (
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that SIGPIPE ended
 _STALL_S = 5.0
-"""Maximum seconds that a write to standard error waits for a reader that does not read."""
+"""Maximum seconds that a write to standard error waits for its reader."""
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
 """Commands that import torch. On a terminal they first print that they are starting."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """Run the command in `sys.argv` and end this process with the command's exit status. Skip
-    the interpreter's shutdown (by os._exit) if it could hang or abort; see `leaves_at_once` in
-    optimus.distributed.world."""
+    """Run the command in `sys.argv` and end this process with the command's exit status."""
     _open_standard_streams()
     from optimus.launch.environment import read_rank
     from optimus.observe.log import set_up_logging
@@ -84,7 +82,7 @@ def process() -> NoReturn:
         with _without_output_errors():
             traceback.print_exc()
         code = 1
-    if _leaves_at_once():
+    if _leaves_at_once():  # the interpreter's shutdown could hang or abort
         os._exit(code if _flush() else code or 1)
     try:
         sys.stdout.flush()
@@ -104,12 +102,10 @@ def _reader_has_gone() -> bool:
 
 
 class _Stderr:
-    """Standard error that neither raises nor blocks, so that lost output cannot end a command.
+    """Standard error that drops text instead of raising an error or blocking.
 
-    Text that cannot be written is dropped, for instance if the reader has exited, the terminal is
-    closed or the disk is full. If the reader no longer reads, the first write waits for at most
-    _STALL_S seconds. Then lines are dropped and counted until the reader reads again. A rank that
-    waited longer would be reported as lost by the other ranks.
+    If the output is not read, the first write waits for at most _STALL_S seconds. Other ranks would
+    report a rank that waits longer as lost.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -157,10 +153,8 @@ class _Stderr:
 
 
 def _open_standard_streams() -> None:
-    """Open each closed standard stream on os.devnull, and wrap standard error in `_Stderr`.
-
-    A file of the run that got a closed stream's descriptor would receive the stream's output.
-    """
+    """Open each closed standard stream on os.devnull, and wrap standard error in `_Stderr`."""
+    # A file of the run that got a closed stream's descriptor would receive the stream's output.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -174,13 +168,10 @@ def _open_standard_streams() -> None:
 
 
 def _avoid_spinning() -> None:
-    """Make OpenMP threads sleep while they wait for each other, unless the user has set one of
-    the variables in _WAITING. Call this before torch is imported: OpenMP reads its settings when
-    its library is loaded.
+    """Make waiting OpenMP threads sleep, unless the user has set a variable in _WAITING.
 
-    By default, waiting threads spin: for up to 17 ms in GNU OpenMP (torch from PyPI), for up to
-    200 ms in Intel OpenMP. With more threads than free cores, a spinning thread occupies a core
-    that the other threads need to finish. docs/benchmarks/step.md has figures.
+    Call this before torch is imported. By default, waiting threads spin and occupy cores that other
+    threads need.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -192,14 +183,12 @@ def _leaves_at_once() -> bool:
 
 
 def _without_output_errors() -> contextlib.suppress:
-    """Return a context manager that ignores the errors of writing to a closed stream. They
-    must not change the exit status of the process."""
+    """Return a context manager that ignores the errors of writing to a closed stream."""
     return contextlib.suppress(OSError, ValueError)
 
 
 def _flush() -> bool:
-    """Flush standard output and standard error. Return False if a flush failed, so that output was
-    lost."""
+    """Flush standard output and standard error. Return False if a flush failed."""
     done = True
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
@@ -210,8 +199,7 @@ def _flush() -> bool:
 
 
 def _kernel_errors() -> tuple[type[Exception], ...]:
-    """Return (KernelError,), or () if optimus_kernels is not imported. An op raises KernelError if
-    the kernel backend that the user has selected is not available."""
+    """Return (KernelError,), or () if optimus_kernels is not imported."""
     module = sys.modules.get("optimus_kernels.cache")
     return () if module is None else (module.KernelError,)
 
@@ -224,8 +212,7 @@ def _error_of(error: Exception) -> OptimusError | None:
 
 
 def _end(error: OptimusError) -> int:
-    """End the command with `error` and return the exit status. The error is printed unless
-    another rank prints it."""
+    """Print `error`, unless another rank prints it, and return the exit status."""
     from optimus.distributed.agreement import end_alone
 
     ended = end_alone(error)
@@ -239,19 +226,18 @@ def _end(error: OptimusError) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process prints the messages about its start. Only rank 0 prints them;
-    with `--nproc`, the parent process prints them instead."""
+    """Return whether this process prints the messages about its start."""
     from optimus.launch.environment import RENDEZVOUS, read_rank
 
+    # With `--nproc`, the parent process prints them. It sets RENDEZVOUS for the ranks.
     return RENDEZVOUS not in os.environ and read_rank() == 0
 
 
 def _is_rank_of_a_launcher() -> bool:
-    """Return whether srun or mpiexec started this process. Return False for a process that
-    torchrun, `--nproc` or a user started."""
+    """Return whether srun or mpiexec started this process."""
     from optimus.launch.environment import is_launched
 
-    return "RANK" not in os.environ and is_launched()
+    return "RANK" not in os.environ and is_launched()  # torchrun and `--nproc` set RANK
 
 
 def _parser() -> argparse.ArgumentParser:

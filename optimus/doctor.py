@@ -63,8 +63,11 @@ def format_examination(examination: dict[str, Any]) -> str:
 
 
 def kernels_status() -> dict[str, Any]:
-    """Return the report of `optimus kernels status --json`. Raises ConfigError if the value of
-    OPTIMUS_KERNELS is unknown."""
+    """Return the report of `optimus kernels status --json`.
+
+    Raises:
+        ConfigError: The value of OPTIMUS_KERNELS is unknown.
+    """
     try:
         backend.chosen()
     except KernelError as error:
@@ -73,11 +76,13 @@ def kernels_status() -> dict[str, Any]:
 
 
 def build_kernels(names: Sequence[str]) -> None:
-    """Compile the kernels of the backends in `names` before a run needs them. If `names` is empty,
-    compile every backend that this machine can compile.
+    """Compile kernels before a run needs them.
 
-    Raises ConfigError if a name is unknown or a backend cannot be built, or if `names` is empty and
-    this machine can compile no backend.
+    Args:
+        names: Backends to compile. If it is empty, all that this machine can compile.
+
+    Raises:
+        ConfigError: A name is unknown, a backend cannot be built, or there is none to build.
     """
     for name in names:
         if name not in build.BACKENDS:
@@ -107,8 +112,7 @@ def _can_build(name: str) -> bool:
 
 
 def format_status(kernels: dict[str, Any]) -> str:
-    """Format the result of `kernels_status` as text. The text has the state of each backend. For
-    each build in the cache that is not used, it has the reason."""
+    """Format the result of `kernels_status` as text."""
     lines = [f"choice: {kernels['choice']}", f"cache: {kernels['cache']}"]
     for status in kernels["backends"]:
         text = status["why_not"]
@@ -208,8 +212,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _peaks() -> dict[str, str]:
-    """Return a dict from the path of each cache file to a description of its measured peak FLOP/s,
-    the denominator of MFU. If a user removes a file, the next run measures that peak again."""
+    """Return a description of each cached peak FLOP/s, by the path of its file."""
     return {str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()}
 
 

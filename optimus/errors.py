@@ -1,9 +1,7 @@
 """Errors that are shown to users, and the Outcome that ends a run or a command.
 
-A mistake of the user raises one of these errors. Its message is one line with the key, the value
-and the remedy. The command line prints the message and exits with the status of the error's kind.
-A bug of Optimus raises an assertion instead. Each rank raises its own error; before the ranks of a
-run end, they agree on one Outcome (optimus.distributed.agreement).
+A mistake of the user raises one of these errors. Its message is one line with the remedy. A bug of
+Optimus raises an assertion instead. Before a run ends, its ranks agree on one Outcome.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from enum import Enum
 from typing import Literal
 
 _LINE_CHARS = 2000
-"""Maximum number of characters in a message. `one_line` leaves out the middle of a longer message
-and keeps the end, which contains the remedy."""
+"""Maximum number of characters that `one_line` returns."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 Phase = Literal["launch", "meeting", "setup", "training", "benchmark"]
@@ -26,7 +23,7 @@ build the model and the optimizer. training: run updates. benchmark: run `optimu
 
 
 class OutcomeKind(Enum):
-    """Ways in which a run or a command can end. JSON output contains the values."""
+    """Ways in which a run or a command can end. The values appear in JSON output."""
 
     DONE = "done"
     FAILED = "failed"
@@ -109,7 +106,7 @@ class LaunchError(ConfigError):
 
     Attributes:
         of_rank: True if the error concerns this rank alone. If False, all ranks of the machine
-            raise the same error, and only the first rank on the machine prints it.
+            raise the error, and only the first of them prints it.
     """
 
     def __init__(self, message: str, of_rank: bool = False) -> None:
@@ -124,7 +121,7 @@ class DataError(OptimusError):
 
 
 class DamageError(DataError):
-    """A file that Optimus wrote and whose content has changed."""
+    """A file whose content has changed since Optimus wrote it."""
 
     kind = OutcomeKind.FAILED
 
@@ -142,8 +139,7 @@ class Stopped(OptimusError):
 
 
 class NonFiniteError(OptimusError):
-    """A NaN or an infinity in a loss, a gradient or an optimizer state. All ranks of a run raise
-    this error together, and no checkpoint contains the NaN or infinity."""
+    """A NaN or an infinity in a loss, a gradient or an optimizer state. All ranks raise it."""
 
     kind = OutcomeKind.NONFINITE
 
@@ -155,8 +151,10 @@ class LostPeerError(OptimusError):
 
 
 def as_optimus_error(error: Exception) -> OptimusError | None:
-    """Return the error to show to the user, or None for a bug, which needs a traceback. An
-    OptimusError is returned as it is. An error of a file or a disk becomes an OptimusError."""
+    """Return the error to show to the user, or None if `error` is a bug of Optimus.
+
+    An error of a file or a disk becomes an OptimusError.
+    """
     if isinstance(error, OptimusError):
         return error
     if not isinstance(error, OSError):
@@ -168,8 +166,7 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
 
 
 def one_line(text: object) -> str:
-    """Return `text` as one printable line, for a message that contains another library's error or
-    a name or value from a file. The middle of a very long text is left out."""
+    """Return `text` as one printable line. The middle of a very long text is left out."""
     line = printable(" ".join(str(text).split()))
     if len(line) <= _LINE_CHARS:
         return line
@@ -177,8 +174,7 @@ def one_line(text: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters, line ends and lone surrogates escaped. A terminal
-    would execute control characters, and lone surrogates cannot be encoded."""
+    """Return `text` with control characters, line ends and lone surrogates escaped."""
     return text if text.isprintable() else "".join(map(_printable, text))
 
 

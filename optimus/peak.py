@@ -1,8 +1,6 @@
-"""Peak FLOP/s of a device, the denominator of MFU: from a data sheet, or measured and cached.
+"""Peak FLOP/s of a device, the denominator of MFU.
 
-Measured peaks are cached in the user's cache directory, in one file for each combination of
-device, dtype, library, torch version and number of threads. A run also records its peak in the
-run directory and uses the same peak after a resume.
+A peak comes from a data sheet, or it is measured and cached. A run keeps its peak after a resume.
 """
 
 from __future__ import annotations
@@ -35,16 +33,14 @@ _BF16_PEAKS = {
 }
 _FORMAT = "optimus-peak"
 _KINDS = {"str": str, "int": int, "float": (int, float)}
-"""Types that the value of a `Setup` or `Peak` field may have in a cache file, by the field's
-annotation."""
+"""Types that a value in a cache file may have, by the annotation of its field."""
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
-"""Maximum `Peak.spread` with which a measurement is cached. A measurement with a larger spread is
-used only by the run that made it."""
+"""Maximum `Peak.spread` of a measurement that is cached."""
 _MIN_CPU_SHARE = 0.9
-"""Minimum of processor time / (wall-clock time * threads) during a timed matrix product. If the
-value is lower, other programs interrupted the threads, and the product does not count."""
+"""Minimum of processor time / (wall-clock time * threads) during a timed matrix product. With a
+lower value, the product does not count, because other programs interrupted it."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,7 @@ class Peak:
     setup: Setup
     flops: float
     spread: float
-    """Relative difference in rate between the fastest matrix product and a slower one. The slower
-    one is the third fastest or, of 30 or more products, the one at the 10th percentile of the
-    times."""
+    """Relative difference in rate between the fastest matrix product and another fast one."""
     method: str
     measured_at: str
     """Time of the measurement in UTC; empty for a peak from a data sheet."""
@@ -101,8 +95,7 @@ def find_peak(
 ) -> Peak:
     """Return the peak FLOP/s of a device for matrix products.
 
-    The peak comes from a data sheet, else from the cache, else from a new measurement. A
-    measurement takes about a second and is cached if its spread is small.
+    The peak comes from a data sheet, from the cache or from a measurement of about a second.
 
     Args:
         device: Device of this rank. On a CPU, the peak covers this rank's intra-op threads.
@@ -111,7 +104,7 @@ def find_peak(
         log: Function that writes one line to the log.
 
     Returns:
-        The peak in FLOP/s of one rank.
+        The peak of one rank.
     """
     setup = setup_of(device, dtype, library)
     if device.type != "cpu" and dtype is torch.bfloat16:
@@ -141,12 +134,8 @@ def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
     """Measure the peak: the rate of the fastest of many short matrix products on this rank.
 
-    On a CPU, time in which other programs interrupt a product must not count. With one thread, a
-    product is timed by the thread's processor time. With several threads, it is timed by the wall
-    clock, and it counts only if the threads ran during 90 % of that time. If fewer than three
-    products count, the peak is the rate of one thread * the number of threads, and the spread is 1.
-    Wall-clock time alone is wrong on a busy machine: at a load of 18 on two cores, products of
-    1024^3 took 20 times as long by the wall clock as by processor time.
+    On a CPU, products that other programs interrupt do not count. If too few products count, the
+    peak is the rate of one thread times the number of threads, and the spread is 1.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
@@ -168,6 +157,7 @@ def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
             method += f" of one thread, times {threads}"
             return Peak(setup, threads * 2 * size**3 / one_thread_s, 1.0, method, _now())
     times_s = sorted(times_s)
+    # The third fastest product or, of 30 or more products, the one at the 10th percentile.
     confirming_s = times_s[min(len(times_s) - 1, max(2, len(times_s) // 10))]
     return Peak(setup, 2 * size**3 / times_s[0], 1 - times_s[0] / confirming_s, method, _now())
 
@@ -200,8 +190,7 @@ def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]
 
 
 def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Time several matrix products on `threads` threads. Return the wall-clock seconds of each
-    product that no other program interrupted (see _MIN_CPU_SHARE). The list may be empty."""
+    """Return the wall-clock seconds of matrix products that no other program interrupted."""
     run, times_s = _product(size, dtype, torch.device("cpu")), []
     end = time.perf_counter() + 0.75 * _BUDGET_S
     while time.perf_counter() < end:
@@ -229,9 +218,10 @@ def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[f
 
 
 def cache_dir() -> Path | None:
-    """Return the directory of cached peaks: the value of the environment variable
-    OPTIMUS_PEAK_CACHE or, if it is not set, `optimus/peaks` in the user's cache directory. Return
-    None if that is unknown because the user has no home directory."""
+    """Return the directory of cached peaks, or None if the user has no home directory.
+
+    The environment variable OPTIMUS_PEAK_CACHE can name another directory.
+    """
     if setting := os.environ.get("OPTIMUS_PEAK_CACHE"):
         return Path(setting)
     try:
@@ -264,11 +254,10 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
 
     Args:
         path: Path of the file.
-        private: Refuse the file if another user owns it or its folder, or can write to either.
+        private: Refuse a file that another user owns or can change.
 
     Returns:
-        The peak; None if the file does not exist; or, if the file cannot be used, the reason as
-        text.
+        The peak. If the file does not exist, None. If the file cannot be used, the reason.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -294,8 +283,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
 
 
 def _parse(data: bytes) -> Peak:
-    """Parse the content of a file that `write_peak` wrote. For other content, raise one of the
-    exceptions that `read_peak` catches."""
+    """Parse the content of a file that `write_peak` wrote."""
     tree = files.parse_checked_json(data)
     is_peak = tree.pop("format") == _FORMAT
     del tree["self_xxh3"]
@@ -329,16 +317,14 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
 
 
 def write_peak(path: Path, peak: Peak) -> None:
-    """Write a peak to a file that `read_peak` can read, atomically. Raises OSError."""
+    """Write a peak atomically to the file `path`. Raises OSError."""
     files.write_bytes(path, files.checked_json({"format": _FORMAT, **dataclasses.asdict(peak)}))
 
 
 class RunPeak:
     """Peak FLOP/s from which one run computes its MFU. A resumed run keeps its peak.
 
-    Only the first rank has a RunPeak, the peak of that rank's device or threads. The rank measures
-    it while the other ranks wait or set up, so that the peak does not depend on the number of ranks
-    on the machine. If ranks slow each other down during training, MFU is therefore lower.
+    Only the first rank has a RunPeak: the peak of its device or threads.
     """
 
     def __init__(
@@ -350,8 +336,9 @@ class RunPeak:
         library: str,
         log: Callable[[str], None],
     ) -> None:
-        """Read the peak that this run recorded earlier, if the run is resumed with the same Setup.
-        Otherwise find the peak and record it in the run directory.
+        """Read the peak that the run recorded, or find a new peak and record it.
+
+        A recorded peak is used only if the run is resumed with an equal Setup.
 
         Args:
             run_dir: Run directory.
@@ -371,8 +358,11 @@ class RunPeak:
         self._record()
 
     def mfu(self, flops: float) -> float | None:
-        """Return the MFU of a step: `flops`, in FLOP/s, divided by the peak. If `flops` is above
-        the peak, the peak was too low: `flops` becomes the peak, and the result is None."""
+        """Return the MFU of a step, or None if `flops` is above the peak.
+
+        Args:
+            flops: Model FLOP/s of the step. A value above the peak becomes the new peak.
+        """
         if flops <= self.peak.flops:
             return flops / self.peak.flops
         if not self._was_too_low:

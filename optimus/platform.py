@@ -87,19 +87,16 @@ def collective_backend(device: torch.device) -> str:
 
 
 def device_of_backend(backend: str) -> torch.device:
-    """Return the device for the tensors of a backend's collectives: the current accelerator for
-    nccl, xccl and ccl, else the CPU."""
+    """Return the device of the tensors in a backend's collectives."""
     kinds = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu"}
     return torch.device(kinds.get(backend, "cpu"))
 
 
 def import_ipex() -> str:
-    """Import Intel's extension for PyTorch (IPEX), unless OPTIMUS_IPEX is 0. docs/intel.md lists
-    the effects of the import.
+    """Import Intel's extension for PyTorch (IPEX), unless OPTIMUS_IPEX is 0.
 
     Returns:
-        The version of IPEX; "absent" if it is not installed; or, if it is not imported for another
-        reason, a phrase with the reason.
+        The version of IPEX, or a phrase with the reason why it is not imported.
     """
     if os.environ.get("OPTIMUS_IPEX") == "0":
         return "left out by OPTIMUS_IPEX=0"
@@ -112,8 +109,8 @@ def import_ipex() -> str:
 
 
 def check_compile(compile_blocks: bool) -> None:
-    """Raise ConfigError if `train.compile` is used together with IPEX. In compiled code, IPEX's
-    layer_norm for CPUs has no gradient, so training would continue with wrong gradients."""
+    """Raise ConfigError if `train.compile` is used together with IPEX."""
+    # In compiled code, IPEX's layer_norm for CPUs has no gradient.
     wanted = os.environ.get("OPTIMUS_IPEX") != "0" and importlib.util.find_spec(_IPEX) is not None
     if compile_blocks and (wanted or _IPEX in sys.modules):
         raise ConfigError(
@@ -125,10 +122,8 @@ def check_compile(compile_blocks: bool) -> None:
 def use_private_compile_cache() -> None:
     """Make torch.compile store its libraries in a folder that only this user can write.
 
-    The folder has mode 0700 and is in the temporary directory, unless the user has set
-    TORCHINDUCTOR_CACHE_DIR. torch's default folder has a predictable name, so another user could
-    create it and put libraries into it, which torch would load. torch stores precompiled headers
-    in the default folder even if another folder is set, so this function disables these headers.
+    Another user could put libraries into torch's default folder. A folder that the user has set in
+    TORCHINDUCTOR_CACHE_DIR is kept.
 
     Raises:
         ConfigError: Other users can replace folders in the temporary directory.
@@ -136,6 +131,7 @@ def use_private_compile_cache() -> None:
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_private_folder())
     inductor = importlib.import_module("torch._inductor.config")  # reads TORCHINDUCTOR_CACHE_DIR
+    # torch stores precompiled headers in its default folder even if another folder is set.
     if hasattr(inductor, "cpp_cache_precompile_headers"):
         setattr(inductor, "cpp_cache_precompile_headers", False)  # noqa: B010, unknown to torch 2.8
 
@@ -164,9 +160,9 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
     """Set the number of intra-op threads of torch in this process.
 
     Args:
-        threads: `train.threads`. With 0, the number is 1 in deterministic mode, else
-            OMP_NUM_THREADS if it is set, else the available cores / `local_world_size`.
-        deterministic: `train.deterministic`.
+        threads: `train.threads`. If it is 0, OMP_NUM_THREADS is used. If that is not set, the
+            number is the available cores / `local_world_size`.
+        deterministic: `train.deterministic`. If it is set, `threads` = 0 means 1.
         local_world_size: Number of ranks on this node.
 
     Returns:
@@ -189,8 +185,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far in bytes. For an accelerator this is the memory of tensors, for
-    a CPU the resident set size of this process."""
+    """Return the peak bytes of tensors on an accelerator, or of this process on a CPU."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -3,11 +3,9 @@
 
     python scripts/language.py [PATH ...]
 
-The script checks the docstrings, comments, message strings and names in Python files, the text of
-Markdown files, and the comments in TOML, shell, C++, CUDA and SYCL files. CONTRIBUTING.md, "Words",
-has the rules. Each finding is printed as file, line, word and suggestion. Without arguments, all
-paths except those in EXEMPT are checked. Lines that occur in scripts/language_allowed.txt are
-allowed; that file has the reasons. The exit status is 1 if there are findings.
+The script checks names, docstrings, comments, message strings and Markdown text. CONTRIBUTING.md,
+"Words", has the rules. Without arguments, all paths except those in EXEMPT are checked. Lines in
+scripts/language_allowed.txt are allowed. The exit status is 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ NAMES = {
 """Names that do not describe their values and are disallowed, with advice for a better name."""
 
 _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When|Why)\b")
-"""Disallowed first words of a docstring, because a docstring begins with a verb or a noun
-phrase."""
+"""Disallowed first words of a docstring."""
 
 EXEMPT = (
     # Rewritten by a later issue.
@@ -222,7 +219,7 @@ def _line_of(text: str, position: int) -> int:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Replace a matched block of code by its newlines, so that line numbers do not change."""
+    """Replace a block of code by its newlines, so that line numbers do not change."""
     return "\n" * match[0].count("\n")
 
 

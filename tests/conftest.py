@@ -47,15 +47,14 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks(rank_pool: RankPool) -> Callable:
-    """Return `RankPool.run`. `ranks(n, function, *arguments, timeout_s=60)` calls the function on n
-    forked ranks and returns a list with the result of each rank."""
+    """Return `RankPool.run`. `ranks(n, function, *arguments)` calls the function on n forked ranks
+    and returns the list of their results."""
     return rank_pool.run
 
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a container without a home directory: HOME is unset, and the user id has no
-    account."""
+    """Simulate a container in which the user has no home directory and no account."""
     for name in ("HOME", "XDG_CACHE_HOME", "OPTIMUS_KERNELS_CACHE"):
         monkeypatch.delenv(name, raising=False)
 

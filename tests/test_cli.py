@@ -91,8 +91,7 @@ def test_nproc_below_1_is_refused(command, tiny_data, tmp_path, capsys):
 
 
 def run_process(main: str, *arguments: str, **options) -> subprocess.Popen:
-    """Start the command `optimus` with `arguments` in a process. The Python expression `main` is
-    evaluated instead of a call of `cli.main`."""
+    """Start the command `optimus`. The Python expression `main` replaces the call of `cli.main`."""
     code = f"import sys, time, optimus.cli as cli; cli.main = lambda: {main}; cli.process()"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **options)
@@ -171,9 +170,8 @@ def test_terminal_shows_a_line_at_once(tmp_path):
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
-    """The reader of a pipe stops reading but keeps the pipe open, so the pipe fills up. Lines that
-    do not fit are dropped. When the reader reads again, a line reports the number of dropped
-    lines."""
+    """The reader of a pipe stops until the pipe is full. Lines that do not fit are dropped, and a
+    later line reports their number."""
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:
@@ -224,15 +222,14 @@ def test_signal_handler_prints_while_a_line_waits_for_its_reader(monkeypatch):
 
 @pytest.mark.parametrize(("variables", "spin_count"), [({}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_threads_that_wait_sleep_unless_the_user_chose(monkeypatch, variables, spin_count):
-    """Threads that wait must sleep, which is a spin count of 0, unless the user sets
-    GOMP_SPINCOUNT. The test reads the spin count from the settings that GNU's OpenMP prints when
-    OMP_DISPLAY_ENV is set."""
+    """Threads that wait must sleep (spin count 0) unless the user sets GOMP_SPINCOUNT."""
     torch_directory = Path(importlib.util.find_spec("torch").origin).parent
     library = next(torch_directory.glob("lib/libgomp*"), None)
     if library is None:
         pytest.skip("this torch does not bring GNU's OpenMP")
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
+    # OMP_DISPLAY_ENV makes GNU's OpenMP print its settings.
     environ = os.environ | {"OMP_DISPLAY_ENV": "verbose"} | variables
     process = run_process(f"__import__('ctypes').CDLL('{library}') and 0", env=environ)
     _, errors = process.communicate(timeout=60)

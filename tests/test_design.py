@@ -14,8 +14,7 @@ _NAMED = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 
 
 def defined_in(path: Path) -> set[str]:
-    """Return the names of a module's functions, classes and constants, and the names of its methods
-    in the form `Class.method`."""
+    """Return the names of a module's functions, classes, constants and methods (`Class.method`)."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         for target in getattr(node, "targets", [getattr(node, "target", None)]):

@@ -1,5 +1,5 @@
-"""Test that the commands, options, settings, files and links in the documentation exist, and that
-README's map of the folders is complete."""
+"""Tests of the documentation: commands, options, settings, files and links exist, and README's map
+of the folders is complete."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SEPARATORS = {"&&", "||", "|", ";", "&", ">"}
 
 
 def shell_commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command in the `sh` code blocks of a page, without comments and
-    variable assignments."""
+    """Yield the words of each command in the `sh` blocks of a page. Comments and variable
+    assignments are omitted."""
     for language, block in _FENCE.findall(text):
         if language != "sh":
             continue

@@ -37,8 +37,7 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """Yield each f-string expression that is followed by a plural noun, together with the noun. A
-    message with such an expression should use `counted`."""
+    """Yield each f-string expression before a plural noun, with the noun."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):
@@ -64,8 +63,7 @@ def test_counted(arguments, text):
 
 @pytest.mark.parametrize("package", ["optimus", "data_prep"])
 def test_messages_count_with_the_helper(package):
-    """Every message uses the helper `counted` for numbers with a noun, so that no message contains
-    text such as `1 ranks`."""
+    """Messages must use `counted` for a number with a noun, to avoid text such as `1 ranks`."""
     assert [*by_hand('f"on {n} ranks"')] == ["{n} ranks"]
     assert not [*by_hand('f"ranks {n} or higher"')]
     by_expression = {

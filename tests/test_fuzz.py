@@ -1,5 +1,4 @@
-"""Tests of the fuzz drill: random runs for one minute, and the reduction of a failing case to a
-simpler case."""
+"""Tests of the fuzz drill: random runs, and the reduction of a failing case to a simpler case."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def test_case_of_the_command_line_is_run():
 
 
 def test_failing_case_is_reduced_to_the_simplest():
-    """The drill simplifies a failing case one choice at a time. The reduced case must still fail,
-    and no further choice can be simplified: every simpler case passes."""
+    """The drill simplifies a failing case step by step. The reduced case must fail, and every
+    simpler case must pass."""
 
     def judge(case):
         failed = case["second.pp"] > 1 and case["second.async_save"]

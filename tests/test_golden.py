@@ -1,9 +1,8 @@
 """Test that this version reads the files of earlier versions in tests/golden and continues their
 runs.
 
-Each directory was written by one version. `expected.json` in the directory records the values that
-the old version read from the files, and the metrics and states of the runs that it continued. Tests
-work on copies.
+Each directory was written by one version. Its `expected.json` has the results of that version.
+Tests work on copies.
 """
 
 from __future__ import annotations
@@ -52,13 +51,11 @@ OTHER_LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "dense-bf16-tp": (2, [*ALONE, "parallel.dp=2", "optim.sharding=so"], False),
     "dense-fp32-pp-tied": (1, ALONE, True),
 }
-"""For each run, another layout in which the run is continued: number of ranks, settings, and a
-flag. The flag is True if results must be bitwise equal, as in deterministic mode when only dp and
-pp change."""
+"""Another layout for each run: the number of ranks, the settings, and a flag. The flag is True if
+results must be bitwise equal."""
 
 OTHER_ARITHMETIC: tuple[str, ...] = ()
-"""Versions before a deliberate change of the order of additions. Metrics of later updates may
-differ from theirs, and are compared within tolerances."""
+"""Versions that add numbers in another order. Their metrics may differ within tolerances."""
 
 # Tolerances for processors and layouts whose matrix products add in another order. The tolerance of
 # fp32 is the bound of deterministic mode for tp and ep.
@@ -75,16 +72,14 @@ def copies(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """Return the function `corpus(version, *changed)`. It makes a copy of the version's files the
-    working directory, because the files refer to each other by relative paths, and returns the
-    content of expected.json. Tests may write only to the paths `changed`. All other paths are links
-    to files that tests share."""
+    """Return the function `corpus(version, *changed)`. It enters a copy of the version's files and
+    returns the content of expected.json. Tests may write only to the paths `changed`."""
 
     def enter(version: str, *changed: str) -> dict:
         for name in changed:
             shutil.copytree(copies / version / name, tmp_path / name)
         link_missing(copies / version, tmp_path)
-        monkeypatch.chdir(tmp_path)
+        monkeypatch.chdir(tmp_path)  # files refer to each other by relative paths
         return EXPECTED[version]
 
     return enter
@@ -101,7 +96,7 @@ def link_missing(source: Path, folder: Path) -> None:
 
 
 def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
-    """Continue a run. Return the hash of each state directly after loading; {} except on rank 0."""
+    """Continue a run. Return the hash of each loaded state on rank 0, and {} on other ranks."""
     hashes: dict[str, str] = {}
     go = loop.Run.go
 
@@ -118,8 +113,7 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 
 
 def same_bits(version: str) -> bool:
-    """Return True if updates must be bitwise equal to those of `version`: this machine and this
-    version of Optimus add numbers in the same order as those that wrote the files."""
+    """Return True if updates must be bitwise equal to those of `version` on this machine."""
     return golden.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 
@@ -135,8 +129,7 @@ def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> No
 
 
 def assert_same(lines: list[dict], expected: list[dict]) -> None:
-    """Assert that lines of metrics have bitwise equal values. Keys that only `lines` has are
-    ignored, because later versions may add keys."""
+    """Assert that the values of `expected` are bitwise equal in `lines`. Other keys are ignored."""
     known = [{key: line[key] for key in old} for line, old in zip(lines, expected, strict=True)]
     assert known == expected
 
@@ -152,10 +145,8 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize(("version", "name"), RUNS)
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
-    """The test continues a run of an old version. In any layout, the loaded states must be bitwise
-    equal to the saved states. The later updates must be bitwise equal to those of the old version
-    if the machine is of the same kind and the layout guarantees equal bits. On other machines and
-    layouts, the updates must be equal within the tolerances."""
+    """Continue a run of an old version. Loaded states must be bitwise equal to the saved states.
+    Later metrics must be bitwise equal if `bits` is True, and near the old metrics if not."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)
@@ -242,8 +233,7 @@ def test_run_is_plotted_and_continues_a_text(corpus, capsys, version):
 
 @pytest.mark.parametrize(("version", "name"), RUNS)
 def test_configurations_are_loaded(corpus, version, name):
-    """A run starts from a configuration file with `base` and with overrides from the command line,
-    and saves the resolved configuration. Both must load with the same values."""
+    """A run's configuration file and its saved resolved configuration must have the same values."""
     expected = corpus(version)["runs"][name]
     _, config, *overrides = expected["command"]
     written, resolved = load_config(config, overrides), load_config(f"runs/{name}/config.toml")
@@ -272,15 +262,14 @@ def test_data_sets_are_valid_and_readable(corpus, capsys, version, name):
 
 
 def arrays(hashes: dict[str, str]) -> dict[str, str]:
-    """Return only the hashes of .npy files: token arrays, documents, ids and shards. These files
-    must never change, while later versions may add keys to JSON files."""
+    """Return only the hashes of .npy files. JSON files may get new keys in later versions."""
     return {name: value for name, value in hashes.items() if name.endswith(".npy")}
 
 
 @pytest.mark.parametrize(("version", "name"), DATA)
 def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
-    """A command runs again for a data set that is complete, and must change no file. Then the data
-    set is deleted, and the command must write equal arrays."""
+    """A command that runs again must not change a complete data set. After the data set is deleted,
+    the command must write equal arrays."""
     # All of `data` is copied, because commands compare paths with links resolved.
     facts = corpus(version, "data")["data"][name]
     folder = Path("data", name)
@@ -300,8 +289,8 @@ def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
 def test_interrupted_directory_is_finished_without_repeated_work(
     corpus, version, name, monkeypatch
 ):
-    """The command continues in a directory that a killed command left. It must not encode documents
-    again if they are in a finished unit or in a checkpoint of the unfinished unit."""
+    """The command continues in the directory of a killed command. Documents that are already
+    encoded must not be encoded again."""
     folder = Path("interrupted", name)
     facts = corpus(version, str(folder))["interrupted"][name]
     (finished,) = folder.glob("tokens/unit-*.json")
@@ -328,5 +317,5 @@ def texts_of(folder: Path, unit: int) -> list[str]:
 
 
 def test_corpus_was_not_changed(copies):
-    """No test changed the shared files. This test must be the last test in the file."""
+    """No test may change the shared files. This test must be the last test in the file."""
     assert golden.hash_files(copies) == golden.hash_files(GOLDEN)

@@ -1,5 +1,5 @@
-"""Tests of imports: packages import only the packages that the table ALLOWED lists, imports have no
-cycle, and `import optimus` and the commands import no heavy library."""
+"""Tests of imports: packages import only what ALLOWED lists, imports have no cycle, and `import
+optimus` loads no heavy library."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ ALLOWED = {
     "optimus": ALL,
 }
 ENTRY_POINTS = ("cli", "__main__", "optimus")
-"""Modules that import a package only inside the function that needs it, so that `optimus --help` is
-fast."""
+"""Modules that import packages only inside functions, so that `optimus --help` is fast."""
 # For each package, the libraries that it may not import. Model code, for example, does not use
 # process groups.
 BANNED = {
@@ -81,8 +80,7 @@ IMPORTS = read_imports(MODULES)
 
 
 def package_of(module: str) -> str:
-    """Return the key of ALLOWED for a module: `model` for `optimus.model.layers`, `io.files` for
-    `optimus.io.files`, and `optimus` for the package `optimus`."""
+    """Return a module's key in ALLOWED, such as `model` for `optimus.model.layers`."""
     names = module.split(".")
     if names[0] == "optimus_kernels":
         return "kernels"
@@ -256,9 +254,8 @@ def test_requirements_are_pinned():
 
 
 def test_pins_except_torch_have_hashes():
-    """constraints-hashes.txt must have a hash for each pinned package except torch and Intel's
-    packages. scripts/lock.sh writes this file, and scripts/setup.sh installs its packages on Linux
-    x86-64."""
+    """Each pinned package must have a hash in constraints-hashes.txt. torch and Intel's packages
+    are exceptions."""
     lines = (ROOT / "constraints-hashes.txt").read_text().splitlines()[1:]
     matches = [
         re.fullmatch(r"([\w.-]+==[\w.]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines
@@ -271,8 +268,7 @@ def test_pins_except_torch_have_hashes():
 
 
 def test_an_installation_adds_no_relative_entry_to_the_path(tmp_path):
-    """An editable install with namespace packages appends a relative entry to `sys.path`. A module
-    in the working directory could then be imported."""
+    """With a relative entry, a module in the working directory could be imported."""
     code = "import os, sys; print([entry for entry in sys.path if not os.path.isabs(entry)])"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-P", "-c", code]

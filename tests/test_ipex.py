@@ -1,5 +1,5 @@
 """Tests with Intel's extension for PyTorch (IPEX): commands import it, `optimus doctor` shows its
-version, and it changes the losses of a run only by rounding."""
+version, and losses differ only by rounding."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ LOADED = (
 
 
 def optimus(with_ipex: bool, *arguments: str) -> tuple[str, bool]:
-    """Run a command in a separate process. Return its standard output and whether it imported
-    IPEX."""
+    """Run a command in a process. Return its standard output, and True if it imported IPEX."""
     code = LOADED.format("'intel_extension_for_pytorch' in sys.modules")
     done = python("-c", code, *arguments, OPTIMUS_IPEX="1" if with_ipex else "0")
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""Tests of the peak FLOP/s, of which MFU is a fraction. The peak is measured once, cached only if
-the measurement is reliable, unchanged on resume, and never exceeded."""
+"""Tests of the measured peak FLOP/s, of which MFU is a fraction. The peak is measured once, and
+cached only if the measurement is reliable."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch) -> list[Peak]:
-    """Replace `peak.measure` by a function without a measurement. The first call returns 1 TFLOP/s,
-    the second 2 TFLOP/s, and so forth. Return the list of all returned peaks."""
+    """Replace `peak.measure`, so that call n returns n TFLOP/s. Return the list of these peaks."""
     peaks: list[Peak] = []
 
     def measure(device, dtype, setup) -> Peak:
@@ -68,8 +67,7 @@ def test_measurement_restores_the_threads_and_is_positive(dtype, threads):
 
 
 def test_time_of_other_programs_does_not_count(monkeypatch):
-    """The test makes the wall clock run ten times as fast, as if other programs used the processor
-    for 90 % of the time."""
+    """The wall clock runs ten times as fast, as if other programs used 90 % of the time."""
     setup, plain = setup_of(*FP32), time.perf_counter
     quiet = peak.measure(*FP32[:2], setup)
     monkeypatch.setattr(time, "perf_counter", lambda: 10 * plain())
@@ -78,9 +76,8 @@ def test_time_of_other_programs_does_not_count(monkeypatch):
 
 
 def test_interrupted_threads_do_not_count(monkeypatch):
-    """With several threads, only products that no other program interrupts are timed. In the test
-    all products are interrupted, so the peak is measured with one thread and multiplied by the
-    number of threads."""
+    """Other programs interrupt all products of several threads. The peak must be measured with one
+    thread and multiplied by the number of threads."""
     monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
     result = peak.measure(*FP32[:2], setup)

@@ -1,5 +1,4 @@
-"""Test that the table of planted faults matches the code and the tests. scripts/drills/planted.py
-inserts the faults."""
+"""Test that the planted faults of scripts/drills/planted.py match the code and the tests."""
 
 from __future__ import annotations
 

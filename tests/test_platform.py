@@ -29,8 +29,8 @@ distributed.Backend.register_backend("ccl", make, devices=["cpu"])
 
 @pytest.fixture
 def oneccl(tmp_path, monkeypatch):
-    """Return a function that writes a fake module `oneccl_bindings_for_pytorch`. Its argument is
-    the source code of the module."""
+    """Return a function that writes a fake module `oneccl_bindings_for_pytorch`. The argument of
+    the function is the module's source code."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "oneccl_bindings_for_pytorch", raising=False)
 
@@ -78,8 +78,8 @@ def test_missing_backend_is_a_single_line(oneccl, monkeypatch, text, message):
 
 @pytest.mark.parametrize("how", ["imported", "to be imported", "left out"])
 def test_compiling_with_ipex_is_refused(how, tmp_path, monkeypatch):
-    """IPEX's layer_norm has no gradient under torch.compile, so compilation is refused if IPEX is
-    imported or will be imported. tests/test_ipex.py shows this defect of IPEX."""
+    """IPEX's layer_norm has no gradient under torch.compile. Compilation must be refused if IPEX is
+    or will be imported."""
     name = "intel_extension_for_pytorch"
     monkeypatch.setenv("OPTIMUS_IPEX", "1" if how == "to be imported" else "0")
     monkeypatch.delitem(sys.modules, name, raising=False)

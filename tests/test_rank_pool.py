@@ -70,8 +70,7 @@ def kill_rank(culprit: int, signal_number: int) -> None:
 
 
 def sleep_unless_first(pid_folder: str) -> None:
-    """Write the id of the parent process to a file whose name is the id of this process. Then
-    rank 0 returns, and the other ranks sleep."""
+    """Record the process ids of this rank and its parent. Ranks other than 0 then sleep."""
     Path(pid_folder, str(os.getpid())).write_text(str(os.getppid()))
     if os.environ["RANK"] != "0":
         time.sleep(600)
@@ -197,5 +196,5 @@ def test_lost_server_is_reported_and_replaced(tmp_path):
 
 
 def _filled(folder: Path) -> list[bool]:
-    """Return a list with a bool for each file in the folder: True if the file is not empty."""
+    """Return a bool for each file in the folder: True if the file is not empty."""
     return [entry.stat().st_size > 0 for entry in folder.iterdir()]

@@ -1,5 +1,5 @@
-"""Test that the names of torch.cuda and torch.xpu in the code exist. Most of this code does not run
-on a machine without a GPU, so other tests would not detect a wrong name."""
+"""Test that the names of torch.cuda and torch.xpu in the code exist. Other tests run little of this
+code without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Test that few lines are excluded from the type check of `make lint`, and that each of these lines
-gives a reason."""
+"""Test that few lines are excluded from the type check, and that each of them gives a reason."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Torch ops for mixture-of-experts layers and for the optimizer.
 
-Each op has a schema, a fake implementation for tracing, a reference implementation in plain torch
-and, where it is differentiable, a gradient. Importing this package registers `torch.ops.optimus.*`.
-The first op that runs compiles or loads the kernels of its device, or falls back to the reference
-implementations (`backend`). Each op's file documents the shapes of its operands and results.
+Importing this package registers the ops as `torch.ops.optimus.*`. The first op on a device loads
+its compiled kernels. By default, ops run in plain torch if no kernels are available.
 """
 
 from __future__ import annotations

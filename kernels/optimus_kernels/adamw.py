@@ -1,15 +1,8 @@
-"""adamw_: in-place AdamW update of a flat chunk of parameters, in one pass over memory.
+"""adamw_: in-place AdamW update of flat fp32 parameters, in one pass over memory.
 
-The op computes the update of torch.optim.AdamW(fused=True) and the casts before and after it. It
-reads the gradient in its own dtype (bf16, fp16 or fp32), scales it, and also writes the updated
-master weights in the parameter's dtype. With bf16 gradients and parameters, the single pass moves
-28 bytes per parameter; the three passes of cast, update and cast move 40.
-
-Torch's kernel processes a tensor in full AVX2 or AVX-512 vectors, and rounds the last (length mod
-16) elements differently. This op rounds every element like those in full vectors. Its results are
-therefore bitwise independent of the length and slicing of tensors, of the number of threads and of
-the backend. The reference implementation applies the same roundings, so its results are bitwise
-equal on any machine.
+The op computes the update of torch.optim.AdamW(fused=True). Gradients may be bf16, fp16 or fp32.
+The op can also write the updated parameters in bf16 or fp16. Results are bitwise independent of
+tensor length, number of threads and backend.
 """
 
 from __future__ import annotations
@@ -29,10 +22,7 @@ _SLICE = 1 << 18
 
 
 class Coefficients(NamedTuple):
-    """Scalar coefficients of an update, in the order of the C struct OptimusAdamw (interface.h).
-
-    They are computed in fp64, as in torch, and rounded to fp32 once, when they are used.
-    """
+    """Scalar coefficients of an update, in the order of the C struct OptimusAdamw (interface.h)."""
 
     grad_scale: float
     decay: float
@@ -58,22 +48,20 @@ def adamw_(
     step: int,
     grad_scale: float = 1.0,
 ) -> None:
-    """Update master, exp_avg and exp_avg_sq in place.
+    """Update master, exp_avg and exp_avg_sq in place with one step of AdamW.
 
-    The op does not check the gradient for NaN and infinities; they propagate to all outputs. The
-    tensors must not overlap, which is not checked.
+    The tensors must not overlap; the op does not check this. NaN and infinities in the gradient
+    propagate to all outputs.
 
     Args:
         master: fp32 [n], the master weights.
         exp_avg: fp32 [n], the first moment.
         exp_avg_sq: fp32 [n], the second moment.
-        grad: fp32, bf16 or fp16 [n].
-        param_out: bf16 or fp16 [n], output: the updated master, rounded to nearest even (NaN stays
-            NaN). None if `master` is the parameter itself.
+        grad: fp32, bf16 or fp16 [n], the gradient.
+        param_out: bf16 or fp16 [n], output for the updated parameter. None if `master` is the
+            parameter itself.
         step: number of this update, from 1.
-        grad_scale: number that multiplies the gradient, such as a clipping factor or the inverse of
-            a loss scale. The product is rounded to fp32 once, so it is bitwise equal to
-            `grad.float().mul_(grad_scale)`.
+        grad_scale: factor for the gradient, such as a clipping factor.
 
     Raises:
         ValueError: a shape, device or number is invalid, or a tensor is not contiguous.
@@ -125,6 +113,7 @@ def reference(
 
 
 def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None:
+    # Every rounding is that of torch's fused kernel in full AVX2 or AVX-512 vectors.
     g = g * n.grad_scale
     from_m = _fp32(n.lerp) < 0.5  # as torch's lerp, start from the nearer of m and g
     weight = _fp32(n.lerp) if from_m else _fp32(_fp32(n.lerp) - 1)
@@ -136,13 +125,9 @@ def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None
 
 
 def _fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """Return a * b + c for fp32 numbers, as if it was computed exactly and rounded to fp32 once
-    (fused multiply-add). Torch has no such op.
-
-    The product of two fp32 numbers is exact in fp64. The sum is first rounded to fp64, with
-    rounding to odd: if it is inexact, the last bit of the result is 1. Rounding this result to fp32
-    then gives the same number as rounding the exact sum to fp32.
-    """
+    """Return a * b + c for fp32 numbers with a single rounding to fp32 (fused multiply-add)."""
+    # The product is exact in fp64. The sum is rounded to fp64 with rounding to odd: the last bit of
+    # an inexact sum is 1. Rounding this sum to fp32 then equals one rounding of the exact sum.
     product = a * b.double()
     addend = c.double()
     total = product + addend
@@ -160,8 +145,8 @@ def _fp32(value: float) -> float:
 
 
 def _as_fp32(value: float, like: Tensor) -> Tensor:
-    """Return `value` as a 0-dim fp32 tensor, for use as a divisor. If the divisor is a Python
-    number, some devices multiply by its inverse instead, which rounds differently."""
+    """Return `value` as a 0-dim fp32 tensor on the device of `like`."""
+    # Some devices multiply by the inverse of a Python number, which rounds differently.
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 

@@ -1,10 +1,9 @@
-"""Selection of the library that runs the ops of a device, with a fallback to plain torch.
+"""Selection of the library that runs the ops of a device.
 
 Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
-variable `OPTIMUS_KERNELS` selects the backend; if it is not set, the name passed to `choose` does.
-"auto" (the default) selects the compiled backend of the device. If that backend is not available,
-"auto" selects plain torch and logs one line with the reason. If any other name is selected and its
-backend is not available, KernelError is raised.
+variable OPTIMUS_KERNELS selects a backend by name and takes precedence over `choose`. With "auto"
+(the default), plain torch replaces a compiled backend that is not available. With any other name,
+KernelError is raised instead.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""A run with at most this number of ranks compiles missing kernels. A larger run only loads
-libraries that `optimus kernels build` has compiled."""
+"""Largest number of ranks with which a run compiles missing kernels. Larger runs only load compiled
+libraries."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
-"""Environment variables in which launchers set the number of processes: WORLD_SIZE by torchrun,
-PMI_SIZE by MPICH and PALS, OMPI_COMM_WORLD_SIZE by Open MPI, the last two by Slurm."""
+"""Variables in which torchrun, MPICH, Open MPI and Slurm set the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Backend:
     name: str
     """One of sycl, cuda, cpu and torch (the reference implementations)."""
     key: str = ""
-    """Name of the library's cache entry. It contains a hash of the build's inputs. "" for torch."""
+    """Name of the library's cache entry, or "" for torch."""
     library: ctypes.CDLL | None = field(default=None, compare=False)
     """The loaded library; None for torch."""
     why_not: str = field(default="", compare=False)
@@ -52,11 +50,7 @@ class Backend:
 _configured = "auto"
 _active: dict[str, Backend] = {}
 _loaded: dict[tuple[int, int], ctypes.CDLL] = {}
-"""Loaded libraries. The key is the device number and inode number of the library's file.
-
-The file descriptor N of each library stays open. The dynamic linker identifies a library by its
-path, and the library is loaded from the path /proc/self/fd/N. If N were closed, a second library
-could get the number N, and the linker would take it for the first one."""
+"""Loaded libraries. The key is the device number and inode number of the library's file."""
 
 
 def choose(name: str) -> None:
@@ -110,13 +104,15 @@ def active(device: torch.device | str) -> Backend:
 
 
 def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
-    """Select and load the backend of a device type, and return it without storing or logging it.
+    """Select, load and return the backend of a device type.
+
+    The result does not become the active backend; `use` sets that.
 
     Args:
         kind: device type: cpu, cuda or xpu.
-        may_build: compile a missing library; a file lock lets one process compile at a time. By
-            default, runs of up to MAX_BUILDING_WORLD ranks may compile.
-        key: name of the cache entry to prefer if several are compatible.
+        may_build: compile a missing library. By default, only runs of up to MAX_BUILDING_WORLD
+            ranks compile.
+        key: name of the preferred cache entry.
 
     Raises:
         KernelError: a backend was selected by name and is not available.
@@ -141,18 +137,18 @@ def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
 
 
 def use(kind: str, backend: Backend) -> None:
-    """Set the active backend of a device type. Called after all ranks have agreed on `backend`."""
+    """Set the active backend of a device type."""
     _active[kind] = backend
 
 
 def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
-    """Return a compiled library from the cache, or compile it.
+    """Return the compiled library of a backend from the cache, or compile it.
 
     Args:
-        may_build: return the library that this machine's compiler makes, and compile it if the
-            cache does not have it. If `may_build` is False or the compilation fails, any compatible
-            library in the cache is returned, even if another compiler made it.
-        key: name of the cache entry to prefer if several are compatible.
+        backend: sycl, cuda or cpu.
+        may_build: compile the library if the cache has none from this machine's compiler. If
+            compilation is not allowed or fails, any compatible library is returned.
+        key: name of the preferred cache entry among compatible libraries.
 
     Raises:
         KernelError: no compatible library exists and none can be compiled.
@@ -183,8 +179,7 @@ def load(entry: Entry) -> ctypes.CDLL:
     """Load a library and check its C interface.
 
     Raises:
-        KernelError: the library cannot be loaded, has another version of the interface than this
-            package, or lacks a function of the interface.
+        KernelError: the library cannot be loaded or has another interface than this package needs.
     """
     path = entry.library
     try:
@@ -207,14 +202,14 @@ def load(entry: Entry) -> ctypes.CDLL:
 
 
 def _load_descriptor(file: int) -> ctypes.CDLL:
-    """Load the library from its open file descriptor, because its path may now lead to another
-    file. Close the descriptor if the library is already loaded or cannot be loaded. Raises OSError
-    if it cannot be loaded."""
+    """Load a library from the open descriptor of its file. Raises OSError if loading fails."""
     status = os.fstat(file)
     inode = status.st_dev, status.st_ino
     if inode in _loaded:
         os.close(file)
         return _loaded[inode]
+    # The linker identifies a library by its path, /proc/self/fd/N. N stays open, because the linker
+    # would take a second library with the same path for the first one.
     try:
         library = _loaded[inode] = ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError:
@@ -224,8 +219,7 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
 
 
 def status() -> list[dict[str, Any]]:
-    """Return one dict per backend: whether its device is present, whether a library is compiled and
-    for which target, and the reason if the library cannot be used. Does not compile."""
+    """Return one dict per backend with the state of its device and compiled library."""
     return [_status_of(backend) for backend in build.BACKENDS]
 
 
@@ -252,8 +246,7 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return the reason why `entry` cannot be used, or "" if it can. Raises KernelError if `entry`
-    is None and no library can be compiled, or if the library of `entry` cannot be loaded."""
+    """Return why `entry` cannot be used, or "". Raises KernelError if it cannot be loaded."""
     if entry is None:
         build.plan(backend)
         return "not built yet; run `optimus kernels build`, or the first run builds it"
@@ -274,8 +267,7 @@ def _built_for(entry: Entry) -> dict[str, Any]:
 
 
 def _may_build() -> bool:
-    """Return whether this run has at most MAX_BUILDING_WORLD processes. Their number is read from
-    the first variable in `_WORLD_SIZES` that is set, and is 1 if none is set."""
+    """Return whether this run has at most MAX_BUILDING_WORLD processes."""
     sizes = (os.environ.get(name, "") for name in _WORLD_SIZES)
     world = next((size for size in sizes if size.isdigit()), "1")
     return int(world) <= MAX_BUILDING_WORLD

@@ -1,7 +1,6 @@
-"""Compilation of `csrc` for a backend: sources, targets, compilers and flags.
+"""Compilation of the kernels in `csrc`: sources, targets, compilers and flags.
 
-Each backend is compiled to one shared library with the C interface of csrc/include/interface.h, so
-the cpu and cuda builds need no headers of torch.
+Each backend is compiled to one shared library with the C interface of csrc/include/interface.h.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ CPU_ISAS = {
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags for a build without the instruction sets of CPU_ISAS. Processors other than x86-64 and old
-compilers (g++ before 11, clang++ before 12) do not support these instruction sets."""
+"""Flags of a CPU build without AVX2 and AVX-512, for other processors and old compilers."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")
@@ -53,7 +51,7 @@ _COMPILE_S = 1800.0
 
 @dataclass(frozen=True)
 class Target:
-    """All inputs of a build. The name of the library's cache entry contains a hash of them."""
+    """All inputs of a build. The name of the library's cache entry contains their hash."""
 
     backend: str
     sources: str
@@ -65,8 +63,7 @@ class Target:
     """GPU architectures or CPU instruction sets to compile for, such as sm_80,sm_90."""
     flags: str
     compiler: str
-    """The line of `--version` output that identifies the compiler, followed by the flags that come
-    after the compiler's name in CXX or NVCC, if there are any."""
+    """Version line of the compiler, followed by its flags from CXX or NVCC."""
 
     @property
     def name(self) -> str:
@@ -74,8 +71,7 @@ class Target:
 
 
 def csrc() -> Path:
-    """Return the folder of the C++ sources inside the package. In a checkout it is a symbolic link
-    to kernels/csrc."""
+    """Return the folder of the kernels' sources inside the package."""
     return Path(__file__).resolve().parent / "csrc"
 
 
@@ -105,7 +101,7 @@ def interface_version() -> int:
 
 @functools.cache
 def source_hash(backend: str) -> str:
-    """Return a hash of the backend's files and the shared headers: of their names and contents."""
+    """Return a hash of the names and contents of the backend's files and the shared headers."""
     digest = hashlib.sha256()
     folders = (csrc() / "include", csrc() / backend)
     for folder in folders:
@@ -117,10 +113,11 @@ def source_hash(backend: str) -> str:
 
 
 def why_incompatible(entry: Entry) -> str:
-    """Return the reason why a compiled library is not compatible with this machine and package, or
-    "" if it is. The compiler is ignored, because another machine may have compiled the library."""
+    """Return the reason why a cached library does not fit this machine and package, or "" if it
+    fits."""
     backend, record = entry.record["backend"], entry.record
     portable_only = record.get("arch") == PORTABLE
+    # The compiler is not compared, because another machine may have compiled the library.
     for field, expected in (
         ("torch", torch.__version__),
         ("machine", platform.machine()),
@@ -136,16 +133,17 @@ def why_incompatible(entry: Entry) -> str:
 
 
 def prebuilt(backend: str, key: str = "") -> Entry | None:
-    """Return a compatible library from the cache, or None if there is none. If several are
-    compatible, prefer the entry named `key`, then the newest. The library may come from any
-    compiler."""
+    """Return a compatible library from the cache, or None. Prefer entry `key`, then the newest."""
     compatible = [entry for entry in cache.entries(backend) if not why_incompatible(entry)]
     return next((entry for entry in compatible if entry.key == key), next(iter(compatible), None))
 
 
 def build(backend: str) -> Entry:
-    """Return the library for `backend`, and compile it first if the cache does not have it. Raises
-    KernelError with the reason if it cannot be compiled."""
+    """Return the library for `backend`, and compile it if the cache does not have it.
+
+    Raises:
+        KernelError: the library cannot be compiled.
+    """
     target, compiler = plan(backend)
     compilers = {"cpu": _compile_cpu, "cuda": _compile_cuda, "sycl": _compile_sycl}
     record = {**asdict(target), "compiler_path": compiler[0]}
@@ -153,8 +151,11 @@ def build(backend: str) -> Entry:
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
-    """Return the target that `build` would compile on this machine, and the compiler command.
-    Raises KernelError if there is no working compiler or no source file."""
+    """Return the target that `build` would compile, and the compiler command.
+
+    Raises:
+        KernelError: there is no working compiler or no source file.
+    """
     compiler = find_compiler(backend)
     sources(backend)
     version = compiler_version(tuple(compiler))
@@ -173,7 +174,11 @@ def plan(backend: str) -> tuple[Target, list[str]]:
 
 def arch(backend: str, portable_only: bool = False) -> str:
     """Return the GPU architectures or CPU instruction sets to compile for, separated by commas.
-    With `portable_only`, CPU libraries contain only the portable instruction set."""
+
+    Args:
+        backend: sycl, cuda or cpu.
+        portable_only: compile for the CPU without AVX2 and AVX-512.
+    """
     if backend == "cuda":
         return ",".join(f"sm_{number}" for number in CUDA_ARCHS)
     if backend == "sycl":
@@ -192,15 +197,14 @@ def flags(backend: str, clang: bool, portable_only: bool = False) -> str:
 
 
 def is_clang(version: str) -> bool:
-    """Return whether the compiler is clang or one of Intel's compilers, which are based on clang.
-    `version` is a line of its `--version` output."""
+    """Return whether `version`, a line of `--version` output, is from clang or Intel's compiler."""
     return "clang" in version.lower() or "oneapi" in version.lower()
 
 
 @functools.cache
 def openmp_runtime() -> str:
-    """Return the path of the OpenMP runtime that torch has loaded, or "" if there is none. Kernels
-    that use the same runtime share torch's threads and obey torch.set_num_threads."""
+    """Return the path of the OpenMP runtime that torch has loaded, or "" if there is none."""
+    # Kernels with the same runtime share torch's threads and obey torch.set_num_threads.
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -212,9 +216,9 @@ def openmp_runtime() -> str:
 
 
 def _openmp_flags(clang: bool) -> list[str]:
-    """Return the OpenMP flags that work with torch's OpenMP runtime. Code compiled by clang needs
-    LLVM's or Intel's runtime; code compiled by g++ works with any runtime. Without a suitable
-    runtime, the flags vectorize loops but run them on one thread."""
+    """Return the OpenMP flags that work with torch's OpenMP runtime."""
+    # Code compiled by clang does not run with libgomp. Its loops are then vectorized, but use one
+    # thread.
     runtime = openmp_runtime()
     if not runtime or (clang and "libgomp" in Path(runtime).name):
         return ["-fopenmp-simd"]
@@ -223,8 +227,7 @@ def _openmp_flags(clang: bool) -> list[str]:
 
 @functools.cache
 def _supports_isas(compiler: tuple[str, ...]) -> bool:
-    """Return whether the compiler can compile for AVX2 and AVX-512 on this machine. If not, only
-    the portable kernels are compiled."""
+    """Return whether the compiler can compile for AVX2 and AVX-512 on this machine."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     isa_flags = [flag for isa in CPU_ISAS.values() for flag in isa]
@@ -265,8 +268,11 @@ def find_compiler(backend: str) -> list[str]:
 
 @functools.cache
 def compiler_version(compiler: tuple[str, ...]) -> str:
-    """Return the line of the compiler's `--version` output that identifies it. Raises KernelError
-    if the compiler cannot be run or prints nothing."""
+    """Return the version line of a compiler.
+
+    Raises:
+        KernelError: the compiler cannot be run or prints nothing.
+    """
     text = _run([*compiler, "--version"], limit_s=60)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -317,8 +323,7 @@ def _compile_sycl(compiler: Sequence[str], work: Path) -> Path:
 def _run(
     command: Sequence[object], limit_s: float = _COMPILE_S, environ: dict[str, str] | None = None
 ) -> str:
-    """Run a command and return its standard output. Raises KernelError if the command fails. The
-    message then contains the first line of the command's output that has the word "error"."""
+    """Run a command and return its standard output. Raises KernelError if the command fails."""
     arguments = [str(word) for word in command]
     try:
         result = subprocess.run(

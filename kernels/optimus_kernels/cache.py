@@ -1,14 +1,10 @@
-"""Cache of compiled kernels on disk, shared by many processes. No process reads incomplete entries.
+"""Cache of compiled kernels on disk, shared by many processes.
 
-The entry CACHE/<backend>-<key>/ contains the library and `info.json`, which records the inputs of
-the build and the hash of the library. Both files are written to a temporary folder, which is then
-renamed. A process that compiles holds the lock CACHE/.<backend>-<key>.lock.
+The entry CACHE/<backend>-<key>/ contains the library and `info.json` with the inputs of the build.
+A process writes both files to a temporary folder under a file lock, and then renames the folder.
 
-Loading a library runs its code, and a hash in the same folder does not prove who wrote it. An entry
-is therefore used only if all users who can have written it are trusted: this user, root and the
-owner of the cache folder. A folder is opened and checked, then a file in it is opened through the
-folder's descriptor, checked, and read through its own descriptor. Nobody can therefore replace the
-file between the check and its use.
+Loading a library runs its code. An entry is therefore used only if no untrusted user can have
+written it. This user, root and the owner of the cache folder are trusted.
 """
 
 from __future__ import annotations
@@ -32,27 +28,26 @@ from typing import Any
 
 RECORD = "info.json"
 LOCK_WAIT_S = 900.0
-"""Longest time in seconds that a process waits while another process compiles. Ahead-of-time
-compilation for Intel's PVC GPUs takes minutes."""
+"""Longest time in seconds that a process waits while another process compiles."""
 _POLL_S = 0.1
 _MAX_LINKS = 40
 """Largest number of symbolic links that are followed to resolve a path, as in Linux."""
 _MAX_RECORD_BYTES = 1 << 20
-"""Largest number of bytes that are read from an info.json file. No build writes a larger file."""
+"""Largest number of bytes that are read from an info.json file."""
 
 
 class KernelError(RuntimeError):
-    """Raised if compiled kernels are not available. The message is one line with the problem, its
-    cause and the remedy."""
+    """Raised if compiled kernels are not available. The message contains cause and remedy."""
 
 
 def cache_dir() -> Path:
-    """Return the cache folder: the environment variable OPTIMUS_KERNELS_CACHE, or `optimus-kernels`
-    in the user's cache directory.
+    """Return the cache folder.
+
+    The environment variable OPTIMUS_KERNELS_CACHE sets it. The default is `optimus-kernels` in the
+    user's cache directory.
 
     Raises:
-        KernelError: the variable is not set and the user has no home directory, for example in a
-            container whose user id has no account.
+        KernelError: the variable is not set and the user has no home directory.
     """
     setting = os.environ.get("OPTIMUS_KERNELS_CACHE")
     if setting:
@@ -73,8 +68,7 @@ class Entry:
     path: Path
     """Folder of the entry."""
     record: dict[str, Any]
-    """Content of info.json: the fields of `build.Target`, the path of the compiler, and the name,
-    hash and build time of the library."""
+    """Content of info.json, such as the build's inputs and the library's name and hash."""
 
     @property
     def library(self) -> Path:
@@ -98,8 +92,7 @@ def entries(backend: str) -> list[Entry]:
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return the entries of a backend that are refused: a dict from the entry's name to the reason
-    why it is refused."""
+    """Return the refused entries of a backend: a dict from the entry's name to the reason."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -144,9 +137,7 @@ def _paths(backend: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
-    """Yield the entry at `path` and a file descriptor of its library, which is closed at the end of
-    the `with` statement. Raises OSError if a file cannot be opened, and ValueError if another user
-    may have written the entry or if its info.json is invalid."""
+    """Check the entry at `path`, and yield it with an open file descriptor of its library."""
     with contextlib.ExitStack() as stack:
         root, owners = _open_cache(path.parent)
         stack.callback(os.close, root)
@@ -161,9 +152,7 @@ def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[int], bool]) -> int:
-    """Open a file or folder and return its descriptor. `folder` is the descriptor of its parent
-    folder. Raises OSError if `path` cannot be opened, and ValueError if it is a symbolic link, is
-    not of the expected kind, or may have been written by a user who is not in `owners`."""
+    """Open `path` in the open parent `folder`. Raises ValueError if `path` is not trusted."""
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -171,6 +160,7 @@ def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path} is a symbolic link") from error
         raise OSError(error.errno, error.strerror, str(path)) from error
+    # The open descriptor is checked, so nobody can replace the file between the check and its use.
     reason = _why_untrusted(path, os.fstat(file), owners, is_kind)
     if reason:
         os.close(file)
@@ -179,8 +169,7 @@ def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[
 
 
 def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
-    """Parse `content`, which was read from the info.json file of the entry at `path`, and return
-    its fields. Raises ValueError if a field is missing or invalid."""
+    """Return the fields of an info.json file. Raises ValueError if a field is invalid."""
     try:
         record = json.loads(content)
         library, built_at = record["library"], record["built_at"]
@@ -200,13 +189,12 @@ def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _open_cache(root: Path) -> tuple[int, set[int]]:
-    """Open the cache folder. Return its descriptor and the ids of the users whose files in the
-    folder are trusted: this user, root and the owner of the folder. If this user is root, only root
-    is trusted. Raises OSError if the folder cannot be opened, and ValueError with the reason if
-    other users may have written entries to it."""
+    """Return a descriptor of the cache folder and the ids of trusted users. Raises ValueError if
+    the folder is not trusted."""
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         status, user = os.fstat(folder), os.geteuid()
+        # Root trusts only its own files.
         owners = {user, 0, status.st_uid} if user else {0}
         reason = _why_untrusted_cache(root, status, owners)
         if reason:
@@ -218,9 +206,7 @@ def _open_cache(root: Path) -> tuple[int, set[int]]:
 
 
 def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -> str:
-    """Return the reason why the cache folder is not trusted, or "" if it is trusted. It is not
-    trusted if a user who is not in `owners` may have written to it or replaced it. `status` is the
-    os.fstat result of the folder."""
+    """Return why users outside `owners` may have changed the cache folder, or "" if they cannot."""
     real, folders, links = _walk(root)
     for link in links:
         of_link = link.lstat()
@@ -243,15 +229,9 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
 
 
 def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
-    """Resolve `path`. Return the real path, all folders in which its components were looked up, and
-    the symbolic links that were followed.
-
-    A user who can write to one of these folders can redirect the path. It would not suffice to
-    check the parents of `path` and of the real path. If a link refers to a second link, the folder
-    that contains the second link may not be among these parents.
-
-    Raises OSError if a link cannot be read or if there are too many links.
-    """
+    """Return the real path, the folders in which its parts were looked up, and the links."""
+    # A user who can write to one of these folders can redirect the path. If a link refers to a
+    # second link, checking the parents of `path` and of the real path would not suffice.
     current, folders, links = Path("/"), dict[Path, None](), list[Path]()
     components = [*reversed(path.absolute().parts[1:])]
     while components:
@@ -276,9 +256,7 @@ def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
 def _why_untrusted(
     path: Path, status: os.stat_result, owners: set[int], is_kind: Callable[[int], bool]
 ) -> str:
-    """Return the reason why `path` is not trusted, or "" if it is trusted. It is not trusted if it
-    is not of the expected kind, or if a user who is not in `owners` may have written it. `status`
-    is the os.fstat result of `path`."""
+    """Return why `path` is of the wrong kind or may have been changed by others, or ""."""
     if not is_kind(status.st_mode):
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
@@ -296,10 +274,10 @@ def _describe(path: Path, status: os.stat_result) -> str:
 
 
 def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
-    """Return the entry `name`, and compile it first if it does not exist.
+    """Return the entry `name`, and compile it if it does not exist.
 
-    Other processes wait while one process compiles. If the compilation fails, the waiting processes
-    raise the same error and do not compile again.
+    Other processes wait while one process compiles. If the compilation fails, all of
+    them raise its error.
 
     Args:
         name: name of the entry, `<backend>-<key>`.
@@ -374,12 +352,11 @@ def _compile(
 
 
 def _rename(work: Path, final: Path) -> None:
-    """Rename `work` to `final`. If `final` is a damaged entry, replace it. On network file systems
-    without file locks, two processes may compile the same entry; the entry that is renamed first is
-    kept."""
+    """Rename `work` to `final`. Replace a damaged entry at `final`, but keep an intact entry."""
     damaged = None
     if final.exists() and read_entry(final) is None:
         damaged = final.rename(work.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"))
+    # Without file locks, two processes may compile the same entry. The first one is kept.
     try:
         work.rename(final)
     except OSError as error:
@@ -390,8 +367,7 @@ def _rename(work: Path, final: Path) -> None:
 
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:
-    """Raise the error of another process if it failed to compile this entry after the time
-    `started`, while this process waited for the lock. Delete the record of an earlier failure."""
+    """Raise the error of a process that failed to compile this entry after the time `started`."""
     failure = root / f".{name}.failed"
     with contextlib.suppress(FileNotFoundError):
         if failure.stat().st_mtime >= started:
@@ -400,8 +376,7 @@ def _raise_failure_since(root: Path, name: str, started: float) -> None:
 
 
 def _remove_leftovers(root: Path, name: str) -> None:
-    """Remove the temporary folders of builds that were killed. The caller must hold the lock, so
-    that no other process uses the folders."""
+    """Remove the temporary folders of killed builds. The caller must hold the lock."""
     for path in root.glob(f".{name}.*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 

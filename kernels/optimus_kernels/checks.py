@@ -15,8 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def debug() -> bool:
-    """Return whether ops check indices before they use them (OPTIMUS_KERNELS_DEBUG=1). On an
-    accelerator, each check makes the host wait for the device."""
+    """Return whether OPTIMUS_KERNELS_DEBUG=1 is set. Ops then check indices before use."""
     return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
 
 
@@ -63,8 +62,9 @@ def check_index(op: str, name: str, index: Tensor, size: int) -> None:
 
 def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
     """Raise ValueError unless offsets start at 0, do not decrease, and end at `rows` or less.
-    Offsets on a CPU are always checked. Offsets on an accelerator are checked only in debug mode,
-    because the host must wait for their values."""
+
+    On accelerators, offsets are checked only in debug mode, because the host must wait for them.
+    """
     if not (offsets.is_cpu or debug()):
         return
     bounds = offsets.tolist()

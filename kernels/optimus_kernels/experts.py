@@ -3,12 +3,9 @@
 Shapes in this file: T tokens, hidden size D, intermediate size F, E local experts, K experts per
 token, N = T*K slots (one for each token and k), R rows (slots of local experts, sorted by expert).
 
-Forward saves x, the weights and the indices. It also saves the pre-activation h, unless backward
-recomputes h. It saves neither gathered inputs nor activations nor expert outputs. Let a =
-swiglu(h), let Wd be the weights `down`, and let dout be the gradient of the output. Backward
-computes da = dout Wd, because the gradient of h depends on it. The gradient of a routing weight is
-the dot product <da, a>. It therefore needs neither the expert outputs nor a division by the weight
-(Optimus paper, section 3.1, stages 4 and 5).
+Forward saves its inputs and, by default, the pre-activation h = gate_up x. Expert outputs are not
+saved. The gradient of a routing weight w is the dot product <da, a>, where a = swiglu(h) and da is
+the gradient of `out` times the matrix `down`.
 """
 
 from __future__ import annotations
@@ -44,8 +41,8 @@ from optimus_kernels.swiglu import reference_backward as swiglu_backward_referen
 
 
 class WeightWork:
-    """Deferred computation of the weight gradients of one backward pass. The object keeps x, the
-    gradient of the output and 3F numbers per row in memory until it is deleted."""
+    """Deferred computation of the weight gradients of one backward pass. The object keeps its
+    inputs in memory until it is deleted."""
 
     def __init__(
         self,
@@ -59,14 +56,13 @@ class WeightWork:
 
     @torch.no_grad()
     def compute(self, into: WeightGrads) -> None:
-        """Compute the gradients and write them to `into`. They are bitwise equal to gradients that
-        backward computes without deferral."""
+        """Compute the weight gradients and write them to `into`."""
         self._implementation.weight_grads(*self._inputs, into)
 
 
 Destination = WeightGrads | Callable[[WeightWork], None] | None
-"""Destination of the weight gradients of a backward pass: tensors that receive them, a function to
-call with the deferred computation, or None to return them to autograd."""
+"""Destination of weight gradients: tensors that receive them, a function to call with the deferred
+computation, or None for autograd."""
 
 
 def experts(
@@ -81,26 +77,21 @@ def experts(
 ) -> Tensor:
     """Apply the experts to their tokens and return the weighted sum of their outputs.
 
-    Shapes: T tokens, K experts per token, N = T*K slots, E local experts, hidden size D,
-    intermediate size F.
+    Shapes: T tokens, K experts per token, E local experts, hidden size D, intermediate size F.
 
     Args:
-        x: [T, D]. x, weights, gate_up and down must have the same device and dtype (fp32, bf16,
-            fp16 or fp64). Under autocast, all four are first cast to the dtype of autocast, like
-            the operands of a linear layer. If x is fp64, they are not cast.
+        x: [T, D], fp32, bf16, fp16 or fp64. x, weights, gate_up and down must have the same device
+            and dtype. Autocast applies to all four as to a linear layer.
         weights: [T, K], routing weights.
         gate_up: [E, 2F, D], for each expert the F rows of gate, then the F rows of up.
         down: [E, D, F].
-        rows: result of `route`. If its offsets are on the host, the pre-activation h is saved only
-            for the R rows of local experts. If they are on an accelerator, h is saved for N rows,
-            because the host would have to wait for the value of R. A caller that knows R may
-            shorten rows.token and rows.slot to R elements.
-        save_input_only: do not save h, but recompute it in backward. This needs 22 % more
-            arithmetic; at OLMoE's sizes in bf16, forward then saves 4 KB per token instead of
-            36 KB.
-        weight_grads: function that is called once in each backward and returns the destination of
-            the weight gradients. If the destination is not None, autograd receives no gradient for
-            gate_up and down. torch.compile does not support this argument.
+        rows: result of `route`. To save memory on accelerators, a caller may shorten rows.token and
+            rows.slot to the rows of local experts.
+        save_input_only: do not save the pre-activation, but recompute it in backward. This saves
+            memory.
+        weight_grads: function that backward calls once to get the destination of the weight
+            gradients. Unless it returns None, autograd receives no gradient for gate_up and down.
+            torch.compile does not support this argument.
 
     Returns:
         [T, D] of x's dtype.
@@ -128,13 +119,10 @@ def experts(
 
 
 def _without_absent_rows(rows: Rows) -> Rows:
-    """Return `rows` without the slots of experts on other ranks. Under expert parallelism, most
-    slots belong to such experts.
-
-    `rows` is returned unchanged in two cases. Under torch.compile, sizes must not depend on values.
-    If the offsets are on an accelerator, the host would have to wait for them.
-    """
+    """Return `rows` without the slots of other ranks' experts, if the host can read offsets."""
     offsets, token, slot, row = rows
+    # Under torch.compile, sizes must not depend on values. Reading offsets on an accelerator would
+    # make the host wait.
     readable = offsets.is_cpu and not isinstance(offsets, FakeTensor)
     if torch.compiler.is_compiling() or not readable or offsets.numel() == 0:
         return rows
@@ -158,8 +146,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients. Refuse create_graph: the ops of backward have no gradient, so a
-        second derivative would be wrong without an error."""
+        """Compute the gradients. Raises NotImplementedError under create_graph."""
+        # The ops of backward have no gradient, so a second derivative would silently be wrong.
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "experts has no second derivative; do not use create_graph, or compute the experts "
@@ -183,8 +171,7 @@ def _backward_to(
     operands: Operands,
     h: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dweights. Write the weight gradients to the tensors of `destination`, or call
-    `destination` with the deferred computation of these gradients."""
+    """Return dx and dweights. Write or defer the weight gradients, as `destination` requests."""
     if isinstance(destination, WeightGrads):
         return _backward_into(grad, *operands, h, *destination)
     implementation = _implementation(operands.x, operands.gate_up)
@@ -198,8 +185,8 @@ def reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, save_h: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Reference implementation of forward. Return the output [T, D] and the pre-activation h
-    [N, 2F]. h is empty unless `save_h`."""
+    """Return the output [T, D] and the pre-activation h [N, 2F], computed in plain torch. h is
+    empty unless `save_h`."""
     h = grouped_reference(gather_reference(x, token, row), gate_up.mT, offsets)
     y = grouped_reference(swiglu_reference(h), down.mT, offsets)
     return reduce_reference(y, weights, row, slot), h if save_h else x.new_empty(0)
@@ -209,8 +196,8 @@ def reference_backward(
     grad: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     offsets: Tensor, token: Tensor, slot: Tensor, row: Tensor, h: Tensor | None, with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Reference implementation of backward. Return dx, dweights, dgate_up and ddown; dgate_up and
-    ddown are empty unless `with_weights`."""
+    """Return dx, dweights, dgate_up and ddown, computed in plain torch. dgate_up and ddown are
+    empty unless `with_weights`."""
     copies, dy = gather_reference(x, token, row), gather_reference(grad, token, row)
     h = grouped_reference(copies, gate_up.mT, offsets) if h is None else h
     da = grouped_reference(dy, down, offsets)
@@ -225,12 +212,8 @@ def reference_backward(
 
 
 def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
-    """Return the module that implements forward and backward, experts_grouped or experts_loop.
-
-    experts_grouped needs aligned rows in all matrix products. These rows have D, F or 2F elements.
-    Only D and F are passed to `form`, because rows of 2F elements are aligned if rows of F elements
-    are.
-    """
+    """Return the module that implements forward and backward: experts_grouped or experts_loop."""
+    # Rows have D, F or 2F elements. Rows of 2F elements are aligned if rows of F elements are.
     chosen = form(x, gate_up.shape[2], gate_up.shape[1] // 2)
     return experts_grouped if chosen == "torch" else experts_loop
 
@@ -332,8 +315,7 @@ def _flops_forward(
     x: torch.Size, weights: torch.Size, gate_up: torch.Size, down: torch.Size,
     offsets: torch.Size, token: torch.Size, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs of forward: 3 matrix products of R x D x F. torch's FlopCounterMode needs
-    this formula because it does not see inside an op."""
+    """Return the FLOPs of forward for torch's FlopCounterMode: 3 matrix products of R x D x F."""
     return 6 * token[0] * x[1] * down[2]
 
 
@@ -345,7 +327,7 @@ def _flops_backward(
     offsets: torch.Size, token: torch.Size, slot: torch.Size, row: torch.Size,
     h: torch.Size | None, *more: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs of backward. They are twice the FLOPs of forward, or equal to them if
-    gate_up and down need no gradient. If backward recomputes h, the FLOPs of h are added."""
+    """Return the FLOPs of backward for torch's FlopCounterMode."""
+    # The weight gradients need as many FLOPs as dx. Recomputing h adds 2 products of R x D x F.
     products = 6 if more[:1] == (False,) else 12
     return (products + (4 if h is None else 0)) * token[0] * x[1] * down[2]

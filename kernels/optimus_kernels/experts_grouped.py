@@ -1,5 +1,5 @@
 """Forward and backward of the experts as grouped matrix products over all rows. The host does not
-wait for values on the device."""
+wait for the device."""
 
 from __future__ import annotations
 
@@ -32,12 +32,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, DeferredInputs | None]:
     """Compute the gradients, and write the weight gradients to `into` unless it is None.
 
-    dx is computed before the weight gradients. Under expert parallelism, the communication of dx
-    then overlaps the computation of the weight gradients.
-
     Returns:
-        dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
-        `weight_grads` computes the weight gradients later (otherwise None).
+        dx [T, D], dweights [T, K] (fp32 or fp64), and the inputs for `weight_grads`. The last is
+        None unless `defer`.
     """
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     h = _hidden(x, gate_up, rows) if h is None else h

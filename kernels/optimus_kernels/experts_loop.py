@@ -1,20 +1,10 @@
-"""Forward and backward of the experts as a loop over experts. The working set stays in the cache.
+"""Forward and backward of the experts as a loop over experts, the fastest form on CPUs.
 
-One scratch memory holds the gathered tokens, activations and gradients of the current expert, and
-is used again for the next expert. Results are written to slices of buffers that have the rows of
-all experts. The loop is the fastest implementation on CPUs. On accelerators the host would have to
-wait for the offsets.
+All experts use the same scratch memory, so the working set stays in the CPU's cache.
 
-Our bf16 kernel (product.py) needs AMX and accepts any number of rows. oneDNN computes the other
-products: in fp16, in bf16 without AMX, and in fp32 if `fastest_library` selects oneDNN. oneDNN
-compiles a kernel for each new shape, and routing constantly produces new numbers of rows. Compiling
-takes 1.5 to 2.5 ms, but a product of 256 rows with a 256 x 512 matrix takes only 0.08 ms. The
-number of rows of each oneDNN product is therefore padded to a multiple of 16 (of 32 above 512
-rows). oneDNN's cache of 1024 kernels then has space for all shapes.
-
-The product of one expert also writes its padding rows. In a buffer for all experts, these are the
-first rows of the next expert, and the product of the next expert overwrites them. In a product that
-sums over rows, the padding rows of the operands are zeros.
+oneDNN compiles a kernel for each new shape, which takes longer than a small product. Row counts of
+oneDNN products are therefore padded, so that few shapes occur. A product writes its padding rows
+over the first rows of the next expert. The product of the next expert then overwrites them.
 """
 
 from __future__ import annotations
@@ -39,19 +29,12 @@ _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def extra_rows(x: Tensor) -> int:
-    """Return the number of rows that a buffer needs in addition to its used rows, because oneDNN's
-    products write padding rows. Return 0 if oneDNN does not multiply tensors like `x`."""
+    """Return the number of extra rows that a buffer needs for the padding of the last expert."""
     return _MAX_PADDING - 1 if by_onednn(x) else 0
 
 
 class DeferredInputs(NamedTuple):
-    """Tensors from which deferred weight gradients are computed, in addition to x and the gradient
-    of the output.
-
-    In the result of this module's `backward`, the index of each expert's first row is a multiple of
-    32. The address of this row is then aligned to 64 bytes for any row length, as in the scratch
-    memory that is used without deferral. Padding rows are zeros.
-    """
+    """Tensors of backward from which `weight_grads` computes the deferred weight gradients."""
 
     dh: Tensor
     """[P, 2F], gradient of the pre-activation, for P rows including padding."""
@@ -60,8 +43,7 @@ class DeferredInputs(NamedTuple):
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
-    """Wrap a forward or backward pass so that its products use the fastest library. The first
-    argument of the pass, or its x if it is `Operands`, determines the dtype and device."""
+    """Wrap a forward or backward pass so that its products use the fastest library."""
 
     @functools.wraps(run)
     def call(first: Tensor | Operands, *rest: Any, **more: Any) -> Any:
@@ -79,8 +61,8 @@ def fresh_grads(parameters: Iterable[Tensor]) -> WeightGrads:
 
 @_with_fastest_library
 def forward(operands: Operands, save_h: bool) -> tuple[Tensor, Tensor]:
-    """Return the output [T, D] and the pre-activation h [R + extra_rows(x), 2F], where R is the
-    number of rows in `operands`. h is empty unless `save_h`."""
+    """Return the output [T, D] and the pre-activation h [R + extra_rows(x), 2F] for R rows. h is
+    empty unless `save_h`."""
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
     blocks, longest = _expert_blocks(rows, x)
@@ -114,8 +96,8 @@ def backward(
     """Compute the gradients, and write the weight gradients to `into` unless it is None.
 
     Returns:
-        dx [T, D], dweights [T, K] (fp32 or fp64) and, if `defer`, the tensors from which
-        `weight_grads` computes the weight gradients later (otherwise None).
+        dx [T, D], dweights [T, K] (fp32 or fp64), and the inputs for `weight_grads`. The last is
+        None unless `defer`.
     """
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]
@@ -160,8 +142,7 @@ def backward(
 def weight_grads(
     grad: Tensor, x: Tensor, rows: Rows, deferred: DeferredInputs, into: WeightGrads
 ) -> None:
-    """Compute the weight gradients that `backward` deferred, and write them to `into`. The matrix
-    products are the same as in `backward` without `defer`, so the gradients are bitwise equal."""
+    """Compute the weight gradients that `backward` deferred, and write them to `into`."""
     blocks, longest = _expert_blocks(rows, x)
     both = memory.empty((2, longest, x.shape[1]), x)
     targets = _Targets(into, rows, x)
@@ -180,17 +161,14 @@ def weight_grads(
 def _backward_views(
     both: Tensor, da: Tensor, dh: Tensor, rows: int, start: int
 ) -> tuple[Tensor, ...]:
-    """Return views of backward's scratch memory for an expert with `rows` rows. The views are
-    `copies` (the gathered rows of x), dy, dy^T, da, dh and dh^T, in this order. Those of da and dh
-    begin at row `start`."""
+    """Return views of one expert's rows: the copies of x, dy, dy^T, da, dh and dh^T."""
     copies, dy = both.narrow(1, 0, rows).unbind(0)
     dh = dh.narrow(0, start, rows)
     return copies, dy, dy.t(), da.narrow(0, start, rows), dh, dh.t()
 
 
 class _Targets:
-    """Tensors to which the weight gradients of all experts are written or added. If they are
-    written, the constructor sets the gradients of experts without rows to zero."""
+    """Tensors to which the weight gradients of all experts are written or added."""
 
     def __init__(self, into: WeightGrads, rows: Rows, x: Tensor) -> None:
         gate_up, down, self._add = into
@@ -198,7 +176,7 @@ class _Targets:
         self._scratch = None
         if needs_scratch(x, gate_up.dtype, self._add):
             self._scratch = memory.empty((gate_up[0].numel() if len(gate_up) else 0,), x)
-        if not self._add:
+        if not self._add:  # experts without rows have zero gradients
             bounds = rows.offsets.tolist()
             for e, pair in enumerate(self._pairs):
                 if bounds[e] == bounds[e + 1]:
@@ -206,17 +184,15 @@ class _Targets:
                         target.zero_()
 
     def take(self, e: int, dh_t: Tensor, copies: Tensor, dy_t: Tensor, scaled: Tensor) -> None:
-        """Compute the weight gradients of expert e, which has R rows, and write or add them. The
-        gradient of gate_up is dh_t [2F, R] @ copies [R, D]; the gradient of down is dy_t [D, R] @
-        scaled [R, F]."""
+        """Write or add the gradients of expert e: dh_t @ copies and dy_t @ scaled."""
         gate_up, down = self._pairs[e]
         product(dy_t, scaled, down, self._add, self._scratch)
         product(dh_t, copies, gate_up, self._add, self._scratch)
 
 
 def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], int]:
-    """Return the index of each expert's first row in `DeferredInputs`, and the total number of
-    rows, including padding."""
+    """Return each expert's first row in `DeferredInputs`, and the number of rows with padding."""
+    # Each first row is a multiple of 32, so its address is aligned to 64 bytes for any row length.
     starts, end = [], 0
     for *_, padded in blocks:
         starts.append(end)
@@ -225,13 +201,13 @@ def _padded_starts(blocks: list[tuple[int, int, int, int]]) -> tuple[list[int], 
 
 
 def _expert_blocks(rows: Rows, x: Tensor) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Return (expert, first row, number of rows, number of rows with padding) for each expert that
-    has rows, and the largest number of rows with padding."""
+    """Return (expert, first row, row count, padded count) tuples and the largest padded count."""
     bounds, rounds = rows.offsets.tolist(), by_onednn(x) and amx_kernel(x) is None
     blocks = []
     for e in range(len(bounds) - 1):
         start, count = bounds[e], bounds[e + 1] - bounds[e]
         if count:
+            # oneDNN's cache of 1024 kernels has space for all these shapes.
             multiple = (_MAX_PADDING if count > 512 else 16) if rounds else 1
             blocks.append((e, start, count, -(-count // multiple) * multiple))
     return blocks, max((padded for *_, padded in blocks), default=0)

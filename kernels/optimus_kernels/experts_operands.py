@@ -33,21 +33,19 @@ class Operands(NamedTuple):
 
 
 class WeightGrads(NamedTuple):
-    """Tensors to which backward writes the weight gradients. They may have another floating-point
-    dtype than the weights."""
+    """Tensors to which backward writes the weight gradients. Their dtype may differ from that of
+    the weights."""
 
     gate_up: Tensor
     """[E, 2F, D], the gradient of gate_up."""
     down: Tensor
     """[E, D, F], the gradient of down."""
     add: bool
-    """Add the gradients to the tensors instead of replacing their values. The sums are bitwise
-    equal to those of autograd, because each gradient is computed completely before it is added."""
+    """Add the gradients to the tensors instead of replacing their values."""
 
 
 def check(op: str, operands: Operands, **more: Tensor) -> None:
-    """Raise ValueError or TypeError unless shapes, dtypes and devices match. `more` contains
-    additional floating-point operands by name; only their dtype and device are checked."""
+    """Raise ValueError or TypeError unless operands match. The shapes of `more` are not checked."""
     x, weights, gate_up, down, *rows = operands
     named = {"x": x, "weights": weights, "gate_up": gate_up, "down": down}
     if [value.dim() for value in named.values()] != [2, 2, 3, 3]:
@@ -80,8 +78,7 @@ def check(op: str, operands: Operands, **more: Tensor) -> None:
 
 
 def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) -> None:
-    """Raise ValueError or TypeError unless the operands of a backward pass match in shape, dtype
-    and device. `h` may be None."""
+    """Raise ValueError or TypeError unless the operands of a backward pass match."""
     if h is None:
         check(op, operands, grad=grad)
     else:
@@ -95,10 +92,9 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
 
 
 def dense(op: str, operands: Operands) -> Operands:
-    """Check the indices, and return the operands with contiguous x, routing weights and indices.
-    They must be contiguous because kernels receive only their addresses. gate_up and down may have
-    any strides."""
+    """Check the indices, and return the operands with all but gate_up and down contiguous."""
     x, weights, gate_up, down, *rows = operands
+    # Kernels receive only the addresses of these operands.
     result = Operands(
         x.contiguous(), weights.contiguous(), gate_up, down, *(index.contiguous() for index in rows)
     )
@@ -112,7 +108,6 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Check the operands of a backward pass. Return contiguous `grad`, the result of `dense` for
-    `operands`, and contiguous `h`."""
+    """Check the operands of a backward pass, and return them contiguous as `dense` does."""
     check_backward(op, grad, operands, h)
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

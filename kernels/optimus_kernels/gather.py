@@ -1,7 +1,6 @@
-"""gather: for each row r, copy its token: out[r] = x[token[r]], or zeros if token[r] is -1.
+"""gather: copy the token of each row r: out[r] = x[token[r]], or zeros if token[r] is -1.
 
-The gradient of x[t] is the sum of the gradients of the rows of token t. `reduce_rows` without
-weights computes it. It adds the rows in the order of the token's experts, without atomics.
+The gradient of `gather` is `reduce_rows` without weights.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 
     Args:
         x: [T, D], fp32, bf16, fp16 or fp64.
-        token: int32 [R], the token of each row, from `route`; -1 gives a row of zeros. Values
-            outside -1 to T - 1 are undefined behavior: the op reads other memory or ends the
-            process. With OPTIMUS_KERNELS_DEBUG=1 they raise ValueError.
-        row: int32 [T, K], the rows of each token, from `route`; used only by the gradient.
+        token: int32 [R], the token of each row, from `route`. -1 gives a row of zeros. Other values
+            must be in [0, T); OPTIMUS_KERNELS_DEBUG=1 checks this.
+        row: int32 [T, K], the rows of each token, from `route`. Only the gradient uses it.
 
     Returns:
         [R, D] of x's dtype.
@@ -65,15 +63,15 @@ def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
     """Copy x[token[start : start + count]] to out[:count] and return `out`.
 
-    `count` defaults to the number of rows of `out`. Operands must be contiguous, which is not
-    checked. Only compiled kernels accept a token of -1. `start` is an argument because slicing
-    `token` would take as long as launching the kernel.
+    `count` defaults to the number of rows of `out`. Operands must be contiguous; nothing is
+    checked. Only compiled kernels accept a token of -1.
     """
     count = out.shape[0] if count < 0 else count
     kernels = library.native(x)
     if kernels is None:
         torch.index_select(x, 0, token[start : start + count], out=out[:count])
         return out
+    # Slicing `token` would take as long as launching the kernel.
     code, tokens = library.DTYPES[x.dtype], token.data_ptr() + 4 * start
     kernels.call("gather", x, code, x.data_ptr(), tokens, count, x.shape[1], out.data_ptr())
     return out

@@ -1,11 +1,10 @@
 """Grouped matrix products: each expert's rows times that expert's weights, and the weight gradient.
 
-Expert e of E experts has rows offsets[e] to offsets[e+1] - 1. Rows of the result from offsets[E] on
-are undefined.
+Expert e has rows offsets[e] to offsets[e+1] - 1. Rows of the result after the last expert are
+undefined.
 
-There are two implementations. "torch" is torch's grouped_mm: it launches one kernel and does not
-copy the offsets to the host. "loop" writes one product per expert to a slice of the result: it is
-faster on CPUs and supports every dtype.
+There are two implementations. "torch" is torch's grouped_mm. "loop" is one torch.mm per expert; it
+is faster on CPUs and supports every dtype.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ _ROW_BYTES = 16
 """Alignment in bytes that torch's grouped_mm requires for strides."""
 _form = "auto"
 torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""torch.nn.functional.grouped_mm (torch 2.10 and later), or the private op with the same semantics
-in earlier versions, or None if torch has neither."""
+"""torch's grouped_mm, under its public or its earlier private name. None if torch has neither."""
 
 
 def set_form(name: str) -> None:
     """Select the implementation of all grouped products of this process.
 
     Args:
-        name: "loop", "torch" or "auto". On CPUs, "auto" selects "loop". On other devices, it
-            selects "torch" if torch supports the operands, and "loop" if not.
+        name: "loop", "torch" or "auto". "auto" selects "loop" on CPUs and for operands that torch
+            does not support, and "torch" for all others.
 
     Raises:
         ValueError: `name` is unknown.
@@ -51,8 +49,8 @@ def form(like: Tensor, *widths: int) -> str:
 
     Args:
         like: tensor with the operands' device and dtype.
-        widths: number of elements per row of each operand and result. "torch" requires that the
-            size of a row is a multiple of 16 bytes; for other sizes "auto" selects "loop".
+        widths: number of elements per row of each operand and result. "torch" requires rows of a
+            multiple of 16 bytes.
 
     Returns:
         "torch" or "loop".
@@ -98,7 +96,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Compute a^T @ b separately over the rows of each expert: the weight gradient of `grouped_mm`.
+    """Compute a^T @ b for the rows of each expert. This is the weight gradient of `grouped_mm`.
 
     Args:
         a: [R, A], sorted by expert.
@@ -106,15 +104,13 @@ def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
 
     Returns:
-        [E, A, B]; for each expert, the product a_e^T @ b_e, where a_e and b_e are the expert's rows
-        of a and b. Zeros for an expert without rows.
+        [E, A, B]; for each expert, the product over its rows. Zeros for an expert without rows.
     """
     return _grouped_mm_weight(a, b, offsets)
 
 
 def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Reference implementation: for each expert, multiply all rows by its weights, and keep the
-    results of its rows."""
+    """Reference implementation of `grouped_mm` in plain torch."""
     index = torch.arange(len(rows), device=rows.device)
     out = rows.new_zeros(len(rows), weights.shape[2])
     for e in range(len(weights)):
@@ -124,8 +120,7 @@ def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Reference implementation: for each expert, set the rows of other experts in a and b to zero
-    and compute a^T @ b."""
+    """Reference implementation of `grouped_mm_weight` in plain torch."""
     index = torch.arange(len(a), device=a.device)
     products = []
     for e in range(len(offsets) - 1):
@@ -168,8 +163,8 @@ _weight_products = {"torch": _torch_weight_products, "loop": _loop_weight_produc
 
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch supports both grouped products for this device type and dtype. The
-    function runs the products, because this is the only reliable test."""
+    """Return whether torch supports both grouped products for this device type and dtype."""
+    # Running the products is the only reliable test.
     try:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)

@@ -40,8 +40,8 @@ class Native:
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
-        """Call the library's function optimus_<name>, which launches a kernel on the current stream
-        of the device of `on`. Raises RuntimeError with the reason if it returns an error code."""
+        """Launch optimus_<name> on the current stream of `on`'s device. Raises RuntimeError on an
+        error."""
         if self._device == "cpu":
             code = self._functions[name](*arguments, None)
         else:
@@ -56,8 +56,8 @@ class Native:
 
 
 def native(tensor: Tensor, any_dtype: bool = False) -> Native | None:
-    """Return the compiled kernels for the device and dtype of `tensor`, or None if the reference
-    implementation must be used. With `any_dtype`, the dtype does not matter."""
+    """Return the compiled kernels for the device and dtype of `tensor`, or None if there are none.
+    With `any_dtype`, ignore the dtype."""
     if not any_dtype and tensor.dtype not in DTYPES:
         return None
     active = backend.active(tensor.device)

@@ -1,16 +1,10 @@
-"""Reuse of large CPU buffers, because newly allocated memory costs a page fault for every 4 KiB.
+"""Reuse of large CPU buffers, to avoid the page faults of newly allocated memory.
 
-With 64 experts of hidden size 2048 and intermediate size 1024 in bf16, new buffers for weight
-gradients took 45 % of the time of backward. The C library returns large buffers to the operating
-system when they are freed, and maps new buffers in the next step. This module keeps the buffers,
-and reuses a buffer when no tensor refers to it. A `.grad`, a view or a saved activation counts as a
-reference.
+The C library returns large freed buffers to the operating system. This module keeps its buffers,
+and reuses a buffer when no tensor refers to it.
 
-The process keeps up to 1.5 times the peak memory of this module's tensors, also during evaluation
-and after a model is deleted. `release`, which users import as
-`optimus_kernels.release_memory`, frees unused buffers. This package does not call it, because the
-next step would allocate the buffers again. The storage of the tensors has a fixed size:
-`untyped_storage().resize_` raises an error.
+The process keeps up to 1.5 times the peak memory of these tensors. `release` frees unused buffers.
+The storage of the tensors cannot be resized.
 """
 
 from __future__ import annotations
@@ -28,16 +22,15 @@ from torch import Tensor
 SMALLEST = 1 << 20
 """Smallest buffer in bytes that is reused. Below this size torch's allocator is as fast."""
 _GRAIN = 1 << 21
-"""Sizes are rounded up to a multiple of this number of bytes (a huge page), so that requests of
-slightly different sizes can use the same buffer."""
+"""Size in bytes of a huge page. Buffer sizes are rounded up to a multiple of it."""
 _SLACK = 1.25
 """Largest ratio of the size of a reused buffer to the rounded size of the request."""
+# A limit of 1.0 would release the buffers of the forward pass during backward.
 _SPARE = 1.5
 """Limit of the total size of all buffers, as a multiple of the peak size of the buffers in use.
-Above the limit, the least recently used free buffers are released. A limit of 1.0 would release the
-buffers of the forward pass during backward."""
+Above the limit, free buffers are released."""
 _MAX_IDLE_REQUESTS = 4096
-"""Number of requests after which a free buffer that none of them used is released."""
+"""Number of requests after which an unused buffer is released."""
 
 _lock = threading.Lock()
 _buffers: list[_Buffer] = []
@@ -46,8 +39,7 @@ _most_used = 0
 
 
 class _Buffer:
-    """Private memory of this process. Each tensor that uses the buffer has a reference to `memory`.
-    Without such references the buffer is free."""
+    """Memory of one buffer. The buffer is free if no tensor refers to `memory`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -58,8 +50,7 @@ class _Buffer:
         self.last_request = 0
 
     def count(self) -> int:
-        """Return the reference count of `memory`: `_REFERENCES_WHEN_FREE`, plus one for each tensor
-        that uses the buffer."""
+        """Return the reference count of `memory`. Each tensor that uses the buffer adds one."""
         return sys.getrefcount(self.memory)
 
     def free(self) -> bool:
@@ -103,9 +94,7 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return a free buffer for `size` bytes, or a new buffer if none fits. Before the function
-    makes a new buffer, it releases the least recently used free buffers until the limit `_SPARE` is
-    met, and all free buffers that the last `_MAX_IDLE_REQUESTS` requests did not use."""
+    """Return the smallest free buffer that fits `size` bytes, or a new buffer if none fits."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]
@@ -115,6 +104,7 @@ def _find(size: int) -> _Buffer:
     _most_used = max(_most_used, in_use + (best.size if best else size))
     if best:
         return best
+    # Release the least recently used buffers above the limit, and all idle buffers.
     excess = total_bytes() + size - _SPARE * _most_used
     released = []
     for buffer in sorted(free, key=lambda buffer: buffer.last_request):
@@ -128,8 +118,7 @@ def _find(size: int) -> _Buffer:
 
 
 def _drop(released: list[_Buffer]) -> int:
-    """Unmap free buffers, remove them from `_buffers`, and return their total size in bytes. Only
-    `_buffers` and the caller's list may refer to them."""
+    """Unmap free buffers, remove them from `_buffers`, and return their total size in bytes."""
     for buffer in released:
         _buffers.remove(buffer)
         buffer.memory.close()

@@ -1,8 +1,6 @@
 """Registration of ops: schema, implementation, fake implementation and gradient of `optimus::NAME`.
 
-Schemas are defined in Python, so the ops exist even if no kernels are compiled. The implementation
-of an op calls the compiled kernels that `library.native` returns or, if there are none, the
-reference implementation, which defines the results of the op.
+Schemas are defined in Python, so the ops exist even if no kernels are compiled.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ def define(
         schema: name and schema of the op, such as `gather(Tensor x) -> Tensor`.
         run: the implementation on all devices.
         fake: the fake implementation for tracing, which returns empty outputs of the right shapes.
-        backward: `backward(ctx, *grads)`, the argument of torch.library.register_autograd. If it is
-            None, backward through the op raises NotImplementedError; torch by default would omit
-            the gradient without an error.
+        backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. If it is None,
+            backward through the op raises NotImplementedError.
         save: `save(ctx, inputs, output)`, the argument `setup_context` of
             torch.library.register_autograd.
     """
@@ -40,6 +37,7 @@ def define(
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"optimus::{name}", fake, lib=_LIBRARY)
     if "!" not in schema:  # torch accepts no gradient for ops that write to operands
+        # By default, torch would omit a missing gradient without an error.
         torch.library.register_autograd(
             f"optimus::{name}", backward or _refusing(name), setup_context=save, lib=_LIBRARY
         )
@@ -47,9 +45,8 @@ def define(
 
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
-    """Raise NotImplementedError if an operand requires a gradient. Ops that write to their operands
-    call this function in forward. They cannot raise the error in backward, because torch accepts no
-    gradient function for such ops."""
+    """Raise NotImplementedError if an operand requires a gradient."""
+    # Ops that write to operands refuse in forward, because torch accepts no backward for them.
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
 
@@ -69,6 +66,5 @@ def _no_gradient(name: str) -> NotImplementedError:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which reference implementations compute: fp64 for fp64 operands, and fp32
-    for all others, as in the kernels."""
+    """Return the dtype in which ops compute: fp64 for fp64 operands, fp32 for all others."""
     return torch.float64 if dtype is torch.float64 else torch.float32

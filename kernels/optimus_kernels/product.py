@@ -1,14 +1,9 @@
-"""Matrix products of one expert: our bf16 kernel on CPUs with AMX, torch.mm otherwise.
+"""Matrix products of one expert, by our bf16 kernel on CPUs with AMX or by torch.mm.
 
-`fastest_library` makes torch.mm use oneDNN where torch's default library is slower. Our kernel
-(csrc/cpu/amx_avx512.cpp) needs no compilation for a new number of rows. A call costs 3 us; a call
-of torch.mm costs 20 us. The kernel can also add the product to the output.
+Our kernel (csrc/cpu/amx_avx512.cpp) has less overhead than torch.mm and can add to the output.
 
-Before a product is added to fp32 sums, it is computed completely and rounded to the dtype of its
-operands. The sums are therefore bitwise equal to those of autograd, which computes a gradient and
-then adds it. A BLAS function that starts from the previous sum, or adds block by block (MKL's addmm
-from 385 rows on), rounds differently. Gradients would then depend on the number of microbatches
-that a rank accumulates, which deterministic mode must prevent.
+A product is computed completely and rounded before it is added to fp32 sums. The sums are therefore
+bitwise equal to those of autograd.
 """
 
 from __future__ import annotations
@@ -34,8 +29,7 @@ PROFILED_AS = "optimus::product"
 _WIDEN_ELEMENTS = 1 << 16
 """Number of elements to convert to fp32 at a time, so that they stay in the L2 cache."""
 _FP32_ERROR = 1e-5
-"""Upper limit of the relative error of a 256 x 256 product that is computed in fp32. If it is
-computed in bf16, the error is 2e-3."""
+"""Largest relative error of a 256 x 256 product computed in fp32. In bf16, the error is 2e-3."""
 
 
 def amx_kernel(like: Tensor) -> Callable[..., int] | None:
@@ -75,13 +69,12 @@ def library_of(like: Tensor) -> str:
 @contextlib.contextmanager
 def fastest_library(like: Tensor) -> Iterator[None]:
     """Make torch use oneDNN for fp32 products on CPUs that are not made by Intel. MKL, torch's
-    default, is half as fast on these CPUs. Results are still computed in fp32.
+    default, is slower there.
 
-    Until the `with` statement ends, the setting also applies to other threads.
+    The setting applies to all threads until the `with` statement ends.
 
     Args:
-        like: tensor with the operands' device and dtype. The function has an effect only for fp32
-            on a CPU.
+        like: tensor with the operands' device and dtype. Only fp32 on a CPU has an effect.
     """
     if like.dtype is torch.float32 and by_onednn(like):
         with onednn():
@@ -96,9 +89,10 @@ _num_inside, _default_precision = 0, "none"
 
 @contextlib.contextmanager
 def onednn() -> Iterator[None]:
-    """Make torch use oneDNN for fp32 products on CPUs. oneDNN computes them in fp32 or, on
-    processors with AMX, in bf16. The setting applies to the whole process; when the last thread
-    leaves the `with` statement, the previous value is restored."""
+    """Make torch use oneDNN for fp32 products on CPUs. With AMX, oneDNN computes them in bf16.
+
+    The setting applies to all threads until the `with` statement ends.
+    """
     global _num_inside, _default_precision
     mkldnn: Any = torch.backends.mkldnn  # its attributes are created on import
     settings = mkldnn.matmul
@@ -118,8 +112,7 @@ def onednn() -> Iterator[None]:
 
 @functools.cache
 def onednn_is_exact() -> bool:
-    """Return whether oneDNN is available for fp32 products (torch 2.9 and later) and computes them
-    in fp32, not in bf16. The function compares one product with the same product in fp64."""
+    """Return whether oneDNN is available and computes fp32 products in fp32, not in bf16."""
     if not hasattr(torch.backends.mkldnn, "matmul") or not torch.backends.mkldnn.is_available():
         return False
     a = torch.linspace(-1, 1, 1 << 16).sin().view(256, 256)
@@ -131,13 +124,13 @@ def onednn_is_exact() -> bool:
 
 @functools.cache
 def _onednn_is_better() -> bool:
-    """Return whether to prefer oneDNN for fp32 products. The result does not depend on measured
-    times, so that ranks on equal machines agree."""
+    """Return whether to prefer oneDNN for fp32 products."""
+    # No times are measured, so that ranks on equal machines agree.
     return torch.backends.mkl.is_available() and not _made_by_intel() and onednn_is_exact()
 
 
 def _made_by_intel() -> bool:
-    """Return whether the processor is made by Intel. Return True if its vendor is unknown."""
+    """Return whether the processor is made by Intel, or True if its vendor is unknown."""
     try:
         vendor = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
@@ -152,12 +145,11 @@ def product(
 
     Args:
         a: [M, K].
-        b: [K, N] of the same dtype. The AMX kernel accepts only operands that are contiguous or
-            transposes of contiguous tensors; torch.mm computes other products.
-        out: [M, N], contiguous, of the operands' dtype or, for sums of gradients, of another dtype.
+        b: [K, N] of the same dtype.
+        out: [M, N], contiguous. Its dtype may differ from that of the operands.
         add: add to `out` instead of replacing it.
-        scratch: memory for M * N elements of a's dtype. It is used only if `needs_scratch` returns
-            True for the operands. If it is None, new memory is allocated.
+        scratch: memory for M * N elements of a's dtype, used if `needs_scratch` returns True. If it
+            is None, new memory is allocated.
     """
     kernel = amx_kernel(a)
     if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):
@@ -183,9 +175,13 @@ def product(
 
 
 def needs_scratch(like: Tensor, out: torch.dtype, add: bool) -> bool:
-    """Return whether `product` needs scratch memory for contiguous operands like `like` and an
-    output of dtype `out`. If so, the product is computed in scratch memory first, and then written
-    or added to the output."""
+    """Return whether `product` needs scratch memory.
+
+    Args:
+        like: tensor with the device and dtype of the operands, which are contiguous.
+        out: dtype of the output.
+        add: add the product to the output instead of replacing the output.
+    """
     return _uses_scratch(amx_kernel(like) is not None, like, out, add)
 
 
@@ -221,8 +217,7 @@ def _call(kernel: Callable[..., int], a: Tensor, b: Tensor, out: Tensor, mode: i
 
 @functools.cache
 def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the AMX kernel of a library. Return None if the processor, the operating system or the
-    compiler does not support AMX, or if the library lacks the function (only in tests)."""
+    """Return the AMX kernel of a library, or None if AMX is not supported."""
     if not hasattr(library, "optimus_cpu_has_gemm") or not library.optimus_cpu_has_gemm():
         return None
     function = library.optimus_cpu_gemm

@@ -1,7 +1,7 @@
 """reduce_rows: out[t] = sum over k of w[t, k] * y[row[t, k]] for each token t.
 
-The terms are added in fp32, in the order of k and without atomics. The op is the output reduction
-of the Optimus paper (section 3.1, stage 5). Without weights, it is the gradient of `gather`.
+The terms are added in fp32, in the order of k and without atomics. Without weights, the op is the
+gradient of `gather`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
     Args:
         y: [R, D], the rows to add.
         weights: [T, K] of y's dtype. None: all weights are 1.
-        row: int32 [T, K], the rows of each token, from `route`; -1 adds nothing. Values outside -1
-            to R - 1 are undefined behavior; with OPTIMUS_KERNELS_DEBUG=1 they raise ValueError.
-        slot: int32 [R], the slot t*K + k of each row, from `route`; used only by the gradient.
+        row: int32 [T, K], the rows of each token, from `route`. -1 adds nothing. Other values must
+            be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
+        slot: int32 [R], the slot t*K + k of each row, from `route`. Only the gradient uses it.
 
     Returns:
         [T, D] of y's dtype.
@@ -35,11 +35,17 @@ def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) ->
 def reduce_rows_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `reduce_rows`, given the gradient `grad` [T, D] of its output.
+    """Return the gradients of `reduce_rows` for y and weights.
 
-    Row r belongs to slot[r] = t*K + k, the k-th expert of token t. The first result is dy [R, D],
-    with dy[r] = weights[t, k] * grad[t]. The second is dweights [T, K] in fp32 (in fp64 if y is
-    fp64), where dweights[t, k] is the dot product of grad[t] and y[r].
+    Args:
+        grad: [T, D], the gradient of the output.
+        y: [R, D].
+        weights: [T, K].
+        slot: int32 [R], the slot t*K + k of each row r: the k-th expert of token t.
+
+    Returns:
+        dy [R, D], with dy[r] = weights[t, k] * grad[t], and dweights [T, K], the dot products of
+        grad[t] and y[r]. dweights is fp32, or fp64 if y is fp64.
     """
     return _reduce_backward(grad, y, weights, slot)
 

@@ -1,9 +1,7 @@
-"""route: assign each slot a row in the buffers of the experts (Optimus paper, section 3.1, stages 2
-and 3).
+"""route: assign each slot a row in the buffers of the experts.
 
 There are T tokens, K experts per token, N = T*K slots and E local experts. Slot t*K + k is the k-th
-expert of token t. A stable counting sort orders the rows by expert and then by slot, so the result
-is the same in every run, on every device and for any number of threads.
+expert of token t. Rows are sorted by expert and then by slot, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ def route(chosen: Tensor, first_expert: int, num_experts: int, *, of: int | None
         chosen: int64 [T, K], the indices of the experts that each token chose.
         first_expert: index of the first local expert.
         num_experts: number E of local experts. Slots with any other expert index get no row.
-        of: total number of experts, or None. It is used only in debug mode
-            (OPTIMUS_KERNELS_DEBUG=1): an index in `chosen` that is not in [0, of) raises
-            ValueError. With None, the indices are not checked.
+        of: total number of experts. With OPTIMUS_KERNELS_DEBUG=1, an index in `chosen` outside [0,
+            of) raises ValueError. None disables this check.
 
     Returns:
         The row of each slot, and the token and slot of each row.

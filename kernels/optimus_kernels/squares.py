@@ -1,11 +1,8 @@
 """square_bins_: sum of squares of a flat tensor, bitwise independent of the order of additions.
 
-Within blocks of 32 elements, squares are added in fp64 by halves: first elements j and j + 16, then
-j and j + 8, and so on. The sums of the blocks are added exactly, in one bin for each binary
-exponent: the significand of a block's sum is added to the bin of its exponent. A bin has two
-integers, one for the upper and one for the lower halves of significands, so that adding 2^36
-significands does not overflow. Bins of several tensors and ranks are added as integers, in any
-order.
+The squares in each block of 32 elements are added in fp64, in a fixed order. The block sums are
+then added exactly, as integers: the significand of each sum is added to the bin of its binary
+exponent. A bin has two integers, for the upper and lower halves of significands.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ BLOCK = 32
 """Number of elements in a block. Tensors may be split only at multiples of this number."""
 _BINS = 640
 _MIN_EXPONENT = -340
-"""Binary exponent of the first bin. The exponents of all nonzero, finite block sums are between the
-exponents of the first and the last bin."""
+"""Binary exponent of the first bin. The bins cover all nonzero, finite block sums."""
 _LOW = 27
 """Number of bits in the lower half of a significand. The upper half has 26 bits."""
 _SLICE = 1 << 20
@@ -34,9 +30,12 @@ _SLICE = 1 << 20
 
 
 def new_bins(device: torch.device) -> Tensor:
-    """Return bins, int64 [2 * 640 + 1], all zero. The first 640 elements are the sums of the upper
-    halves of significands for 640 exponents. The next 640 are the sums of the lower halves. The
-    last element is the number of blocks whose sum is not finite."""
+    """Return bins, int64 [1281], all zero.
+
+    Elements 0 to 639 are the sums of the upper halves of significands, one for each exponent.
+    Elements 640 to 1279 are the sums of the lower halves. The last element is the number of blocks
+    whose sum is not finite.
+    """
     return torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
 
 
@@ -55,8 +54,7 @@ def square_bins_(bins: Tensor, flat: Tensor) -> None:
 
 
 def total_of(bins: Tensor) -> float:
-    """Return the sum of all bins, rounded to fp64 once, or NaN if the sum of a block is not
-    finite."""
+    """Return the sum of all bins in fp64, or NaN if the sum of a block is not finite."""
     *halves, infinite = bins.tolist()
     if infinite:
         return math.nan
@@ -110,8 +108,7 @@ def _run(bins: Tensor, flat: Tensor) -> None:
 
 
 def _kernel(flat: Tensor) -> Callable[..., int] | None:
-    """Return the compiled kernel, which exists only for CPUs, or None if the reference
-    implementation must be used."""
+    """Return the compiled kernel for `flat`, or None if there is none. Only CPUs have one."""
     library = backend.active(flat.device).library if flat.is_cpu else None
     return None if library is None else _bind(library)
 

@@ -1,11 +1,8 @@
-"""swiglu: a = silu(g) * u, where h = [g, u]. Its backward also computes the gradient of the routing
-weights.
+"""swiglu: a = silu(g) * u, where h = [g, u], and the gradients of h and of the routing weights.
 
-The output of the experts is out = sum of w * (a Wd^T), with the routing weights w and the weights
-Wd of the down projection. The gradient of w * a is therefore da = dout Wd. Backward has three
-results. The gradient of a routing weight is the dot product <da, a>. The gradient dh of h follows
-from the gradient w * da of a. The product w * a is needed for the gradient of Wd. Each slot has at
-most one row, so no gradient is a sum over rows.
+The output of the experts is out = sum of w * (a Wd^T), with routing weights w and down projection
+Wd. Let dout be the gradient of `out`, and let da = dout Wd. The gradient of w is the dot product
+<da, a>, and the gradient of a is w * da. Backward also returns w * a, for the gradient of Wd.
 """
 
 from __future__ import annotations
@@ -33,14 +30,13 @@ def swiglu_backward(
 
     Args:
         h: [R, 2F], the pre-activation.
-        da: [R, F], gradient of the weighted activation w * a; the function multiplies it by w.
-        weights: routing weights [T, K], of the dtype of `h`.
-        slot: int32 [R], the index of each row's weight in the flattened `weights`. -1 for a row
-            without a weight; its results are zeros.
+        da: [R, F], the gradient of the weighted activation w * a.
+        weights: [T, K] of h's dtype, the routing weights w.
+        slot: int32 [R], the index of each row's weight in the flattened `weights`. -1 marks an
+            unused row, whose results are zeros.
 
     Returns:
-        dh [R, 2F], w * a [R, F], and dweights [T, K] in fp32 (in fp64 if h is fp64), with zeros for
-        slots without a row.
+        dh [R, 2F], w * a [R, F], and dweights [T, K] in fp32 (in fp64 if h is fp64).
     """
     return _swiglu_backward(h, da, weights, slot)
 
@@ -151,13 +147,11 @@ def swiglu_backward_into(
     count: int,
     outs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Compute the gradients of `count` rows and write them to `outs`: dh[:count], scaled[:count]
-    and dweights.
+    """Write the gradients of `count` rows to `outs`, which are dh, w * a and dweights [T, K].
 
-    The inputs are rows h[start : start + count], da[:count] and slot[first : first + count].
-    Operands must be contiguous; nothing is checked. `scaled` (w * a) may be the same tensor as
-    `da`. In dweights [T, K], only the elements at the slots of these rows are written. They must be
-    zero before the call.
+    The inputs are h[start : start + count], da[:count] and slot[first : first + count]. Operands
+    must be contiguous; nothing is checked. The output w * a may be the same tensor as `da`.
+    dweights must be zero at the slots of these rows before the call.
     """
     kernels = library.native(h)
     if kernels is None:

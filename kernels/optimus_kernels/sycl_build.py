@@ -1,9 +1,8 @@
-"""Compilation of csrc/sycl for torch's xpu devices, with torch's SyclExtension or with
-DPCPPExtension of IPEX (Intel Extension for PyTorch).
+"""Compilation of csrc/sycl for torch's xpu devices.
 
-Neither build has been run on an Intel GPU yet. Tests check the arguments of both extensions, and
-run the sources, compiled with Intel's compiler, on a CPU device. Both extensions are built with
-setuptools; this module, run as a script, is their setup.py.
+The build uses torch's SyclExtension, or DPCPPExtension of IPEX (Intel Extension for PyTorch). Run
+as a script, this module is the setup.py of the extension. Neither build has been run on an Intel
+GPU yet.
 """
 
 from __future__ import annotations
@@ -37,15 +36,17 @@ IPEX = "intel_extension_for_pytorch"
 
 
 def arch_list() -> str:
-    """Return the devices to compile for: TORCH_XPU_ARCH_LIST, or "pvc" if the variable is unset or
-    empty. Without a list of devices, every process would compile the kernels at run time."""
+    """Return the devices to compile for: TORCH_XPU_ARCH_LIST, or "pvc" by default."""
+    # Without a list of devices, every process would compile the kernels at run time.
     return os.environ.get("TORCH_XPU_ARCH_LIST") or DEFAULT_ARCHS
 
 
 def way() -> str:
-    """Return the extension to build with: "torch" if this torch supports xpu devices and has
-    SyclExtension, or "ipex" if only IPEX's DPCPPExtension is available. Raises KernelError if
-    neither is available."""
+    """Return the extension to build with: "torch" for SyclExtension or "ipex" for DPCPPExtension.
+
+    Raises:
+        KernelError: neither extension is available.
+    """
     if getattr(torch.version, "xpu", None) and _torch_has_sycl_extension():
         return "torch"
     if _has_dpcpp_extension() and torch.xpu.is_available():
@@ -57,8 +58,11 @@ def way() -> str:
 
 
 def find_compiler() -> list[str]:
-    """Return the compiler command, icpx. Raises KernelError if icpx, torch's xpu support, or ninja
-    (for torch's SyclExtension) is missing."""
+    """Return the compiler command, icpx.
+
+    Raises:
+        KernelError: icpx, ninja or torch's xpu support is missing.
+    """
     extension = way()
     if shutil.which("icpx") is None:
         raise KernelError(
@@ -82,8 +86,11 @@ def command(sources: Sequence[Path], include: Path, work: Path) -> tuple[list[st
 
 
 def built_library(work: Path) -> Path:
-    """Return the library that the build wrote to `work`. Raises KernelError unless there is exactly
-    one."""
+    """Return the library that the build wrote to `work`.
+
+    Raises:
+        KernelError: the build wrote no library or more than one.
+    """
     libraries = list(work.glob(f"{NAME}*.so"))
     if len(libraries) != 1:
         raise KernelError(f"the SYCL build wrote {len(libraries)} libraries to {work}, not one")
@@ -91,8 +98,7 @@ def built_library(work: Path) -> Path:
 
 
 def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
-    """Return the arguments of torch's SyclExtension, which accepts source files that end in .sycl
-    and compiles for the devices in TORCH_XPU_ARCH_LIST."""
+    """Return the arguments of torch's SyclExtension."""
     return {
         "name": NAME,
         "sources": list(sources),
@@ -103,8 +109,8 @@ def torch_arguments(sources: Sequence[str], include: str) -> dict[str, Any]:
 
 
 def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str, Any]:
-    """Return the arguments of IPEX's DPCPPExtension. It accepts only .cpp files, so the sources are
-    copied to `work`. Compiler and linker options request ahead-of-time compilation."""
+    """Copy the sources to `work`, and return the arguments of IPEX's DPCPPExtension."""
+    # The extension accepts only .cpp files.
     copies = []
     for source in map(Path, sources):
         copy = work / f"{source.stem}_sycl.cpp"
@@ -121,8 +127,11 @@ def ipex_arguments(sources: Sequence[str], include: str, work: Path) -> dict[str
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build the extension and write the library to the work folder. The arguments are the two that
-    `command` passes: the job as JSON and the work folder."""
+    """Build the extension and write the library to the work folder.
+
+    Args:
+        arguments: the job as JSON and the work folder, as `command` passes them.
+    """
     from setuptools import setup
 
     job, work = json.loads(arguments[0]), Path(arguments[1]).resolve()
@@ -154,9 +163,8 @@ def _torch_has_sycl_extension() -> bool:
 
 
 def _has_dpcpp_extension() -> bool:
-    """Return whether IPEX has DPCPPExtension, without importing IPEX. The import changes torch's
-    operators, which OPTIMUS_IPEX=0 forbids. find_spec of the submodule would import its parent
-    package, IPEX, so the function looks for the submodule's file."""
+    """Return whether IPEX has DPCPPExtension, without importing IPEX."""
+    # Importing IPEX changes torch's operators. find_spec of the submodule would import IPEX.
     spec = importlib.util.find_spec(IPEX)
     folders = spec.submodule_search_locations if spec else None
     return any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders or ())

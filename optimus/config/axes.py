@@ -1,8 +1,7 @@
 """Table of the axes of parallelism: pipeline (pp), data (dp), expert (ep) and tensor (tp).
 
-Section `[parallel]` of a configuration sets the size of each axis. Other packages use the table to
-find the coordinates of ranks, the process groups, the axes over which gradients are summed, the
-ranks whose losses count, and the ranks that `optimus plan` lists.
+Section `[parallel]` of a configuration sets the size of each axis. Other packages derive the layout
+of ranks and the process groups from the table.
 """
 
 from __future__ import annotations
@@ -17,11 +16,17 @@ class Axis(NamedTuple):
     """Properties of an axis of parallelism."""
 
     ranks_have: Literal["other layers", "other data", "parts of the data", "the same data"]
-    """Layers or data by which the ranks along the axis differ. "other layers": ranks have different
-    layers. "other data": ranks read different data. "parts of the data": ranks process parts of the
-    same data, and each rank computes a summand of the losses and of every gradient. "the same
-    data": ranks process the same data and compute the same losses, and only the losses of the first
-    rank count."""
+    """Difference between the ranks along the axis.
+
+    "other layers": Each rank has different layers.
+
+    "other data": Each rank reads different data.
+
+    "parts of the data": Each rank processes a part of the same data. Losses and gradients are sums
+    over the ranks.
+
+    "the same data": All ranks process the same data and compute the same losses.
+    """
     divides: tuple[str, ...] = ()
     """Settings whose values must be multiples of the size of the axis."""
 
@@ -39,8 +44,8 @@ AXES = {
         ),
     ),
 }
-"""All axes, from the outermost to the innermost. With increasing rank number, the coordinate of the
-innermost axis, tp, changes fastest."""
+"""All axes, from the outermost to the innermost. Ranks along tp, the innermost axis, have
+consecutive numbers."""
 
 
 def _axes(*kinds: str) -> Axes:
@@ -56,8 +61,7 @@ SAME_DATA = _axes("the same data")
 UNEQUAL = _axes("other layers", "the same data")
 """Axes along which ranks may have model states of different sizes."""
 MODEL = tuple(axis for axis in AXES if axis != "dp")
-"""All axes except dp. The size of dp is the number of replicas of the model, so the ranks of one
-replica differ only along the other axes."""
+"""Axes along which the ranks of one model replica differ: all axes except dp."""
 WITHIN_BLOCK = tuple(
     name for name, axis in AXES.items() if axis.divides or "parts" in axis.ranks_have
 )

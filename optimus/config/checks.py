@@ -1,7 +1,7 @@
-"""Checks of combinations of settings. Each error names the key, the value and the remedy.
+"""Checks of combinations of settings, which run when a configuration is loaded.
 
-All checks here run when a configuration is loaded, before any process group exists. Settings that
-depend on the world size or on files are checked by `optimus.train.resolve`.
+Each error names the key, the value and the remedy. `optimus.train.resolve` checks settings that
+depend on the world size or on files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from optimus.config.sections import (
 from optimus.errors import ConfigError, counted
 
 _MAX_ELEMENTS = 1 << 56
-"""Largest accepted number of elements of a tensor. Torch stores the size in bytes as a signed
-64-bit integer, and the limit keeps this size below 2^63."""
+"""Largest accepted number of elements of a tensor. Torch counts the bytes of a tensor in a signed
+64-bit integer."""
 
 
 def check(config: Config) -> None:
@@ -54,8 +54,7 @@ def check(config: Config) -> None:
 
 
 def _tensors(model: ModelConfig) -> None:
-    """Raise ConfigError if a tensor has more than `_MAX_ELEMENTS` elements. Without this check,
-    torch would raise an error that does not name the settings."""
+    """Raise ConfigError if a tensor has more than `_MAX_ELEMENTS` elements."""
     hidden, experts = model.hidden_size, max(1, *model.experts_by_layer)
     width = max(model.intermediate_size, model.dense_intermediate_size)
     heads = max(model.num_attention_heads, model.num_kv_heads) * max(model.head_size, 1)
@@ -399,9 +398,9 @@ def _offload(offload: OffloadConfig) -> None:
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """Return the divisor of `number` that is nearest to `near`, or 1 if no divisor is within 4,096
-    of `near`. The limit of 4,096 keeps the search short if a faulty configuration has huge
-    numbers."""
+    """Return the divisor of `number` nearest to `near`, or 1 if no divisor is within 4,096 of
+    it."""
     near = min(near, number)
+    # The distance is limited, because the numbers of a faulty configuration can be huge.
     candidates = (d for distance in range(4097) for d in (near - distance, near + distance))
     return next((d for d in candidates if 0 < d <= number and number % d == 0), 1)

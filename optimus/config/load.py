@@ -21,10 +21,10 @@ from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _PLANNED_SECTIONS = ("resilience",)
-"""Sections that only a later version will have. If a configuration contains one, the error says
-that this version does not have the section."""
+"""Sections of later versions. The error for such a section says that this version does not have
+it."""
 _MAX_FILES = 50
-"""Maximum number of files of a configuration, including all files that `base` keys name."""
+"""Maximum number of files of a configuration, including all `base` files."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
 """Maximum size of a file in bytes, and maximum number of dots in a line."""
 
@@ -86,9 +86,8 @@ SYNONYMS: dict[str, str] = {
     "checkpoint.load": "load_path resume resume_from restore_from load_from",
     "observe.log_interval": "log_every log_freq log_steps logging_steps",
 }
-"""For each key, the names of the same setting in other trainers and model configurations (Hugging
-Face, Megatron-LM, torchtitan, nanoGPT). If an unknown key is one of these names, the error suggests
-the key."""
+"""Names of each setting in Hugging Face, Megatron-LM, torchtitan and nanoGPT. If an unknown key is
+one of these names, the error suggests the setting."""
 
 
 def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
@@ -96,11 +95,11 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
 
     Args:
         path: The TOML file.
-        overrides: Strings `section.key=value`, each of which replaces a setting of the files.
+        overrides: Settings `section.key=value`, which take precedence over the files.
 
     Raises:
-        ConfigError: The configuration is invalid. The message is one line with the key, the value
-            and the remedy.
+        ConfigError: The configuration is invalid. The message names the key, the value and the
+            remedy.
     """
     tree = read_tree(Path(path))
     overridden = [_apply_override(tree, override) for override in overrides]
@@ -108,12 +107,12 @@ def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Confi
 
 
 def load_saved_config(path: str | os.PathLike) -> Config:
-    """Read the config.toml of a checkpoint, which must not name `base` files.
+    """Read the config.toml of a checkpoint and return its validated configuration.
 
-    The checkpoint may come from somebody else, and `base` could name any file of this machine.
+    The key `base` is refused, because it could name any file of this machine.
 
     Raises:
-        ConfigError: The configuration is invalid or names a base file.
+        ConfigError: The configuration is invalid or has the key `base`.
     """
     tables = _read_toml(Path(path))
     if "base" in tables:
@@ -131,14 +130,14 @@ def make_config(
     """Validate nested dicts of plain values and return the configuration.
 
     Args:
-        tree: Dict of sections by name; each section is a dict of values by key.
-        source: File or other origin of the values, for error messages.
-        overridden: Key paths of the values that come from the command line instead of `source`,
-            such as `["train", "seed"]`.
+        tree: Dict of sections by name. Each section is a dict of values by key.
+        source: Origin of the values for error messages, such as a file name.
+        overridden: Key paths of the values from the command line, such as `["train", "seed"]`.
+            Errors in these values name the command line instead of `source`.
 
     Raises:
-        ConfigError: The configuration is invalid. The message is one line with the key, the value
-            and the remedy.
+        ConfigError: The configuration is invalid. The message names the key, the value and the
+            remedy.
     """
     try:
         config = Config.model_validate(tree)
@@ -156,11 +155,7 @@ def make_config(
 
 
 def _check_texts(value: Any, location: tuple[str, ...]) -> None:
-    """Raise ConfigError if a string in `value` contains NUL or cannot be encoded as UTF-8.
-
-    A path cannot contain NUL. Some file names cannot be encoded as UTF-8, but config.toml can store
-    only UTF-8 text. `location` is the key path of `value`.
-    """
+    """Raise ConfigError if a string in `value` contains NUL or cannot be encoded as UTF-8."""
     if isinstance(value, (Mapping, list, tuple)):
         for key, element in value.items() if isinstance(value, Mapping) else enumerate(value):
             _check_texts(element, (*location, str(key)))
@@ -174,9 +169,8 @@ def _check_texts(value: Any, location: tuple[str, ...]) -> None:
 def read_tree(path: Path) -> Tree:
     """Return the tables of a TOML file, merged with the tables of its base files.
 
-    The key `base` is a file name or a list of file names, relative to the directory of the file.
-    Settings of the file take precedence over settings of its bases. Settings of a later base take
-    precedence over settings of an earlier base.
+    The key `base` names one or more files, relative to the directory of the file. A file takes
+    precedence over its bases, and a later base over an earlier base.
 
     Raises:
         ConfigError: A file is missing or not readable as TOML, a file inherits from itself, or
@@ -186,21 +180,15 @@ def read_tree(path: Path) -> Tree:
 
 
 def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) -> Tree:
-    """Return the tables of a TOML file, merged with the tables of its base files.
-
-    Args:
-        path: The file.
-        children: The chain of files that leads to `path` through `base` keys, to detect cycles.
-        trees: Cache of results by file, so that a file with several children is read once. Without
-            the cache, a chain of 25 files in which each file names the next file twice would take
-            2^25 reads.
-    """
+    """Implement `read_tree`. `children` are the files that lead to `path`, `trees` caches
+    results."""
     path = path.resolve()
     if path in children:
         raise ConfigError(
             f"{path}: the file inherits from itself, because its bases lead to {children[-1]}, "
             "which names the file as a base; remove one of these bases"
         )
+    # Without the cache, 25 files that each name the next file twice would take 2^25 reads.
     if path in trees:
         return copy.deepcopy(trees[path])
     if len(children) + len(trees) >= _MAX_FILES:
@@ -244,15 +232,12 @@ def _parse_toml(text: str) -> Tree:
 
 
 def _check_numbers(value: Any) -> None:
-    """Raise ValueError for an integer that does not fit into 64 bits, the range of TOML.
-
-    A message about a larger integer could itself fail: Python refuses to print more than 4,300
-    decimal digits, and a hexadecimal number in a file may have more.
-    """
+    """Raise ValueError for an integer of more than 64 bits, the range of TOML."""
     if isinstance(value, (dict, list)):
         for element in value.values() if isinstance(value, dict) else value:
             _check_numbers(element)
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        # Without the value: Python refuses to print integers of more than 4,300 digits.
         raise ValueError("an integer has more than 64 bits")
 
 
@@ -312,13 +297,8 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 def _hint(location: Sequence[str], value: Any) -> str:
-    """Return a hint for an unknown key.
-
-    The hint asks "did you mean ...?" with the similar keys. If no key is similar, it lists all keys
-    of the section.
-
-    Similar keys are, in order of preference: keys of the same name in other sections, keys that
-    have this name in other trainers, and the key with the nearest spelling.
+    """Return a hint for an unknown key: similar keys or, if there are none, all keys of the
+    section.
 
     Args:
         location: Path of the unknown key, such as `["optim", "lrr"]`.
@@ -350,11 +330,8 @@ def _hint(location: Sequence[str], value: Any) -> str:
 
 
 def _synonymous(wrong: str, section: str) -> list[str]:
-    """Return the keys, as `section.key`, that an unknown key `wrong` may mean.
-
-    These are the keys named `wrong` in any section. If there are none, these are the keys with the
-    synonym `wrong`. If some of the found keys are in `section`, only those are returned.
-    """
+    """Return the keys `section.key` with the name or else the synonym `wrong`, if possible in
+    `section`."""
     wrong = wrong.lower().replace("-", "_")
     same = [
         f"{name}.{wrong}"
@@ -366,8 +343,8 @@ def _synonymous(wrong: str, section: str) -> list[str]:
 
 
 def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
-    """Return a list with the name that is most similar to `wrong`. The list is empty if the
-    similarity (0 to 1) is below `cutoff`. Case, hyphens and underscores are ignored."""
+    """Return a list of the name most similar to `wrong`, or an empty list below the similarity
+    `cutoff`."""
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
     return [plain[name] for name in difflib.get_close_matches(wrong, plain, n=1, cutoff=cutoff)]
@@ -412,11 +389,8 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return the value of an override from its text, a TOML value.
-
-    If `text` is not TOML, return it as a string, so that strings need no quotes. Raise ConfigError
-    if it is not TOML but begins like a list, a table or a quoted string.
-    """
+    """Return the value of an override. Text that is not TOML is a string. Raises ConfigError for an
+    invalid list, table or quoted string."""
     try:
         return _parse_toml(f"value = {text}")["value"]
     except (ValueError, KeyError) as error:

@@ -1,7 +1,6 @@
 """Generate the reference of all settings from the docstrings of `optimus.config.sections`.
 
-`python -m optimus.config.reference > docs/configuration.md` writes the page. A test checks that the
-page is up to date.
+`python -m optimus.config.reference > docs/configuration.md` writes the page.
 """
 
 from __future__ import annotations

@@ -14,14 +14,12 @@ CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAX_FROZEN, MAX_PATTERN_CHARS = 1000, 256
-"""Maximum number of patterns in `optim.frozen`, and maximum length of a pattern. Checkpoints store
-the patterns, and a reader compares each pattern with each parameter name. The limits bound the time
-of these comparisons."""
+"""Maximum number of patterns in `optim.frozen`, and maximum length of a pattern. The limits bound
+the time to match the patterns of a checkpoint."""
 
 
 def _experts(value: Any) -> Any:
-    """Return the value of `model.num_experts`, with a list converted to a tuple. Raises ValueError
-    if the value is neither an integer >= 0 nor a list of such integers."""
+    """Validate `model.num_experts` and convert a list to a tuple. Raises ValueError."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("must be a whole number >= 0, or a list with such a number for each layer")
@@ -32,8 +30,7 @@ Experts = Annotated[int | tuple[int, ...], BeforeValidator(_experts)]
 
 
 class Section(BaseModel):
-    """Base class of sections. Instances are immutable. An unknown key or a value of the wrong type
-    is an error."""
+    """Immutable base class of sections. Unknown keys and values of a wrong type are errors."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -49,35 +46,34 @@ class RopeScaling(Section):
     """Scaling of rotary embeddings (RoPE) to a longer context. Names are those of Hugging Face."""
 
     type: Literal["linear", "dynamic", "llama3", "yarn"]
-    """Method. `linear` divides all frequencies by `factor`. `llama3` and `yarn` divide low
-    frequencies, keep high frequencies and interpolate between them. `dynamic` increases the base
-    for sequences longer than max_position_embeddings."""
+    """Method. `linear`: divide all frequencies by `factor`. `llama3`, `yarn`: divide low
+    frequencies, with a gradual transition to unchanged high frequencies. `dynamic`: increase the
+    base for sequences longer than max_position_embeddings."""
     factor: Annotated[float, Field(gt=0)]
     """Ratio of the extended context length to the original context length."""
     original_max_position_embeddings: CountOrZero = 0
     """llama3, yarn: context length of the original training, in tokens."""
     low_freq_factor: NonNegative = 0.0
-    """llama3: frequencies whose wavelength exceeds original_max_position_embeddings /
-    low_freq_factor are divided by `factor`."""
+    """llama3: divide frequencies by `factor` if their wavelength exceeds
+    original_max_position_embeddings / low_freq_factor."""
     high_freq_factor: NonNegative = 0.0
-    """llama3: frequencies whose wavelength is below original_max_position_embeddings /
-    high_freq_factor are not changed."""
+    """llama3: keep frequencies if their wavelength is below original_max_position_embeddings /
+    high_freq_factor."""
     beta_fast: NonNegative = 0.0
-    """yarn: frequencies that make more than this number of rotations in the original context are
-    not changed; 0: the default of 32 rotations."""
+    """yarn: keep frequencies that make more than this number of rotations in the original context;
+    0: 32 rotations."""
     beta_slow: NonNegative = 0.0
-    """yarn: frequencies that make fewer than this number of rotations in the original context are
-    divided by `factor`; 0: the default of 1 rotation."""
+    """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
+    original context; 0: 1 rotation."""
     truncate: bool = True
-    """yarn: round the bounds of the range of interpolated frequencies to integer indices, the lower
-    bound down and the upper bound up."""
+    """yarn: widen the range of interpolated frequencies to integer indices."""
     attention_factor: NonNegative = 0.0
-    """yarn: factor by which rotated queries and keys are multiplied; 0: derived from `factor`,
-    `mscale` and `mscale_all_dim`."""
+    """yarn: factor of the rotated queries and keys; 0: derived from `factor`, `mscale` and
+    `mscale_all_dim`."""
     mscale: NonNegative = 0.0
-    """yarn: coefficient in the derived attention factor. If `mscale` and `mscale_all_dim` are above
-    0, the derived factor is (0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) +
-    1). If one of them is 0, it is 0.1 * ln(factor) + 1."""
+    """yarn: coefficient in the derived attention factor, (0.1 * mscale * ln(factor) + 1) / (0.1 *
+    mscale_all_dim * ln(factor) + 1). If one of the coefficients is 0, the derived factor is 0.1 *
+    ln(factor) + 1."""
     mscale_all_dim: NonNegative = 0.0
     """yarn: coefficient in the derived attention factor; see `mscale`."""
 
@@ -126,8 +122,8 @@ class ModelConfig(Section):
     dense_intermediate_size: CountOrZero = 0
     """Inner width of the SwiGLU in dense layers of an `olmoe` model; 0: intermediate_size."""
     num_experts: Experts = 0
-    """Number of experts per layer (E), or a list with one number for each layer. A 0 in the list
-    makes a layer dense. For `olmo`, the setting is 0."""
+    """Number of experts per layer (E), or a list with one number for each layer. A layer with 0
+    experts is dense. 0 for `olmo`."""
     num_experts_per_tok: CountOrZero = 0
     """Number of experts to which each token is routed (K); 0 for `olmo`."""
     vocab_size: Count
@@ -142,11 +138,9 @@ class ModelConfig(Section):
     """Epsilon that each norm adds to the variance."""
     router: Literal["top-k", "uniform"] = "top-k"
     """`top-k`: route each token to its num_experts_per_tok most probable experts. `uniform`: assign
-    tokens to experts in turn, regardless of probabilities, so that all experts get the same number
-    of tokens (forced uniform routing, for measurements of speed)."""
+    tokens to experts in turn, for measurements of speed."""
     norm_topk_prob: bool = False
-    """Normalize the routing weights of each token, so that the weights of its selected experts have
-    the sum 1."""
+    """Normalize the routing weights of each token's selected experts to the sum 1."""
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -160,21 +154,19 @@ class ModelConfig(Section):
     eos_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """End-of-sequence tokens, at which generation stops; empty: no such tokens."""
     init_std: NonNegative = 0.02
-    """Standard deviation of the initial weights, drawn from a normal distribution that is truncated
-    at three standard deviations."""
+    """Standard deviation of the initial weights. Their normal distribution is truncated at three
+    standard deviations."""
     embedding_init_std: NonNegative = 0.0
-    """Standard deviation of the initial embedding, for the same truncated distribution as
-    `init_std`; 0: the value of `init_std`. Early in training, blocks add a common vector to the
-    residual streams of all tokens. If the embedding is small, this vector dominates, and all tokens
-    are routed to the same experts."""
+    """Standard deviation of the initial embedding; 0: init_std. With a small embedding, the router
+    may send all tokens to the same experts early in training."""
     aux_loss_coef: NonNegative = 0.01
     """Coefficient of the load-balancing loss in the training objective."""
     z_loss_coef: NonNegative = 0.001
     """Coefficient of the router z-loss in the training objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
-    """Form of the load-balancing loss. `olmo`: computed per layer and averaged over layers; the
-    loss is 1 if the experts are balanced. `hf`: computed once from the tokens of all layers, as in
-    transformers; only for comparison with transformers."""
+    """Form of the load-balancing loss. `olmo`: computed per layer and averaged over layers; 1 if
+    the experts are balanced. `hf`: computed once from the tokens of all layers, for comparison with
+    transformers."""
 
     @property
     def head_size(self) -> int:
@@ -205,16 +197,15 @@ class ModelConfig(Section):
 
     @property
     def experts(self) -> int:
-        """Number of experts (E) of a layer. Use it only on the configuration of one layer, which
-        the method `layer` returns."""
+        """Number of experts (E) in the configuration of one layer, which the method `layer`
+        returns."""
         assert isinstance(self.num_experts, int)
         return self.num_experts
 
     def layer(self, number: int) -> ModelConfig:
         """Return the configuration of layer `number`, counted from 0.
 
-        Its `num_experts` is the number of experts of this layer. Its `intermediate_size` is the
-        inner width of the SwiGLU of this layer, or of each expert.
+        Its `num_experts` and `intermediate_size` are those of this layer.
         """
         experts, width = self.experts_by_layer[number], self.intermediate_size
         if not experts:
@@ -228,8 +219,8 @@ class MixSource(Section):
     path: Annotated[str, Field(min_length=1)]
     """Directory of the data set."""
     weight: Annotated[float, Field(gt=0)]
-    """Weight of the data set; its share of the instances is its weight divided by the sum of all
-    weights. The weight is used as an exact decimal number."""
+    """Weight of the data set. Its share of the instances is this weight divided by the sum of all
+    weights."""
 
 
 class DataConfig(Section):
@@ -238,14 +229,11 @@ class DataConfig(Section):
     path: str = ""
     """Directory of the training data set."""
     mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = ()
-    """Data sets to mix by weight, instead of `path`. Shares are exact: the mix repeats a fixed
-    sequence of data sets, which has an integer number of instances of each data set. The epochs of
-    each data set are counted separately."""
+    """Data sets to mix by weight, instead of `path`. The shares are exact, and each data set has
+    its own epochs."""
     eval_path: str = ""
-    """Directory of the held-out data set; empty: the folder eval in `path`, if it exists. If the
-    setting is empty and `mix` is set, the eval folders of all data sets are mixed with the same
-    weights, and the held-out data ends before the first repeated instance. If any of these data
-    sets has no eval folder, there is no held-out data."""
+    """Directory of the held-out data set; empty: the folder eval in `path`, if it exists. With
+    `mix`, empty means a mix of the eval folders with the same weights, if all of them exist."""
     document_mask: bool = False
     """Restrict the attention of each token to its own document, in training and evaluation."""
 
@@ -266,20 +254,19 @@ class ParallelConfig(Section):
     virtual_stages: Count = 1
     """Number of pipeline stages per pipeline rank; must be 1 for `1f1b` and `zb-h1`."""
     stage_layers: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Number of layers of each of the pp * virtual_stages stages, from the first to the last;
-    empty: stages are balanced by cost, which includes the cost of the output head."""
+    """Number of layers of each of the pp * virtual_stages stages, in order; empty: stages are
+    balanced by cost."""
     ep_dispatch: Literal["auto", "allgather", "alltoall"] = "auto"
-    """Method that sends tokens to expert-parallel ranks. `allgather` sends all tokens to all ranks.
-    `alltoall` sends each token only to the ranks of its experts. `auto` measures both methods when
-    a run starts and uses the faster one; a resumed run keeps this choice. `auto` always uses
-    `allgather` in deterministic mode, and also on Intel GPUs, because an all-to-all can crash the
-    process there."""
+    """Method that sends tokens to expert-parallel ranks. `allgather`: send all tokens to all ranks.
+    `alltoall`: send each token only to the ranks of its experts. `auto`: measure both methods when
+    a new run starts and use the faster one. In deterministic mode and on Intel GPUs, `auto` means
+    `allgather`."""
     sequence_parallel: bool = False
     """Shard the residual stream and the norms along the sequence dimension over the tensor-parallel
     ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Maximum time in seconds that a rank waits for another rank, for example while that rank loads
-    a checkpoint. A longer wait ends the run with exit status 5."""
+    """Maximum time in seconds that a rank waits for another rank. A longer wait ends the run with
+    exit status 5."""
 
 
 class TrainConfig(Section):
@@ -296,36 +283,34 @@ class TrainConfig(Section):
     seq_len: CountOrZero = 0
     """Number of tokens per instance; must equal the context of the data set."""
     global_batch_tokens: CountOrZero = 0
-    """Number of tokens per update, summed over all ranks; 0: one microbatch on each of the dp * ep
-    data ranks."""
+    """Number of tokens per update over all ranks; 0: one microbatch on each of the dp * ep data
+    ranks."""
     microbatch_size: Count = 1
-    """Number of sequences per forward and backward pass. This and `global_batch_tokens` determine
-    the number of gradient accumulation steps."""
+    """Number of sequences per forward and backward pass. Gradients are accumulated over as many
+    passes as `global_batch_tokens` requires."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Dtype of parameters and matrix products; master weights and optimizer states are fp32."""
     deterministic: bool = False
-    """Sum gradients in the order of microbatches, so that training gives the same bits for all
-    data- and pipeline-parallel layouts."""
+    """Make training bitwise equal for all data- and pipeline-parallel layouts. Gradients are summed
+    in the order of microbatches."""
     compile: bool = False
-    """Compile the blocks of the model with torch.compile; not possible with tp or ep. Compilation
-    is part of the first step and takes minutes for large blocks."""
+    """Compile the blocks of the model with torch.compile; not possible with tp or ep. The
+    compilation of large blocks in the first step takes minutes."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     """Device type of all ranks; `auto`: the first available type of xpu, cuda, cpu."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of intra-op threads per rank. 0: 1 thread in deterministic mode. If `deterministic` is
-    false, 0 means the value of OMP_NUM_THREADS or, if that is not set, the number of cores divided
-    by the number of ranks on the node."""
+    """Number of intra-op threads per rank. 0: 1 thread in deterministic mode. In other modes, 0
+    means OMP_NUM_THREADS or, if it is not set, the node's cores divided by its ranks."""
     deadline_s: NonNegative = 0.0
-    """Number of seconds after the start of the process at which the run saves a checkpoint and ends
-    with exit status 3; 0: no deadline."""
+    """Seconds after the start of the process at which the run saves a checkpoint and ends with exit
+    status 3; 0: no deadline."""
     eval_interval: CountOrZero = 0
     """Number of updates between evaluations on held-out data; 0: only after the last update."""
     eval_instances: CountOrZero = 0
-    """Number of held-out instances per evaluation. Every evaluation uses the first instances of the
-    held-out data set. 0: all instances."""
+    """Number of held-out instances per evaluation, always the first ones; 0: all instances."""
     sample_interval: CountOrZero = 0
-    """Number of updates between samples; 0: no samples. A sample is a generated continuation of the
-    first held-out instance, printed to standard error."""
+    """Number of updates between samples; 0: no samples. A sample continues the first held-out
+    instance and is printed to standard error."""
     sample_tokens: Count = 64
     """Maximum number of generated tokens per sample."""
 
@@ -362,42 +347,39 @@ class OptimConfig(Section):
     """Decoupled weight decay of all parameters, unless `groups` sets another value."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Weight decay and learning rate of parameters that are selected by name. Names are those in a
-    checkpoint's model.safetensors. If several groups match a parameter, the first group applies. A
-    pattern that matches no parameter is an error."""
+    checkpoint's model.safetensors. The first matching group applies. A pattern that matches no
+    parameter is an error."""
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Glob patterns of the names of parameters that are not trained. These parameters have neither
+    """Glob patterns of the names of parameters that are not trained. Such parameters have neither
     gradients nor optimizer states."""
     clip_norm: NonNegative = 1.0
     """Maximum global norm to which gradients are clipped; 0: no clipping."""
     clip_after_warmup: bool = False
     """Clip gradients only after the warm-up, as in the Optimus paper."""
     sharding: Literal["none", "so", "epso"] = "none"
-    """Sharding of optimizer states. `none`: not sharded. `so`: sharded over dp. `epso`: states of
-    experts sharded over dp, all other states over dp x ep."""
+    """Axes over which optimizer states are sharded. `none`: not sharded. `so`: dp. `epso`: dp for
+    experts, dp and ep for all other parameters."""
     resident: Literal["all", "parameters", "cache"] = "all"
     """Model states that each rank keeps unsharded. `all`: parameters and gradients (ZeRO-1).
-    `parameters`: only parameters; a rank has unsharded gradients during the backward of a
-    microbatch and keeps only a shard of their sum (ZeRO-2). `cache`: neither parameters nor
-    gradients; parameters are gathered when they are needed (ZeRO-3, the rCache of Elixir). `cache`
-    needs sharding = `so` or `epso`. In deterministic mode all choices give the same bits."""
+    `parameters`: only parameters (ZeRO-2). `cache`: neither; parameters are gathered when they are
+    needed (ZeRO-3, the rCache of Elixir). `cache` needs sharding = `so` or `epso`."""
     cache_chunks: CountOrZero = 0
-    """With resident = `cache`, the maximum number of gathered chunks at a time; 0: no limit, so
-    that each chunk is gathered once per step."""
+    """With resident = `cache`, the maximum number of gathered chunks at a time; 0: no limit."""
     chunk_length: Count = 1 << 24
-    """Approximate number of elements in a chunk. Model states are stored in flat chunks, and each
-    chunk is reduced, updated and gathered as a unit."""
+    """Approximate number of elements in a chunk, a flat buffer of model states. Each chunk is
+    reduced, updated and gathered as a unit."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients in the reduction over ranks."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which a rank sums the gradients of its microbatches. `bf16`, as in the Optimus
-    paper, takes half the memory of `fp32` but rounds each sum, and needs train.dtype = "bf16"."""
+    paper, takes half the memory of `fp32` but rounds each sum. It needs train.dtype = "bf16"."""
     overlap: bool = True
-    """Overlap the reduction of gradients with backward (except in deterministic mode), and the
-    gather of updated parameters with the next forward. Overlap does not change the bits."""
+    """Overlap the reduction of gradients with backward, and the gather of updated parameters with
+    the next forward. In deterministic mode, only the gather overlaps. Results do not change."""
     loss_scale: NonNegative = 0.0
-    """fp16: initial loss scale, a power of two; 0: 65536 times the number of microbatches of the
-    global batch, rounded up to a power of two. If a gradient overflows on any rank, all ranks skip
-    the update and halve the loss scale. An overflow at `min_loss_scale` ends the run."""
+    """fp16: initial loss scale, a power of two; 0: 65536 times the number of microbatches, rounded
+    up. If a gradient overflows, all ranks skip the update and halve the loss scale. An overflow at
+    `min_loss_scale` ends the run."""
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
     """fp16: minimum loss scale, a power of two."""
     loss_scale_growth_steps: Count = 1000
@@ -416,10 +398,9 @@ class RecomputeConfig(Section):
         tuple[Literal["norm", "attention", "moe", "experts", "block"], ...], Field(strict=False)
     ] = ()
     """Modules whose activations are recomputed in backward. `norm`: the output of each norm.
-    `attention`, `moe`, `block`: all activations of attention, of the MoE layer or of the whole
-    block. `experts`: only the pre-activation of the experts, which is the largest activation of
-    the MoE layer; the router and its communication are not repeated. Recomputation does not change
-    the bits."""
+    `attention`, `moe`, `block`: all activations of the module. `experts`: only the pre-activation
+    of the experts, the largest activation of the MoE layer. Recomputation does not change
+    results."""
 
 
 class KernelsConfig(Section):
@@ -427,13 +408,12 @@ class KernelsConfig(Section):
 
     backend: Literal["auto", "sycl", "cuda", "cpu", "torch"] = "auto"
     """Implementation of the MoE layers. `sycl`, `cuda`, `cpu`: the kernels of Optimus for xpu, cuda
-    or cpu devices. `torch`: torch operations. `auto`: the kernels for the device, or `torch` if
-    they are not available; the log gives the reason. The environment variable OPTIMUS_KERNELS
-    takes precedence over this setting. The resolved configuration contains the selected backend."""
+    or cpu devices. `torch`: torch operations. `auto`: the kernels for the device or, if they are
+    not available, `torch`. The environment variable OPTIMUS_KERNELS takes precedence."""
     grouped_gemm: Literal["auto", "torch", "loop"] = "auto"
     """Implementation of the matrix products of all experts of a layer. `torch`: the grouped GEMM of
-    torch. `loop`: a loop over the experts. `auto`: `loop` in deterministic mode; otherwise the
-    faster implementation, measured when a run starts and kept on resume."""
+    torch. `loop`: a loop over the experts. `auto`: `loop` in deterministic mode. In other modes,
+    `auto` measures both when a new run starts and uses the faster one."""
 
 
 class CheckpointConfig(Section):
@@ -447,31 +427,28 @@ class CheckpointConfig(Section):
     keep_models: CountOrZero = 0
     """Number of the newest model-only checkpoints to keep; 0: all."""
     keep_models_every: CountOrZero = 0
-    """With `keep_models`, also keep every model-only checkpoint whose step is a multiple of this
-    number; 0: keep only the newest."""
+    """With `keep_models`, also keep model-only checkpoints whose step is a multiple of this number;
+    0: keep only the newest."""
     scatter: Literal["balanced", "paper"] = "balanced"
     """Ranks that write a state if several ranks have a copy of it. `balanced`: each of these ranks
-    writes an equal share. `paper`: one rank writes the whole state. Corresponding ranks of the
-    dp model replicas have the same index m in their replica; the rank of replica m mod dp
-    writes."""
+    writes an equal share. `paper`: one of them writes the whole state; the dp replicas take
+    turns."""
     distribute: Literal["broadcast", "all_reduce"] = "broadcast"
-    """Collective that distributes a loaded state from the rank that reads it to all ranks that need
-    a copy."""
+    """Collective that sends a loaded state from the rank that reads it to the other ranks."""
     async_save: bool = False
     """Write checkpoints in background threads. Training waits only until the states are copied to
-    host memory. A checkpoint is committed one or two updates after its last byte is written."""
+    host memory."""
     direct_io: bool = True
-    """Write with O_DIRECT if the file system supports it. O_DIRECT bypasses the page cache, so that
-    other files stay cached. `optimus bench checkpoint` measures saves with and without O_DIRECT."""
+    """Write with O_DIRECT if the file system supports it, so that other files stay in the page
+    cache."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Maximum duration of a save in seconds. A longer save counts as failed."""
     max_failures: CountOrZero = 3
-    """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. Earlier
-    failures print a warning. A failed save after the last update always ends the run with exit
-    status 1."""
+    """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
+    save after the last update always ends the run with this status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Settings, such as `optim.weight_decay`, that this resume may change. Without an entry here,
-    a value that differs from the checkpoint is an error."""
+    """Settings that a resumed run may change, such as `optim.weight_decay`. Without an entry here,
+    a change of such a setting is an error."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face

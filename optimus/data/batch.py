@@ -15,8 +15,7 @@ MAX_MICROBATCHES = 1 << 16
 class BatchPlan:
     """Batch sizes of an update (optimizer step).
 
-    Each data rank runs `microbatches_per_rank` microbatches. A microbatch has `microbatch_size`
-    sequences of `seq_len` tokens.
+    Each data rank runs `microbatches_per_rank` microbatches of `microbatch_size` sequences.
     """
 
     microbatch_size: int
@@ -45,16 +44,13 @@ class BatchPlan:
 def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
     """Return the batch sizes of a run.
 
-    If `train.global_batch_tokens` is 0, each data rank runs one microbatch per update.
-
     Args:
-        train: Section with the global batch in tokens, the microbatch size and the sequence length.
+        train: Section `[train]` of the configuration.
         num_data_ranks: Number of ranks that read different data, dp * ep.
 
     Raises:
-        ConfigError: `train.seq_len` is 0, or `train.global_batch_tokens` is not a multiple of
-            num_data_ranks * microbatch_size * seq_len. In the second case, the message has the
-            nearest multiple.
+        ConfigError: `train.seq_len` is 0, or `train.global_batch_tokens` is too large or not a
+            multiple of num_data_ranks * microbatch_size * seq_len.
     """
     if not train.seq_len:
         raise ConfigError("train.seq_len is missing; set it to the data set's context, in tokens")

@@ -1,7 +1,6 @@
 """Reuse of the memory of batches that are no longer referenced.
 
-The operating system maps, clears and unmaps the pages of every new array of several MiB. This takes
-longer than reading a batch into the array.
+Reuse saves time, because the operating system maps and clears the pages of each new large array.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _MAX_FREE = 4  # arrays: one being filled, one waiting, one in use, one that the
 class BufferPool:
     """Pool of arrays of one length and dtype. New arrays reuse the memory of deleted arrays.
 
-    The memory of an array returns to the pool as soon as no reference remains to the array, its
-    views or the tensors that share its memory. Any thread may delete the last reference.
+    An array counts as deleted when it, its views and its tensors have no references. Any thread may
+    delete the last reference.
     """
 
     def __init__(self, length: int, dtype: type[np.generic]):

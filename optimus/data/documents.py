@@ -1,7 +1,4 @@
-"""Document numbers of tokens, for attention within documents.
-
-Dims: B instances, C tokens per instance.
-"""
+"""Document numbers of tokens, for attention within documents."""
 
 from __future__ import annotations
 
@@ -9,16 +6,12 @@ import numpy as np
 
 
 def document_ids(tokens: np.ndarray, eos_id: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the document number of each token.
-
-    The number counts the documents of the instance that end before the token. The first document of
-    an instance has number 0, even if it starts in an earlier instance. Each document ends with EOS,
-    which occurs nowhere else.
+    """Return the document number of each token, counted from 0 in each instance.
 
     Args:
-        tokens: Token ids, integers [B, C].
-        eos_id: The token that ends a document.
-        out: Array [B, C] for the result; None: a new int32 array.
+        tokens: Token ids, integers [number of instances, tokens per instance].
+        eos_id: Id of the token that ends each document and occurs nowhere else.
+        out: Array for the result, of the shape of `tokens`; None: a new int32 array.
     """
     batch, context = tokens.shape
     ends = np.flatnonzero(tokens == eos_id) + 1  # as indices into all tokens

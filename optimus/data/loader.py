@@ -18,8 +18,8 @@ from optimus.io import files
 
 _PREFETCH = 2  # groups of updates: one in use and one in reserve hide a slow read
 _GROUP_BYTES = 1 << 21
-"""Maximum size of a group of updates, which the thread reads and passes on together. Groups save
-wake-ups: to wake a thread on another core takes as long as reading 100 KiB."""
+"""Maximum size in bytes of the tokens in a group of updates; a single update may be larger. The
+thread delivers whole groups, because each delivery wakes another thread."""
 
 
 def microbatch_starts(
@@ -27,8 +27,8 @@ def microbatch_starts(
 ) -> list[int]:
     """Return the number of the first instance of each microbatch of a data rank in an update.
 
-    Update `step`, counted from 1, reads instances [(step-1)*G, step*G), G = `instances_per_step`.
-    With w data ranks, microbatch i of data rank d is microbatch i*w + d of the update.
+    Update `step`, counted from 1, reads `instances_per_step` consecutive instances. Its
+    microbatches are assigned to the data ranks in turn.
     """
     first = (step - 1) * instances_per_step
     numbers = range(data_rank, instances_per_step // microbatch_size, num_data_ranks)
@@ -39,17 +39,17 @@ class Microbatch(NamedTuple):
     """Input of a forward pass: `model.losses(*microbatch)`."""
 
     tokens: torch.Tensor
-    """Token ids, int64 [microbatch_size, C]."""
+    """Token ids, int64 [microbatch_size, tokens per instance]."""
     document_ids: torch.Tensor | None = None
-    """Document number of each token (`optimus.data.documents`), int32 [microbatch_size, C]. None:
-    attention crosses the boundaries of documents."""
+    """Document number of each token, int32, with the shape of `tokens`. With None, attention
+    crosses the boundaries of documents."""
 
 
 def make_microbatch(
     dataset: InstanceSource, start: int, stop: int, document_mask: bool
 ) -> Microbatch:
-    """Return instances [start, stop) of `dataset` as a microbatch, with document ids if
-    `document_mask` is True. Raises DataError."""
+    """Return instances [start, stop) as a microbatch, with document ids if `document_mask` is True.
+    Raises DataError if an instance cannot be read."""
     tokens = dataset.read(start, stop)
     ids = torch.from_numpy(document_ids(tokens, dataset.eos_id)) if document_mask else None
     return Microbatch(torch.from_numpy(tokens), ids)
@@ -58,8 +58,7 @@ def make_microbatch(
 class Loader(files.Closing):
     """Loader of the microbatches of a data rank. A thread reads the next updates in advance.
 
-    Updates may be read in any order, but only consecutive updates are read in advance. The loader
-    is a context manager.
+    The loader is a context manager. Updates may be read in any order.
     """
 
     def __init__(
@@ -157,7 +156,8 @@ class Loader(files.Closing):
             updates = min(2 * updates, self._max_updates)
 
     def _read(self, step: int, updates: int) -> list[list[Microbatch]]:
-        """Read the microbatches of updates [step, step + updates) into one buffer."""
+        """Read the updates [step, step + updates). Return a list of microbatches for each
+        update."""
         _, size, _, _ = self._split
         steps = range(step, step + updates)
         starts = [start for s in steps for start in microbatch_starts(s, *self._split)]
@@ -183,6 +183,7 @@ class Loader(files.Closing):
 
 
 def _runs(starts: list[int], size: int) -> list[tuple[int, int]]:
-    """Return ranges [first, stop) of microbatches whose instances are consecutive."""
+    """Return the ranges [first, stop) of indices of `starts` in which the starts increase by
+    `size`."""
     breaks = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1] + size]
     return list(itertools.pairwise([0, *breaks, len(starts)]))

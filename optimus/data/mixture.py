@@ -17,21 +17,20 @@ from optimus.errors import DataError
 class MixedDataset:
     """Endless stream of instances from several data sets, in exact proportion to their weights.
 
-    Each source has its own epochs: a small source with a large weight repeats first. A read does
-    not depend on earlier reads.
+    Each source has its own epochs.
     """
 
     def __init__(self, sources: Sequence[TokenDataset], weights: Sequence[int]):
         """Mix data sets.
 
         Args:
-            sources: Data sets with training data only or with held-out data only.
-            weights: Number of instances of each source in a period of the mixture, from
-                `data_prep.mixing.integer_weights`.
+            sources: Data sets. All have training data, or all have held-out data.
+            weights: Integer weights of the sources. Each cycle of sum(weights) instances has
+                weights[i] instances of source i.
 
         Raises:
             DataError: Two sources have different tokenizers, different contexts or the same
-                instances, or one source may contain documents that another source holds out.
+                instances. Or held-out documents of one source may be training documents of another.
         """
         assert len(sources) == len(weights) > 0
         first = sources[0]
@@ -57,13 +56,13 @@ class MixedDataset:
         self.tokenizer_file, self.tokenizer_sha256 = first.tokenizer_file, first.tokenizer_sha256
         self.sources, self._mixing = tuple(sources), Mixing(weights)
         self.num_instances = self._mixing.before_repeating([s.num_instances for s in sources])
-        """Number of instances of the mixture before any source repeats."""
+        """Number of instances of the mixture before any source starts its second epoch."""
         facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop) of the mixture, int64 [stop - start, C], in `out` or a new
-        array. Raises the errors of `TokenDataset.read`."""
+        """Return instances [start, stop) of the mixture, in the form and with the errors of
+        `TokenDataset.read`."""
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)
         sources, numbers = self._mixing.locate(start, stop)
@@ -77,7 +76,7 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raise DataError if a source may contain documents that another source holds out."""
+    """Raise DataError if held-out documents may be mixed with training documents."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:

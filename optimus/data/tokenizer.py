@@ -20,32 +20,32 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def tokenizer_path(folder: Path) -> Path:
-    """Return the path of the tokenizer in a data set or a checkpoint: tokenizer.model if only this
-    file exists, else tokenizer.json."""
+    """Return the path of tokenizer.json in `folder`, or of tokenizer.model if only this file
+    exists."""
     return layout.tokenizer_file(folder)
 
 
 class TextTokenizer:
-    """Tokenizer of a tokenizer.json or a sentencepiece model, as `optimus-data` uses it."""
+    """Tokenizer from a tokenizer.json or a sentencepiece model, with the same ids as
+    `optimus-data`."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Load the file `path`. Raises DataError if it is not a tokenizer."""
         self._path, self._tokenizer = path, open_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text. The name of a special token, such as <|endoftext|>, is
-        encoded as plain text. Raises DataError."""
+        """Return the token ids of a text. Names of special tokens, such as <|endoftext|>, are
+        encoded as plain text. Raises DataError if the tokenizer fails."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode([text])[0].tolist()
         with library_panics(self._path):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of the token with the text `name`, or None if there is no such token. In a
-        sentencepiece model, only control symbols are searched."""
+        """Return the id of the token with the text `name`, or None if there is no such token."""
         try:
             if isinstance(self._tokenizer, SentencePieceTokenizer):
-                return self._tokenizer.control_id(name)
+                return self._tokenizer.control_id(name)  # searches only control symbols
             return self._tokenizer.token_to_id(name)
         except UnicodeEncodeError:  # half of a surrogate pair, which no token contains
             return None
@@ -57,10 +57,10 @@ class TextTokenizer:
 
 
 def eos_from_names(file: Path) -> int | None:
-    """Return the id of the end-of-document token of a tokenizer file, chosen by name.
+    """Return the id of the end-of-document token of a tokenizer file, or None if it is not clear.
 
-    The token is the only special token with a usual name, such as <|endoftext|>, or else the only
-    special token. Return None if there is neither.
+    In a tokenizer.json, it is a special token with a usual name, such as <|endoftext|>, or the only
+    special token. In a sentencepiece model, it is the end-of-sentence symbol.
 
     Raises:
         DataError: The file is not a tokenizer.
@@ -84,26 +84,24 @@ def add_transformers_files(
     vocab_size: int,
     max_length: int,
 ) -> int | None:
-    """Write the files with which transformers' `AutoTokenizer` returns the ids of a tokenizer file.
+    """Write files with which transformers' `AutoTokenizer` gives the same ids as `file`.
 
-    A tokenizer_config.json is written to the directory of the file. A new tokenizer.json is also
-    written if the file is a sentencepiece model or adds special tokens to each text.
+    The files are tokenizer_config.json and, if necessary, a new tokenizer.json.
 
     Args:
-        file: tokenizer.json or tokenizer.model, as `tokenizer_path` returns it.
-        eos: Id of the end-of-document token; None if it is not known.
-        bos, pad: Ids of the beginning-of-sequence and the padding token; None if not known.
-        vocab_size: Size of the model's vocabulary. A padding token that is found by its name must
-            have a smaller id.
-        max_length: `model_max_length`, in tokens.
+        file: tokenizer.json or tokenizer.model.
+        eos, bos, pad: Ids of the end-of-document, beginning-of-sequence and padding tokens; None if
+            not known.
+        vocab_size: Size of the model's vocabulary. A padding token found by name has a smaller id.
+        max_length: Value of `model_max_length` in tokenizer_config.json, in tokens.
 
     Returns:
-        The id of the padding token: `pad` if the tokenizer has this id, else the id of the first
-        special token with "pad" in its name, else `eos`.
+        The id of the padding token: `pad`, else that of a special token with "pad" in its name,
+        else `eos`.
 
     Raises:
-        DataError: The file is not a tokenizer, or it is a sentencepiece model whose ids a
-            tokenizer.json cannot reproduce.
+        DataError: The file is not a tokenizer, or a tokenizer.json cannot reproduce the ids of the
+            sentencepiece model.
     """
     open_tokenizer(file)  # raises DataError if it is not a tokenizer
     text = sentencepiece_as_json(file) if is_sentencepiece(file) else file.read_text("utf-8")

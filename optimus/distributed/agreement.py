@@ -1,18 +1,11 @@
 """Agreement of all ranks on the Outcome that ends a run, through torch's store (TCPStore).
 
-A rank that fails publishes its Outcome in the store and waits up to _OTHERS_S seconds for the
-Outcomes of the other ranks. The first rank whose wait ends chooses one of the published Outcomes
-and writes it to the store as the decision. All other ranks adopt the decision. Only the rank whose
-Outcome was chosen prints it.
+Each failed rank publishes its Outcome in the store and waits briefly for the other ranks. Then one
+rank writes one of the published Outcomes to the store as the decision. All ranks adopt the
+decision. Only the rank of the chosen Outcome prints it.
 
-An Outcome is either the loss of a peer or a cause, such as a data error. The choice prefers a cause
-to a loss, because a peer is lost only as a consequence of a cause. Among several causes it prefers
-that of rank 0, so that rank 0 prints an error that all ranks have. If rank 0 has published no
-cause, the cause that was published first is chosen. The same rules select one of several losses.
-
-The number of store operations of a rank does not grow with the number of ranks. Each wait has a
-time limit, because the store does not answer while the process that contains it (usually rank 0)
-is suspended. This module imports no torch.
+The decision prefers a cause, such as a data error, to the loss of a peer. It prefers Outcomes of
+rank 0 to those of other ranks. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -38,29 +31,28 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _DECISION = "optimus/decision"
+# A peer is lost only as a consequence of a cause. Rank 0 prints an error that all ranks have.
 _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0", "optimus/loss")
-"""Store keys of published Outcomes, in order of precedence for the decision. A cause is an Outcome
-other than the loss of a peer."""
+"""Store keys of published Outcomes, in order of preference. An Outcome is either a cause, such as a
+data error, or the loss of a peer."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
-"""Time limit, in seconds, of each of the two waits of a failed rank. The rank waits first for the
-Outcomes of the other ranks, and then until another rank has printed the decision."""
+"""Longest time, in seconds, that a rank waits for others to publish or to print an Outcome."""
 _STORE_S = 2.0
-"""Seconds that the store may take to answer, in addition to the time for which a rank waits for
-other ranks."""
+"""Seconds that store operations may take, in addition to the waits for other ranks."""
 _LEAVE_S = 5.0
-"""Seconds that rank 0, whose process may contain the store, waits for the other ranks to leave."""
+"""Longest time, in seconds, that rank 0 waits for the other ranks to leave."""
 
 
 class RunEnded(OptimusError):
     """Error that ends a rank with the agreed Outcome. It replaces the rank's original error.
 
     Attributes:
-        outcome: The Outcome that ends the run. It is the same on all ranks, unless the ranks could
+        outcome: The Outcome that ends the run. All ranks have the same Outcome, unless they could
             not agree.
-        prints: True on the rank that prints the Outcome.
-        is_shared: True if all ranks have agreed and no rank has lost a peer. Then no rank waits for
-            another rank, and the process group can be destroyed.
+        prints: True if this rank prints the Outcome.
+        is_shared: True if all ranks have agreed and no rank has lost a peer. Then the process group
+            can be destroyed.
     """
 
     def __init__(
@@ -80,8 +72,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """Line for the user, printed on the rank whose `prints` is True. It names the rank of the
-        Outcome unless that is rank 0, and also its host if the run has several machines."""
+        """Message for the user, as a single line. It names the rank of the Outcome if this is not
+        rank 0."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -90,10 +82,10 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """Leave the agreement. If `prints` is True, the caller must print `line` before this call.
+        """Leave the agreement after the line has been printed. Rank 0 leaves last.
 
-        The other ranks wait here until the line is printed, because launchers end all ranks when
-        the first rank exits. Rank 0, whose process may contain the store, leaves last.
+        If `prints` is True, the caller must print `line` before this call. The other ranks wait for
+        it, because launchers end all ranks when the first rank exits.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
@@ -106,8 +98,8 @@ class RunEnded(OptimusError):
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
     """Return the RunEnded of a rank that has no store and so cannot agree with other ranks.
 
-    If `error` is a LaunchError that all ranks of a machine find, only the first rank of the machine
-    prints it. Any other error is printed by each rank that raises it.
+    A LaunchError that all ranks of a machine have is printed once. Each rank prints any other
+    error.
     """
     if isinstance(error, RunEnded):
         return error
@@ -116,15 +108,15 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 
 
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
-    """Return the RunEnded of a rank whose store is gone, cannot be reached or does not answer.
+    """Return the RunEnded of a rank whose store does not answer or cannot be reached.
 
-    If `outcome` is not the loss of a peer, this rank prints it. If it is, the lost peer is usually
-    rank 0, whose process contains the store. Rank 1 and the first rank of each machine print this
-    loss. These ranks may be lost, too. Therefore every other rank waits, and then prints the loss
-    if no rank of its machine has printed it.
+    This rank prints `outcome`, unless it is the loss of a peer. The loss of a peer is printed at
+    least once per machine.
     """
     if outcome.kind is not OutcomeKind.LOST_PEER:
         return RunEnded(outcome)
+    # The lost peer is usually rank 0, whose process has the store. Rank 1 and the first rank of
+    # each machine print the loss. Another rank prints it if no rank of its machine has done so.
     is_chosen = launch.rank == 1 or launch.local_rank == 0
     if not is_chosen:
         time.sleep(_OTHERS_S)
@@ -133,12 +125,9 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Create a file that marks the loss of the store as printed on this machine. Return False if
-    another rank of this run has created it.
-
-    The mark is a file because it must outlive the process. A file older than this process is from
-    an earlier run at the same address and does not count.
-    """
+    """Mark the loss of the store as printed on this machine; return False if it already is."""
+    # The mark is a file, because it must outlive the process. A file older than this process is
+    # from an earlier run at the same address.
     user = os.geteuid()
     name = f"{launch.init_method} {os.environ.get('MASTER_ADDR')} {os.environ.get('MASTER_PORT')}"
     try:
@@ -177,9 +166,8 @@ class Agreement:
         """Wait until all ranks have called this. Raise RunEnded if a rank cannot start.
 
         Args:
-            failure: The Outcome of this rank if it cannot start; None if it can.
-            absence: The Outcome that this rank publishes if it can start, but another rank has not
-                called this within `limit_s`.
+            failure: Outcome of this rank if it cannot start; None if it can.
+            absence: Outcome to publish if another rank has not called this within `limit_s`.
             limit_s: Seconds to wait for the other ranks.
 
         Raises:
@@ -214,13 +202,13 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Publish an Outcome without waiting for the decision. This rank prints its error itself;
-        other ranks that fail as a consequence adopt the Outcome."""
+        """Publish an Outcome for ranks that fail as a consequence of it. Do not wait for the
+        decision."""
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
-        """Leave the agreement, as described in `RunEnded.leave`. `has_printed` is True on the rank
-        that has printed the line."""
+        """Leave the agreement, as `RunEnded.leave` describes. `has_printed` is True if this rank
+        has printed the line."""
 
         def ask() -> None:
             if has_printed:
@@ -229,7 +217,7 @@ class Agreement:
                 self._wait(_PRINTED, _OTHERS_S)
             if self._store.add(_LEFT, 1) >= self._store.add(f"optimus/{self._round}", 0):
                 self._store.set(_ALL_LEFT, "1")
-            if self.launch.is_first:
+            if self.launch.is_first:  # its process may contain the store
                 self._wait(_ALL_LEFT, _LEAVE_S)
 
         self._within(_OTHERS_S + _LEAVE_S, ask, lambda: None)
@@ -241,9 +229,8 @@ class Agreement:
         self._store.compare_set(of_any, "", outcome.to_json())
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
-        """Wait until all ranks have called this, a rank has written the decision, or `limit_s`
-        seconds have passed. `round_` is "start" or "end", and its calls are counted separately.
-        Return True if all ranks have called this before a rank wrote the decision."""
+        """Wait for all ranks to call this with the same `round_`, "start" or "end". Return True if
+        they do so within `limit_s` seconds and before a decision."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
             self._store.compare_set(all_here, "", "all")  # unless a rank has decided
@@ -251,8 +238,7 @@ class Agreement:
         return self._has(all_here) and self._store.get(all_here) == b"all"
 
     def _decided(self, all_are_here: bool = False) -> RunEnded:
-        """Return the RunEnded of the decision in the store. If there is no decision yet, choose an
-        Outcome and write it as the decision."""
+        """Return the RunEnded of the decision. Write the decision first if the store has none."""
         key = next(filter(self._has, _CAUSES))
         text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
         # Wake the ranks that still wait for all ranks to reach the round.
@@ -271,18 +257,14 @@ class Agreement:
     def _within(
         self, wait_s: float, ask: Callable[[], Answer], otherwise: Callable[[], Answer]
     ) -> Answer:
-        """Return `ask()`, or `otherwise()` if the store is lost or `ask` needs more than `wait_s +
-        _STORE_S` seconds.
-
-        `ask` runs in a thread, because torch waits without a time limit for a store whose process
-        is suspended.
-        """
+        """Return `ask()`, or `otherwise()` if the store is lost or does not answer in time."""
         answers: list[Answer] = []
 
         def run() -> None:
             with suppress(RuntimeError, ValueError):  # ValueError: the text is not an Outcome
                 answers.append(ask())
 
+        # torch waits without a time limit for a store whose process is suspended.
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(wait_s + _STORE_S)

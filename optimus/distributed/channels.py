@@ -1,11 +1,7 @@
-"""Point-to-point channels between neighbouring pipeline ranks. Each channel has one direction and a
-separate communicator.
+"""Point-to-point channels between neighbouring pipeline ranks.
 
-NCCL and XCCL complete the messages of a communicator in the order in which they were posted, and
-complete a send only after its receive is posted. If both directions shared a communicator, a
-gradient receive that is posted early would block the activation send on which the gradient depends.
-If all stages of a ring shared a communicator, the sends of all ranks could wait for each other.
-tests/helpers/schedule_proof.py proves that schedules complete with one communicator per channel.
+Each channel has one direction and a separate communicator. NCCL and XCCL complete the messages of a
+communicator in the order of posting. Therefore ranks could deadlock in a shared communicator.
 """
 
 from __future__ import annotations
@@ -23,11 +19,10 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels of a pipeline rank to and from its neighbours.
+    """Channels of a pipeline rank to and from its neighbours. A channel that does not exist is
+    ALONE.
 
-    With several stages per rank (virtual stages), the ranks form a ring: the last rank sends
-    activations to the first rank. With one stage per rank, the ranks form a line: the first and the
-    last rank are not connected. A channel that does not exist is ALONE.
+    With several stages per rank, the first and the last rank are neighbours, too.
 
     Attributes:
         rank: This rank's index along pp.
@@ -56,14 +51,10 @@ def open_channels(
 ) -> Channels:
     """Open this rank's channels to its neighbours along pp. All ranks of `line` must call this.
 
-    This sends a message through each channel, because some communicators connect only when they are
-    first used, and then both ranks must take part. During a step, the two ranks may reach the first
-    use at different times.
-
     Args:
-        line: Global ranks along pp. Before this call, all of them must have made the same number of
-            process groups.
-        is_ring: True if ranks have several stages.
+        line: Global ranks along pp. Each of them must have made the same number of process groups
+            before.
+        is_ring: True if each rank has several stages.
         world: World of this rank.
         make: Makes the process group of the given global ranks; returns a weak reference to it.
         recorder: Receives an event for each message.
@@ -72,6 +63,7 @@ def open_channels(
     channels: dict[str, Group] = {}
     for edges in _rounds(len(line), is_ring):
         edge = next((edge for edge in edges if rank in edge), None)
+        # tests/helpers/schedule_proof.py proves that schedules complete with these communicators.
         for name, source in (("activations", 0), ("gradients", 1)):
             if edge is None:  # this rank must make as many groups as other ranks
                 make((world.rank,))
@@ -80,17 +72,15 @@ def open_channels(
             channel = Group(2, ranks.index(world.rank), make(ranks), "pp", recorder)
             is_sender = rank == edge[source]
             transfer = send if is_sender else receive
+            # Some communicators connect at their first use, in which both ranks must take part.
             transfer(torch.zeros(1, device=world.device), channel, 1 - channel.rank).wait()
             channels[f"{name}_{'out' if is_sender else 'in'}"] = channel
     return Channels(rank, **channels)
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a line or ring of `size` ranks, grouped into rounds.
-
-    A rank is in at most one pair of a round. Therefore all channels of a round open at the same
-    time, and ranks cannot wait for each other in a cycle.
-    """
+    """Return rounds of neighbour pairs. A rank is in at most one pair of a round."""
+    # All channels of a round open at the same time, so ranks cannot wait for each other in a cycle.
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]
     if is_ring and size > 1:

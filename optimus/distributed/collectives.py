@@ -1,11 +1,8 @@
-"""Collectives over a `Group`. In a group of a single rank they do not communicate.
+"""Collectives over a `Group`. A group of a single rank does not communicate.
 
-Reductions use only SUM and MAX, since not every backend supports AVG. For an average, callers scale
-the terms before the sum.
-
-A collective raises LostPeerError, with the operation and the axes, if another rank of the group
-ends or the time limit is reached. Other errors are raised unchanged, with a note that names the
-operation. The group's recorder receives the number of bytes of each collective on tensors.
+A collective raises LostPeerError if another rank ends or the time limit is reached. Other errors
+are raised unchanged, with a note that names the operation. Reductions use only SUM and MAX, because
+not every backend supports AVG.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
-"""Largest size, in bytes, of an object or byte string that ranks exchange. The index of a
-checkpoint with 10^7 tensor slices has a third of this size."""
+"""Largest size, in bytes, of an object or byte string that ranks exchange."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +38,21 @@ class Group:
     Attributes:
         size: Number of ranks.
         rank: Index of this rank within the group.
-        handle: Weak reference to torch's process group; None without a process group. With a
-            strong reference, a Group could keep the process group alive after `end_world`. The
-            threads of the process group would then still run when the interpreter shuts down.
+        handle: Weak reference to torch's process group; None without a process group.
         axes: Axes along which the ranks differ, for messages and recorders.
         recorder: Receives an event for each collective of this group.
     """
 
     size: int
     rank: int
+    # Weak, so that the process group and its threads end in `end_world`.
     handle: weakref.ref[distributed.ProcessGroup] | None = None
     axes: str = field(default="all ranks", compare=False)
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the data for copy and pickle, without the recorder, which may have open files."""
+        """Return the data for copy and pickle, without the recorder."""
+        # The recorder may have open files.
         return Group, (self.size, self.rank, self.handle, self.axes)
 
     @property
@@ -86,8 +82,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context that calls `observe` with each tensor that this rank contributes to a
-    collective, before the collective starts. Broadcasts and point-to-point messages are ignored."""
+    """Return a context that calls `observe` with this rank's input tensor before each collective.
+    Broadcasts and point-to-point messages are ignored."""
     _observers.append(observe)
     try:
         yield
@@ -98,9 +94,7 @@ def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Report a collective or message to the group's recorder. Call the functions of
-    `observing_contributions` with this rank's contribution to a collective, which is `payload` if
-    `contribution` is None."""
+    """Report an operation to the group's recorder, and its input to the observers."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
@@ -115,13 +109,11 @@ _PEER_IS_GONE = re.compile(
     r"|heartbeat|no route to host|rank \d+ (is gone|failed|exited)",
     re.IGNORECASE,
 )
-"""Pattern for messages with which gloo, NCCL, oneCCL and the store report a lost peer. They have no
-exception type for this error."""
+"""Pattern of messages with which gloo, NCCL, oneCCL and the store report a lost peer."""
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return the reason if another rank made a collective fail. Return "" if the error has another
-    cause, such as memory, shapes or devices."""
+    """Return the reason if another rank caused `error`, else an empty string."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -133,8 +125,7 @@ def _why_lost(error: RuntimeError) -> str:
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context that converts an error to LostPeerError if the error means that another rank
-    of the group has ended or does not answer."""
+    """Return a context that raises LostPeerError if an error shows that a peer is lost."""
     try:
         yield
     except RuntimeError as error:
@@ -179,8 +170,11 @@ class Transfer:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the operation; return the tensor, which can now be read and overwritten. Raises
-        LostPeerError if another rank has ended or does not answer."""
+        """Wait for the operation; return the tensor, which can now be read and overwritten.
+
+        Raises:
+            LostPeerError: Another rank has ended or does not answer.
+        """
         if self._work is not None:
             with raising_lost_peers(self._operation, self._group):
                 self._work.wait()
@@ -255,8 +249,10 @@ def _gather_into(
 
 @_collective
 def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
-    """Send slice r of `sent` to the group's rank r, for each r, and receive slice r of `out` from
-    it. Both tensors are 1-D and consist of `group.size` slices of equal length."""
+    """Send slice r of `sent` to rank r of the group, and receive slice r of `out` from it.
+
+    Both tensors are 1-D and consist of `group.size` slices of equal length.
+    """
     if group.size == 1:
         out.copy_(sent)
         return
@@ -268,9 +264,17 @@ def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
 def all_to_all_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: Group
 ) -> torch.Tensor:
-    """Send the first sent[0] rows of `rows` [sum(sent), ...] to rank 0, the next sent[1] rows to
-    rank 1, and so on. Return the received rows [sum(received), ...]: received[0] rows from rank 0,
-    then received[1] rows from rank 1, and so on."""
+    """Send rows to all ranks of the group, and receive rows from them.
+
+    Args:
+        rows: Rows [sum(sent), ...] to send, ordered by destination rank.
+        sent: Number of rows to send to each rank.
+        received: Number of rows to receive from each rank.
+        group: The ranks that take part.
+
+    Returns:
+        The received rows [sum(received), ...], ordered by source rank.
+    """
     if group.size == 1:
         return rows.clone()
     _record("all_to_all", group, rows)
@@ -281,8 +285,8 @@ def all_to_all_rows(
 
 @_collective
 def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
-    """Sum `whole` [group.size * n, ...] over the ranks of the group, and fill `out` [n, ...] with
-    this rank's shard of the sum."""
+    """Sum `whole` [group.size * n, ...] over the ranks of the group. Fill `out` [n, ...] with this
+    rank's shard of the sum."""
     _reduce_scatter_sum(out, whole, group, async_op=False)
 
 
@@ -319,8 +323,7 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0) -> None:
 
 
 def ranks_of(group: Group) -> list[int]:
-    """Return the global ranks of a group, ordered by their index in the group. The group must have
-    a `handle`."""
+    """Return the global ranks of a group with a `handle`, ordered by their index in the group."""
     return distributed.get_process_group_ranks(group.process_group)
 
 
@@ -342,10 +345,10 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 
 @_collective
 def gather_bytes(data: bytes, group: Group) -> list[bytes]:
-    """Gather every rank's `data` on the group's first rank. Return it there as a list in rank
-    order; return an empty list on the other ranks.
+    """Return every rank's `data` in rank order on the group's first rank, and [] on other ranks.
 
-    The lengths should be similar, because each rank's data is padded to the greatest length."""
+    The data is padded to the greatest length, so the lengths should be similar.
+    """
     if group.size == 1:
         return [data]
     process_group = group.process_group
@@ -360,12 +363,16 @@ def gather_bytes(data: bytes, group: Group) -> list[bytes]:
 
 @_collective
 def broadcast_object(value: Value, group: Group, kind: Any) -> Value:
-    """Return, on every rank, the `value` of the group's first rank. Ignore other ranks' values.
+    """Return the `value` of the group's first rank on every rank.
 
-    A value can be None, bool, int, float, str or Path, or a list, tuple, mapping with str keys,
-    NamedTuple or dataclass of such values. Values are sent as JSON and not pickled, so that no rank
-    executes code that it receives. Raises ConfigError if the received value does not have the type
-    `kind`.
+    Args:
+        value: None, bool, int, float, str or Path, or a list, tuple, mapping with str keys,
+            NamedTuple or dataclass of these. Only the value of the first rank is used.
+        group: The ranks that take part.
+        kind: Type of the value.
+
+    Raises:
+        ConfigError: The received value does not have the type `kind`.
     """
     if group.size == 1:
         return value
@@ -388,15 +395,18 @@ def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
 
 
 def encode_object(value: object) -> bytes:
-    """Encode a value as JSON. NaN and infinities become NaN, Infinity and -Infinity, as in Python's
-    json module."""
+    """Encode a value as JSON. NaN and infinities become NaN, Infinity and -Infinity."""
+    # JSON instead of pickle, so that no rank executes code that it receives.
     text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="replace")  # a file name need not be valid UTF-8
 
 
 def decode_object(data: bytes, kind: Any) -> Any:
-    """Return the value of type `kind` that `encode_object` has encoded as `data`. Types are not
-    converted: ValueError is raised if the value has another type."""
+    """Decode a value of type `kind` from JSON, without conversion of types.
+
+    Raises:
+        ValueError: The value does not have the type `kind`.
+    """
     return _adapter(kind).validate_json(data, strict=True)
 
 
@@ -441,8 +451,7 @@ def _all_sizes(data: bytes, group: Group) -> list[int]:
 
 
 def _check_sizes(sizes: Sequence[int], group: Group) -> None:
-    """Raise ConfigError if a rank announces a message with an impossible size. This is checked
-    before memory for the message is allocated."""
+    """Raise ConfigError if a rank announces a message with an impossible size."""
     for rank, size in enumerate(sizes):
         if not 0 <= size <= _MOST_BYTES:
             raise ConfigError(

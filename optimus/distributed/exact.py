@@ -9,14 +9,14 @@ from optimus.distributed.collectives import Group, all_reduce_sum
 
 _UNIT = 2.0**-28
 """Fixed-point unit: the int64 number n represents the value n * _UNIT. Sums below 3e10 in magnitude
-fit into int64. Rounding to a multiple of _UNIT changes a value by less than 2e-9."""
+fit into int64."""
 
 
 def exact_sums(terms: list[Tensor], group: Group) -> list[float]:
-    """Return one sum for each tensor: the sum of its values on all ranks of the group.
+    """Return the sum of each tensor's values over all ranks of the group.
 
-    The sums are computed in fixed point: each value is rounded to a multiple of 2^-28 and added as
-    an integer. A sum of integers has the same bits for any order of the additions.
+    The result has the same bits for any order of the additions. Each value is rounded to a multiple
+    of 2^-28 before it is added.
 
     Args:
         terms: 1-D tensors of finite values. All ranks have the same number of tensors; their

@@ -17,8 +17,8 @@ from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""Process groups by key. A key is (bool, ranks): the bool is True if the group carries gradients
-and parameters; the ranks are the global ranks of the group."""
+"""Process groups by (carries_states, ranks). `carries_states` is True if the group carries
+gradients and parameters; `ranks` are global ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Groups:
         return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
-        """Return this rank's group along one or several axes, which must be in the order of
-        `AXES`. Without axes, return the group of this rank alone."""
+        """Return this rank's group along `axes`, given in the order of `AXES`. Without axes, return
+        the group of this rank alone."""
         return self.along[axes] if axes else ALONE
 
     @property
     def data(self) -> Group:
-        """Group of the ranks that read different data (dp x ep). `data.rank` is the data rank."""
+        """Group of the ranks that read different data, along dp and ep."""
         return self.along[DATA]
 
     @property
@@ -61,8 +61,8 @@ class Groups:
 
     @property
     def counts(self) -> bool:
-        """True if the losses of this rank are counted. Ranks with the same data compute the same
-        losses, and only the losses of the first of these ranks are counted."""
+        """True if the losses of this rank are counted. Of several ranks with the same data, only
+        the first counts."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 
@@ -70,10 +70,6 @@ def join_groups(
     mesh: Mesh, world: World, virtual_stages: int = 1, recorder: Recorder = NO_RECORDER
 ) -> Groups:
     """Make the groups of this rank and its channels along pp. All ranks must call this.
-
-    Each rank makes only its own groups, so the cost does not grow with the world size. torch names
-    a group by its ranks and the number of groups that this rank has made before, so all ranks must
-    make the same number of groups.
 
     Args:
         mesh: Sizes of the axes.
@@ -89,6 +85,8 @@ def join_groups(
         lambda ranks: _make(ranks, world, "pp"),
         recorder,
     )
+    # Each rank makes only its own groups. torch names a group by its ranks and the number of groups
+    # made before, so all ranks must make the same number of groups.
     handles: Handles = {}
     if world.size > 1:
         handles[False, tuple(range(world.size))] = world.everyone.handle
@@ -103,8 +101,7 @@ def join_groups(
 
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
-    """Return the Groups of `rank` without making process groups. This is sufficient for plans,
-    which need only the sizes of groups and the ranks in them."""
+    """Return the Groups of `rank`, with sizes and ranks but without process groups."""
     return _gather(mesh, rank, Group(mesh.world_size, rank), {}, NO_CHANNELS)
 
 
@@ -124,12 +121,8 @@ def _gather(
 
 
 def _carries_states(axes: Axes) -> bool:
-    """Return True if gradients and parameters are sent over these axes while the model computes.
-
-    A group over such axes has its own process group, even if a group over other axes has the same
-    ranks. In a shared process group, other collectives would wait for those of gradients and
-    parameters, and all ranks would have to start all of these collectives in the same order.
-    """
+    """Return True if gradients and parameters are sent over these axes while the model computes."""
+    # Such a group has a separate process group, so that other collectives do not wait for it.
     return "dp" in axes
 
 
@@ -141,8 +134,7 @@ def _label(axes: Axes, mesh: Mesh) -> str:
 
 
 def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
-    """Make the process group of `ranks`, with the time limit of the run. Only the ranks in `ranks`
-    call this."""
+    """Make the process group of `ranks`. Only these ranks call this."""
     limit = timedelta(seconds=world.timeout_s)
     group = Group(len(ranks), ranks.index(world.rank), axes=axes)
     with raising_lost_peers("join_groups", group), silent_libraries():

@@ -1,7 +1,7 @@
 """Mesh of the axes of parallelism: coordinates and groups of ranks, computed without communication.
 
-The world size is pp * dp * ep * tp. Ranks are numbered with tp as the innermost axis, then ep, dp
-and pp.
+The world size is pp * dp * ep * tp. Ranks are numbered with tp as the innermost axis and pp as the
+outermost.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError, counted
 
 ENDS = ("ends",)
-"""Key of the group that consists of the first and the last pipeline stage. The keys of all other
-groups are their axes."""
+"""Key of the group of the first and the last pipeline stage. Other groups have their axes as
+key."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
-"""Axes of each group that a run makes, except ENDS, in the order in which it makes the groups."""
+"""Axes of each group of a run except ENDS, in the order in which the groups are made."""
 
 if TYPE_CHECKING:  # a type checker cannot read the fields from AXES
 
@@ -86,11 +86,9 @@ class Mesh(_Sizes):
         return self.number_of(coordinate, AXES)
 
     def group_of(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Return the group of `rank` along `axes`: the global ranks, in ascending order, that
-        have the same indices as `rank` along all other axes.
+        """Return the global ranks, in ascending order, of the group of `rank` along `axes`.
 
-        `number_of` returns the index of a rank within this group. Along ("dp", "ep"), this index is
-        the data rank.
+        These ranks have the same indices along all other axes.
         """
         assert set(axes) <= set(AXES), axes
         ranks, stride = [rank], 1
@@ -103,8 +101,8 @@ class Mesh(_Sizes):
         return tuple(ranks)
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
-        """Return the global ranks of each group that contains `rank`. The keys are the axes of the
-        groups, and ENDS."""
+        """Return the global ranks of each group of `rank`. The keys are the groups' axes, and
+        ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}
@@ -119,8 +117,7 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
         world_size: Number of ranks; None for the product of the sizes.
 
     Raises:
-        ConfigError: The product of the sizes differs from the number of ranks. The message
-            contains the nearest valid number of ranks, or the valid size of dp.
+        ConfigError: The product of the sizes differs from the number of ranks.
     """
     mesh = Mesh(*(getattr(parallel, axis) for axis in AXES))
     model_ranks, dp = mesh.size_of(MODEL), parallel.dp

@@ -1,6 +1,6 @@
 """Checks of the rendezvous address (MASTER_ADDR and MASTER_PORT), before ranks wait for each other.
 
-This module does not import torch, because the import takes seconds.
+This module imports no torch, so that its import is fast.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from optimus.launch.environment import LaunchEnv
 def check_meeting_point(launch: LaunchEnv) -> None:
     """Raise LaunchError if the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
 
-    They cannot meet if the host name is unknown, if the address does not belong to the machine of
-    rank 0, or if the port is in use on that machine. torch would not report an unknown host name at
-    once: it would repeat the lookup until its time limit.
+    Causes are an unknown host name, an address that is not rank 0's, and a port in use.
     """
     if not launch.init_method.startswith("tcp://"):
         return  # a file, or the store of torchrun, which may be at another address
+    # torch would repeat the lookup of an unknown host name until its time limit.
     where = urlsplit(launch.init_method)
     addresses = _addresses(where)
     if launch.is_first and addresses:
@@ -31,18 +30,14 @@ def check_meeting_point(launch: LaunchEnv) -> None:
 
 
 def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | None:
-    """Return the file descriptor of a socket that listens only at MASTER_ADDR, or None if the store
-    must listen on all addresses of this machine.
-
-    The store must listen on all addresses in two cases. In the first case, the name server does not
-    answer. In the second case, MASTER_ADDR is a loopback address on this machine, but may be
-    another address on other machines. This happens because Debian's /etc/hosts maps a machine's own
-    name to a loopback address, and because some launchers set MASTER_ADDR to localhost for rank 0
-    and to the name of rank 0's machine for the other ranks.
+    """Listen at MASTER_ADDR for connections to the store.
 
     Args:
         where: Rendezvous address.
         single_machine: True if all ranks are on this machine.
+
+    Returns:
+        The file descriptor of the socket; None if the store must listen on all addresses.
 
     Raises:
         LaunchError: This machine cannot listen at the address.
@@ -52,6 +47,8 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
         return None
     listener = _bind(addresses, where)
     is_local = single_machine and is_loopback(where.hostname or "")
+    # Other machines may have another address for MASTER_ADDR: Debian's /etc/hosts maps a machine's
+    # own name to a loopback address, and some launchers set localhost for rank 0 only.
     if is_loopback(listener.getsockname()[0]) and not is_local:
         listener.close()
         return None
@@ -72,8 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Look up the host of `where`; return its addresses, with loopback addresses last. Return an
-    empty list if the name server does not answer. Raises LaunchError if the name is unknown."""
+    """Return the addresses of `where`, loopback last; empty if the name server does not answer."""
     try:
         entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -90,8 +86,7 @@ def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
 def _bind(
     addresses: Sequence[tuple[socket.AddressFamily, tuple]], where: SplitResult
 ) -> socket.socket:
-    """Return a socket that is bound to the first usable address and does not listen yet. Raises
-    LaunchError if no address belongs to this machine or if the port is in use."""
+    """Return a socket that is bound to the first usable address and does not listen yet."""
     problem: OSError | None = None
     for family, address in addresses:
         bound = None

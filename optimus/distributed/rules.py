@@ -1,8 +1,7 @@
-"""Axes of a parameter's shard, reduce and replica groups.
+"""Axes over which gradients are summed, and optimizer states are sharded or copied.
 
-The functions return axes; `Mesh.group_of(rank, axes)` returns the ranks of a group. The optimizer,
-the gradient reduction, the gradient norm and checkpoints use these functions only, so that their
-groups are consistent.
+`Mesh.group_of` converts axes to ranks. The optimizer, the gradient reduction and checkpoints use
+only these functions, so that their groups are consistent.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from optimus.config.axes import AXES, GRAD_SUM, Axes
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Distribution of a parameter over all axes of a mesh except pp.
+    """Distribution of a parameter over the ranks of a pipeline stage.
 
     Attributes:
-        divided: Axes along which each rank has a different slice of the parameter. A rank computes
-            the complete gradient of its slice. Examples: ep for experts, which receive rows from
-            all ep ranks, and tp for parameters under tensor parallelism.
-        partial: Axes along which each rank has the whole parameter and reads the same data, but
-            computes only one summand of the gradient. Example: tp for norms under sequence
-            parallelism.
+        divided: Axes along which each rank has a different slice of the parameter and the complete
+            gradient of its slice. Example: ep for experts.
+        partial: Axes along which each rank has the whole parameter, but computes only one summand
+            of its gradient. Example: tp for norms under sequence parallelism.
     """
 
     divided: Axes = ()
@@ -39,15 +36,16 @@ def shard_axes(kind: ParameterKind, sharding: Literal["none", "so", "epso"]) -> 
 
 def sum_axes(kind: ParameterKind) -> Axes:
     """Return the axes over which gradients are summed. They are not averaged, because each rank
-    already divides its loss by the number of targets in the global batch."""
+    divides its loss by the global number of targets."""
     assert not set(kind.divided) & set(kind.partial), kind
     return _added(kind) + kind.partial
 
 
 def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
     """Return the axes along which ranks have copies of the same shard of the optimizer states.
-    `sharding` are the axes over which the states are sharded. The gradient norm counts each shard
-    only on the first of the ranks that have it."""
+
+    `sharding` are the axes over which the states are sharded.
+    """
     return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *kind.divided))
 
 

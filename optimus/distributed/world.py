@@ -43,11 +43,9 @@ from optimus.platform import collective_backend, import_ipex, pick_device
 _FAILED_WAIT_S = 120.0
 """Longest time, in seconds, for which a rank that cannot start waits for the other ranks."""
 _CLOSE_S = 1.0
-"""Longest time, in seconds, for which rank 0 waits until gloo has closed its connections. gloo
-first waits for operations in progress."""
+"""Longest time, in seconds, that rank 0 waits for gloo to close its connections."""
 _joined: list[str] = []
-"""Backends of the world process groups that this process has joined, in the order of joining. A
-world process group contains all ranks of a run."""
+"""Backends of the world process groups that this process has joined, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,9 @@ def start_world(
         The world. In a run of a single rank it has no process group.
 
     Raises:
-        OptimusError: The run has a single rank, and `failure` is given or no device can be used.
-        LaunchError: The run has several ranks, and rank 0 cannot listen at the rendezvous address.
-        RunEnded: The run has several ranks, and one of them cannot start. Every rank raises it.
+        OptimusError: A single rank has a `failure` or no usable device.
+        LaunchError: Rank 0 of several ranks cannot listen at the rendezvous address.
+        RunEnded: One of several ranks cannot start. Every rank raises it.
     """
     launch = launch_env or read_launch_env(os.environ)
     picked = None
@@ -134,9 +132,8 @@ def end_run(
 ) -> RunEnded:
     """Return the RunEnded on which all ranks agree after this rank has raised `error`.
 
-    If no rank waits for another rank, this leaves the process group. If `error` is a bug of
-    Optimus, this publishes it for the other ranks, which adopt it as their Outcome. Then it raises
-    `error` again, so that this rank prints a traceback.
+    A bug of Optimus is published for the other ranks and raised again, so that this rank prints a
+    traceback.
 
     Args:
         error: The error that ends this rank.
@@ -169,18 +166,14 @@ def end_run(
 
 
 def _close_connections() -> None:
-    """Close rank 0's connections to other ranks while rank 0's store still answers.
-
-    Ranks that communicate with rank 0 then fail and read its Outcome from the store. If the
-    connections closed only at the end of rank 0's process, the store would end at the same time and
-    these ranks could not read the Outcome. The wait is limited to `_CLOSE_S` seconds, since an
-    operation may be in progress.
-    """
+    """Close rank 0's connections, so that other ranks fail and read its Outcome from the store."""
 
     def close() -> None:
         with contextlib.suppress(RuntimeError):
             end_world()
 
+    # At the end of the process, the store would close at the same time as the connections. The wait
+    # is limited, because an operation may be in progress.
     thread = threading.Thread(target=close, daemon=True)
     thread.start()
     thread.join(_CLOSE_S)
@@ -225,11 +218,11 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Return a context in which standard output goes to standard error. gloo of torch 2.8 prints
-    connected ranks to standard output, where other programs expect only a command's output."""
+    """Return a context that redirects standard output to standard error."""
     if sys.stdout is None or sys.stderr is None:  # closed: descriptors 1 and 2 may be any files
         yield
         return
+    # gloo of torch 2.8 prints connected ranks to standard output.
     sys.stdout.flush()
     saved = os.dup(1)
     try:
@@ -241,11 +234,7 @@ def silent_libraries() -> Iterator[None]:
 
 
 def _meet(launch: LaunchEnv, timeout_s: float, failure: OptimusError | None) -> distributed.Store:
-    """Return the store at the rendezvous address, without waiting for other ranks.
-
-    Raises RunEnded if the store cannot be reached. The RunEnded has the Outcome of `failure`, or
-    that of a LostPeerError if `failure` is None.
-    """
+    """Connect to the store at the rendezvous address. Raise RunEnded if it cannot be reached."""
     limit = timedelta(seconds=_limit_s(timeout_s, failure))
     try:
         store = _open_store(launch, limit)
@@ -280,8 +269,8 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
 
 
 def _stay_on_this_machine(launch: LaunchEnv) -> None:
-    """Make gloo listen only on the loopback interface if all ranks are on this machine and the
-    rendezvous address is a loopback address. Do nothing if the user has set GLOO_SOCKET_IFNAME."""
+    """Restrict gloo to the loopback interface if all ranks are local and meet at a loopback
+    address."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:
@@ -316,22 +305,17 @@ def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusEr
 def leaves_at_once() -> bool:
     """Return True if this process must end by os._exit, without the interpreter's shutdown.
 
-    There are two such cases. If the process has not left its process group, the shutdown would wait
-    for collectives in progress, for up to parallel.timeout_s. With gloo, the shutdown could abort
-    even after `end_world`, if a library keeps a process group, as FSDP2 does in a benchmark. After
-    `end_world`, other backends need the shutdown: oneCCL finalizes MPI in it, and MPI launchers
-    report a rank as lost if it has not finalized MPI.
+    The shutdown could wait for collectives in progress, or abort in a thread of gloo.
     """
+    # With gloo, a library may keep a process group after `end_world`, as FSDP2 does. Other backends
+    # need the shutdown: oneCCL finalizes MPI in it.
     return bool(_joined) and (distributed.is_initialized() or _joined[-1] == "gloo")
 
 
 def end_world() -> None:
     """Destroy the process groups, if there are any, and end their threads.
 
-    The threads must end before the interpreter's shutdown. After the wait for an operation has
-    returned, a gloo thread may still release the operation's tensors. It needs the interpreter for
-    this, and during the shutdown it would abort the process. Only torch has strong references to
-    process groups (`Group.handle` is weak), so the groups end here.
+    A gloo thread that runs during the interpreter's shutdown could abort the process.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -25,9 +25,8 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Return the held-out loss of a model, computed on one device.
 
-    Attention stays within documents if the configuration saved with the model sets
-    `data.document_mask`. If no configuration is saved, as in a Hugging Face directory, attention
-    crosses the boundaries of documents.
+    The setting `data.document_mask` is read from the configuration that is saved with the model. If
+    no configuration is saved, the setting is false.
 
     Args:
         checkpoint: Path of a checkpoint, a run directory or a Hugging Face directory.
@@ -36,8 +35,8 @@ def evaluate_checkpoint(
         instances: Number of instances to evaluate; 0: all.
 
     Returns:
-        `checkpoint`, `data`, `document_mask`, the mean cross-entropy in nats (`loss`), and the
-        number of tokens that were read (`tokens`).
+        A dict with the keys `checkpoint`, `data`, `document_mask`, `loss` and `tokens`. `loss` is
+        the mean cross-entropy in nats. `tokens` is the number of tokens read.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -83,8 +82,7 @@ def continue_text(
 ) -> str:
     """Return `prompt` and its sampled continuation.
 
-    Sampling ends after `new_tokens` tokens, or after the first token in the model's
-    `eos_token_ids`. The tokenizer is read from the directory of the weights.
+    A token in the model's `eos_token_ids` ends the sampling early.
 
     Args:
         checkpoint: Path of a checkpoint, a run directory or a Hugging Face directory.

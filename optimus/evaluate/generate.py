@@ -16,9 +16,8 @@ _PROMPT_TOKENS = 16
 _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
-"""Function that maps tokens, int64 [1, tokens], to logits [1, positions, vocabulary]. The logits of
-the last position, [:, -1], predict the next token. On a rank without the last pipeline stage, the
-function returns None."""
+"""Function that maps tokens, int64 [1, tokens], to logits [1, positions, vocabulary]. The last
+position predicts the next token. Ranks without the last pipeline stage get None."""
 
 
 @torch.no_grad()
@@ -44,14 +43,14 @@ def generate(
         context: Maximum number of tokens that the model receives. Earlier tokens are cut off.
         temperature: Sampling temperature; 0 selects the most likely token.
         top_k: Number of most likely tokens to sample from; 0: all.
-        seed: Seed of the random draws. Equal seeds and equal logits give equal tokens.
+        seed: Seed of the random draws.
         stop_tokens: Tokens after which sampling ends.
         group: Ranks that compute the model together.
         source: Rank of `group` that has the logits and draws the tokens.
 
     Returns:
-        The new tokens, int64 [at most `new_tokens`], without the prompt. A stop token is included.
-        The result is the same on all ranks.
+        The new tokens without the prompt, int64 [at most `new_tokens`]. A stop token is included.
+        All ranks get the same tokens.
     """
     assert prompt.ndim == 1 and prompt.numel() >= 1
     generator = torch.Generator().manual_seed(seed)
@@ -80,9 +79,16 @@ def sample_text(
 ) -> str:
     """Return the first 16 tokens of `dataset` and their sampled continuation, as text.
 
-    At most `new_tokens` tokens are sampled. Sampling ends earlier after the data set's
-    end-of-document token or a token in `stop_tokens`. The text is the same on all ranks. `options`
-    are further arguments of `generate`.
+    Args:
+        model: Function that computes logits.
+        dataset: Data set that has the prompt and the tokenizer.
+        new_tokens: Maximum number of tokens to sample.
+        device: Device of the prompt.
+        stop_tokens: Tokens that end the sampling, in addition to the end-of-document token.
+        options: Further arguments of `generate`.
+
+    Returns:
+        The text, the same on all ranks.
     """
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}

@@ -19,16 +19,15 @@ _AT_ONCE = 16  # batches in memory at a time, which pass through the pipeline to
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean cross-entropy per predicted token, in nats, and the number of tokens that were read."""
+    """Mean cross-entropy per predicted token, in nats, and the number of tokens read."""
 
     loss: float
     tokens: int
 
 
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
-"""Function that runs the forward pass of microbatches and returns the cross-entropy sum of each
-(fp32 scalar, nats). It returns [] on a rank that computes no loss. All ranks of a pipeline must
-make the same calls."""
+"""Function that returns the cross-entropy sum of each microbatch, an fp32 scalar in nats. On a rank
+that computes no loss, it returns []. All ranks of a pipeline must make the same calls."""
 
 
 def held_out_loss(
@@ -43,20 +42,15 @@ def held_out_loss(
 ) -> HeldOutLoss:
     """Return the mean loss on the first instances of a data set. A collective of `group`.
 
-    The batches are the same on every layout, and their losses are summed exactly. First come full
-    batches of `batch_size` instances, then the remaining instances in batches of one. In each
-    round, every data rank evaluates one batch, and all batches of the round have the same size, as
-    expert parallelism requires. If a round has fewer batches than data ranks, each rank without a
-    batch runs the round's first batch and ignores the result.
+    The batches do not depend on the layout, and their losses are summed exactly.
 
     Args:
         cross_entropies: Function that computes the cross-entropy sums of microbatches.
         dataset: The instances.
         batch_size: Instances per batch.
         group: All ranks that take part.
-        data_rank: Index of this rank among the ranks that read different data (data ranks). In
-            each round, this rank evaluates the batch with this index.
-        num_data_ranks: Number of data ranks.
+        data_rank: Index of this rank among the ranks that read different data.
+        num_data_ranks: Number of ranks that read different data.
         max_instances: Number of instances to evaluate; 0: all.
         document_mask: Keep attention within documents, as `data.document_mask` does in a run.
 
@@ -65,6 +59,8 @@ def held_out_loss(
     """
     count = min(max_instances or dataset.num_instances, dataset.num_instances)
     whole = count - count % batch_size
+    # In a round, each data rank evaluates one batch. All batches of a round have the same size, as
+    # expert parallelism requires. Instances after the last full batch are evaluated one by one.
     rounds = [
         (round_start, round_start + data_rank * size, size, stop)
         for start, stop, size in ((0, whole, batch_size), (whole, count, 1))
@@ -76,7 +72,7 @@ def held_out_loss(
         batches, counts = [], []
         for round_start, start, size, stop in now:
             counts.append(start < stop)
-            start = start if start < stop else round_start
+            start = start if start < stop else round_start  # no batch left: its result is ignored
             batches.append(make_microbatch(dataset, start, start + size, document_mask))
         sums = zip(counts, cross_entropies(batches), strict=False)
         ce_sums += [ce_sum for counted, ce_sum in sums if counted]

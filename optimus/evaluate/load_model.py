@@ -38,7 +38,7 @@ def load_model(
 def load_resolved(
     source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """Load the model from a directory that `manager.resolve` has checked and returned."""
+    """Load the model from a directory that `manager.resolve` returned."""
     config = model_config_of(source)
     with open_weights(config, source) as weights:  # refuses wrong sizes before memory is allocated
         with torch.device(device):

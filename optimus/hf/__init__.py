@@ -1,5 +1,5 @@
-"""Hugging Face: read and write model directories of OlmoForCausalLM and OlmoeForCausalLM, and
-compute the MoE blocks of transformers models with FastSparseMoE."""
+"""Model directories of Hugging Face, and FastSparseMoE for the MoE blocks of transformers
+models."""
 
 from optimus.hf.config import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
 from optimus.hf.drop_in import FastExperts, use_fast_moe

@@ -1,9 +1,6 @@
 """Conversion between Hugging Face's `config.json` and `ModelConfig`.
 
-Each field that changes logits or loss of transformers' OlmoForCausalLM or OlmoeForCausalLM is
-either converted or refused with an error that names the field. The settings of the rotary embedding
-are read from `rope_theta` and `rope_scaling` (transformers 4) or from `rope_parameters`
-(transformers 5).
+A field that changes logits or loss is either converted or refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -105,12 +102,11 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
     Args:
         path: the directory.
-        compare_counts: check that the weights in the directory have at least as many layers and
-            experts as config.json says.
+        compare_counts: compare the numbers of layers and experts with the weights in the directory.
 
     Raises:
-        CheckpointError: config.json cannot be read. With `compare_counts`, also if config.json has
-            more layers or experts than the weights.
+        CheckpointError: config.json cannot be read or, with `compare_counts`, has more layers or
+            experts than the weights.
         ConfigError: config.json requires a feature that Optimus does not support.
     """
     file = Path(path) / "config.json"
@@ -127,14 +123,10 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
 
 def _check_counts(content: Mapping[str, Any], file: Path) -> None:
-    """Raise CheckpointError if config.json has more layers or experts than the weights.
-
-    Only the headers of the weights are read, so this check can run before memory for the model is
-    allocated. A directory without weights passes.
-    """
+    """Raise CheckpointError if config.json has more layers or experts than the weights."""
     if not any((file.parent / name).exists() for name in (MODEL, INDEX)):
         return
-    weights = TensorFiles(file.parent)
+    weights = TensorFiles(file.parent)  # reads only headers
     try:
         matches = [match for match in map(_NUMBERED.match, weights.names()) if match]
         layers, experts = (len({match[n] for match in matches} - {None}) for n in (1, 2))
@@ -209,9 +201,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a model.
-
-    The field names are those of transformers 4; transformers 5 reads them too.
+    """Return the content of config.json for a model. transformers 4 and 5 can read it.
 
     Args:
         config: the model.
@@ -261,11 +251,8 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _architecture(content: Mapping[str, Any], source: str) -> str:
-    """Return the `model_type` of config.json, which is `olmo` or `olmoe`.
-
-    Raise ConfigError for another `model_type`, or if `architectures` does not contain the
-    transformers class of this type.
-    """
+    """Return the `model_type` of config.json, `olmo` or `olmoe`. Raises ConfigError for other
+    models."""
     kind, classes = content.get("model_type"), content.get("architectures") or []
     if type(kind) is not str or kind not in _ARCHITECTURES:
         raise ConfigError(
@@ -327,23 +314,20 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Return the settings of `[model]` that only a mixture of experts has.
-
-    If `output_router_logits` is true, transformers adds its own form of the load-balancing loss, so
-    `aux_loss_form` is "hf". If it is false, transformers adds no such loss. `aux_loss_form` is then
-    "olmo", the form with which the OLMoE models were trained.
-    """
+    """Return the settings of `[model]` that only a mixture of experts has."""
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,
         "norm_eps": fields.rms_norm_eps,
         "norm_topk_prob": fields.norm_topk_prob,
         "aux_loss_coef": fields.router_aux_loss_coef,
+        # With output_router_logits, transformers adds its own form of the load-balancing loss.
         "aux_loss_form": "hf" if fields.output_router_logits else "olmo",
     }
 
 
 def _rope(fields: _Fields, source: str) -> dict[str, Any]:
+    # transformers 5 has rope_parameters instead of rope_theta and rope_scaling.
     spelled = fields.rope_scaling or fields.rope_parameters or {}
     rope = {key: value for key, value in spelled.items() if value is not None}
     theta = rope.get("rope_theta", fields.rope_theta or 10000.0)
@@ -382,8 +366,7 @@ def _rope_scaling_field(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _padding(fields: _Fields, source: str) -> int:
-    """Return the id of the padding token, or -1 if the model has none. A negative id in config.json
-    counts from the end of the vocabulary, as in torch.nn.Embedding."""
+    """Return the id of the padding token, or -1 if the model has none."""
     token, size = fields.pad_token_id, fields.vocab_size
     if token is None:
         return -1
@@ -392,12 +375,11 @@ def _padding(fields: _Fields, source: str) -> int:
             f"{source}: pad_token_id = {token} is outside the vocabulary of {size} tokens; use an "
             f"id below {size}, or null for a model without padding token"
         )
-    return token % size
+    return token % size  # a negative id counts from the end, as in torch.nn.Embedding
 
 
 def _derived(value: int | None, default: int) -> int:
-    """Return the setting of `[model]` for `value`: 0 if `value` is None or equals `default`, and
-    `value` in all other cases. A setting of 0 means that Optimus computes the default."""
+    """Return `value`, or 0 if it is None or equals `default`. In `[model]`, 0 means the default."""
     return 0 if value is None or value == default else value
 
 

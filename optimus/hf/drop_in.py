@@ -1,12 +1,10 @@
 """`use_fast_moe`: compute the experts of Hugging Face models with the kernels of FastSparseMoE.
 
-transformers has two layouts of experts. In version 5 `experts` is one module with the merged
-parameters gate_up_proj [E, 2F, D] and down_proj [E, D, F], which are used without a copy. In
-version 4 `experts` is a list with one module per expert. The weights of these modules are copied
-into merged parameters, and state dicts keep the names of the separate modules.
+transformers 5 has merged parameters for all experts of a layer, which are used without a copy.
+transformers 4 has one module per expert. The weights of these modules are copied into merged
+parameters, but their names in state dicts stay the same.
 
-This module does not import transformers. It recognizes classes by name and checks them before it
-changes anything.
+This module recognizes classes by name and does not import transformers.
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token.
 """
@@ -34,7 +32,7 @@ MERGED = (
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
 )
-"""Classes with merged experts that compute the same function as `FastExperts`. Tests cover each."""
+"""Classes with merged experts that compute the same function as `FastExperts`."""
 BY_MODULE = ("OlmoeSparseMoeBlock",)
 """Supported classes of MoE blocks with one module per expert."""
 _HOOKS = (
@@ -49,10 +47,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def use_fast_moe(model: _Model) -> _Model:
     """Make all MoE blocks of a transformers model compute with FastSparseMoE, in place.
 
-    Names and values of the state dict and the router's outputs (logits, auxiliary loss) stay the
-    same. Call this after loading weights and before creating an optimizer: experts that were
-    separate modules become two merged parameters per layer, gate_up_proj and down_proj. A second
-    call changes nothing.
+    The state dict and the outputs of the router stay the same. Call this after loading weights and
+    before creating an optimizer, because parameters may be replaced.
 
     Args:
         model: the model. It is not changed if an error is raised.
@@ -61,9 +57,9 @@ def use_fast_moe(model: _Model) -> _Model:
         `model`.
 
     Raises:
-        ConfigError: the model has no MoE block; the class of its experts is not supported; the
-            experts have hooks, or are quantized, offloaded or sharded; or `model` is itself an MoE
-            block with one module per expert. In the last case, pass the model that contains it.
+        ConfigError: the model has no MoE block or is itself a block that must be replaced, or its
+            experts are not supported. Experts with hooks and quantized, offloaded or sharded
+            experts are not supported.
     """
     all_blocks = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
     blocks: list[_HfModule] = [
@@ -93,8 +89,10 @@ def use_fast_moe(model: _Model) -> _Model:
 
 
 class FastExperts(nn.Module):
-    """SwiGLU experts with merged parameters, named as in transformers 5: gate_up_proj [E, 2F, D]
-    and down_proj [E, D, F], for E experts, intermediate size F and hidden size D."""
+    """SwiGLU experts with the merged parameters gate_up_proj [E, 2F, D] and down_proj [E, D, F].
+
+    E is the number of experts, F the intermediate size and D the hidden size.
+    """
 
     def __init__(self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
         super().__init__()
@@ -105,14 +103,14 @@ class FastExperts(nn.Module):
         """Return the weighted sum of each token's experts.
 
         Args:
-            hidden_states: [T, D].
-            top_k_index: int64 [T, K], numbers of the chosen experts. A number outside 0 to E-1
-                contributes nothing to the sum; with OPTIMUS_KERNELS_DEBUG=1 it raises ValueError.
+            hidden_states: [T, D], for T tokens of size D.
+            top_k_index: int64 [T, K], numbers of each token's K experts. Numbers outside 0 to E-1
+                are ignored.
             top_k_weights: [T, K], routing weights.
 
         Returns:
-            [T, D] in the dtype of `hidden_states`. Matrix products use the dtype of the parameters,
-            or the autocast dtype under autocast, as in a linear layer.
+            [T, D] in the dtype of `hidden_states`. Matrix products use the dtype of the parameters
+            or of autocast.
         """
         rows = kernels.route(top_k_index, 0, self.num_experts, of=self.num_experts)
         merged = (self.gate_up_proj, self.down_proj)
@@ -124,7 +122,7 @@ class FastExperts(nn.Module):
 
 
 class FastExpertsByModule(FastExperts):
-    """Merged experts whose state dict has an entry for each projection of each expert, such as
+    """Merged experts whose state dict has one entry per projection and expert, such as
     `0.gate_proj.weight`."""
 
     def _slices(self, gate_up: Tensor, down: Tensor, prefix: str) -> dict[str, Tensor]:
@@ -155,7 +153,7 @@ class FastExpertsByModule(FastExperts):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
+        if local_metadata.get("assign_to_params_buffers"):  # load_state_dict(assign=True)
             self._adopt_dtype_and_device(state_dict, prefix)
         views = self._slices(self.gate_up_proj.detach(), self.down_proj.detach(), prefix)
         for name, view in views.items():
@@ -174,8 +172,7 @@ class FastExpertsByModule(FastExperts):
             )
 
     def _adopt_dtype_and_device(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Convert the parameters to the dtype and device of expert 0 in `state_dict`, since
-        `load_state_dict(assign=True)` must adopt the dtype and device of the loaded tensors."""
+        """Convert the parameters to the dtype and device of expert 0 in `state_dict`."""
         like = state_dict.get(f"{prefix}0.{_PROJECTIONS[0]}.weight")
         if like is None:
             return
@@ -190,8 +187,8 @@ class FastExpertsByModule(FastExperts):
 
 
 class FastBlock(nn.Module):
-    """Replacement for an OlmoeSparseMoeBlock of transformers 4, with the same router and with
-    merged experts."""
+    """Replacement for an OlmoeSparseMoeBlock of transformers 4, with its router and merged
+    experts."""
 
     def __init__(self, block: _HfModule) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Mapping between names of Optimus parameters and names of transformers' tensors.
 
-A Hugging Face directory usually has three tensors per expert: gate, up and down. In memory, Optimus
-and transformers 5 have two merged tensors for all experts of a layer. `pieces` splits an Optimus
-parameter into the tensors that a directory has for it. Both loading and saving use it.
+Optimus has two merged parameters for all experts of a layer. A Hugging Face directory usually has
+three tensors per expert: gate, up and down. `pieces` splits a merged parameter into these tensors.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def is_expert(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """Return the transformers name of the Optimus parameter `name`. For experts, return the name of
-    the merged tensor in transformers 5."""
+    """Return the name of the Optimus parameter `name` in transformers 5, which also merges
+    experts."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _, layer, rest = name.split(".", 2)
@@ -57,8 +56,8 @@ def hf_name(name: str) -> str:
 
 
 def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Split `tensor`, the Optimus parameter `name`, into the tensors that a Hugging Face directory
-    has for it. Yield pairs of a transformers name and a view of `tensor`."""
+    """Split `tensor`, the Optimus parameter `name`, into the tensors of a Hugging Face directory.
+    Yield the name of each tensor and a view of `tensor`."""
     if not is_expert(name):
         yield hf_name(name), tensor
         return
@@ -80,8 +79,8 @@ def check_hf_weights(config: ModelConfig, path: str | os.PathLike) -> None:
         path: Hugging Face directory.
 
     Raises:
-        CheckpointError: a tensor is missing or not in the model, its shape differs from the model,
-            or its dtype is not floating-point; or a file is incomplete or cannot be read.
+        CheckpointError: a tensor is missing, not in the model, of another shape or not
+            floating-point, or a file cannot be read.
     """
     files = TensorFiles(Path(path))
     try:
@@ -104,12 +103,11 @@ def hf_tensors(config: ModelConfig, names: Container[str]) -> Iterator[tuple[str
 
     Args:
         config: the model.
-        names: names of the tensors in the directory. Experts are yielded as merged tensors if
-            `names` contains those, and as separate tensors otherwise.
+        names: names of the tensors in the directory, which show whether the experts are merged.
 
     Yields:
-        Tuples of the tensor's name in the directory, the name of the Optimus parameter, and the
-        view of the parameter (on the meta device) that corresponds to the tensor.
+        (name of the tensor in the directory, name of the Optimus parameter, view of the parameter
+        on the meta device).
     """
     with torch.device("meta"):
         model = Transformer(config)

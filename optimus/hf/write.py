@@ -74,18 +74,15 @@ def write_hf(
     Args:
         directory: the directory to create; it must not exist.
         config: the model.
-        weights: slices of flattened parameters in any order, as tuples of the parameter's name in
-            Optimus, the index of the slice's first element, and the values. Only one slice at a
-            time is in memory.
+        weights: slices of flattened parameters in any order, as (parameter name, index of the first
+            element, values).
         dtypes: dtype in which each Optimus parameter is written, by parameter name.
         file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
-        add_files: function that writes further files. It is called with the path of the temporary
-            directory, which is later renamed to `directory`.
+        add_files: function that writes further files to the directory that is its argument.
 
     Raises:
         ConfigError: the directory exists, or transformers does not support the model.
-        CheckpointError: the slices of a parameter have too few or too many elements, or a parameter
-            is unknown.
+        CheckpointError: `weights` has too few or too many elements, or an unknown parameter.
         OptimusError: a safetensors file cannot be written, or `weights` raises OSError.
     """
     directory = Path(directory)
@@ -111,12 +108,11 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
     Args:
         directory: the directory of the files; it must exist.
         plan: the files.
-        weights: slices of flattened parameters in any order, as tuples of the parameter's name in
-            Optimus, the index of the slice's first element, and the values.
+        weights: slices of flattened parameters in any order, as (parameter name, index of the first
+            element, values).
 
     Raises:
-        CheckpointError: the slices of a parameter have too few or too many elements, or a parameter
-            is unknown.
+        CheckpointError: `weights` has too few or too many elements, or an unknown parameter.
         OptimusError: a file cannot be written, or `weights` raises OSError.
     """
     missing = {

@@ -21,10 +21,10 @@ DTYPES = {
 
 
 class TensorFiles:
-    """Tensors in the safetensors files of a directory. The only file is model.safetensors; if it
-    does not exist, the files are those that the index file lists.
+    """Tensors in the safetensors files of a directory: model.safetensors, or else the files of the
+    index.
 
-    A file is opened when one of its tensors is looked up. All methods raise CheckpointError.
+    Files are opened on demand. All methods raise CheckpointError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,8 +39,8 @@ class TensorFiles:
         """Return the open file that contains tensor `name`, and the tensor's header entry.
 
         Raises:
-            CheckpointError: The tensor is missing, its dtype is not one of `DTYPES`, or its file
-                cannot be read.
+            CheckpointError: The tensor is missing or has an unsupported dtype, or its file cannot
+                be read.
         """
         if name not in self._file_of:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
@@ -94,8 +94,8 @@ def check_shapes(
         expected: Shape of each tensor of the model, by name.
 
     Raises:
-        CheckpointError: A tensor is missing, is not in the model, or does not have the shape that
-            the model expects. The message names the first such tensor.
+        CheckpointError: A tensor is missing, not in the model or of another shape. The message
+            names it.
     """
     if unmatched := sorted(shapes.keys() ^ expected.keys()):
         name = unmatched[0]

@@ -1,8 +1,7 @@
 """Parallel writes of safetensors files: several processes write slices of parameters in any order.
 
 The names, shapes and dtypes of the tensors determine the position of every byte. Each process
-computes the same `FilePlan` from them and writes its slices independently. The files have the same
-bytes as files of the safetensors library.
+computes the same `FilePlan` from them. The files are the same as those of the safetensors library.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from optimus.io.tensor_file import MODEL
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DTYPE_ORDER = tuple(DTYPES)
-"""Order of dtypes in a file, as in the safetensors library. Within a dtype, tensors are sorted by
-name."""
+"""Order of dtypes in a file, as in the safetensors library."""
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""Weights 1 to 65521 (a prime number) of the values in a block, for `_weighted_sum`. A block has at
-most 65521 values of 16 bits, so its weighted sum is below 2^53 and exact in fp64."""
+"""Weights of the 16-bit values of a block, for `_weighted_sum`. The weighted sum of a block is
+below 2^53 and thus exact in fp64."""
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor to write: a range of the flattened `parameter` that starts at element `start`."""
+    """A tensor to write: elements of the flattened `parameter`, from element `start`."""
 
     name: str
     parameter: str
@@ -137,29 +135,26 @@ def _add_file(
 
 
 class Checksum(NamedTuple):
-    """Checksum of byte ranges of a file, independent of how the file is divided into ranges.
+    """Checksum of byte ranges of a file.
 
-    The checksum of a union of disjoint ranges is the sum of their checksums, field by field. Each
-    16-bit value has a weight that depends on its position, so that the order of values matters.
+    The checksum of a union of disjoint ranges is the sum of their checksums, field by field.
     """
 
     nbytes: int = 0
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the checksum of the previous ranges and of the range `data`, which starts at byte
-        `offset` of the file. `offset` and the length of `data` must be even."""
+        """Return the checksum of the previous ranges and of `data`, the bytes of the file from
+        `offset`. `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
 
 
 def _weighted_sum(data: memoryview, index: int) -> int:
-    """Return the weighted sum of the 16-bit values in `data`.
-
-    `index` is the position in the file of the first value, counted in 16-bit values from 0. The
-    value at position n of the file has the weight (n // 65521 + 1) * (n % 65521 + 1).
-    """
+    """Return the weighted sum of the 16-bit values `data`, which start at position `index` of the
+    file."""
+    # The value at position n of the file has the weight (n // 65521 + 1) * (n % 65521 + 1).
     values, total = numpy.frombuffer(data, numpy.uint16), 0
     while len(values):
         turn, skipped = divmod(index, len(_WEIGHTS))
@@ -174,8 +169,7 @@ def _weighted_sum(data: memoryview, index: int) -> int:
 def create_files(directory: Path, plan: FilePlan) -> None:
     """Create the files of a plan at their full sizes and write their headers.
 
-    One process must call this before any process writes tensors: on NFS, a client that extends a
-    file may overwrite another client's data with zeros.
+    One process must call this before any process writes tensors.
 
     Raises:
         OSError: A file exists or cannot be written.
@@ -184,20 +178,26 @@ def create_files(directory: Path, plan: FilePlan) -> None:
         fd = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             _write_at(fd, memoryview(header), 0)
+            # On NFS, a client that extends a file may overwrite another client's data with zeros.
             os.ftruncate(fd, plan.sizes[file])
         finally:
             os.close(fd)
 
 
 class TensorWriter(files.Closing):
-    """Writer of parameter slices into the files of a plan, which `create_files` has created.
+    """Writer of parameter slices into files that `create_files` has created.
 
     Several processes may write different slices at the same time. All methods raise OSError.
     """
 
     def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
-        """Create a writer that opens files on demand. If `checksums` is true, the attribute
-        `written` maps each file to the checksum of the bytes that this writer has written to it."""
+        """Create a writer, which opens files on demand.
+
+        Args:
+            directory: Directory of the files.
+            plan: The files.
+            checksums: Keep in `written` the checksum of the bytes that are written to each file.
+        """
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
         self._starts: dict[str, list[int]] = {}
@@ -215,8 +215,8 @@ class TensorWriter(files.Closing):
         self.write_bytes(parameter, start, as_bytes(values))
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
-        """Write elements of a flattened parameter, given as their bytes in the plan's dtype.
-        `parameter` and `start` are the same as for `write`."""
+        """Write elements of a parameter as `write` does, given as their bytes in the plan's
+        dtype."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]

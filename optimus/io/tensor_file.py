@@ -1,7 +1,6 @@
 """Read headers and byte ranges of safetensors files, without importing torch.
 
-Files are read with pread instead of mmap. A disk error therefore raises an exception instead of
-SIGBUS, and a read needs only the memory of the requested bytes.
+Files are read with pread, because with mmap a disk error would end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of each supported dtype, by the dtype's name in a header."""
 HEADER_BYTES = 16 << 20
-"""Size limit of a header, 16 MiB. A tensor takes about 130 bytes of a header, so a file can have
-120,000 tensors. For comparison, a model with 61 layers of 384 experts has 70,000 tensors. The limit
-of the safetensors library is 100,000,000 bytes. For a header of that size, Python's JSON parser can
-use 2.8 GB of memory."""
+"""Size limit of a header, 16 MiB, enough for 120,000 tensors. The limit bounds the memory of the
+JSON parser."""
 INDEX_BYTES = 64 << 20
 """Size limit of an index file, enough for the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""Sizes and offsets in a header must be below this limit, so that torch can count the bytes of each
-tensor in a 64-bit integer."""
+"""Limit of sizes and offsets in a header. Torch counts the bytes of a tensor in 64-bit integers."""
 
 traffic = {"opens": 0, "bytes": 0}
 """Number of files opened, and of bytes read, through `TensorFile`. Tests set both back to 0."""
@@ -116,7 +112,7 @@ class TensorFile:
 def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
     """Return the header entry of a tensor, with offsets from the start of the file.
 
-    Raises ValueError, KeyError, TypeError or AttributeError if the entry is not valid.
+    Raises ValueError, KeyError, TypeError or AttributeError if the entry is invalid.
     """
     dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
     numbers = [*shape, start, stop]

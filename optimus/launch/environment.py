@@ -60,22 +60,21 @@ class JobRank:
 ALONE = JobRank(0, 1)
 
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
-"""Environment variable with the rendezvous address of the ranks of `--nproc`. It is a `file://`
-address, which needs no free port."""
+"""Environment variable with the rendezvous address of the ranks of `--nproc`, a `file://`
+address."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of a launcher's environment variables. If a field has several names, the first variable
-    that is set is used."""
+    """Names of a launcher's environment variables. In each field, the first variable that is set is
+    used."""
 
     rank: str
     worlds: tuple[str, ...]
     local_ranks: tuple[str, ...]
     local_worlds: tuple[str, ...]
     is_step: bool = False
-    """True if the launcher is srun, so that SLURM_STEP_* describe the ranks of this run. Under
-    mpiexec, these variables may differ between nodes."""
+    """True if the launcher is srun. Then SLURM_STEP_* describe the ranks of this run."""
 
 
 _BY_HAND = _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
@@ -126,22 +125,19 @@ STARTED = time.monotonic()
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
 """Environment variable in which the parent process of `--nproc` passes its `STARTED` to ranks."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable that torchrun sets to True if its agent runs the store at MASTER_ADDR and
-MASTER_PORT."""
+"""Environment variable that torchrun sets to True if its agent already runs the store."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
-"""Ports from which a job's MASTER_PORT is chosen. They are below the ephemeral ports, which systems
-assign to outgoing connections."""
+"""Range of the default MASTER_PORT. Systems do not assign these ports to outgoing connections."""
 _DEFAULT_PORT = 29500
 
 
 def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
-    """Return the rank of this process and the rendezvous address, as set by torchrun, `--nproc`,
-    mpiexec or srun. Return SINGLE if no launcher has started this process.
+    """Return this process's rank and rendezvous address, as set by its launcher.
 
-    The rendezvous address is MASTER_ADDR and MASTER_PORT. MASTER_ADDR defaults to this machine if
-    all ranks are on it, else to the first machine in the node list of Slurm or PBS. The default of
-    MASTER_PORT is derived from the job ID. Each job of a job array is a separate run.
+    The launcher is torchrun, `--nproc`, mpiexec or srun. Without a launcher, this returns SINGLE.
+    The default of MASTER_ADDR is the first machine of the run. The default of MASTER_PORT depends
+    on the job ID. Each job of a job array is a separate run.
 
     Args:
         environ: Environment variables.
@@ -182,15 +178,14 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process prints an error that all ranks of its machine find. Never raises.
+    """Return True if this process prints errors that all ranks of its machine have. Never raises.
 
-    The rank with local rank 0 prints it, and so does a rank whose local rank is unknown. If the
-    user has set RANK by hand, every rank prints it, since the variables of a single rank may be
-    wrong.
+    The rank with local rank 0 prints them. If the user has set RANK by hand, every rank prints
+    them.
     """
     launcher = _launcher_of(environ)
     if launcher is _BY_HAND and RENDEZVOUS not in environ and _AGENT_STORE not in environ:
-        return True
+        return True  # the variables of a single rank may be wrong
     names = launcher.local_ranks if launcher else ()
     text = next((environ[name] for name in names if name in environ), "0")
     return not text.isdigit() or int(text) == 0
@@ -202,16 +197,14 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
-    """Return this process's rank among all processes of its launcher and its job array. Return
-    ALONE if there is neither a launcher nor an array.
+    """Return this process's rank among all processes of its launcher and its job array.
 
-    A job array of n jobs with w processes each has n * w ranks. Slurm also sets SLURM_PROCID in a
-    batch script outside any step, so SLURM_PROCID is used only if SLURM_STEP_ID is set. PBS does
-    not set a variable for the size of an array; users export it as OPTIMUS_ARRAY_SIZE.
+    A job array of n jobs with w processes each has n * w ranks. Without a launcher and an array,
+    this returns ALONE.
 
     Args:
         environ: Environment variables.
-        world: Number of processes, used if the launcher or the array sets only a rank.
+        world: Number of processes, if the variables contain only a rank.
 
     Raises:
         LaunchError: Variables are missing or contradict each other.
@@ -236,6 +229,7 @@ def read_local_size(environ: Mapping[str, str] = os.environ) -> int:
 
 def _launcher_of(environ: Mapping[str, str]) -> _Launcher | None:
     for launcher in _LAUNCHERS:
+        # Slurm also sets SLURM_PROCID in a batch script outside any step.
         if launcher.rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in environ:
             continue
         if launcher.rank in environ:
@@ -320,7 +314,7 @@ def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
 
 
 def first_of_nodelist(nodes: str) -> str:
-    """Return the first host of a Slurm node list, like `scontrol show hostnames`: rack1-03n1 for
+    """Return the first host of a Slurm node list, such as rack1-03n1 for
     `rack1-[03-07,9]n[1-2],x5`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "the pattern matches the empty text"

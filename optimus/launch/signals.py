@@ -1,6 +1,6 @@
-"""Handling of stop signals before the first update of a run. Imports no torch.
+"""Handling of stop signals before the first update of a run. This module imports no torch.
 
-Before the first update, a stop signal ends the process at once, because there is nothing to save.
+Such a signal ends the process at once, because there is nothing to save.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ def report_early_stop(number: int) -> int:
 
 
 def exit_on_stop_signals() -> None:
-    """Install signal handlers that end this process with one log line on a stop signal. A
-    `StopRequest` replaces them later.
+    """Install handlers that end this process with one log line on a stop signal.
 
-    The handlers do not raise an exception. During the import of torch, an exception might be
-    swallowed or might end in a traceback. If a launcher has started this process, no handlers are
-    installed, because the default action of a signal works even while the rank waits for other
-    ranks.
+    If a launcher has started this process, no handlers are installed. A `StopRequest` replaces the
+    handlers later.
     """
 
     def end(number: int, frame: object) -> NoReturn:
+        # During the import of torch, an exception might be swallowed or end in a traceback.
         os._exit(report_early_stop(number))
 
-    if not is_launched():
+    if not is_launched():  # the default action works even while a rank waits for other ranks
         for number in STOP_SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, end)

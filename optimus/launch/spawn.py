@@ -26,21 +26,18 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""Seconds that the other ranks have to end by themselves after a rank has failed. Then they are
-killed."""
+"""Seconds from the failure of a rank until the other ranks are killed."""
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of causes that end a run, in order of precedence for the exit status. LOST_PEER comes
-after all of these, because a rank loses a peer only after the peer has ended."""
+"""Kinds of causes that end a run, in order of precedence for the exit status. The loss of a peer
+comes after them."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:
     """Run `optimus ARGUMENTS` as `nproc` local ranks and wait until all have ended.
 
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on to the ranks, which finish their step and save
-    a checkpoint. Ranks that have not started their first step end at once. A second Ctrl-C kills
-    the ranks. If a rank fails, the other ranks are killed at most _GRACE_S seconds later. A rank
-    that is killed by a signal counts as a lost peer.
+    Stop signals are passed on to the ranks. A second Ctrl-C kills the ranks. If a rank fails, the
+    other ranks are killed at most _GRACE_S seconds later.
 
     Args:
         arguments: Arguments of the command `optimus`.
@@ -103,8 +100,8 @@ def _prepare_rank(spawner: int) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Return a context that passes stop signals on to the ranks. Its value is a list to which each
-    passed signal is appended."""
+    """Return a context that passes stop signals on to the ranks. Its value lists the passed
+    signals."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -133,7 +130,8 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
 
 
 def _ended_early(ranks: list[subprocess.Popen]) -> bool:
-    """Return True if SIGTERM has ended a rank, which then had not started its first step."""
+    """Return True if SIGTERM has ended a rank before its first step."""
+    # After its first step starts, a rank handles SIGTERM.
     return any(rank.returncode == -signal.SIGTERM for rank in ranks)
 
 

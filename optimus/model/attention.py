@@ -1,7 +1,6 @@
 """Causal self-attention with rotary embedding and grouped-query heads.
 
-Dims: B batch, S sequence, D hidden, H query heads, G key/value heads, C head_dim, L tokens of a
-document.
+Dims: B batch, S sequence, D hidden, H query heads, G key/value heads, C head_dim.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from optimus.model.rope import rotate
 class Attention(nn.Module):
     """Causal self-attention: x [B, S, D] -> [B, S, D].
 
-    OLMoE normalises q and k over all heads at once, before clipping and rotation. The number of
-    heads is derived from the width of the projections, so that the class also works with a slice of
-    the heads, as in tensor parallelism.
+    Under tensor parallelism, a module has only some of the heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -36,6 +33,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
+        # OLMoE normalises q and k over all heads at once.
         normed = config.architecture == "olmoe"
         self.q_norm = RMSNorm(q_size, config.norm_eps) if normed else nn.Identity()
         self.k_norm = RMSNorm(kv_size, config.norm_eps) if normed else nn.Identity()
@@ -61,8 +59,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q, k, v, documents).flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: list[int] | None) -> Tensor:
-        """Return causal scaled dot-product attention [B, S, H, C] for q [B, S, H, C] and k, v
-        [B, S, G, C]."""
+        """Return causal attention [B, S, H, C] for q [B, S, H, C] and k, v [B, S, G, C]."""
         if documents is not None:
             return _within_documents(q, k, v, documents)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
@@ -70,12 +67,12 @@ class Attention(nn.Module):
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:
-    """Return the lengths of all documents in document_ids [B, S], sequence by sequence; their sum
-    is B*S.
+    """Return the number of tokens of each document in document_ids [B, S], in order.
 
-    A document starts where the id changes and at the start of each sequence. Ids on the CPU avoid a
-    synchronisation with the device.
+    A document starts where the id changes and at the start of each sequence. The lengths sum to
+    B*S.
     """
+    # Ids on the CPU avoid a synchronisation with the device.
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     bounds = [*begins.flatten().nonzero().flatten().tolist(), document_ids.numel()]
@@ -89,13 +86,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: list[int]) -> Tensor:
-    """Return causal attention within documents, [B, S, H, C], for q [B, S, H, C] and k, v
-    [B, S, G, C].
-
-    Each document is computed by a separate fused call, without an [S, S] mask and without masked
-    scores. A document of L tokens costs L^2 scores, whereas a masked sequence would cost S^2
-    (docs/benchmarks/document_mask.md).
-    """
+    """Return causal attention within each document, with the shapes of `Attention.attend`."""
+    # A fused call for each document avoids an [S, S] mask and the cost of masked scores
+    # (docs/benchmarks/document_mask.md).
     by_document = zip(*(heads.flatten(0, 1).split(documents) for heads in (q, k, v)), strict=True)
     outputs = [
         _causal(*(heads.transpose(0, 1).unsqueeze(0) for heads in qkv)).squeeze(0).transpose(0, 1)

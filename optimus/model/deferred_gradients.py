@@ -1,8 +1,8 @@
-"""Deferred weight gradients: backward without weight gradients, which are computed later.
+"""Weight gradients that are computed after backward, for zero-bubble pipeline schedules.
 
-Inside a `DeferredGradients` context, the backward of a layer computes only the gradient of the
-input, and `DeferredGradients.compute` computes the weight gradients later. Outside a context,
-backward computes both. The gradients are bit-identical in the two cases.
+Inside a `DeferredGradients` context, backward computes only the gradients of layer inputs.
+`DeferredGradients.compute` computes the weight gradients later. They have the same bits as without
+a context.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _active: list[DeferredGradients] = []
 
 
 class DeferredGradients:
-    """Context manager for a backward pass. It collects the deferred weight gradients of one
-    microbatch on one pipeline stage."""
+    """Context manager around the backward pass of one microbatch on one pipeline stage. It collects
+    the deferred weight gradients."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -36,14 +36,17 @@ class DeferredGradients:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Compute the deferred gradients in the order in which they were deferred. Each computation
-        releases its saved tensors when it ends."""
+        """Compute and accumulate the deferred gradients, in the order of their deferral."""
         while self._work:
-            self._work.popleft()()
+            self._work.popleft()()  # each call releases its saved tensors at its end
 
     def defer(self, work: Callable[[], None], *weights: Tensor) -> None:
-        """Store the function `work`, which `compute` will call. `work` must compute the gradients
-        of `weights`, accumulate them and run the hooks of the weights."""
+        """Store `work`, which `compute` will call.
+
+        Args:
+            work: computes the gradients of `weights`, accumulates them and runs the weights' hooks.
+            weights: the weights whose gradients `work` computes.
+        """
         self._work.append(work)
         self.weights += weights
 
@@ -54,8 +57,16 @@ def active_deferral() -> DeferredGradients | None:
 
 
 def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """Return `gradient()`, the gradient of `weight`. If a `DeferredGradients` context is active,
-    defer this call and return None. A backward function passes the returned value to autograd."""
+    """Compute the gradient of `weight`; inside a `DeferredGradients` context, defer this.
+
+    Args:
+        weight: the weight.
+        gradient: computes the gradient.
+
+    Returns:
+        The value that a backward function passes to autograd: the gradient, or None if it is
+        deferred.
+    """
     deferred = active_deferral()
     if deferred is None:
         return gradient()
@@ -66,12 +77,9 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
     """Register hooks that defer the accumulation of the gradients of `leaves`.
 
-    A pipeline schedule computes the deferred weight gradients of a microbatch in an action W, some
-    time after backward. Backward itself computes the gradients of norms, biases, routers and
-    embeddings, and autograd would accumulate them before W. Deterministic mode adds gradients
-    microbatch by microbatch, so all gradients of a microbatch must be accumulated in its W.
-
-    The cost is memory: between backward and W, a microbatch keeps one gradient per leaf.
+    Backward still computes these gradients and keeps them in memory. `DeferredGradients.compute`
+    accumulates them together with the deferred ones. Deterministic mode needs this to add gradients
+    microbatch by microbatch.
     """
     for leaf in leaves:
         leaf.register_hook(functools.partial(_defer_gradient, weakref.ref(leaf)))
@@ -101,7 +109,7 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 def run_hooks(weight: Tensor) -> None:
-    """Run the post-accumulate-grad hooks of `weight`, as autograd does. With older torch,
-    `optimus.chunks` adds gradients to buffers of a wider dtype in such a hook."""
+    """Run the post-accumulate-grad hooks of `weight`, as autograd does."""
+    # With older torch, `optimus.chunks` adds gradients to buffers of a wider dtype in such a hook.
     for hook in (weight._post_accumulate_grad_hooks or {}).values():
         hook(weight)

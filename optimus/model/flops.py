@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the total number of parameters, and the number of parameters that one token uses. In
-    each layer with experts, a token uses `num_experts_per_tok` of them.
+    """Return the total number of parameters and the number that one token uses.
 
-    Layers with the same number of experts are built once, on the meta device, so counting takes
-    milliseconds even for the largest models.
+    In a layer with experts, a token uses `num_experts_per_tok` of them.
     """
     import torch  # not at the top, so that a launcher can count operations without torch
 
@@ -26,6 +24,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     with torch.device("meta"):
         outside = Transformer(config.model_copy(update={"num_layers": 0, "num_experts": 0}))
     total = active = _count(outside)
+    # Layers with the same number of experts are built once, so that counting takes milliseconds.
     for experts, layers in Counter(config.experts_by_layer).items():
         with torch.device("meta"):
             block = Block(config.layer(config.experts_by_layer.index(experts)))
@@ -41,12 +40,12 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, for sequences of `seq_len` tokens.
 
-    A multiply-add counts as 2 FLOPs, and backward counts as twice forward. Matrix products with the
-    parameters that a token uses count, and so do attention scores. As in PaLM (arXiv 2204.02311,
-    appendix B), causally masked scores count too, because kernels differ in how many of them they
-    skip. Embedding look-ups, norms and recomputation do not count.
+    As in PaLM (arXiv 2204.02311, appendix B), matrix products and all attention scores count.
+    Embedding look-ups, norms, recomputation and unused experts do not count. A multiply-add is 2
+    FLOPs.
     """
     layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
+    # Backward counts as twice forward.
     return 3.0 * 2.0 * (layers + head_multiply_adds(config))
 
 
@@ -57,6 +56,7 @@ def layer_multiply_adds(config: ModelConfig, seq_len: int, number: int) -> int:
     q_size = config.num_attention_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
     projections = 2 * hidden * (q_size + kv_size)
+    # Masked scores count too, because kernels differ in how many of them they skip.
     scores = 2 * seq_len * q_size
     experts = config.experts_by_layer[number]
     swiglu = 3 * hidden * config.layer(number).intermediate_size

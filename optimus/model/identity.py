@@ -15,15 +15,15 @@ FREE_IN_LOGITS = {
     "aux_loss_form",
     "max_position_embeddings",
 }
-"""Settings that do not change the logits of a model with given weights. The exception is
-`max_position_embeddings` with dynamic scaling of the rotary embedding; see `_matters`."""
+"""Settings that do not change the logits of a model with given weights. `_matters` checks for
+the one exception."""
 
 
 def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, object, object] | None:
-    """Return the first setting whose difference changes the logits, as (key, value in `ours`, value
-    in `theirs`). Return None if models with the same weights have the same logits.
+    """Return the first setting that gives the two models different logits for the same weights.
 
-    If a setting is 0 because Optimus derives its value, the derived values are compared.
+    Returns:
+        (key, value in `ours`, value in `theirs`); None if there is no such setting.
     """
     for key in ModelConfig.model_fields:
         our_value, their_value = setting(ours, key), setting(theirs, key)
@@ -34,15 +34,18 @@ def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, objec
 
 
 def _matters(config: ModelConfig, key: str) -> bool:
-    """Return whether `key` of FREE_IN_LOGITS changes logits in this configuration. Only
-    `max_position_embeddings` does, with dynamic scaling of the rotary embedding."""
+    """Return whether `key` of FREE_IN_LOGITS changes the logits in this configuration."""
+    # Dynamic scaling of the rotary embedding depends on max_position_embeddings.
     scaling = config.rope_scaling
     return key == "max_position_embeddings" and scaling is not None and scaling.type == "dynamic"
 
 
 def setting(config: ModelConfig, key: str) -> object:
-    """Return the value of setting `key`. If the setting is 0 because Optimus derives its value,
-    return the derived value. If all layers have the same number of experts, return this number."""
+    """Return the value of setting `key`, or the derived value that replaces 0.
+
+    `num_experts` is one number if it is the same in all layers, else a list with one number per
+    layer.
+    """
     if key == "num_key_value_heads":
         return config.num_kv_heads
     if key == "head_dim":

@@ -1,9 +1,8 @@
 """Initial weights that do not depend on how the model is divided among ranks.
 
-Each parameter, and each expert of a merged parameter, is drawn from a separate random generator,
-seeded by (seed, global name, expert number). The weights therefore do not depend on the order of
-construction or on the number of ranks, threads or devices. If a rank has only some of the blocks or
-experts, it gets the same weights for them as a rank with the whole model.
+Each parameter is drawn from a separate random generator, seeded with the run's seed and the
+parameter's global name. Each expert of a merged parameter has a separate generator, seeded also
+with the expert's number.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return this rank's slice of one entry along the first dim, such as one expert's weights.
-        The slice is the same for all entries."""
+        """Return this rank's slice of one expert, if the first dim of the parameter counts experts.
+        The slice is the same for all experts."""
 
 
 def initialise_(
@@ -46,10 +45,9 @@ def initialise_(
 ) -> None:
     """Initialise all parameters in place.
 
-    Norm weights are 1 and biases are 0. All other parameters have a normal distribution truncated
-    at three standard deviations, as in OLMoE. The standard deviation is `init_std`; for the
-    embedding it is `embedding_init_std` unless that is 0. The embedding row of the padding token is
-    0.
+    Norm weights are 1 and biases are 0. Other weights have a normal distribution, truncated at
+    three standard deviations as in OLMoE. `init_std` and `embedding_init_std` set the standard
+    deviations.
 
     Args:
         model: a Transformer, or the modules of a Transformer that one rank has.

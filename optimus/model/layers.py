@@ -49,9 +49,7 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that saves x, the weight and one number per row for backward. A chain of torch ops
-    saves three fp32 copies of x and takes 2.5 times as long. The time is that of forward and
-    backward for x of 2048 x 256 on one core."""
+    """RMSNorm that saves only x, the weight and one number per row for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,12 +93,13 @@ class Embedding(nn.Module):
         self._weight_grad: Callable[[], Tensor] | None = None
 
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
-        """Make each backward on a CPU add the gradient of the embedding table to the tensor that
-        `weight_grad()` returns. The tensor may have any dtype.
+        """Make backward on a CPU add the gradient of the embedding table to another tensor.
 
-        Only the rows of the batch's tokens are written, whereas autograd would allocate a gradient
-        of the whole table. `.grad` does not change, but autograd still runs post-accumulate-grad
-        hooks.
+        Backward then allocates no gradient of the whole table. `.grad` does not change, but
+        autograd still runs post-accumulate-grad hooks.
+
+        Args:
+            weight_grad: returns the tensor [V, D], of any dtype.
         """
         self._weight_grad = weight_grad
 
@@ -108,8 +107,12 @@ class Embedding(nn.Module):
         return self.look_up(tokens, self.padding)
 
     def look_up(self, rows: Tensor, padding: int) -> Tensor:
-        """Return the given rows of the table. Row `padding` receives no gradient; a value of
-        `padding` outside the table has no effect."""
+        """Return rows of the table.
+
+        Args:
+            rows: int64 [...], row numbers.
+            padding: row that receives no gradient; a number outside the table has no effect.
+        """
         writes = self._weight_grad is not None and self.weight.requires_grad
         if self.weight.is_cpu and (writes or self.weight.dtype in (torch.bfloat16, torch.float16)):
             return _LookUp.apply(self.weight, rows, padding, self._weight_grad)
@@ -118,12 +121,8 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Embedding look-up that sums the gradients of repeated tokens in fp32.
-
-    On a CPU, torch sums them in the table's dtype. For a token that occurs 200 times in bf16, the
-    gradient of torch has an error of 1.4 %, and the gradient of this class has an error of 0.16 %.
-    Both take the same time.
-    """
+    """Embedding look-up that sums the gradients of repeated tokens in fp32. On a CPU, torch sums
+    them in the dtype of the table."""
 
     @staticmethod
     def forward(

@@ -26,10 +26,10 @@ class CrossEntropy(nn.Module):
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum over targets of logsumexp(logits) - logits[target], an fp32 scalar in nats.
+    """Return the cross-entropy summed over targets, an fp32 scalar in nats.
 
-    Logits are converted to fp32 block by block. For backward, only the logits, the targets and the
-    logsumexp of each row are saved. The gradient has the dtype of the logits.
+    The logits are converted to fp32 block by block, to save memory. The gradient has the dtype of
+    the logits.
 
     Args:
         logits: [N, V] in any float dtype.

@@ -1,9 +1,9 @@
-"""FastSparseMoE: dropless mixture of experts over merged weights (Optimus paper, section 3.1).
+"""FastSparseMoE: dropless mixture of experts (Optimus paper, section 3.1).
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts of this module, K experts per
 token.
 
-Implementations of the stages that the paper describes:
+The stages of the paper are implemented in:
 - token communication: a subclass of `Experts` in `optimus.parallel.expert`;
 - counting and index generation: the op `route`;
 - expert computation and output reduction: the op `experts`.
@@ -24,8 +24,8 @@ from optimus.model.router import Router, Routing
 
 
 class FastSparseMoE(nn.Module):
-    """Mixture of experts: x [..., D] -> (output [..., D], Routing). The output is the sum of
-    weight * expert(x) over the K experts that the router chooses for a token."""
+    """Mixture of experts: x [..., D] -> (output [..., D], Routing). The output of a token is the
+    weighted sum of the outputs of its K experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -33,8 +33,13 @@ class FastSparseMoE(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x: Tensor, save_input_only: bool = False) -> tuple[Tensor, Routing]:
-        """Return the output [..., D] and the router's statistics. With `save_input_only`, backward
-        recomputes the pre-activation of the experts, so that the forward pass need not save it."""
+        """Return the output [..., D] and the router's statistics.
+
+        Args:
+            x: [..., D].
+            save_input_only: recompute the pre-activation of the experts in backward instead of
+                saving it.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, routing = self.router(tokens)
         out = self.run_experts(tokens, weights, chosen, save_input_only)
@@ -49,12 +54,11 @@ class FastSparseMoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts with merged weights, laid out as in transformers 5.
+    """SwiGLU experts with weights gate_up [E, 2F, D] and down [E, D, F], as in transformers 5.
 
-    gate_up [E, 2F, D] contains each expert's gate rows, followed by its up rows; down is [E, D, F].
-    Under expert parallelism, the module has only E consecutive experts of the layer, and the first
-    of them has the number `first_expert`. If a token chooses an expert that the module does not
-    have, this expert contributes nothing to the output.
+    In gate_up, each expert's gate rows precede its up rows. Under expert parallelism, the module
+    has E consecutive experts of the layer, starting with number `first_expert`. All other experts
+    contribute nothing to the output.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -67,12 +71,10 @@ class Experts(nn.Module):
         self._weight_grads: Callable[[], kernels.WeightGrads] | None = None
 
     def write_gradients_to(self, weight_grads: Callable[[], kernels.WeightGrads]) -> None:
-        """Make each backward write the weight gradients to the tensors that `weight_grads()`
-        returns.
+        """Make backward write the weight gradients to the tensors that `weight_grads()` returns.
 
-        `.grad` does not change, but post-accumulate-grad hooks still run. There are two exceptions:
-        compiled code, and experts with a frozen weight. They never call `weight_grads`, and
-        accumulate into `.grad`.
+        `.grad` does not change, but post-accumulate-grad hooks still run. Compiled code and experts
+        with a frozen weight accumulate into `.grad` instead.
         """
         self._weight_grads = weight_grads
 
@@ -86,14 +88,13 @@ class Experts(nn.Module):
         Args:
             x: [T, D].
             weights: [T, K], routing weights in the dtype of x.
-            chosen: int64 [T, K], numbers of the chosen experts. A number that no expert of the
-                layer has contributes nothing to the output.
+            chosen: int64 [T, K], numbers of the chosen experts. A number outside the layer
+                contributes nothing to the output.
             save_input_only: recompute the pre-activation in backward instead of saving it.
 
         Raises:
-            ValueError, TypeError: shapes, dtypes or devices do not match. With
-                OPTIMUS_KERNELS_DEBUG=1, ValueError also if `chosen` has a number that no expert of
-                the layer has.
+            ValueError, TypeError: shapes, dtypes or devices do not match.
+            ValueError: with OPTIMUS_KERNELS_DEBUG=1, `chosen` has a number outside the layer.
         """
         rows = kernels.route(chosen, self.first_expert, self.gate_up.shape[0], of=self.num_experts)
         return kernels.experts(
@@ -111,12 +112,9 @@ class Experts(nn.Module):
         return trained and not torch.compiler.is_compiling()
 
     def _destination(self) -> kernels.Destination:
-        """Return the destination of the weight gradients of the current backward pass: a function
-        that defers them, the tensors of `write_gradients_to`, or None for autograd.
-
-        The op calls this method in backward, because the forward pass cannot know if a
-        `DeferredGradients` context will be active.
-        """
+        """Return the destination of the weight gradients of the current backward pass."""
+        # The op calls this method in backward, because the forward pass cannot know if a
+        # `DeferredGradients` context will be active.
         deferred = deferred_gradients.active_deferral()
         if deferred is not None:
             weights = (self.gate_up, self.down)

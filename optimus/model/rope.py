@@ -20,8 +20,7 @@ from optimus.config.sections import RopeScaling
 class Rotary(nn.Module):
     """Tables of cosines and sines for a sequence length: S -> two fp32 tensors [S, C/2].
 
-    The tables are not buffers of the module. Casting the model therefore does not round them, and a
-    model on the meta device needs no values for them.
+    The tables are not buffers, so casting the model does not round them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -51,8 +50,7 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of pairs. Backward rotates the gradient by the negative angles, so only the cosines
-    and sines are saved."""
+    """Rotation of pairs. Backward rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -77,8 +75,16 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
-    """Return the frequency of each pair in radians per token, fp32 [C/2], and the factor by which
-    cosines and sines are multiplied."""
+    """Return the frequencies of the pairs and the factor for cosines and sines.
+
+    Args:
+        config: configuration of the model.
+        seq_len: length of the sequence, on which dynamic scaling depends.
+
+    Returns:
+        Frequencies in radians per token, fp32 [C/2], and the factor, which is 1 except with YaRN
+        scaling.
+    """
     dim, scaling, theta = config.head_size, config.rope_scaling, config.rope_theta
     if scaling is None:
         return _plain(theta, dim), 1.0
@@ -98,12 +104,9 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return frequencies with Llama 3 scaling.
-
-    Low frequencies are divided by `scaling.factor`, and high frequencies are unchanged. Frequencies
-    between them are interpolated linearly in the number of rotations that they make within the
-    original context length.
-    """
+    """Return frequencies with Llama 3 scaling, which divides the low ones by `scaling.factor`."""
+    # Rotations within the original context length. Between the limits `low` and `high`, the
+    # frequencies are interpolated linearly in this number.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -111,12 +114,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """Return frequencies with YaRN scaling (arXiv 2309.00071).
-
-    The first pairs keep their frequencies, and the frequencies of the last pairs are divided by
-    `scaling.factor`. Between them, the frequencies are interpolated linearly by pair number.
-    `beta_fast` and `beta_slow` determine the two limits.
-    """
+    """Return frequencies with YaRN scaling (arXiv 2309.00071)."""
+    # Pairs up to `low` keep their frequencies, and those from `high` are divided by the factor.
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
     if scaling.truncate:
@@ -129,8 +128,7 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """Return the number of the pair that makes `turns` rotations in the original context length,
-    as a float that is in general not a whole number."""
+    """Return the number of the pair that makes `turns` rotations in the original context length."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
 

@@ -1,8 +1,7 @@
-"""Router: choice of experts and routing weights for each token, and the auxiliary losses.
+"""Router: choice of experts, routing weights and auxiliary losses.
 
-`model.router` is the name of a function in `CHOICES`. This function chooses experts from the
-probabilities. To add a function, add it to `CHOICES`, and add its name to the allowed values of
-`model.router`.
+`model.router` names a function in `CHOICES` that chooses experts from the probabilities. The name
+of a new function must also be an allowed value of `model.router`.
 
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
@@ -30,9 +29,11 @@ class Routing(NamedTuple):
     """fp32 scalar: mean over tokens of logsumexp(logits)^2. Differentiable."""
 
     def balance(self) -> Tensor:
-        """Return the load-balancing loss in OLMo's form, E * sum_e f_e * P_e, which is 1 for a
-        balanced load. E is the number of experts, f_e is the fraction of all choices that are
-        expert e, and P_e is the mean probability of expert e."""
+        """Return the load-balancing loss in OLMo's form, E * sum_e f_e * P_e.
+
+        E is the number of experts, f_e is the fraction of all choices that are expert e, and P_e is
+        the mean probability of expert e. A balanced load gives 1.
+        """
         shares = self.counts / self.counts.sum().clamp(min=1)
         return len(shares) * (shares * self.mean_prob).sum()
 
@@ -44,11 +45,10 @@ def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the probabilities and numbers of experts in forced uniform routing: slot j of token t
-    of the microbatch gets expert (t*k + j) mod E.
+    """Return the probabilities and numbers of experts in forced uniform routing.
 
-    The loads of any two experts differ by at most one token. The choice does not depend on the
-    probabilities, but the router still trains, because the probabilities are the routing weights.
+    Choice j of token t is expert (t*k + j) mod E. The router still trains, because the
+    probabilities are the routing weights.
     """
     tokens, experts = probs.shape
     slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
@@ -57,16 +57,18 @@ def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 Choice = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Function that chooses experts: (probabilities fp32 [T, E], K) -> (probabilities [T, K], expert
-numbers int64 [T, K]). The K experts of a token are distinct."""
+"""Function that chooses K distinct experts for each token. It maps the probabilities fp32 [T, E]
+and K to (chosen probabilities [T, K], expert numbers int64 [T, K])."""
 
 CHOICES: Mapping[str, Choice] = {"top-k": top_k, "uniform": uniform}
 
 
 class Router(nn.Module):
-    """Linear layer, softmax in fp32 and choice of experts: x [T, D] -> (routing weights [T, K] in
-    the dtype of x, expert numbers int64 [T, K], Routing). The T tokens are those of one microbatch
-    on one data rank."""
+    """Router: x [T, D] -> (routing weights [T, K], expert numbers int64 [T, K], Routing).
+
+    T is the number of tokens of one microbatch on one data rank. The softmax is in fp32, and the
+    weights have the dtype of x.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -95,17 +97,18 @@ class Router(nn.Module):
 def layer_losses(
     config: ModelConfig, routings: Sequence[Routing]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the load-balancing loss and the z-loss of each layer with experts, both fp32 [layers],
-    and the `Routing.counts` of each of these layers.
+    """Return the auxiliary losses and the token counts of the layers with experts.
 
-    The mean of a loss over all layers with experts is the loss of the model. A pipeline stage
-    returns only the values of its layers. In the Hugging Face form, the load-balancing loss has one
-    value for the whole model. It is returned as a tensor [1], multiplied by the number of layers
-    with experts, so that the sum divided by this number is the loss of the model in both forms.
+    The loss of the model is the sum over all pipeline stages, divided by the number of layers with
+    experts.
 
     Args:
         config: the configuration of the model.
         routings: router statistics of each layer with experts, in order.
+
+    Returns:
+        The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
+        layer. The Hugging Face form has one load-balancing loss [1] for all layers.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []
@@ -118,14 +121,11 @@ def layer_losses(
 
 
 def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
-    """Return the load-balancing loss of the model in the form of transformers.
+    """Return the load-balancing loss in the Hugging Face form, E * sum_e f_e * P_e.
 
-    OLMo's form is E * sum_e f_e * P_e for each layer, where E is the number of experts, f_e is the
-    fraction of choices that are expert e, and P_e is the mean probability of expert e. This form
-    differs in two ways: f_e and P_e are averaged over layers before the product, and f_e is `top_k`
-    times larger.
-
-    The product needs the statistics of all layers, so all layers must be on one pipeline stage.
+    E is the number of experts. f_e is `top_k` times the fraction of choices that are expert e, and
+    P_e is its mean probability. Both are means over all layers, so all layers must be on one
+    pipeline stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)

@@ -35,8 +35,8 @@ class LossTerms(NamedTuple):
 
 
 class Block(nn.Module):
-    """Decoder block: x + attention(norm(x)), then x + mlp(norm(x)). Maps x [B, S, D] to the output
-    [B, S, D] and a Routing. The second value is None for a dense block."""
+    """Decoder block: x [B, S, D] -> (output [B, S, D], Routing). The block adds attention(norm(x))
+    to x, then mlp(norm(x)). A dense block returns None instead of a Routing."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the block from the configuration of its layer (`ModelConfig.layer`)."""
@@ -55,8 +55,7 @@ class Block(nn.Module):
         return run(x, rope, documents)
 
     def compile_run(self) -> None:
-        """Wrap `run` with torch.compile(fullgraph=True), which compiles it at the first call. Hooks
-        of the block stay outside the graph."""
+        """Wrap `run` with torch.compile(fullgraph=True). The block's hooks remain outside it."""
         self._compiled = torch.compile(self.run, fullgraph=True)
 
     def run(
@@ -79,17 +78,10 @@ class Transformer(nn.Module):
     """Decoder: tokens int64 [B, S] -> logits [B, S, V] in the dtype of the parameters.
 
     The constructor does not initialise the weights: call `optimus.model.init.initialise_` or load
-    weights. Build large models under `torch.device("meta")`.
+    weights. On a pipeline stage, `keep_stages` deletes the modules of other stages.
 
-    A pipeline stage is this model without the modules of other stages (`keep_stages`). Therefore
-    the steps of `forward` and `losses` are separate methods, and the keys of blocks are global
-    layer numbers.
-
-    `document_ids` are integers [B, S], preferably on the CPU, that divide sequences into documents.
-    A document starts where the id changes, and tokens attend only within their document. Positions
-    count from the start of the sequence. Because rotary embedding is relative, a document has the
-    same logits as in a separate sequence, up to rounding. The exception is dynamic `rope_scaling`,
-    which depends on the length of the sequence.
+    `document_ids` are integers [B, S] that divide sequences into documents, preferably on the CPU.
+    A document starts where the id changes, and tokens attend only within their document.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -97,6 +89,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = Embedding(config)
         self.rotary = Rotary(config)
+        # The keys are global layer numbers, also on a pipeline stage.
         self.blocks = nn.ModuleDict(
             {str(i): Block(config.layer(i)) for i in range(config.num_layers)}
         )
@@ -114,8 +107,7 @@ class Transformer(nn.Module):
     def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
         """Return the loss terms of next-token prediction, with tokens[:, 1:] as targets.
 
-        If a document follows another in the same sequence, its first token is also a target, and is
-        predicted from the tokens of the previous document.
+        The first token of a document is also a target if another document precedes it.
         """
         x, routings = self.run_blocks(self.embed(tokens), document_ids)
         ce_sum, num_targets = self.token_loss(x, tokens)
@@ -139,6 +131,8 @@ class Transformer(nn.Module):
             The output [B, S, D] of the last layer that ran, and the Routing of each layer with
             experts.
         """
+        # Positions count from the start of the sequence: rotary embedding is relative, so the start
+        # of a document has no effect on its logits, except with dynamic `rope_scaling`.
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
@@ -155,8 +149,7 @@ class Transformer(nn.Module):
         return self._head(self.final_norm(x))
 
     def logits_at(self, x: Tensor, position: int) -> Tensor:
-        """Return the logits [B, V] at `position`, which predict the next token. x [B, S, D] is the
-        output of the last block."""
+        """Return the logits [B, V] at `position` for the output x [B, S, D] of the last block."""
         # The norm comes before the slice: with sequence parallelism it gathers the sequence.
         return self._head(self.final_norm(x)[:, position])
 
@@ -171,17 +164,23 @@ class Transformer(nn.Module):
         return F.linear(x, weight)
 
     def token_loss(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return the cross-entropy summed over targets, in nats, and the number of targets. The
-        output of the last block is x [B, S, D]; the targets are tokens[:, 1:]."""
+        """Return the cross-entropy summed over targets, in nats, and the number of targets.
+
+        Args:
+            x: [B, S, D], output of the last block.
+            tokens: int64 [B, S]; the targets are tokens[:, 1:].
+        """
         targets = tokens[:, 1:]
         x = self.final_norm(x)  # before the slice, as in logits_at
         logits = self._head(x[:, : targets.shape[1]].flatten(0, 1))
         return self.cross_entropy(logits, targets.flatten()), targets.numel()
 
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
-        """Return the load-balancing loss and the router z-loss, averaged over the MoE layers of the
-        model. A pipeline stage returns the contribution of its layers; the sum of the contributions
-        of all stages is the loss of the model."""
+        """Return the load-balancing loss and the router z-loss, averaged over MoE layers.
+
+        The means are over all layers of the model. A pipeline stage returns the share of its
+        layers, and the shares of all stages sum to the loss of the model.
+        """
         if not routings:
             zero = torch.zeros((), device=next(self.parameters()).device)
             return zero, zero
@@ -190,8 +189,7 @@ class Transformer(nn.Module):
         return aux.sum() / layers, z.sum() / layers
 
     def compile_blocks(self) -> None:
-        """Compile each block with torch.compile. Blocks with the same settings share the compiled
-        code; names and parameters do not change."""
+        """Compile each block with torch.compile. Names and parameters do not change."""
         for block in self.each_block():
             block.compile_run()
 
@@ -207,8 +205,8 @@ class Transformer(nn.Module):
         Args:
             layers: numbers of the layers of these stages.
             has_first: keep the embedding, which the first stage uses.
-            has_last: keep the final norm and the output head, which the last stage uses. With tied
-                embeddings the head is the embedding.
+            has_last: keep the final norm and the output head. With tied embeddings, the head is the
+                embedding.
         """
         for name in list(self.blocks):
             if int(name) not in layers:
@@ -222,17 +220,16 @@ class Transformer(nn.Module):
     def separate_tied_uses(self) -> None:
         """Give the output head a separate leaf tensor that has the storage of the tied embedding.
 
-        The embedding and the head then have separate gradients, which deterministic mode adds in
-        the same order on every layout. Call this after the weights have their final storage;
-        casting or moving the model calls it again. Code that clears or reduces gradients must
-        include the leaves that `tied_uses` returns. Without tied embeddings, nothing changes.
+        The two then have separate gradients, which deterministic mode adds in a fixed order. Call
+        this after the weights have their final storage. Code that clears or reduces gradients must
+        include the leaves in `tied_uses`.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def tied_uses(self) -> dict[str, Tensor]:
-        """Return the leaves that `separate_tied_uses` created, by parameter name. The dict is empty
-        before that call and for a model without tied embeddings."""
+        """Return the leaves that `separate_tied_uses` created, by parameter name; {} if there are
+        none."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:

@@ -1,8 +1,7 @@
 """Records of a run, and the recorders that receive them.
 
-The training loop, the pipeline executor and the collectives pass records to a `Recorder`. The
-sinks (metrics files, TensorBoard, progress, log) are subclasses of `Recorder`. The base class
-ignores all records: on a rank without a sink, a record costs one method call.
+The training loop, the pipeline executor and the collectives pass records to a `Recorder`. Its
+subclasses are called sinks. They write metrics files, TensorBoard events, progress and the log.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ Value = int | float | str | None
 
 @dataclass(frozen=True)
 class MoeFigures:
-    """Router losses and expert loads of one update. A load is relative to its layer's mean load."""
+    """Router losses and expert loads of one update. A load of 1 is the mean of its layer."""
 
     aux_loss: float | None
-    """Load-balancing loss (`model.aux_loss_form`), the mean over microbatches. None if an overflow
-    skipped the update."""
+    """Mean load-balancing loss of the microbatches; None if an overflow skipped the update."""
     z_loss: float | None
     expert_load_min: float
     """Smallest load of any expert in any MoE layer."""
     expert_load_max: float
     expert_load_min_layer: int
-    """Index, among all layers of the model, of the layer whose expert has the smallest load."""
+    """Index in the model of the layer that has the smallest load."""
     expert_load_max_layer: int
     experts_without_rows: int
 
@@ -93,8 +91,7 @@ class EvalRecord:
 
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> EvalRecord | None:
-        """Return the record for a parsed line of eval.jsonl, or None if a field is missing or has a
-        wrong type."""
+        """Return the record of a parsed line, or None if a field is missing or has a wrong type."""
         kinds = {"step": int, "source": str, "loss": float, "tokens": int}
         if any(type(values.get(name)) is not kind for name, kind in kinds.items()):
             return None
@@ -102,7 +99,7 @@ class EvalRecord:
 
 
 class LayerLoad(NamedTuple):
-    """Smallest and largest expert load of one MoE layer, relative to the layer's mean load."""
+    """Smallest and largest expert load of one MoE layer. A load of 1 is the layer's mean."""
 
     layer: int
     """Index of the layer in the model."""
@@ -136,17 +133,18 @@ class Traffic(NamedTuple):
 
 
 class PipelineTimes(NamedTuple):
-    """Time that one rank spent in the actions of the pipeline schedule in one update. On a GPU
-    the times cover only the kernel launches, since the kernels run asynchronously."""
+    """Time that one rank spent in the actions of the pipeline schedule in one update.
+
+    On a GPU, only the kernel launches are timed.
+    """
 
     step: int
     seconds_by_kind: dict[str, float]
-    """Seconds spent in the actions of each kind, without the time spent waiting for other stages.
-    The entry `wait` is the total waiting time of all actions."""
+    """Seconds by kind of action. The key `wait` has the time spent waiting for other stages."""
 
 
 class StartUpRecord(NamedTuple):
-    """Time from the command to the end of the first update, on one rank."""
+    """Time from the start of the command to the end of the first update, on one rank."""
 
     phases_s: tuple[tuple[str, float], ...]
     """Name and seconds of each phase, in order."""
@@ -165,7 +163,7 @@ class ActionEvent(NamedTuple):
     start_ns: int
     end_ns: int
     waited_ns: int
-    """Part of the action's time that was spent waiting for data from another stage."""
+    """Time that the action waited for data from another stage."""
 
     @property
     def busy_ns(self) -> int:
@@ -191,10 +189,8 @@ class Recorder:
         Args:
             axes: Mesh axes of the process group, such as `dp x ep`.
             operation: Name of the operation, such as `all_gather`.
-            num_bytes: Payload in bytes. For reduce, broadcast and send, it is the size of the
-                tensor. For all-gather and reduce-scatter, it is the size of the unsharded tensor.
-                For all-to-all, it is the size of all rows that this rank sends, including the rows
-                that it sends to itself.
+            num_bytes: Size of the tensor in bytes. For all-gather and reduce-scatter, this is the
+                unsharded tensor. For all-to-all, it is all rows that this rank sends.
         """
 
     def action(self, event: ActionEvent) -> None:

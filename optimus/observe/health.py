@@ -1,8 +1,7 @@
 """Warnings about faults that the loss does not show: collapsed experts and gradient-norm spikes.
 
-The rules use only values that are on the host anyway, so they add no device synchronization and no
-collective. Each process starts with an empty history, also after a resume: a rule warns only after
-the process has made enough updates.
+The rules need no device synchronization and no collective. Their history of updates is empty after
+a resume.
 """
 
 from __future__ import annotations
@@ -26,26 +25,22 @@ _CALM = 2.0
 """A spike has ended when the norm is at most this multiple of the median."""
 
 _UPDATES = 10
-"""Number of consecutive unbalanced updates that cause a warning. After the same number of
-consecutive balanced updates, a recovery is reported."""
+"""Consecutive unbalanced updates before a warning, and balanced updates before a recovery."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
-"""An expert that gets less than this fraction of an equal share of the rows is idle."""
+"""An expert with less than this fraction of an equal share of the rows is idle."""
 _MIN_ROWS = 32
-"""Minimum mean number of rows per expert in an update. With fewer rows, loads are uneven by chance
-alone, so no rule is applied to them."""
+"""Minimum mean number of rows per expert. With fewer rows, loads are uneven by chance."""
 
 _FIRST_PAUSE = 100
-"""Number of updates after the first warning before the warning can be repeated. This number doubles
-with each repetition, so a run of a million updates prints at most 14 warnings of a kind."""
+"""Number of updates before a warning can be repeated. It doubles with each repetition."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Return the load of each expert: its rows / the mean rows of the experts in its layer.
+    """Return the load of each expert: its number of rows divided by the mean of its layer.
 
     Args:
-        expert_rows: `UpdateResult.expert_rows`, on the host: int64 [MoE layers, maximum number of
-            experts in a layer].
+        expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum experts].
         model: Configuration of the model.
 
     Returns:
@@ -61,8 +56,7 @@ def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> E
 
     Args:
         step: Number of the update.
-        expert_rows: `UpdateResult.expert_rows`, on the host: int64 [MoE layers, maximum number of
-            experts in a layer].
+        expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum experts].
         model: Configuration of the model.
     """
     loads = zip(model.sparse_layers, expert_loads(expert_rows, model), strict=True)
@@ -95,8 +89,8 @@ class TrainingHealth:
 
         Args:
             step: Number of the update.
-            expert_rows: `UpdateResult.expert_rows`, on the host: int64 [MoE layers, maximum number
-                of experts in a layer].
+            expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum
+                experts].
             grad_norm: Gradient norm before clipping; NaN if an overflow skipped the update.
         """
         notices = self._norm.after_update(step, grad_norm)
@@ -106,7 +100,7 @@ class TrainingHealth:
 
 
 class _Repetition:
-    """Allows a warning to be repeated only after 100 updates, then after 200, 400 and so on."""
+    """Limits a warning: it can be repeated after 100 updates, then after 200, 400 and so on."""
 
     def __init__(self) -> None:
         self._next, self._pause = 0, _FIRST_PAUSE
@@ -160,20 +154,15 @@ class _GradNorm:
 class _ExpertBalance:
     """Detects layers whose router sends nearly all rows to few experts.
 
-    A layer has E experts and selects K of them for each token, which makes K rows. An equal share
-    is the number of rows of the layer / E. A layer is unbalanced if one of two rules applies:
+    A layer is unbalanced if one of two rules applies to the last 10 updates:
 
-    - Overload: in each of 10 consecutive updates, the fullest expert got more than
-      min(4, (1 + E/K) / 2) equal shares. An expert gets at most E/K equal shares, because each
-      token selects it at most once.
-    - Idleness: in the last 10 updates together, an expert got less than 1 % of an equal share.
-
-    The overload rule judges each update separately. A collapsed router often sends its rows to
-    other experts in each update, so the sum over updates would look balanced.
+    - Overload: in each update, one expert got far more rows than an equal share.
+    - Idleness: in all updates together, one expert got almost no rows.
     """
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
+        # A token selects an expert at most once, so an expert gets at most `_most` equal shares.
         self._most = [model.experts_by_layer[n] / model.num_experts_per_tok
                       for n in model.sparse_layers]  # fmt: skip
         self._limits = [min(_OVERLOAD, (1 + most) / 2) for most in self._most]
@@ -185,6 +174,8 @@ class _ExpertBalance:
 
     def after_update(self, step: int, expert_rows: Tensor) -> list[Notice]:
         self._recent.append(expert_rows)
+        # Overload is judged in each update: the sum over updates would look balanced if a collapsed
+        # router prefers other experts in each update.
         fullest = [float(load.max()) for load in expert_loads(expert_rows, self._model)]
         over = [load > limit for load, limit in zip(fullest, self._limits, strict=True)]
         counts = zip(over, self._overloaded, strict=True)

@@ -1,7 +1,6 @@
-"""Log lines of a process: one line on standard error for each record of the loggers `optimus.*`.
+"""Log of a process: lines on standard error from the loggers `optimus.*`.
 
-Each module logs through `logging.getLogger(__name__)`. Only the commands call `set_up_logging`: a
-program that uses Optimus as a library configures logging itself.
+Only the commands call `set_up_logging`. A program that imports Optimus configures logging itself.
 """
 
 from __future__ import annotations
@@ -17,18 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class _LineHandler(logging.Handler):
-    """Writes log records as `program: [rank N] level: message`. Lines of rank 0 have no rank, and
-    INFO lines have no level. `sys.stderr` is looked up for each line: callers may replace it."""
+    """Writes records as `program: [rank N] level: message`. Rank 0 and INFO are omitted."""
 
     program, rank = "optimus", 0
     write: Callable[[str], None] | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Emit the record without taking the handler's lock.
-
-        `print` takes only the lock of standard error. If logging took the handler's lock first, two
-        threads could deadlock: one logs, the other prints and runs a signal handler that logs.
-        """
+        """Emit the record without the handler's lock. A signal handler that logs could deadlock."""
         self.emit(record)
         return True
 
@@ -39,7 +33,7 @@ class _LineHandler(logging.Handler):
             line = printable_lines(f"{self.program}:{rank}{level} {record.getMessage()}")
             if self.write is not None:
                 self.write(line)
-            elif sys.stderr is not None:
+            elif sys.stderr is not None:  # looked up for each line, because callers may replace it
                 sys.stderr.write(f"{line}\n")
                 sys.stderr.flush()
         except Exception:
@@ -50,11 +44,12 @@ _LINES = _LineHandler()
 
 
 def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
-    """Print the log of this process on standard error. Rank 0 prints records from INFO up. Other
-    ranks print only warnings and errors, since their INFO records would repeat rank 0's.
+    """Print the log of this process on standard error.
+
+    Rank 0 prints records from INFO up. Other ranks print only warnings and errors.
 
     Args:
-        rank: Global rank of this process; lines of ranks other than 0 name it.
+        rank: Global rank of this process. Each line of a rank above 0 names the rank.
         program: Name of the command. Each line starts with it.
     """
     _LINES.program, _LINES.rank = program, rank
@@ -88,6 +83,5 @@ class LogRecorder(Recorder):
 
 
 def redirect_lines(write: Callable[[str], None] | None) -> None:
-    """Pass log lines to `write` instead of standard error, for instance to print them above a
-    progress bar. None restores standard error."""
+    """Pass log lines to `write` instead of standard error. None restores standard error."""
     _LINES.write = write

@@ -1,4 +1,4 @@
-"""Files of metrics and evaluations as JSON lines. After a resume, each step appears once."""
+"""Files of metrics and evaluations as JSON lines. A resume removes lines of later steps."""
 
 from __future__ import annotations
 
@@ -22,28 +22,25 @@ from optimus.observe.events import EvalRecord, Record, Recorder, StepRecord
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 1 << 20
-"""Maximum length in bytes of a line in a file that is read. A run writes lines of about 1 kB."""
+"""Maximum length in bytes of a line that is read. A run writes lines of about 1 kB."""
 _MOST_STEPS = 1 << 22
-"""Maximum number of steps that are checked for missing lines. The limit is needed because a damaged
-manifest can contain a huge step."""
+"""Maximum number of steps that are checked for missing lines. A damaged manifest can name more."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags for opening a file to append. O_NOFOLLOW refuses a symbolic link, with which another user
-could redirect the lines to another file."""
+"""Flags for opening a file to append. A symbolic link, perhaps of another user, is refused."""
 _BATCH_BYTES = 1 << 16
-"""Number of bytes after which new lines are written to the copy before the next `sync`."""
+"""Number of bytes of new lines after which they are written to the copy."""
 
 
 class MetricsFiles(Recorder):
-    """Writes metrics.jsonl, eval.jsonl and hidden copies, from which damaged lines are restored."""
+    """Writes metrics.jsonl, eval.jsonl and a hidden copy of each, to restore damaged lines."""
 
     def __init__(self, run_dir: Path, step: int, expected: Mapping[str, Iterable[int]]) -> None:
-        """Remove the lines after `step` from both files and open the files for appending.
+        """Open both files for appending, and remove the lines of steps after `step`.
 
         Args:
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
             step: Step at which the run starts.
-            expected: Steps up to `step` that must have lines: those of metrics.jsonl under the key
-                `metrics`, those of eval.jsonl under `eval`.
+            expected: Steps up to `step` that must have lines, by file: `metrics` or `eval`.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -66,21 +63,18 @@ class MetricsFiles(Recorder):
                 self._last_evaluation = record
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl, which may be from before a resume.
-        Return None if the line has no loss or the file has no line."""
+        """Return the loss in the last line of metrics.jsonl, or None if there is none."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
         return loss if isinstance(loss, float) else None
 
     def last_evaluation(self) -> EvalRecord | None:
-        """Return the last evaluation in eval.jsonl, which may be from before a resume. Return None
-        if the file has no evaluation."""
+        """Return the last evaluation in eval.jsonl, or None if there is none."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
     def sync(self) -> None:
-        """Make all lines durable. Call this before a checkpoint is committed: a resume needs the
-        lines up to the checkpoint's step. Raises OSError."""
+        """Make all lines durable. Call this before a checkpoint is committed. Raises OSError."""
         self._metrics.sync()
         self._eval.sync()
 
@@ -98,9 +92,8 @@ def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
 class JsonLines:
     """Appends JSON objects to a file, one per line, without a buffer.
 
-    If the disk is full, lines stay in memory until a later write succeeds; the failure is logged
-    once. `close` tries to write them a last time. The file `copy`, if it is set, gets the same
-    lines, in batches or at the next `sync`.
+    If a write fails, the lines stay in memory until a later write succeeds. The file `copy` gets
+    the same lines, but later.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
@@ -129,8 +122,7 @@ class JsonLines:
             self._write_copy()
 
     def sync(self) -> None:
-        """Make all lines durable, including lines still in memory. Any thread may call this method.
-        Raises OSError."""
+        """Make all lines durable. Any thread may call this method. Raises OSError."""
         try:
             with self._lock:
                 self._write()
@@ -148,19 +140,17 @@ class JsonLines:
             os.close(self._fd)
 
     def read_last(self) -> dict[str, Any]:
-        """Return the last JSON object in the file, or {} if the file has none. Raises DataError if
-        the file cannot be read, as `read_json_lines` does."""
+        """Return the last JSON object in the file, or {} if the file has none."""
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append the lines that the copy lacks. If the write fails, warn once and keep the lines in
-        memory. The copy needs no fsync, because checkpoints rely on the original file."""
+        """Append the lines that the copy lacks. If the write fails, keep them in memory."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
             if not lines or self._copy is None:
                 return
-            try:
+            try:  # without fsync, because checkpoints rely on the original file
                 with os.fdopen(os.open(self._copy, _APPEND, 0o644), "ab", buffering=0) as file:
                     while lines:
                         lines = lines[file.write(lines) :]
@@ -180,7 +170,7 @@ class JsonLines:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects in a file, one for each line, or [] if the file does not exist.
 
-    Damaged lines are skipped, such as a last line that is incomplete after a kill.
+    Damaged lines are skipped.
 
     Raises:
         DataError: The file cannot be read, is not a regular file, or has a line longer than 1 MiB.
@@ -194,17 +184,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, including their newlines, or [] if the file does not exist.
-
-    Raises DataError if the file cannot be read, is not a regular file, or has a line longer than
-    _LINE_BYTES, which might not fit into memory.
-    """
+    """Return the lines of a file, including their newlines, or [] if the file does not exist."""
     lines = []
     try:
         with io.BufferedReader(files.open_regular(path)) as file:
             while line := file.readline(_LINE_BYTES + 1):
                 lines.append(line)
-                if len(line) > _LINE_BYTES:
+                if len(line) > _LINE_BYTES:  # the whole line might not fit into memory
                     raise DataError(
                         f"{path}: line {len(lines):,} is longer than {_LINE_BYTES:,} bytes, so the "
                         "file is damaged; remove that line or move the file away"
@@ -223,14 +209,16 @@ def cut_after(
     copy: Path | None = None,
     expected: Iterable[int] = (),
 ) -> None:
-    """Remove damaged and repeated lines, and lines of steps after `step`, from the file `path`.
+    """Remove the lines of steps after `step` from a file, and repair the file.
 
-    The key of a line is its step and, in eval.jsonl, also its source (the name of the evaluated
-    data). For each key, the last line is kept. The kept lines are sorted by key, and all other
-    lines are moved to `cut_log`. The file is replaced atomically, after the lines in `cut_log` are
-    durable. Damaged or missing lines are restored from `copy`, and then `copy` gets the same
-    content as the file. A warning names the steps in `expected` that neither `path` nor `copy`
-    contains.
+    Damaged lines are removed, too. Of lines with the same step and source, the last one is kept.
+
+    Args:
+        path: File to change. It is replaced atomically.
+        step: Last step to keep.
+        cut_log: File to which removed lines are appended.
+        copy: Copy of the file. Missing lines are restored from it, and then it is updated.
+        expected: Steps that must have lines. A warning names the steps without a line.
 
     Raises:
         DataError: A file cannot be read; see `read_json_lines`.
@@ -277,7 +265,7 @@ def cut_after(
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return the rest of `lines` after each line in `kept` is removed once; duplicates remain."""
+    """Return `lines` without one occurrence of each line in `kept`."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:
@@ -300,8 +288,7 @@ def spell_steps(steps: Iterable[int]) -> str:
 
 
 def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
-    """Format ascending ranges (first step, last step) as text, such as "steps 3-7, 9". Only the
-    first eight ranges are named."""
+    """Format ascending pairs (first step, last step) as "steps 3-7, 9". At most eight are named."""
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     word = "steps" if ranges[-1][1] > ranges[0][0] else "step"
@@ -309,11 +296,10 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """Return the step and the source of a line, or None if the line cannot be parsed. The source
-    is the name of the evaluated data, or "" in metrics.jsonl."""
+    """Return the step and the source of a line, or None if the line cannot be parsed."""
     try:
         record = json.loads(line)
-        step, source = record["step"], record.get("source", "")
+        step, source = record["step"], record.get("source", "")  # metrics.jsonl has no sources
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (step, str(source)) if type(step) is int else None

@@ -15,13 +15,12 @@ class Progress(Recorder):
     """Shows the figures of the latest step on standard error."""
 
     def __init__(self, first_step: int, last_step: int, log_interval: int) -> None:
-        """Show a progress bar if standard error is a terminal; elsewhere, `record` prints lines.
+        """Open a progress bar if standard error is a terminal. If not, `record` prints lines.
 
         Args:
             first_step: Step at which the run starts.
             last_step: Step at which the run ends.
-            log_interval: Number of steps from one printed line to the next. The last step always
-                has a line.
+            log_interval: Number of steps from one line to the next. The last step has a line, too.
         """
         self._last_step, self._interval = last_step, log_interval
         self._bar: tqdm | None = None

@@ -17,11 +17,9 @@ class StartUp:
         """Start the stopwatch.
 
         Args:
-            process_start: Value of `time.monotonic` at the start of this process. The time since
-                then becomes the phase `imports`. If the command started this process by `--nproc`,
-                the time from the command to `process_start` becomes an earlier phase, `launch`;
-                other launchers do not pass on the time of the command. None is for a process that
-                also runs other work: the stopwatch starts now and has neither phase.
+            process_start: `time.monotonic` at the start of this process. The first phase,
+                `imports`, begins there. With `--nproc`, a phase `launch` precedes it. If None, the
+                stopwatch starts now, without these phases.
         """
         self._phases: list[tuple[str, float]] = []
         self._processor_start = 0.0 if process_start is not None else time.process_time()

@@ -28,8 +28,7 @@ class TensorBoard(Recorder):
 
         Args:
             directory: The directory `tb/` of the run.
-            first_step: Step at which the run starts. If the run was resumed, `tb/` may already
-                have events of later steps; TensorBoard then hides these old events.
+            first_step: Step at which the run starts. TensorBoard hides old events of later steps.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -85,7 +84,7 @@ class TensorBoard(Recorder):
 
 
 def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, float]:
-    """Return the numbers in `values`, except `step`, by tag: PREFIX/NAME, such as `train/loss`."""
+    """Return the numbers in `values`, except `step`, by tag, such as `train/loss`."""
     return {
         f"{prefix}/{name}": value
         for name, value in values.items()

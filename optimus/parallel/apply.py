@@ -1,22 +1,11 @@
-"""Construction of one rank's model: all steps of parallelisation, in order.
+"""Construction of one rank's model.
 
-`build_model` starts on the meta device, where parameters have shapes but no memory:
+The model is on the meta device at first, where parameters have shapes but no memory. `build_model`
+has three steps:
 
-1. Pipeline: delete the modules of other ranks' stages, so that no style replaces them.
-2. Styles (`ParallelStyle`): replace modules by parallel versions. Outer modules come before inner
-   ones: a new outer module creates its own child modules, so a child that was replaced earlier
-   would be lost.
-   a. Recomputation replaces the blocks. It comes first, so that the recomputed code includes the
-      communication that the next styles add. Backward repeats this communication.
-   b. Tensor parallelism replaces attention, feed-forward network, embedding, final norm and loss.
-   c. Expert parallelism replaces the experts inside the feed-forward networks: ep ranks exchange
-      tokens, and each tp rank then computes with its slice of each expert.
-   d. With a zero-bubble schedule, `DeferredLinear` replaces the remaining `nn.Linear` layers, to
-      defer their weight gradients. Experts and `RowParallelLinear` already have this ability.
-3. Memory: allocate the parameters in the shapes of this rank's slices (`layout.placements`). This
-   step is last, so that no memory is allocated for a module that a style replaces.
-
-If an axis has size 1, its style is not applied.
+1. Delete the modules of other ranks' pipeline stages.
+2. Apply parallel styles. A style replaces modules by parallel versions.
+3. Allocate memory for this rank's slices of the parameters.
 """
 
 from __future__ import annotations
@@ -41,24 +30,18 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""For each axis that divides parameters: the function that returns the slices of a module's
-parameters on one rank."""
+"""Functions that return the slices of a module's parameters on one rank, by mesh axis."""
 
 
 class ParallelStyle(Protocol):
-    """Extension point for parallelism: a style replaces modules of a model.
+    """Interface of a parallel style, which replaces modules of a model by parallel versions.
 
-    The class of a new module is a subclass of the replaced module's class, and its constructor
-    receives the same configuration. The names of parameters therefore do not change. Hooks and
-    `isinstance` checks still work. No code needs to set attributes of a module from outside its
-    class.
+    The class of a new module is a subclass of the replaced module's class. A style keeps the names
+    of parameters.
     """
 
     def apply(self, model: Transformer) -> None:
-        """Replace modules of `model` by calling `register_module` on their parents.
-
-        `model` is on the meta device.
-        """
+        """Replace modules of `model` in place. `model` is on the meta device."""
 
 
 def build_model(
@@ -76,21 +59,28 @@ def build_model(
 def _styles(
     parallel: ParallelConfig, recomputed: Sequence[str], layout: Layout, groups: Groups
 ) -> Iterator[ParallelStyle]:
-    """Yield the styles in the order in which they are applied (step 2 in the module docstring)."""
+    """Yield the styles in the order in which they are applied."""
+    # Outer modules come before inner modules, since a new outer module creates its own children.
     if recomputed:
+        # Recomputation is first, so that it includes the communication that later styles add.
         yield Recompute(recomputed)
     if layout.mesh.tp > 1:
         yield tensor.TensorParallel(groups.over("tp"), parallel.sequence_parallel)
     if layout.mesh.ep > 1:
+        # Experts are children of the feed-forward networks that tensor parallelism replaces.
         yield expert.ExpertParallel(groups.over("ep"), parallel.ep_dispatch)
     if layout.schedule.splits_backward:
+        # Experts and RowParallelLinear defer gradients too. The other nn.Linear layers remain.
         yield DeferredLinears()
 
 
 def make_layout(
     config: Config, mesh: Mesh, coordinate: Coordinate, num_microbatches: int
 ) -> Layout:
-    """Return the layout of the rank at `coordinate`. A step has `num_microbatches` microbatches."""
+    """Return the layout of the rank at `coordinate`.
+
+    `num_microbatches` is the number of microbatches per data-parallel rank and step.
+    """
     schedule = schedule_of(config, mesh, num_microbatches)
     in_sequence = config.parallel.sequence_parallel
     layout = Layout(
@@ -106,8 +96,7 @@ def make_layout(
 
 
 def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
-    """Return a meta-device model that has only this rank's stages. Each parameter is whole, not a
-    slice."""
+    """Return a meta-device model of this rank's stages, with undivided parameters."""
     model = whole_model(model_config)
     layers = {layer for stage in layout.stages for layer in layout.layers[stage]}
     model.keep_stages(layers, layout.has_first, layout.has_last)
@@ -120,7 +109,7 @@ def make_placements(
     """Return the placement of each parameter on the rank at `coordinate`, by parameter name.
 
     Args:
-        model: a model whose parameters are whole, not slices. It may be on the meta device.
+        model: a model with undivided parameters. It may be on the meta device.
         mesh: the sizes of all axes.
         coordinate: the rank's index along each axis.
         sequence_parallel: the value of `parallel.sequence_parallel`.

@@ -1,7 +1,7 @@
 """Linear layers that can defer their weight gradients, for zero-bubble pipeline schedules.
 
-Such a schedule divides the backward pass of a stage into two actions: I computes the gradient of
-the stage's input, and W later computes the gradients of the stage's weights.
+Such a schedule divides the backward pass of a stage into two actions. I computes the gradient of
+the stage's input. W later computes the gradients of the stage's weights.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class DeferredLinears:
 
 
 class DeferredLinear(nn.Linear):
-    """nn.Linear that can defer its weight gradient. The gradient of the bias is cheap and is not
-    deferred."""
+    """nn.Linear that can defer its weight gradient, but not its bias gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)

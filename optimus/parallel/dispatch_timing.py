@@ -30,19 +30,18 @@ def time_dispatchers(
 ) -> dict[str, float]:
     """Time forward and backward of the first MoE layer's experts with each dispatcher.
 
-    Each round runs every dispatcher once and takes the time of the slowest rank. Parameter
-    gradients and the model's current dispatcher do not change. All ranks must call this function.
+    All ranks must call this function. It does not change `model`.
 
     Args:
-        model: this rank's model. A rank without MoE layers only takes part in the collectives.
-        shape: the shape [T, D] of a random input x. Each token is routed to random experts.
+        model: this rank's model. It may have no MoE layers.
+        shape: the shape [T, D] of a random input: T tokens of hidden size D.
         top_k: K, the number of experts per token.
         dtype: the dtype of activations.
         everyone: the group of all ranks.
-        seed: the seed of x and of the routing. All ranks of a tp group must pass the same seed.
+        seed: the seed of the input and the routing. All ranks of a tp group pass the same seed.
 
     Returns:
-        Median time over the rounds in seconds, by dispatcher name. All ranks return equal values.
+        Median time of the slowest rank in seconds, by dispatcher name. It is equal on all ranks.
     """
     device = next(model.parameters()).device
     layers = [module for module in model.modules() if isinstance(module, FastSparseMoE)][:1]
@@ -68,8 +67,7 @@ def _time_pass(
     dtype: torch.dtype,
     seed: int,
 ) -> float:
-    """Return the duration in seconds of one forward and backward pass of a layer's experts. The
-    duration includes the all-reduces over tp."""
+    """Return the duration in seconds of one forward and backward pass of a layer's experts."""
     experts = layer.experts
     assert isinstance(experts, DispatchedExperts)
     device = experts.down.device

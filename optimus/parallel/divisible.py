@@ -1,6 +1,6 @@
 """Check that the size of each mesh axis divides the model's dimensions.
 
-This module does not need torch, so that launchers can run the check too.
+This module does not need torch, so launchers can also run the check.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     """Check that the size of each mesh axis divides the settings that `AXES` lists for the axis.
 
     Raises:
-        ConfigError: the size of an axis does not divide one of these settings, or
-            parallel.sequence_parallel is true although parallel.tp is 1. In the first case, the
-            message has the nearest size that fits the model and the number of ranks.
+        ConfigError: the size of an axis does not divide one of these settings.
+        ConfigError: parallel.sequence_parallel is true, but parallel.tp is 1.
     """
     in_sequence = config.parallel.sequence_parallel
     if in_sequence and mesh.tp == 1:
@@ -52,15 +51,10 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
 
 
 def _sizes(config: Config, key: str) -> list[int]:
-    """Return the distinct values of the setting `key`, in ascending order.
-
-    A setting of `[model]` may have a different value in each layer. Other settings have a single
-    value. 0, which is the `model.num_experts` of a dense layer, is left out if there are other
-    values.
-    """
+    """Return the distinct values of the setting `key` in all layers, in ascending order."""
     section, name = key.split(".")
     if section != "model":
         return [getattr(getattr(config, section), name)]
     model = config.model
     sizes: set[Any] = {setting(model.layer(number), name) for number in range(model.num_layers)}
-    return sorted(sizes - {0}) or [0]
+    return sorted(sizes - {0}) or [0]  # dense layers have num_experts = 0

@@ -1,4 +1,4 @@
-"""Differentiable collectives, each named after its forward operation and its backward operation."""
+"""Differentiable collectives, named after their forward operation and their backward operation."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def gather_then_scatter_sum(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 def gather_then_slice(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Return the x of all ranks, concatenated along `dim` (all-gather).
 
-    Backward returns this rank's slice of the gradient, without communication. This is correct only
-    if each rank already has the complete gradient of the result. All ranks must therefore compute
-    the same values from the result.
+    Backward returns this rank's slice of the gradient, without communication. The gradient of the
+    result must therefore be complete on each rank.
     """
 
     def slice_grad(grad: Tensor) -> Tensor:
@@ -82,8 +81,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Autograd function that receives two functions: forward applies `exchange` to x, and backward
-    applies `exchange_back` to the gradient."""
+    """Autograd function: forward applies `exchange`, and backward applies `exchange_back`."""
 
     @staticmethod
     def forward(
@@ -108,11 +106,8 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return the x of all ranks, concatenated along `dim`.
-
-    The collective concatenates along the first dim, so `dim` is moved to the front and back again.
-    """
-    front = x.movedim(dim, 0).contiguous()
+    """Return the x of all ranks, concatenated along `dim`."""
+    front = x.movedim(dim, 0).contiguous()  # the collective concatenates along the first dim
     out = front.new_empty(group.size * front.shape[0], *front.shape[1:])
     all_gather(out, front, group)
     return out.movedim(0, dim)

@@ -1,26 +1,15 @@
 """Expert parallelism: the experts of a layer are divided over ep ranks, which have different data.
 
-A dispatcher sends each token to the ranks that have its chosen experts, runs `Experts` on these
-ranks and returns the results. On each rank, `Experts` computes only the chosen experts that the
-rank has.
-
-Dims: T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts per token, n
-ranks.
-
-The following formulas are the number of bytes that a rank receives from other ranks for one layer
-and one microbatch, in forward and backward together. An activation has b bytes per element, and an
-index has 8 bytes.
+A dispatcher sends tokens to the ranks that have their experts, runs the experts and returns the
+results. Bytes that a rank receives from other ranks for one layer and microbatch, in forward and
+backward:
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
 
-With alltoall, a rank receives M rows from other ranks before it runs its experts, and sends R rows
-to other ranks. It sends a token as a single row to each rank that has at least one of the token's
-experts. With random routing, R is about (n-1)*T*(1 - p). Here p is the probability that a given
-rank has none of a token's experts: p = C(E-E/n, K) / C(E, K), where C is the binomial coefficient.
-Alltoall therefore moves fewer bytes than allgather, and the ratio alltoall/allgather falls as n/K
-grows. Alltoall has two other costs: the host waits for the numbers of rows, and each rank adds the
-returned rows to their tokens.
+Symbols: n ep ranks, T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts per
+token, b bytes per activation element. With alltoall, a rank receives M tokens from other ranks and
+sends R tokens to other ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +33,11 @@ from optimus.parallel.exchange import (
 from optimus.parallel.placement import Intervals, share
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function that runs a rank's experts on N tokens. Its arguments are the tokens [N, D], the routing
-weights [N, K] and the indices of the chosen experts, int64 [N, K]. It returns [N, D]. D is the
-hidden size, K the number of experts per token."""
+"""Function (tokens [N, D], weights [N, K], chosen [N, K]) -> [N, D] that runs a rank's experts.
+
+There are N tokens of hidden size D, with K experts per token. `weights` are routing weights, and
+`chosen` are int64 expert indices.
+"""
 
 
 class ExpertParallel:
@@ -54,8 +45,7 @@ class ExpertParallel:
 
     Args:
         group: the ep ranks.
-        dispatcher: a key of DISPATCHERS, or "auto", which means "allgather" until `use_dispatcher`
-            is called.
+        dispatcher: a key of DISPATCHERS, or "auto" to start with "allgather".
     """
 
     def __init__(self, group: Group, dispatcher: str) -> None:
@@ -70,16 +60,16 @@ class ExpertParallel:
 
 
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Return the slices of a module's parameters on one ep rank: the weights of a range of experts.
+    """Yield the slices of a module's parameters on one ep rank.
 
     Args:
         module: a module of the undivided model.
         index: the rank's index along ep.
         size: the number of ep ranks.
 
-    Returns:
-        For each parameter that ep divides: its name in `module`, the divided dim, and the rank's
-        intervals of this dim.
+    Yields:
+        (name, dim, intervals) for each parameter that ep divides. `name` is relative to `module`.
+        `intervals` are the rank's index ranges along `dim`.
     """
     if isinstance(module, Experts):
         experts = (share(module.gate_up.shape[0], index, size),)
@@ -99,8 +89,7 @@ def dispatched_experts(model: nn.Module) -> list[DispatchedExperts]:
 
 
 class DispatchedExperts(Experts):
-    """Expert-parallel version of `Experts`. It has only this rank's experts and exchanges tokens
-    with the other ep ranks."""
+    """Experts of one ep rank. `forward` exchanges tokens with the other ep ranks."""
 
     def __init__(self, config: ModelConfig, group: Group, dispatcher: str) -> None:
         super().__init__(config)
@@ -121,8 +110,7 @@ class DispatchedExperts(Experts):
 
 
 class Dispatcher(ABC):
-    """Base class of dispatchers. A dispatcher sends each token to the ranks that have the token's
-    experts, and returns the results to the token's rank.
+    """Base class of dispatchers, which send tokens to their experts and return the results.
 
     Args:
         group: the ep ranks.
@@ -152,8 +140,7 @@ class Dispatcher(ABC):
 class AllGatherDispatcher(Dispatcher):
     """Dispatcher that sends every token to all ranks (Algorithm 1 of the Optimus paper).
 
-    Every rank all-gathers the tokens of all ranks and runs its own experts on them. A
-    reduce-scatter then sums the results and returns each token's sum to the token's rank.
+    Each rank runs its own experts on all tokens. A reduce-scatter then sums the results.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -167,9 +154,8 @@ class AllGatherDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends a token only to the ranks that have at least one of its experts.
 
-    Each of these ranks receives the token once, with the indices and weights of all its chosen
-    experts, and returns one result. The token's own rank sums the results. The host waits until it
-    knows the number of rows from each rank.
+    The token's own rank sums the results. The host waits until it knows the number of tokens from
+    each rank.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -184,13 +170,7 @@ class AllToAllDispatcher(Dispatcher):
         return torch.zeros_like(x).index_add(0, tokens, back)
 
     def _destinations(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens to send to each rank.
-
-        Returns:
-            The indices of the tokens, int64, ordered by destination rank and then by index. A token
-            with several destinations occurs several times.
-            The number of tokens for each rank, int64 [number of ranks].
-        """
+        """Return the indices of tokens to send, ordered by rank, and their number for each rank."""
         size = self._group.size
         rank_of = torch.div(chosen * size, self._num_experts, rounding_mode="floor")
         needed = torch.zeros(size, len(chosen), dtype=torch.bool, device=chosen.device)

@@ -9,8 +9,7 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
-"""Mapping from the second name of a tied parameter to its own name. With tied embeddings, the
-head.weight of the output head is embed.weight."""
+"""Mapping from the second name of a tied parameter to the parameter's own name."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Layout:
     placements: dict[str, Placement]
     """The placement of each parameter on this rank, by name."""
     sequence_shares: int = 1
-    """The number of tp ranks over which sequence parallelism divides the sequence, or 1 without
-    sequence parallelism."""
+    """The number of shares of a sequence under sequence parallelism; 1 without it."""
 
     @property
     def stages(self) -> range:
@@ -44,8 +42,7 @@ class Layout:
     def owner_of(self, name: str) -> str:
         """Return the name of the parameter that `name` refers to, or "" if this rank lacks it.
 
-        With tied embeddings, "head.weight" refers to "embed.weight" (FURTHER_USES). Every other
-        name refers to itself.
+        With tied embeddings, "head.weight" refers to "embed.weight".
         """
         owner = name if name in self.placements else FURTHER_USES.get(name, "")
         return owner if owner in self.placements else ""
@@ -53,15 +50,14 @@ class Layout:
     def is_far_copy(self, name: str) -> bool:
         """Return whether `name` is a tied parameter that this rank has only for the output head.
 
-        The rank of the first stage has another copy, for the embedding. Only the first stage's copy
-        counts in the gradient norm and is saved in checkpoints.
+        Gradient norms and checkpoints use only the copy of the first stage.
         """
         return name in FURTHER_USES.values() and not self.has_first
 
     def stage_of(self, name: str) -> int:
         """Return the stage of this rank that uses the parameter `name`.
 
-        With tied embeddings, `name` may also be "head.weight" (FURTHER_USES).
+        With tied embeddings, `name` may also be "head.weight".
         """
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])

@@ -1,8 +1,6 @@
 """Placements: descriptions of the parameter slices of one rank.
 
-A placement lists, for each dim of a parameter, the intervals that the rank has. `make_placements`
-computes it from the shapes of the undivided model and the rank's mesh coordinate. Weight
-initialisation, checkpoints and the planner use placements.
+For each dim of a parameter, a placement lists the intervals of indices that the rank has.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ class Placement:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of the parameter `whole`. The result is a view of `whole` if
-        the rank has a single interval of each dim, and a copy if not."""
+        """Return this rank's slice of the parameter `whole`, which may be a view of `whole`."""
         for dim, intervals in enumerate(self.intervals):
             ranges = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
             whole = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
@@ -54,18 +51,15 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Divide `size` elements into `count` shares and return the range [start, stop) of one share.
+    """Return the range [start, stop) of share number `index` of `size` elements.
 
-    `index` is the number of the share. The sizes of the shares differ by at most one element.
+    There are `count` shares, whose sizes differ by at most one.
     """
     return size * index // count, size * (index + 1) // count
 
 
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
-    """Replace the meta parameters of a model by uninitialised parameters on `device`.
-
-    The new parameters have the shapes of this rank's slices.
-    """
+    """Replace the meta parameters of a model by uninitialised slices on `device`."""
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name

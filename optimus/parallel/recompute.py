@@ -1,17 +1,13 @@
 """Selective activation checkpointing: backward recomputes chosen modules of each block.
 
-`recompute.modules` lists the modules. For a listed module, forward keeps only these tensors for
-backward:
+`recompute.modules` lists the modules. For these modules, forward keeps fewer tensors for backward:
 
-- `attention`, `moe` and `block`: the module's input. `moe` includes `experts`, and `block` includes
-  all other modules.
-- `experts`: the tensors of a run without recomputation, except the pre-activation.
+- `attention`, `moe` and `block`: only the module's input.
+- `experts`: all tensors except the pre-activation.
 - `norm`: the input, but not the output.
 
-A norm and the module after it are recomputed together if both are listed. Backward repeats the
-communication inside a recomputed module, in the same order on all ranks. Gradients are
-bit-identical to gradients without recomputation: the modules draw no random numbers, and the same
-operations on the same values give the same bits.
+Gradients are bit-identical to gradients without recomputation. Backward also repeats the
+communication of a recomputed module.
 
 Dims: B batch, S sequence (with sequence parallelism, one tp rank's share), D hidden.
 """
@@ -64,10 +60,9 @@ class RecomputeBlock(Block):
         self._moe = sparse and "moe" in modules and not self._whole
         self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
         self._enabled = True
+        # torch calls only the innermost saved-tensor hooks, so outer hooks miss these tensors.
         self.observers: list[Callable[[Tensor], None]] = []
-        """Functions that the block calls with each tensor that its own saved-tensor hooks keep.
-        Saved-tensor hooks outside the block do not receive these tensors, because torch calls only
-        the innermost hooks."""
+        """Functions that receive each tensor that the block's own saved-tensor hooks keep."""
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
@@ -93,8 +88,7 @@ class RecomputeBlock(Block):
     def _run_half(
         self, norm: nn.Module, module: nn.Module, module_again: bool, x: Tensor, *rest: Any
     ) -> Any:
-        """Return module(norm(x), *rest). Backward recomputes the module if `module_again` is True,
-        and the norm if `recompute.modules` lists it."""
+        """Return module(norm(x), *rest). `module_again`: backward recomputes the module."""
         if not self._recomputes():
             return module(norm(x), *rest)
         if self._norm and module_again:
@@ -120,8 +114,7 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """Output of a norm, which forward does not keep. Backward recomputes it once, and uses it for
-    all saved views of it."""
+    """Output of a norm that forward drops and backward recomputes once for all its views."""
 
     def __init__(
         self,
@@ -158,8 +151,7 @@ def _unpack(packed: Any) -> Tensor:
 
 @contextlib.contextmanager
 def recompute_disabled(model: nn.Module) -> Iterator[None]:
-    """Turn recomputation off in `model` until the `with` statement ends. `model` may be a single
-    block."""
+    """Turn recomputation off in `model`, a model or a block, until the `with` statement ends."""
     blocks = [module for module in model.modules() if isinstance(module, RecomputeBlock)]
     for block in blocks:
         block.set_enabled(False)
@@ -174,7 +166,7 @@ def recompute_disabled(model: nn.Module) -> Iterator[None]:
 class RecomputeCost:
     """Measured cost of one microbatch in all blocks of this rank.
 
-    Each field has two values: without recomputation, and with recomputation.
+    Each field is a pair of values without and with recomputation.
     """
 
     kept_bytes: tuple[int, int]
@@ -197,8 +189,7 @@ def measure_recompute(
 ) -> RecomputeCost:
     """Measure the memory and the time of one microbatch with and without recomputation.
 
-    The blocks run one at a time, so that only one block's saved tensors are in memory. Gradients of
-    parameters do not change. All ep and tp ranks that share a block must call this function.
+    Parameter gradients do not change. All ep and tp ranks of a block must call this function.
 
     Args:
         model: this rank's model.
@@ -211,6 +202,7 @@ def measure_recompute(
     x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     rope = model.rotary(shape[1], device)
     kept, seconds = [0, 0], [0.0, 0.0]
+    # One block runs at a time, so that only its saved tensors are in memory.
     for number, block in enumerate(model.blocks.values()):
         with recompute_disabled(block):
             kept[0] += _kept_bytes(block, x, rope)
@@ -248,8 +240,7 @@ def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> floa
 class KeptBytes:
     """Context manager that counts the bytes that forward passes of a model keep for backward.
 
-    Each storage counts once. Parameters do not count. Tensors that a function keeps outside
-    autograd's saved tensors, such as indices, do not count either.
+    Each storage counts once. Parameters and tensors outside autograd's saved tensors do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,11 +1,8 @@
 """Tensor parallelism: attention heads, intermediate sizes and vocabulary divided over tp ranks.
 
-This is the scheme of Megatron-LM (arXiv 1909.08053). In attention and in the feed-forward network,
-the first linear layers are column-parallel (divided by output features), and the last linear layer
-is row-parallel (divided by input features). Attention and feed-forward network each need one
-all-reduce of the output in forward and one all-reduce of the input's gradient in backward. With
-sequence parallelism (arXiv 2205.05198), the residual stream outside these modules is divided along
-the sequence, and all-gathers and reduce-scatters replace the all-reduces.
+The scheme is that of Megatron-LM (arXiv 1909.08053). In attention and feed-forward networks, the
+first linear layers are column-parallel, and the last linear layer is row-parallel. Sequence
+parallelism (arXiv 2205.05198) also divides the residual stream, along the sequence.
 
 Dims: B batch, S sequence, D hidden, T tokens, K experts per token, N targets, V vocabulary of this
 rank.
@@ -72,11 +69,10 @@ class TensorParallel:
             model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return x as the input [B, S, D] of column-parallel layers.
+        """Return x as the input [B, S, D] of column-parallel layers. Backward sums gradients.
 
-        Without sequence parallelism, the result equals x. With sequence parallelism, x is this
-        rank's share of the sequence, and the result is the whole sequence. In both cases, backward
-        sums the partial gradients of all ranks.
+        With sequence parallelism, x is this rank's share of the sequence, and the result is the
+        whole sequence.
         """
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
@@ -93,16 +89,16 @@ class TensorParallel:
 
 
 def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int, Intervals]]:
-    """Return the slices of a module's parameters on one tp rank.
+    """Yield the slices of a module's parameters on one tp rank.
 
     Args:
         module: a module of the undivided model.
         index: the rank's index along tp.
         size: the number of tp ranks.
 
-    Returns:
-        For each parameter that tp divides: its name in `module`, the divided dim, and the rank's
-        intervals of this dim.
+    Yields:
+        (name, dim, intervals) for each parameter that tp divides. `name` is relative to `module`.
+        `intervals` are the rank's index ranges along `dim`.
     """
     if size == 1:
         return
@@ -138,12 +134,9 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return whether, under sequence parallelism, a rank applies the parameter `name` only to its
-    own share of the sequence.
+    """Return whether a rank uses the parameter `name` only on its own share of the sequence.
 
-    Each rank then computes only a summand of the parameter's gradient. The result is True for norms
-    of the residual stream and for biases that are added after a reduce-scatter. It is False for the
-    router, which receives all tokens.
+    With sequence parallelism, each rank has only a partial gradient of such a parameter.
     """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
@@ -154,7 +147,7 @@ def sees_share_of_sequence(name: str) -> bool:
 class RowParallelLinear(DeferredLinear):
     """Linear layer that is divided by input features.
 
-    The outputs of all ranks are summed, and the bias is added once, after the sum.
+    `forward` sums the outputs of all ranks before it adds the bias.
     """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, style: TensorParallel) -> None:
@@ -201,9 +194,8 @@ class TensorParallelMLP(MLP):
 class TensorParallelMoE(FastSparseMoE):
     """Mixture of experts with this rank's share of each expert's intermediate size.
 
-    Every rank routes all tokens, but computes only partial gradients of the experts' input and of
-    the routing weights. The class sums these gradients over the ranks, so that the router's
-    gradient is complete on every rank.
+    Every rank routes all tokens. Backward sums the partial gradients of the experts' input and of
+    the routing weights over the ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
@@ -227,9 +219,9 @@ class TensorParallelMoE(FastSparseMoE):
 
 
 class VocabularyParallelEmbedding(Embedding):
-    """Embedding whose vocabulary is divided: this rank has the rows of token ids from `first` on.
+    """Embedding with this rank's share of the vocabulary, which starts at token id `first`.
 
-    Each rank computes zeros for token ids of other ranks, and a sum over all ranks follows.
+    Each rank computes zeros for token ids of other ranks. `forward` sums over all ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel, first: int) -> None:
@@ -244,8 +236,7 @@ class VocabularyParallelEmbedding(Embedding):
 
 
 class _FinalNorm(nn.Module):
-    """Mixin for the final norm. It applies `TensorParallel.enter` to the norm's output, which is
-    the input of the column-parallel output head."""
+    """Mixin for the norm before the column-parallel output head."""
 
     def __init__(self, size: int, eps: float, style: TensorParallel) -> None:
         super().__init__(size, eps)
@@ -278,7 +269,7 @@ class DividedSequenceRotary(Rotary):
 
 
 class DividedRMSNorm(RMSNorm):
-    """RMSNorm over all heads, which are divided over ranks. The sums of squares are all-reduced."""
+    """RMSNorm over the heads of all ranks. Each rank has a share of the heads."""
 
     def __init__(self, size: int, eps: float, group: Group) -> None:
         super().__init__(size, eps)
@@ -319,8 +310,8 @@ class _DividedRMSNorm(torch.autograd.Function):
 class VocabularyParallelLoss(CrossEntropy):
     """Cross-entropy over a divided vocabulary. Every rank returns the same sum over all targets.
 
-    This rank's logits [N, V] are for the V token ids from `first` on. Targets [N] are token ids of
-    the whole vocabulary. The ranks exchange three numbers per row, never the logits.
+    This rank's logits [N, V] are for V token ids, which start at `first`. The N targets are token
+    ids of the whole vocabulary.
     """
 
     def __init__(self, group: Group, first: int) -> None:

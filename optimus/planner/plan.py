@@ -18,24 +18,21 @@ _GIB = 1 << 30
 def plan(config: Config) -> dict[str, Any]:
     """Return the parameters, FLOPs and memory of a run as a dict for JSON.
 
-    Only the section `[model]` of the configuration is required. If `parallel.dp` is 0, the plan is
-    for one replica of the model. FLOPs are those of the forward and the backward pass.
+    Only the section `[model]` is required. If `parallel.dp` is 0, the plan is for one replica.
 
-    These keys are always present, among others:
+    These keys, among others, are always present:
 
     - `total_params`, `active_params`: numbers of parameters.
     - `world`: number of ranks.
-    - `memory`: bytes of model states by use on the rank with the most bytes, without activations.
-      Its entry `total` does not include its entry `staging`, the host memory for
-      checkpoint.async_save.
-    - `ranks`: list with the bytes of one rank for each pair of pp and tp coordinates. Ranks that
-      differ only in dp or ep have the same bytes, apart from padding in `staging`.
+    - `ranks`: list with the bytes of model states of one rank for each pair of pp and tp
+      coordinates. `total` excludes `staging`, the host memory for checkpoint.async_save.
+    - `memory`: bytes of the rank with the largest `total`.
 
-    These keys are present if their settings are:
+    These keys need settings of `[train]`. FLOPs are of the forward and the backward pass.
 
-    - `flops_per_token`: requires `train.seq_len`.
-    - `flops_per_step`: also requires `train.global_batch_tokens`.
-    - `tokens`, `flops`, both of the whole run: also require `train.max_steps`.
+    - `flops_per_token`: needs `seq_len`.
+    - `flops_per_step`: also needs `global_batch_tokens`.
+    - `tokens`, `flops`: totals of the run; also need `max_steps`.
     """
     train = config.train
     total, active = count_parameters(config.model)

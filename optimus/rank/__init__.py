@@ -1,1 +1,1 @@
-"""Model, model states and segments of a rank. Plans create them on the meta device."""
+"""Model, model states and segments of a rank."""

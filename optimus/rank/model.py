@@ -35,8 +35,8 @@ from optimus_kernels import WeightGrads
 def uncompiled(is_compiled: bool) -> AbstractContextManager:
     """Return a context in which compiled blocks run eagerly. It has no effect on eager blocks.
 
-    Evaluation and sampling use it. Their inputs have shapes that no update has, such as the last
-    batch or each token of a sample, and torch would recompile the blocks for each new shape.
+    Evaluation and sampling use it, because torch would recompile the blocks for each new input
+    shape.
     """
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
@@ -91,8 +91,8 @@ class RankModel:
     def make_states(self, poison: bool = False) -> ChunkEngine:
         """Create the model's states from the current values of its parameters.
 
-        The parameters become views of chunks, the flat buffers of the states. A collective of all
-        ranks.
+        The parameters become views of chunks, the flat buffers of the states. All ranks must call
+        this.
 
         Args:
             poison: Fill freed chunks with NaN, for tests.
@@ -118,21 +118,19 @@ class RankModel:
     def keep_microbatches_apart(self) -> None:
         """Ensure that gradients of different microbatches are not accumulated together.
 
-        Some schedules split the backward of a microbatch into an action I, for input gradients, and
-        a later action W, for weight gradients. By default I accumulates some weight gradients, such
-        as those of norms. This method defers all weight gradients to W. Deterministic mode requires
-        this, because it collects the gradients of a microbatch after its W.
+        Deterministic mode needs this for schedules that compute input gradients and weight
+        gradients separately.
         """
         if self.layout.schedule.splits_backward:
+            # By default, the pass for input gradients also accumulates the gradients of norms.
             leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def write_gradients_to_chunks(self, states: ChunkEngine) -> None:
         """Make experts and embeddings add their weight gradients directly to the chunks.
 
-        By default, backward writes each gradient to a buffer, and a second pass adds the buffer to
-        the chunk. This call cannot be undone. After it, `torch.autograd.grad` returns no gradient
-        for these weights, so layers must be timed before it.
+        This saves a pass over the gradients and cannot be undone. Afterwards, `torch.autograd.grad`
+        returns no gradient for these weights.
         """
         for name, module in self.model.named_modules():
             if isinstance(module, Experts):
@@ -141,16 +139,16 @@ class RankModel:
                 module.write_gradients_to(partial(states.gradient, f"{name}.weight"))
 
     def to_device(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Return the microbatches with their tokens on the device. Document ids stay on the host,
-        because the host computes document lengths from them."""
+        """Return the microbatches with their tokens on the device. Document ids stay on the
+        host."""
+        # The host computes document lengths from the document ids.
         return [batch._replace(tokens=batch.tokens.to(self._device)) for batch in microbatches]
 
     def cross_entropies(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
-        """Run forward passes and return one fp32 scalar for each microbatch, the sum of its
-        cross-entropies in nats.
+        """Run forward passes and return the summed cross-entropy of each microbatch, in nats.
 
-        Only the first tp rank of the last pipeline stage returns the sums; other ranks return an
-        empty list. A collective of the ranks of one model replica.
+        All ranks of a model replica must call this. The first tp rank of the last pipeline stage
+        returns fp32 scalars. The other ranks return an empty list.
         """
         terms = self.executor.evaluate(self.to_device(microbatches))
         if not self._groups.counts:
@@ -160,8 +158,8 @@ class RankModel:
     def logits_after(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Return the logits of the token that follows `tokens`, fp32 [1, 1, vocab_size].
 
-        Only the ranks of the last pipeline stage return logits; other ranks return None. A
-        collective of the ranks of one model replica.
+        All ranks of a model replica must call this. Ranks outside the last pipeline stage return
+        None.
 
         Args:
             tokens: Ids of the earlier tokens, int64 [1, number of tokens].

@@ -25,9 +25,7 @@ class Segment(NamedTuple):
 def segments_of(model: Transformer, layout: Layout) -> list[Segment]:
     """Return the segments of a rank's model in order of first use.
 
-    The segments are the embedding, each block, and the final norm with the head. A tied head uses
-    the parameter `embed.weight` a second time, under the name `head.weight`. A rank that has the
-    tied head but not the embedding has a copy of `embed.weight`, which is in the head's segment.
+    The segments are the embedding, each block, and the final norm with the head.
     """
     segments, names = [], [name for name, _ in model.named_parameters()]
     if layout.has_first:
@@ -41,7 +39,7 @@ def segments_of(model: Transformer, layout: Layout) -> list[Segment]:
         segments.append(Segment(block, unit))
     if layout.has_last:
         parameters = _starting_with(("final_norm.", "head."), names) + tuple(model.tied_uses())
-        if not layout.has_first:
+        if not layout.has_first:  # the copy of the embedding for a tied head
             parameters += _starting_with("embed.", names)
         stage = layout.schedule.num_stages - 1
         unit = Unit("the head", stage, parameters, partial(_watch_head, model))
@@ -54,8 +52,7 @@ def _starting_with(prefix: str | tuple[str, ...], names: Iterable[str]) -> tuple
 
 
 def _watch_head(model: Transformer, before_forward: Notice, before_backward: Notice) -> None:
-    """Register the hooks of the head's segment. `before_forward` runs before the final norm, the
-    first module of the segment; `before_backward` runs before the backward pass of the logits."""
+    """Register the hooks of the head's segment, whose first module is the final norm."""
     model.final_norm.register_forward_pre_hook(lambda *_: before_forward())
     model.cross_entropy.register_forward_pre_hook(
         lambda module, inputs: on_gradient(inputs[0], before_backward)

@@ -1,7 +1,6 @@
 """Model states of a rank, for training on its device and for plans on the meta device.
 
-Training and plans use the same code. A plan builds the engine of the run on the meta device, where
-tensors have no memory, and counts their bytes.
+A plan creates the same states without memory and counts their bytes.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ def states_of_rank(
 
 
 def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Home | None:
-    """Return the process groups that reduce and shard the parameter `name`, or None if this rank
-    does not have the parameter.
+    """Return the process groups that reduce and shard a parameter, or None if this rank does not
+    have it.
 
     With a tied head, the name `head.weight` refers to the parameter `embed.weight`.
     """
@@ -174,12 +173,8 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
-    """Yield one coordinate for each pair of a pp and a tp coordinate; its dp and ep are 0.
-
-    One rank of each pair is enough. Ranks that differ only along dp or ep have states of the same
-    size, because all shards of a chunk have the same length and all ep ranks have the same number
-    of experts.
-    """
+    """Yield one coordinate for each pair of a pp and a tp coordinate; its dp and ep are 0."""
+    # Ranks that differ only along dp or ep have states of the same size.
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
@@ -190,24 +185,20 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
     Ranks that differ only along dp or ep have states of the same size.
 
     Yields:
-        The coordinate of the rank and its bytes by use. "cache" is the memory of the parameter
-        chunks that are gathered at the same time under optim.resident = "cache"; "total" includes
-        it. "staging" is the host memory for checkpoint.async_save; "total" does not include it.
-        "staging" contains padding, which may differ along dp and ep. With checkpoint.scatter =
-        "paper", only ranks that write checkpoints have "staging", and the planned rank is one of
-        them.
+        The coordinate of the rank, and its bytes by use. "cache" is the memory of gathered
+        parameters with optim.resident = "cache". "staging" is the host memory for
+        checkpoint.async_save. "total" includes "cache" but not "staging".
 
     Raises:
-        ConfigError: A model dimension is not divisible by the size of an axis of the mesh, a
-            pattern of optim.groups or optim.frozen matches no parameter, or optim.cache_chunks is
-            too small.
+        ConfigError: An axis does not divide a model dimension, a pattern matches no parameter, or
+            optim.cache_chunks is too small.
     """
     check_divisible(config, mesh)
     check_names(config.optim, config.model)
     check_slots(config, mesh)
     scatter = config.checkpoint.scatter
     for coordinate in _kinds(mesh):
-        if scatter == "paper":
+        if scatter == "paper":  # only ranks that write checkpoints have staging memory
             coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
         planned = plan_rank(config, mesh, coordinate)
         sizes, cache = planned.engine.bytes_held(), planned.engine.cache_bytes

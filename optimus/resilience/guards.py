@@ -18,11 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_finite(flat: Tensor) -> bool:
-    """Return whether all values of a large buffer are finite.
-
-    The sum, which is fast to compute, is checked first: if it is finite, all values are finite.
-    Otherwise each element is checked, since the sum of finite values may overflow.
-    """
+    """Return True if all values of a large buffer are finite."""
+    # The sum is fast to compute, but it can overflow although all values are finite.
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
 
 
@@ -32,21 +29,19 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 class ForwardWatch:
-    """Finds the first module that computes a non-finite value from finite inputs in forward passes
-    of this rank.
+    """Finds the first module of this rank that computes a non-finite value from finite inputs.
 
-    Collectives spread non-finite values to other ranks. Ranks of the same pipeline stage run the
-    same modules and collectives in the same order, so the rank with the smallest `when` computed
-    the first non-finite value.
+    Collectives spread non-finite values to other ranks. Among the ranks of a pipeline stage, the
+    rank with the smallest `when` computed the first non-finite value.
     """
 
     def __init__(self) -> None:
         self.module = ""
-        """Name of the first module that computed a non-finite value from finite inputs; "" if there
-        is none. If modules are nested, this is the innermost one."""
+        """Name of the first module that computed a non-finite value from finite inputs; "" if none
+        did."""
         self.when = 0
-        """Position of the first non-finite value, counted from 1, among the values that this rank
-        has checked: outputs of modules and contributions to collectives. 0 if there is none."""
+        """Position of the non-finite value among the checked module outputs and collective inputs,
+        counted from 1; 0 if `module` is empty."""
         self._events = 0
         self._running: list[tuple[str, bool]] = []  # module, and whether its inputs are finite
 
@@ -82,8 +77,9 @@ class ForwardWatch:
 
 
 def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
-    """Write a durable JSON file about a non-finite value. Users and scripts can read it to decide
-    whether to restart the run. If the file cannot be written, log a warning.
+    """Write a JSON file about a non-finite value. If this fails, log a warning.
+
+    Users and scripts can read the file to decide whether to restart the run.
 
     Args:
         log_dir: Directory of the file `nonfinite-rank{rank}.json`.

@@ -28,16 +28,14 @@ from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
 
 _HUGE = 1e18
-"""Magnitude from which calculations in fp32 are assumed to overflow. An update can overflow if the
-learning rate or an element of an fp32 master is at least this large. Squares of gradients cannot
-overflow if clipping keeps the gradient norm below this value."""
+"""Magnitude from which calculations in fp32 are assumed to overflow."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""Labels of the optimizer states in messages, in the order of the search. Moments come first, since
-a NaN in a moment causes a NaN in the master at the next update."""
+"""Labels of the optimizer states in messages, in the order of the search. Moments come first,
+because a NaN in a moment spreads to the master."""
 
 
 class BadState(NamedTuple):
@@ -88,16 +86,18 @@ def refuse_bad_states(
 ) -> None:
     """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not finite.
 
-    All ranks must call this. The rank that the message names also writes a file
-    `nonfinite-rank*.json`.
+    All ranks must call this. The rank that the message names also writes `nonfinite-rank*.json`.
 
     Args:
         train: `[train]`, for the run directory and the dtype.
         optim: `[optim]`, for the advice in the message.
         states: Optimizer states of this rank.
         everyone: Group of all ranks.
-        step: Number of the step that the message and the file contain.
+        step: Number of the step for the message and the file.
         updated: Number of the step that made the last update.
+
+    Raises:
+        NonFiniteError: An optimizer state of a rank is not finite.
     """
     bad = find_bad_state(states, everyone.rank)
     if not greatest(int(bad is not None), everyone, states.device):
@@ -143,18 +143,17 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
 
 
 class Finding(NamedTuple):
-    """A non-finite value that a rank has found. Findings compare as tuples: the smallest finding of
-    all ranks is nearest to the cause.
+    """A non-finite value that a rank has found. The smallest Finding of all ranks, compared as
+    tuples, is nearest to the cause.
 
     Attributes:
-        distance: Kind of the value, ordered by the distance from the cause. 0: a parameter; 1: an
-            output computed from finite inputs; 2: a gradient; 3: a value that is finite when it is
-            computed again.
-        stage: Pipeline rank. It is negated for a gradient, since gradients spread towards the first
+        distance: 0 for a parameter, 1 for an output computed from finite inputs, 2 for a gradient,
+            3 for a value that is finite when it is computed again.
+        stage: Pipeline rank; negated for a gradient, since gradients spread towards the first
             stage.
         when: Number of module outputs and collectives that the rank checked before it found the
-            value. All ranks of a stage run modules and collectives in the same order.
-        layer: For a gradient, its index in the buffer, counted from the last layer; else 0.
+            value.
+        layer: Index of a gradient in its buffer, counted from the last layer; 0 for other values.
         rank: The rank that found the value.
         text: Description of the value for the message.
         host: Host name of the rank's machine.
@@ -170,11 +169,11 @@ class Finding(NamedTuple):
 
 
 class Watch:
-    """Checks the losses of one rank, and its gradients as they become ready. Before the update, all
-    ranks agree on whether any rank has found a non-finite value.
+    """Checks the losses and gradients of one rank. Before the update, all ranks agree on the
+    result.
 
-    Until then a rank with a non-finite value continues its schedule, because other ranks wait for
-    its messages.
+    A rank with a non-finite value completes its schedule, because other ranks wait for its
+    messages.
     """
 
     def __init__(
@@ -195,15 +194,15 @@ class Watch:
         self._step, self._bad_gradient, self._depth = step, "", 0
 
     def look_at(self, buffer: Buffer) -> None:
-        """Check the gradients in `buffer` before they are reduced over ranks. This is called in the
-        order of backward: first with the gradients of the last layers."""
+        """Check the gradients in `buffer` before they are reduced over ranks. Calls are in the
+        order of backward, from the last layers to the first."""
         if not self._bad_gradient and not guards.is_finite(buffer.grads):
             last_first = list(buffer.named_grads())[::-1]
             self._bad_gradient = guards.first_nonfinite(last_first) or ""
             self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 
     def any_rank_is_nonfinite(self) -> bool:
-        """Return whether any rank has a non-finite loss or gradient. All ranks must call this."""
+        """Return True if any rank has a non-finite loss or gradient. All ranks must call this."""
         return bool(greatest(int(self._is_nonfinite()), self._groups.everyone, self._device))
 
     def refuse_bad_states(self) -> None:
@@ -220,16 +219,18 @@ class Watch:
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
         """Find the cause of a non-finite value and raise the same NonFiniteError on all ranks.
 
-        All ranks must call this, after `any_rank_is_nonfinite` has returned True. If an optimizer
-        state is not finite, it is the cause of the other non-finite values. Otherwise all ranks run
-        the forward passes of the step again and, if these are finite, the backward passes.
+        All ranks must call this, after `any_rank_is_nonfinite` has returned True. The ranks may run
+        the passes of the step again to find the cause.
 
         Args:
             microbatches: This rank's microbatches of the step.
             circumstance: Text to add at the end of the message.
+
+        Raises:
+            NonFiniteError: Always.
         """
         everyone = self._groups.everyone
-        self.refuse_bad_states()
+        self.refuse_bad_states()  # a non-finite state is the cause of other non-finite values
         findings = self._findings(microbatches, self._is_nonfinite())
         first = findings[0]
         if first.rank == everyone.rank:
@@ -266,9 +267,8 @@ class Watch:
         return Finding(distance, stage, when, layer, rank, text, host)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """Return a finding for this rank's first non-finite parameter. If all parameters are
-        finite, return a finding for the first non-finite module output in the forward passes, or
-        None."""
+        """Find this rank's first non-finite parameter or, if there is none, its first non-finite
+        output."""
         watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
         parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
         observing = observing_contributions(watch.look)
@@ -284,13 +284,7 @@ class Watch:
     def _find_in_backward(
         self, microbatches: list[Microbatch], is_nonfinite: bool
     ) -> Finding | None:
-        """Run the forward and backward passes again; return this rank's finding, or None.
-
-        The forward passes must be finite. The finding is either a non-finite gradient or a value
-        that was non-finite in the step, but is finite when it is computed again. Collectives of tp
-        and ep spread a non-finite gradient to other ranks. Its origin is the rank that is the first
-        to contribute a non-finite tensor to a collective.
-        """
+        """Run the forward and backward passes again; return this rank's finding, or None."""
         states, sent = self._states, []
         bad_in_update, self._bad_gradient = self._bad_gradient, ""
         states.gradients.finish()  # wait for reductions in progress
@@ -304,6 +298,7 @@ class Watch:
                 states.gradients.before_backward,
             )
         if self._bad_gradient:
+            # Collectives spread a non-finite gradient. Its origin is the first rank to send one.
             when = sent.index(False) if False in sent else math.inf
             text = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"
             return self._finding(

@@ -1,9 +1,8 @@
 """Choice of the kernel backend, the grouped GEMM and the expert dispatch at the start of a run.
 
 The grouped GEMM has two implementations, called forms: "torch" is torch's op, "loop" is a loop over
-experts. Backends and forms add numbers in different orders, so ranks with different choices would
-diverge without an error. Therefore all ranks compare their choices before the first step, and the
-run fails if the choices differ.
+experts. Backends and forms add numbers in different orders. All ranks must therefore make the same
+choices, or the run fails at its start.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 _FORM, _DISPATCH = "kernels.grouped_gemm", "parallel.ep_dispatch"
 _TIMED_RUNS = 3
 _MEASURED_TOKENS = 4096
-"""Maximum number of tokens in a timing of the grouped GEMM; it is enough to keep a device busy."""
+"""Maximum number of tokens in a timing of the grouped GEMM."""
 _AS_STORED = "as in the checkpoint"
 MEASURED = "measured at start"
 """Placeholder for a value that ranks choose by a measurement at the start of the run."""
@@ -64,8 +63,7 @@ class MeasuredChoices:
     kernels: KernelChoices
     ep_dispatch: str
     from_checkpoint: tuple[str, ...] = ()
-    """Names of the settings whose values come from the checkpoint. If the devices of the run do not
-    support such a value, the run measures the setting instead."""
+    """Names of the settings whose values come from the checkpoint."""
 
     def as_settings(self) -> dict[str, str]:
         """Return the choices as a dict from "section.key" to the value."""
@@ -80,10 +78,9 @@ class MeasuredChoices:
 
 
 def choices_before_start(config: Config, checkpoint: Manifest | None) -> MeasuredChoices:
-    """Return the choices that need no measurement.
+    """Return the choices that are known before ranks measure anything.
 
-    They follow from the configuration, the environment and the checkpoint. A setting that ranks
-    have to measure has the value MEASURED.
+    A setting that ranks have to measure has the value MEASURED.
 
     Args:
         config: The run's configuration.
@@ -119,22 +116,21 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
 
 
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
-    """Choose the kernel backend and the form of the grouped GEMM, and install them on all ranks.
+    """Choose the kernel backend and the implementation of the grouped GEMM, and install them.
 
-    A collective of all ranks. For a model without experts, nothing is chosen unless the
-    configuration or the environment of a rank names a backend. The choices are logged, and so are
-    their differences from the checkpoint.
+    A collective of all ranks, with the same choices on every rank. A model without experts needs no
+    choice unless a rank selects a backend by name.
 
     Args:
         config: The run's configuration.
         world: All ranks.
-        checkpoint: The full checkpoint from which the run resumes, or None. With
-            `kernels.grouped_gemm` = "auto", the run keeps the form that the checkpoint records,
-            provided that the device supports it.
+        checkpoint: The full checkpoint from which the run resumes, or None. For
+            `kernels.grouped_gemm` = "auto", the run uses the value in this checkpoint if the device
+            supports it.
 
     Raises:
-        ConfigError: A backend or form that is selected by name is unavailable on some rank, or the
-            choices of ranks differ. Raised on every rank.
+        ConfigError: A backend or implementation that is selected by name is unavailable on some
+            rank, or the choices of ranks differ. Raised on every rank.
     """
     sparse = any(config.model.experts_by_layer)
     request = _request(config)  # environments may differ
@@ -162,14 +158,10 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
 
 
 def _agree_on_backend(world: World) -> Backend:
-    """Install the same backend on all ranks and return it.
-
-    In a run of at most MAX_BUILDING_WORLD ranks, the first rank of each machine compiles missing
-    kernels. The other ranks meanwhile wait in a collective, for at most parallel.timeout_s. Raises
-    ConfigError if a rank has no backend, or if the backends of ranks differ.
-    """
+    """Install the same backend on all ranks and return it. Raises ConfigError if this fails."""
     kind, builds = world.device.type, world.launch.local_rank == 0
     chosen, answer = Backend("torch"), Answer()
+    # The first rank of each machine may compile missing kernels; the others wait in the collective.
     if builds:
         chosen, answer = _find(kind, world.size <= backend.MAX_BUILDING_WORLD)
     key = all_gather_objects(answer.key, world.everyone, str)[0]
@@ -192,14 +184,12 @@ class Answer(NamedTuple):
     why_not: str = ""
     """Reason why "auto" does not select the compiled kernels of this device, or ""."""
     failure: str = ""
-    """Error message if a backend is selected by name but is unknown or unavailable, else ""."""
+    """Error message about a backend that is selected by name but unavailable, or ""."""
 
 
 def _request(config: Config) -> Answer:
-    """Select the backend of this rank's ops by the environment variable OPTIMUS_KERNELS or, if it
-    is not set, by the configuration. Return the selected name, which may be "auto", or a failure.
-    """
-    try:
+    """Return the name of the backend that this rank selects, which may be "auto", or a failure."""
+    try:  # the environment variable OPTIMUS_KERNELS has priority over the configuration
         backend.choose(config.kernels.backend)
         return Answer(backend.chosen()[0])
     except KernelError as error:
@@ -215,8 +205,7 @@ def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
 
 
 def disagreement(answers: Sequence[Answer]) -> str:
-    """Return "" if all ranks have the same backend, else an error message. The message lists the
-    ranks that have no backend. If every rank has one, it lists the ranks of each backend."""
+    """Return an error message if a rank has no backend or the backends of ranks differ, else ""."""
     if failure := _failure(answers):
         return failure
     by_choice = defaultdict(list)
@@ -255,22 +244,20 @@ def _rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def _form_setting(config: Config) -> str:
-    """Return the form of the grouped GEMM that the configuration selects. It may be "auto".
-    Deterministic mode selects "loop" if the model has experts."""
+    """Return the grouped GEMM that the configuration selects: "torch", "loop" or "auto"."""
     sparse = any(config.model.experts_by_layer)
     return "loop" if sparse and config.train.deterministic else config.kernels.grouped_gemm
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the form of the grouped GEMM that is known without a measurement: the form that the
-    configuration selects, else the form in the checkpoint's settings `stored`, else "auto"."""
+    """Return the grouped GEMM that the configuration, or else the checkpoint, selects. It may be
+    "auto"."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
 
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
-    """Install the same form of the grouped GEMM on all ranks and return it: the configured form,
-    else the checkpoint's form, else the form that is faster on the first rank."""
+    """Install the same implementation of the grouped GEMM on all ranks and return its name."""
     requested = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
     others = [rank for rank, form in enumerate(requested) if form != requested[0]]
     if others:
@@ -295,8 +282,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
-    """Return "" if a form of the grouped GEMM supports the model's sizes with the dtype and device
-    of `like`. If it does not, return the reason."""
+    """Return the reason why `form` does not support the model with the dtype and device of `like`,
+    or ""."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))
@@ -308,19 +295,16 @@ def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> 
 
 
 def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
-    """Return the sizes that an expert's intermediate dim has on the ranks of a tp group. Each
-    distinct size is listed once, in ascending order."""
+    """Return the distinct intermediate sizes of an expert on the ranks of a tp group, in order."""
     ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
     return sorted({stop - start for start, stop in ranges})
 
 
 def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.Tensor) -> str:
-    """Return the faster form of the grouped GEMM, "torch" or "loop", and log the times.
+    """Return the faster implementation of the grouped GEMM, "torch" or "loop", and log the times.
 
-    Times forward and backward of the experts of one layer, the layer with the most experts. Their
-    intermediate size is the largest that a rank of the tp group has. All experts get the same
-    number of tokens. A form that does not support the device, the dtype or the sizes is not timed.
-    The caller must already have set the number of threads of the run.
+    The timing covers forward and backward of one layer's experts. An implementation that does not
+    support the model or the device is not timed. The caller must first set the number of threads.
 
     Args:
         model: The model's sizes.
@@ -354,8 +338,7 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
 
 
 def _make_experts_pass(layer: ModelConfig, tokens: int, like: torch.Tensor) -> Callable[[], None]:
-    """Return a function that runs forward and backward of one layer's experts. Its input is random
-    tokens, and every expert gets the same number of them."""
+    """Return a function that runs forward and backward of one layer's experts on random tokens."""
     with like.device:
         experts = Experts(layer).to(like.dtype)
         for parameter in experts.parameters():
@@ -380,7 +363,7 @@ class DispatchChoice(NamedTuple):
 
     name: str
     reason: str
-    """Empty if no choice was needed, because the configuration names the dispatcher or ep is 1."""
+    """Empty if the configuration names the dispatcher or ep is 1."""
 
     def __str__(self) -> str:
         return f"{_DISPATCH}: {self.name} ({self.reason})"
@@ -395,8 +378,8 @@ def autotune_dispatch(
 ) -> DispatchChoice:
     """Choose the dispatcher if `parallel.ep_dispatch` is "auto", and install it in the model.
 
-    The dispatchers are timed unless deterministic mode, the device type or the checkpoint already
-    determines the choice. A collective of all ranks. Returns the same choice on every rank.
+    A collective of all ranks, with the same choice on every rank. The dispatchers are timed only if
+    `choose_dispatch` returns None.
 
     Args:
         config: The run's configuration.
@@ -435,8 +418,7 @@ def autotune_dispatch(
 def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
-    """Return the dispatcher that the checkpoint's settings `stored` record. Return "auto" if they
-    record none, or if this run changes ep, tp, the microbatch size or deterministic mode."""
+    """Return the dispatcher that the checkpoint records for the same layout, else "auto"."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,
@@ -471,9 +453,10 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
 
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:
-    """Return a log line with the memory that recomputation saves on this rank and the time that it
-    takes; "" if `recompute.modules` is empty. A collective of this rank's ep and tp groups, since
-    it runs the layers of the model."""
+    """Return a log line with the memory that recomputation saves and the time that it takes.
+
+    A collective of this rank's ep and tp groups. Returns "" if `recompute.modules` is empty.
+    """
     modules, train = config.recompute.modules, config.train
     if not modules:
         return ""

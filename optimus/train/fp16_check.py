@@ -15,12 +15,10 @@ _TOKENS = 8
 def check_fp16(model: ModelConfig, device: torch.device) -> None:
     """Run forward and backward of a small model in fp16.
 
-    If `model` has dense and MoE layers, the small model has one layer of each kind. Otherwise it
-    has one layer of the kind that `model` has.
+    The small model has the same kinds of layers as `model`: dense, MoE or both.
 
     Raises:
-        ConfigError: The device lacks an operation. The message quotes torch's message, which names
-            the operation.
+        ConfigError: The device lacks an operation, which the message names.
     """
     sparse = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
     experts = 4 * max(1, model.num_experts_per_tok)

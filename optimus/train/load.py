@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PutValues = Callable[[str, Tensor, int], None]
 """Function that stores values of a parameter on this rank. Its arguments are the parameter's name,
-the values, and the index of the first value in this rank's flattened slice of the parameter."""
+the values, and their first index in this rank's flattened slice."""
 
 
 def load_start(
@@ -48,9 +48,8 @@ def load_start(
 ) -> RunPlan:
     """Fill the states of every rank from the checkpoint or the weights that `plan.start` names.
 
-    A full checkpoint that cannot be read in two attempts counts as damaged, and an older checkpoint
-    is loaded instead. If the plan has nothing to load, the states keep their initial values. A
-    collective of all ranks.
+    If a full checkpoint is damaged, an older one is loaded instead. If the plan has nothing to
+    load, the states keep their initial values. A collective of all ranks.
 
     Returns:
         `plan` with the start that was loaded, the same on all ranks.
@@ -85,8 +84,7 @@ def load_start(
 def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
-    """Return a copy of `plan` that starts from another checkpoint. The first rank chooses a
-    checkpoint that is not in `damaged`, a dict from path to error. A collective of all ranks."""
+    """Return a copy of `plan` that starts from a checkpoint outside `damaged`. A collective."""
     start, refused = ResolvedStart(plan.start, plan.changes), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -114,9 +112,6 @@ def load_weights(
 ) -> None:
     """Read weights on the first rank and distribute them to all ranks. A collective of all ranks.
 
-    The weights are distributed in batches of at most PIECE elements (16 MiB of fp32), so that a
-    rank needs little memory.
-
     Args:
         layout: The placements of this rank's parameters.
         put: Stores the values of this rank's slices.
@@ -126,8 +121,8 @@ def load_weights(
         origin: Name of the weights in error messages.
 
     Raises:
-        OptimusError: The first rank cannot open or read the weights, or a value is not finite. All
-            ranks raise an error of the same class with the same message.
+        OptimusError: The first rank cannot read the weights, or a value is not finite. All ranks
+            raise the same error.
     """
     everyone = world.everyone
     with contextlib.ExitStack() as files:
@@ -158,13 +153,12 @@ def load_weights(
 
 
 def _put_piece(put: PutValues, layout: Layout, piece: Piece, values: Tensor) -> None:
-    """Store the part of `values` that belongs to this rank's slice of a parameter. `values` are the
-    elements of `piece`, a range of the parameter. Each call of `put` stores a contiguous range of
-    the slice."""
+    """Store the values of `piece` that belong to this rank's slice of the parameter."""
     if piece.name not in layout.placements:
         return
     runs = runs_between(layout.placements[piece.name].intervals, piece)
     gaps = numpy.flatnonzero(runs[1:, 0] != runs[:-1, 0] + runs[:-1, 2]) + 1
+    # Each call of `put` stores a contiguous range of the slice.
     for adjacent in numpy.split(runs, gaps) if len(runs) else ():
         first, start, length = adjacent.T
         selected = values[start[0] : start[0] + length[0]]
@@ -195,13 +189,13 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _read(
     batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Read the pieces in `batch` from `values` and write them to `flat`, one after another. If
-    `batch` is empty, check that `values` is exhausted. Return the error if a read fails, else None.
-    """
+    """Copy the pieces in `batch` from `values` to `flat`, in order; return the error of a failed
+    read."""
     try:
         for piece in batch:
             flat[: _size(piece)].copy_(next(values)[1])
             flat = flat[_size(piece) :]
+        # An empty batch checks that no values are left.
         assert batch or next(values, None) is None
     except OptimusError as error:
         return error
@@ -225,7 +219,7 @@ def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> Checkpoi
 
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
-    """If `problem` on rank 0 is an error, raise this error on all ranks. A collective."""
+    """Raise the error `problem` of rank 0 on all ranks; do nothing if it is None. A collective."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

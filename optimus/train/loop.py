@@ -86,8 +86,8 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     Args:
         config: The run's configuration, the same on all ranks.
         launch: Rank and world of this process.
-        process: `time.monotonic()` at the start of this process. The duration of the start-up is
-            measured from this time; None measures it from this call.
+        process: `time.monotonic()` at the start of this process, from which the start-up is timed.
+            None uses the time of this call.
 
     Raises:
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
@@ -157,7 +157,7 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
 
 
 def _finite(value: float) -> float | None:
-    """Return `value`, or None if it is not finite, which happens if an overflow skips an update."""
+    """Return `value`, or None if it is not finite, as in a skipped update."""
     return value if math.isfinite(value) else None
 
 
@@ -230,8 +230,8 @@ class Run:
             start_up.done("model and states")
 
     def go(self) -> None:
-        """Run all updates up to the last step. After an update, evaluate, generate a sample and
-        save a checkpoint, each if it is due."""
+        """Run all updates up to the last step, with the evaluations, samples and saves that are
+        due."""
         if self.directory is not None and self.plan.start.step >= self.last_step:
             logger.info(
                 "nothing to do: the run is at step %d, and its last step is %d; raise train.%s to "
@@ -326,9 +326,11 @@ class Run:
         self.recorder.record(EvalRecord(step, "held-out", held_out.loss, held_out.tokens))
 
     def sample(self, step: int) -> None:
-        """Generate a continuation of the first held-out instance and log it, if `step` is a
-        multiple of `train.sample_interval`. Without held-out data, continue the first training
-        instance. A collective of all ranks; the first rank of the last stage samples the tokens."""
+        """Generate and log a sample if `step` is a multiple of `train.sample_interval`.
+
+        The sample continues the first held-out instance. Without held-out data, it continues the
+        first training instance. A collective of all ranks.
+        """
         train, mesh = self.config.train, self.plan.mesh
         if not train.sample_interval or step % train.sample_interval:
             return

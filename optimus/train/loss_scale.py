@@ -1,8 +1,7 @@
 """Dynamic loss scaling, which keeps gradients within the range of fp16.
 
-Backward starts with the scale instead of 1 as the gradient of the loss, and the update divides all
-gradients by the scale. Scales are powers of two, so scaling does not round a value that stays
-within the range of fp16.
+Backward multiplies all gradients by the scale, and the update divides them by it. Scales are powers
+of two, so scaling does not round gradients within this range.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from typing import Any
 from optimus.config import OptimConfig
 
 _FIRST = 2.0**16
-"""Initial scale of a run with one microbatch per update. With n microbatches per update, each loss
-has the factor 1 / n. The initial scale is then n times as large, rounded up to a power of two."""
+"""Initial scale of a run with one microbatch per update. With n microbatches, the initial scale is
+n times as large, rounded up to a power of two."""
 _LARGEST = 2.0**100
 
 
 class LossScale:
-    """The loss scale of the next update. It is the same on all ranks, since all ranks treat an
-    overflow on any rank as their own."""
+    """The loss scale of the next update, the same on all ranks."""
 
     def __init__(self, optim: OptimConfig, dtype: str, num_microbatches: int) -> None:
         """Create the loss scale of a new run.
@@ -33,6 +31,7 @@ class LossScale:
         """
         self._dynamic = dtype == "fp16"
         self._least, self._growth_steps = optim.min_loss_scale, optim.loss_scale_growth_steps
+        # With n microbatches per update, each loss has the factor 1 / n.
         first = optim.loss_scale or _FIRST * 2.0 ** math.ceil(math.log2(num_microbatches))
         self.scale = max(first, self._least) if self._dynamic else 1.0
         self.good_steps = 0
@@ -42,13 +41,13 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if an overflow skips the update and halves the scale: in fp16, while the scale is
-        above its minimum. Otherwise, an overflow ends the run."""
+        """True if the scale can be halved: in fp16, while it is above its minimum. If False, an
+        overflow ends the run."""
         return self._dynamic and self.scale > self._least
 
     def at_its_least(self) -> str:
-        """Return text to append to an error message. In fp16, it names the minimum loss scale; in
-        other dtypes, it is empty."""
+        """Return the end of an error message about the minimum loss scale; "" in other dtypes than
+        fp16."""
         return f"; the loss scale is at its minimum, {self.scale:g}" if self._dynamic else ""
 
     def after_update(self) -> None:
@@ -71,7 +70,7 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state from a checkpoint, as returned by `LossScale.state`. A scale below
+        """Restore the state that `LossScale.state` returned for a checkpoint. A scale below
         `optim.min_loss_scale` is raised to that minimum."""
         if state is not None and self._dynamic:
             self.scale = max(float(state["scale"]), self._least)

@@ -1,10 +1,7 @@
 """Return free memory of glibc's fragmented heap to the operating system, with malloc_trim.
 
-The heap becomes fragmented because oneDNN allocates small, long-lived blocks between the tensors of
-an update: it compiles a matrix product for each number of rows that an expert gets, 120 KB each,
-and caches the latest 1024 products. The gap before such a block is too small for the next tensor,
-so the heap grows. A gap has at most 32 MB, since glibc maps larger blocks outside the heap.
-docs/benchmarks/step.md gives the memory of a long run with and without this module.
+oneDNN allocates small, long-lived blocks between the tensors of an update. They fragment the heap,
+so it grows during a run. docs/benchmarks/step.md gives the memory with and without this module.
 """
 
 from __future__ import annotations
@@ -28,16 +25,11 @@ class MallocTrim:
         """Updates since the last trim. The initial value allows a trim after the first update."""
 
     def after_update(self) -> None:
-        """Trim the heap if the process uses an eighth more memory than it did one update after the
-        last trim.
-
-        A trim slows down the next update, which must request new pages for its tensors from the
-        operating system. For blocks of more than 32 MB, every update does so anyway.
-        """
+        """Trim the heap if this process uses an eighth more memory than after the last trim."""
         if self._trim is None or not (used := private_bytes()):
             return
         self._updates += 1
-        if self._updates == 1:
+        if self._updates == 1:  # the update after a trim requests new pages for its tensors
             self._limit = used + used // 8
         if used > self._limit and self._updates > _MIN_UPDATES:
             self._trim(0)

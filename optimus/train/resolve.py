@@ -1,8 +1,7 @@
 """The plan of a run: mesh, batch, data and start, resolved once from the configuration.
 
-This module imports no torch, so the spawner of `--nproc` finds mistakes before it starts ranks. The
-plan does not contain the settings that ranks measure when the run starts: `optimus.train.autotune`
-chooses them.
+This module imports no torch, so the spawner of `--nproc` finds mistakes before it starts ranks.
+`optimus.train.autotune` chooses the settings that ranks must measure.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that must not change when a run resumes. All settings in `[model]` are frozen as well.
-`train.batch_tokens` is the actual number of tokens per update, which depends on the number of ranks
-if `train.global_batch_tokens` is 0."""
+"""Settings that must not change when a run resumes, in addition to all settings in `[model]`.
+`train.batch_tokens` is the actual number of tokens per update."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
 """Settings that, together with the step, determine the instances that an update reads."""
@@ -61,8 +59,7 @@ CHANGEABLE = (
     "train.threads",
     *(f"model.{key}" for key in FREE_IN_LOGITS),
 )
-"""Settings that a resumed run may change if `checkpoint.allow_change` names them. The checkpoint's
-weights fit the model with any value of these settings."""
+"""Settings that a resumed run may change if `checkpoint.allow_change` names them."""
 
 # Values that are known only after ranks have measured them. `optimus.train.autotune` then compares
 # them with the checkpoint's values.
@@ -89,8 +86,8 @@ class PartialPlan:
     data: RunData | None
     """None if the data sets were not read."""
     start: Start
-    """The step and the checkpoint from which the run starts; the start of a new run if the run
-    directory was not read."""
+    """The step and the checkpoint from which the run starts. If the run directory was not read,
+    this is the start of a new run."""
     changes: tuple[str, ...]
     """Log lines about settings that differ from the checkpoint's, and about their effect on the
     learning rate."""
@@ -116,8 +113,7 @@ class RunInputs(NamedTuple):
 
 
 class ResolvedStart(NamedTuple):
-    """The fields of a RunPlan that only the first rank resolves, since only it has locked the run
-    directory. It broadcasts them to the other ranks."""
+    """The fields of a RunPlan that the first rank resolves, after it locks the run directory."""
 
     start: Start
     changes: tuple[str, ...]
@@ -128,8 +124,7 @@ def resolve(
 ) -> PartialPlan:
     """Return the plan of a run: mesh, batch, data and start. Creates no file.
 
-    A training run does not call this function. It makes the same plan in two parts: all ranks call
-    `read_inputs`, and the first rank locks the run directory and calls `find_start`.
+    A training run makes the same plan with `read_inputs` and `find_start`.
 
     Args:
         config: The run's configuration.
@@ -173,8 +168,12 @@ def read_inputs(config: Config, world_size: int) -> RunInputs:
 
 
 def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
-    """Return the mesh and the batch of a run. Raises ConfigError if a setting is missing or
-    contradicts another setting or the number of ranks. All ranks raise the same error."""
+    """Return the mesh and the batch of a run.
+
+    Raises:
+        ConfigError: A setting is missing, or contradicts another setting or the number of ranks.
+            All ranks raise the same error.
+    """
     mesh, batch = divide(config, world_size)
     for key, value in (
         ("data.path", config.data.path or config.data.mix),
@@ -223,8 +222,7 @@ def find_start(
 ) -> ResolvedStart:
     """Return the start of a run, with log lines about settings that differ from the checkpoint's.
 
-    A run must lock the run directory before this call. Without the lock, another run may commit a
-    checkpoint to the directory meanwhile.
+    A run must lock the run directory first, so that no other run commits a checkpoint to it.
 
     Args:
         config: The run's configuration. `checkpoint.load` selects the start.
@@ -250,8 +248,10 @@ def flat_settings(
     config: Config, batch: BatchPlan, training: InstanceSource | None
 ) -> dict[str, Any]:
     """Return the settings that a checkpoint records, as a dict from "section.key" to the value.
-    They include the actual number of tokens per update and, if `training` is not None, the identity
-    of the data."""
+
+    The dict includes the tokens per update and, if `training` is not None, the identity of the
+    data.
+    """
     flat = {
         f"{section}.{key}": value
         for section, table in config.model_dump(mode="json").items()
@@ -271,8 +271,7 @@ def flat_settings(
 def network_warnings(
     model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
 ) -> list[str]:
-    """Return a warning for each of the axes tp and ep whose groups span several nodes. The warning
-    names the bytes that every layer then sends over the network."""
+    """Return a warning for each of the axes tp and ep whose groups span several nodes."""
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
@@ -303,14 +302,13 @@ def network_warnings(
 
 
 def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) -> list[str]:
-    """Return a log line for each setting that differs from the checkpoint's. Raises CheckpointError
-    if a frozen setting differs and `allowed` does not contain its name.
+    """Return a log line for each setting that differs from the checkpoint's.
 
-    A run that starts from weights alone may change every setting. Only the settings in
-    _DATA_POSITION are then compared.
+    Raises CheckpointError if a frozen setting differs and is not in `allowed`.
     """
     stored, changes = start.settings, []
     exact = settings["train.deterministic"] and stored.get("train.deterministic")
+    # A run that starts from weights alone may change every setting.
     compared = settings if start.full is not None else _DATA_POSITION
     # `settings` has no data.identity if the data was not read.
     for key in sorted(set(stored) & set(compared) & set(settings)):
@@ -334,15 +332,12 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return text to append to the log line of a setting in _DATA_POSITION that has changed.
-
-    The text names the instances that the run therefore skips or reads again. The batch of step n
-    starts at instance (n - 1) * (instances per batch), so a change of the batch moves the position
-    in the data. Returns "" if the checkpoint's settings `stored` lack a value that is needed.
-    """
+    """Return log text that names the instances that a change of the data or the batch skips or
+    repeats."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
+    # The batch of step n starts at instance (n - 1) * (instances per batch).
     now, before = (
         step * source["train.batch_tokens"] // source["train.seq_len"]
         for source in (settings, stored)
@@ -388,8 +383,8 @@ class _Opener(NamedTuple):
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Open the data set at `path`. Raises DataError if its context or its vocabulary does not
-        fit the model. `key` is the setting that contains the path, for error messages."""
+        """Open the data set at `path`, the value of setting `key`. Raises DataError if it does not
+        fit."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
@@ -414,8 +409,7 @@ class _Opener(NamedTuple):
 
 
 def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
-    """Return the data set at data.path, or the mixture of the data sets in data.mix. Raises
-    ConfigError if both are set, and DataError if a data set is a held-out part."""
+    """Return the training data: the data set at data.path or the mixture data.mix."""
     if not data.mix:
         dataset = opener.open("data.path", data.path)
         _check_trainable("data.path", dataset)
@@ -429,8 +423,7 @@ def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
 
 
 def _check_trainable(key: str, dataset: TokenDataset) -> None:
-    """Raise DataError if `dataset` is a held-out part, since training on it would make the held-out
-    loss meaningless."""
+    """Raise DataError if `dataset`, the value of setting `key`, is a held-out part."""
     if dataset.split == PARTS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()
@@ -442,22 +435,18 @@ def _check_trainable(key: str, dataset: TokenDataset) -> None:
 
 
 def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
-    """Return the data set at data.eval_path or, without this setting, the held-out part of the
-    training data; None if there is none.
-
-    The held-out part of a mixture is the mixture of the held-out parts of its data sets, with the
-    same weights. If one of the data sets has no held-out part, the mixture has none.
-    """
+    """Return the data set at data.eval_path, else the held-out part of the training data, else
+    None."""
     if data.eval_path or not data.mix:
         path = data.eval_path or _evaluation_path(data.path)
         return opener.open("data.eval_path", path) if path else None
+    # The held-out part of a mixture is a mixture, which needs held-out parts of all data sets.
     paths = [_evaluation_path(source.path) for source in data.mix]
     return opener.open_mix(data.mix, paths) if all(paths) else None
 
 
 def _evaluation_path(path: str) -> str:
-    """Return the path of the held-out part of the data set at `path`, or "" if the held-out part is
-    missing or has no instance. Raises DataError if it belongs to another data set."""
+    """Return the path of the held-out part of a data set, or "" if it has no held-out instance."""
     held_out = Path(path) / "eval"
     if not (held_out / "manifest.json").is_file():
         return ""
@@ -468,8 +457,7 @@ def _evaluation_path(path: str) -> str:
 
 
 def _read_tokenizer(dataset: InstanceSource) -> bytes:
-    """Return the content of the tokenizer file of a data set. Raises DamageError if the file is
-    missing or has changed, since another tokenizer would decode the tokens to wrong text."""
+    """Return the content of a data set's tokenizer file. Raises DamageError if it has changed."""
     file = Path(dataset.tokenizer_file)
     try:
         content = read_regular(file, _MAX_TOKENIZER_BYTES)

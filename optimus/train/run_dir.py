@@ -1,4 +1,4 @@
-"""The run directory on the first rank: its lock, its config.toml and the sinks of step records."""
+"""The run directory on the first rank: its lock, its config.toml and its metrics files."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class RunDirectory:
     """The locked run directory and the open files in it, on the first rank only."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Create the directory if it does not exist, and lock it. The method `open` makes all other
-        changes to the directory.
+        """Create the directory if it does not exist, and lock it.
 
         Args:
             path: `train.run_dir`.
@@ -78,9 +77,9 @@ class RunDirectory:
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
         """Write config.toml and open the files of metrics and evaluations.
 
-        Moves the checkpoints of steps after the run's start to a subdirectory, and the lines of
-        these steps in metrics.jsonl and eval.jsonl to another one. Call this only after the states
-        of the start have been loaded, so that a failed start changes nothing.
+        The method moves checkpoints and metrics of later steps than the run's start to
+        subdirectories. Call it only after the start is loaded, so that a failed start changes
+        nothing.
 
         Args:
             config: The run's configuration, with the choices that ranks measured.
@@ -152,12 +151,13 @@ class RunDirectory:
 
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
-    """Return the steps up to the run's start that must have lines in metrics.jsonl or eval.jsonl.
+    """Return the steps up to the run's start that must have lines in a metrics file.
+
     The range is empty if these steps are unknown.
 
     Args:
         plan: The run's plan.
-        name: "metrics" or "eval".
+        name: "metrics" for metrics.jsonl, "eval" for eval.jsonl.
         run_dir: The run directory.
     """
     start, interval = plan.start, 1

@@ -36,13 +36,12 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Number of saves. If old checkpoints cannot be removed and the free disk space suffices for fewer
-saves than this, a warning is logged each time that it suffices for fewer saves than before."""
+"""Number of saves. If the free disk space suffices for fewer saves, old checkpoints that cannot be
+removed cause a warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
-    """Check that the initial weights, if any, fit the model. If the run saves model-only
-    checkpoints, also check that transformers can represent the model. Does not build the model.
+    """Check a run's initial weights and model-only checkpoints, without building the model.
 
     Args:
         model: The run's model.
@@ -68,12 +67,12 @@ class _PendingSave:
         """Number of failed saves since the last committed save."""
 
     def poll(self, wait: bool = False) -> Outcome | None:
-        """Return the outcome of the save if it was committed or failed since the last call, else
-        None. A collective of all ranks.
+        """Return the outcome if the save was committed or failed since the last call, else None.
+
+        A collective of all ranks.
 
         Args:
-            wait: True to wait until the save ends. After a failure, the wait also ends if a thread
-                of the save hangs.
+            wait: True to wait until the save ends.
         """
         if self.save is None:
             return None
@@ -135,9 +134,11 @@ class Saves:
         states.frozen.settle()
 
     def save_missing(self) -> None:
-        """Save the model-only checkpoint of the step from which this run continues, if it was due
-        but is missing. This happens if the run was killed after the commit of the full checkpoint
-        and before the commit of the model-only checkpoint. A collective of all ranks."""
+        """Save the model-only checkpoint of the run's start step, if it was due but is missing.
+
+        This happens if the run was killed between the commits of the full and the model-only
+        checkpoint. A collective of all ranks.
+        """
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
         due = interval and start.step and start.step % interval == 0
@@ -151,13 +152,14 @@ class Saves:
             self._handle(self._models, self._models.poll(wait=True))
 
     def after(self, step: int, last: bool) -> None:
-        """Handle the outcomes of saves that have ended, and start the saves that are due after
-        `step`. A collective of all ranks.
+        """Handle the saves that have ended, and start the saves that are due after `step`.
+
+        A collective of all ranks.
 
         Args:
             step: The last completed step.
-            last: True if this command ends after `step`. A full checkpoint is then always saved,
-                and the call waits for all saves to end.
+            last: True if this command ends after `step`. The call then saves a full checkpoint and
+                waits for all saves to end.
 
         Raises:
             NonFiniteError: An optimizer state is not finite. Raised on every rank.
@@ -188,8 +190,10 @@ class Saves:
                 raise OptimusError(self._end_failed)
 
     def end(self) -> None:
-        """Wait for the saves in progress to end and log their failures. A collective of all ranks:
-        call it after an error only if every rank raises that error."""
+        """Wait for the saves in progress to end and log their failures.
+
+        A collective of all ranks. After an error, call it only if every rank raises that error.
+        """
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
                 self._warn(outcome.failure.what)
@@ -222,8 +226,7 @@ class Saves:
             self._handle(pending, pending.poll(wait=True))
 
     def _handle(self, pending: _PendingSave, outcome: Outcome | None) -> None:
-        """Handle the outcome of a save. A commit resets the count of failures. A non-finite value
-        raises NonFiniteError. Any other failure is counted."""
+        """Handle the outcome of a save. Raises NonFiniteError for a non-finite value."""
         if outcome is None:
             return
         if outcome.failure is None:
@@ -241,14 +244,14 @@ class Saves:
             self._handle_failure(pending, outcome.step, outcome.failure.what)
 
     def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
-        """Log a warning, or raise OptimusError if `checkpoint.max_failures` saves in a row have
-        failed. At the last step, only record the failure: `after` raises it when all saves of that
-        step have ended."""
+        """Log a failed save. Raises OptimusError if `checkpoint.max_failures` saves in a row
+        failed."""
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
         message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"
         again = "fix the problem and give the same command again to continue"
         if step == self._last_step:
+            # `after` raises this error when all saves of the last step have ended.
             self._end_failed = self._end_failed or f"{message}; {again}"
         elif pending.failures == limit and not self._last_step:
             message += f"; checkpoint.max_failures = {limit} saves in a row have failed"
@@ -268,8 +271,7 @@ class Saves:
         return self._begin_with(self._saver, path, step)
 
     def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
-        """Start a model-only save. `reserve` returns the number of bytes that the full save of the
-        same step has still to write. Raises OptimusError if the disk lacks space for both saves."""
+        """Start a model-only save. `reserve` returns the bytes that a full save has to write."""
         assert self._model_saver is not None, "due only with checkpoint.model_interval"
         path = manager.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, reserve)
@@ -294,8 +296,7 @@ class Saves:
             self._states.frozen.settle()
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints that the retention settings do not keep, and log failures. Runs
-        after a commit, in a thread of the first rank."""
+        """Remove the checkpoints that the retention settings do not keep. Runs in a thread."""
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
             try:
@@ -311,20 +312,18 @@ class Saves:
             self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
-        """Log a warning for each directory in `left`, unless its reason has been logged before.
-
-        Then log the free disk space. Without a new warning, log it only if `left` is not empty and
-        the space has decreased and suffices for fewer than _FEW_SAVES saves. Raises OSError if the
-        free space cannot be read.
+        """Warn of directories that cannot be removed, and of the free disk space.
 
         Args:
-            left: The directories that could not be removed, each with the reason.
+            left: The directories that could not be removed, each with the reason. The same reason
+                is logged only once.
         """
         new = [path for path in left if self._unremovable.get(path) != left[path]]
         self._unremovable = left
         run_dir = self._config.train.run_dir
         save_bytes = self._saver.bytes + (self._model_saver.bytes if self._model_saver else 0)
         saves = shutil.disk_usage(manager.checkpoints_dir(run_dir)).free // max(1, save_bytes)
+        # Without a new warning, log the free space only if it suffices for fewer saves than before.
         if not left or not (new or saves < self._least_saves):
             return
         self._least_saves = min(saves, _FEW_SAVES)
@@ -361,9 +360,8 @@ class Saves:
         return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_sidecar_files(self, directory: Path) -> None:
-        """Write the configuration and the tokenizer, so that the checkpoint is usable without the
-        run directory. First sync the metrics to disk, since a resumed run needs them."""
-        self._sync_logs()
+        """Write the configuration and the tokenizer, which make the checkpoint usable by itself."""
+        self._sync_logs()  # a resumed run needs the metrics
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         name = Path(self._plan.data.training.tokenizer_file).name
         (directory / name).write_bytes(self._plan.data.tokenizer)

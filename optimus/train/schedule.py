@@ -25,9 +25,16 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Compare the learning rate of update `step` with the rate that the checkpoint's settings,
-    `stored`, would give. Return "" if both are equal, else a log line with both rates. The line
-    also names the settings that keep the checkpoint's rate."""
+    """Return a log line if the learning rate differs from the checkpoint's, else "".
+
+    The line has both rates and the settings that keep the checkpoint's rate.
+
+    Args:
+        step: Number of the update, from 1.
+        optim: The section `[optim]`.
+        max_steps: `train.max_steps`.
+        stored: The checkpoint's settings.
+    """
     keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
     kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
     before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)

@@ -30,9 +30,7 @@ def prepare_meeting(launch: LaunchEnv) -> None:
 def check_run(
     config: Config, world_size: int, check_data: bool = True, check_run_dir: bool = True
 ) -> PartialPlan:
-    """Run the checks of `optimus train` that one process can run without other ranks.
-
-    Creates no file.
+    """Run the checks of `optimus train` that need only one process. Creates no file.
 
     Args:
         config: The run's configuration.
@@ -76,8 +74,10 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error`. In a run with several ranks, the ranks first start the process group and agree
-    on one error to print. A mistake that every rank finds is therefore printed only once."""
+    """Raise `error` so that a run with several ranks prints one error.
+
+    The ranks first start the process group and agree on one error to print.
+    """
     if launch.world_size > 1:
         prepare_meeting(launch)
         from optimus.distributed.world import start_world
@@ -87,8 +87,7 @@ def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
 
 
 def ranks_to_start(nproc: int | None, started: int) -> int:
-    """Return the number of local ranks that this process must start: the value of `--nproc`, or 0
-    if it was not given or a launcher has already started the ranks.
+    """Return the number of local ranks that this process must start; 0 if it is itself a rank.
 
     Args:
         nproc: Value of `--nproc`; None if it was not given.

@@ -1,7 +1,6 @@
 """Requests to stop a run: Ctrl-C, signals and the deadline.
 
-A run that has started its first update finishes the current update and saves a checkpoint before it
-stops.
+A run finishes the current update and saves a checkpoint before it stops.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-"""Reasons to stop, in ascending order of priority; 0 is no reason. If ranks have different reasons,
-all ranks report the reason with the highest priority."""
+"""Reasons to stop, in ascending order of priority; 0 is no reason. All ranks report the reason with
+the highest priority."""
 
 
 class StopRequest:

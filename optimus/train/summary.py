@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> None:
-    """Log the plan of a run and all warnings: `warnings`, and one for each data set that the run
-    reads too often. Then log the start and the settings that differ from the checkpoint's."""
+    """Log the plan of a run, all warnings, its start, and the settings that differ from the
+    checkpoint's."""
     _log("this run", plan_facts(config, plan))
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
     for warning in (*warnings, *repeats):
@@ -180,16 +180,14 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return ": PATH" with the path of a data set, to append to a line. Return "" for a mixture,
-    which has several paths."""
+    """Return ": PATH" with the path of a data set, to append to a line; "" for a mixture."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
 def _epochs(
     mix: Sequence[MixSource], instances: int, training: InstanceSource
 ) -> Iterator[tuple[TokenDataset, float]]:
-    """Yield each data set and its number of epochs (not an integer, in general) in a run that reads
-    `instances` training instances."""
+    """Yield each data set and its number of epochs in a run that reads `instances` instances."""
     if isinstance(training, TokenDataset):
         yield training, instances / training.num_instances
         return

@@ -36,7 +36,7 @@ class UpdateResult:
     """Norm of the gradients before clipping; NaN if an overflow in fp16 skipped the update."""
     lr: float
     expert_rows: Tensor
-    """int64 [MoE layers, E]: rows routed to each expert by all ranks. E is the largest number of
+    """int64 [MoE layers, E]: tokens routed to each expert by all ranks. E is the largest number of
     experts in a layer; layers with fewer experts are padded with zeros."""
     loss_scale: float = 1.0
     """Loss scale of this update."""
@@ -57,13 +57,13 @@ class Updater:
         device: torch.device,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Make the backward of `rank_model` add gradients to the chunks of `states`.
+        """Connect the backward of `rank_model` to the gradients in `states`.
 
         Args:
             config: The run's configuration.
             groups: This rank's groups.
             rank_model: This rank's model.
-            states: The states of this rank's model.
+            states: The parameters, gradients and optimizer states of this rank's model.
             plan: The batch sizes of an update.
             device: The device of the model.
             loss_scale: The loss scale of the run; None creates the loss scale of a new run.
@@ -90,8 +90,8 @@ class Updater:
 
         Raises:
             NonFiniteError: A loss or gradient of some rank is not finite. Raised on every rank,
-                before any fp32 master weight changes. In fp16, the update is skipped instead, as
-                long as the loss scale is above its minimum.
+                before any master weight changes. In fp16, the update is skipped instead if the
+                loss scale can be halved.
         """
         self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
         on_device = self._rank_model.to_device(microbatches)
@@ -110,11 +110,7 @@ class Updater:
     def _make_update(
         self, step: int, microbatches: list[Microbatch], lr: float
     ) -> Callable[[], None]:
-        """Return the function that the pipeline schedule runs as its OPT_STEP action.
-
-        The function checks with all ranks that losses and gradients are finite, completes the
-        gradient reductions, clips the gradients and updates the parameters.
-        """
+        """Return the function that the pipeline schedule runs as its OPT_STEP action."""
 
         def opt_step() -> None:
             scaling = self._loss_scale
@@ -138,8 +134,7 @@ class Updater:
         return opt_step
 
     def _finite_norm(self, step: int) -> float:
-        """Return the gradient norm before clipping. If the norm is not finite, return NaN if the
-        loss scale can be halved; if it cannot, raise NonFiniteError."""
+        """Return the gradient norm before clipping; NaN if an overflow in fp16 skips the update."""
         norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
             if self._loss_scale.can_fall:
@@ -182,8 +177,8 @@ class Updater:
         )
 
     def _sums(self, values: list[Tensor]) -> list[float]:
-        """Return the sum of each tensor's elements over all ranks. After a skipped update, all sums
-        are NaN if any element on any rank is not finite."""
+        """Return the sum of each tensor over all ranks; NaN if a skipped update had a non-finite
+        value."""
         if not math.isnan(self._norm):
             return exact_sums(values, self._groups.everyone)
         finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]
@@ -192,8 +187,7 @@ class Updater:
         return [math.nan if trouble else total for total in sums]
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
-        """Return the number of rows that all ranks route to each expert, with the shape of
-        `UpdateResult.expert_rows`. A collective of all ranks."""
+        """Return `UpdateResult.expert_rows`. A collective of all ranks."""
         model = self._config.model
         sparse = model.sparse_layers
         if not sparse:

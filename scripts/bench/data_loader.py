@@ -1,17 +1,14 @@
 """Measure tokens per CPU-second of our Loader and of Megatron-LM's GPTDataset on the same tokens.
 
-GPTDataset runs in a separate virtual environment. Runs of our Loader and of GPTDataset alternate,
-each in a new process:
+GPTDataset needs a separate virtual environment:
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 && peer/bin/pip install megatron-core
     python scripts/bench/data_loader.py --peer peer/bin/python
 
-The script measures the CPU time of the whole process, including the Loader's thread, after a pass
-that warms the page cache. For GPTDataset it times only `dataset[i]`, without collation, workers or
-masks. For our Loader it times complete batches [8, context], as the training loop reads them. The
-Loader is also measured in a later epoch, which has a permuted order, with document masks, and with
-a mixture of three data sets. Finally the script times how long it takes to open a data set of
-10,000 shards.
+Each run is a new process, and its CPU time includes all threads. Our Loader reads complete batches.
+GPTDataset reads single samples, without collation, workers or masks. The Loader is also measured
+with a permuted order, with document masks, and with a mixture of three data sets. The script also
+measures the time to open a data set of 10,000 shards.
 """
 
 from __future__ import annotations
@@ -53,11 +50,7 @@ def save_tokenizer(path: Path, size: int) -> None:
 
 def make_data(folder: Path, tokens: int, context: int) -> None:
     """Create a Megatron-LM data set of random token ids, and three Optimus data sets with the same
-    tokens in different orders.
-
-    Random ids suffice, because the time to read ids does not depend on their values. Document
-    lengths have a geometric distribution with a mean of about 500 tokens.
-    """
+    tokens in different orders."""
     import numpy as np
 
     from data_prep.cli import main as optimus_data
@@ -66,6 +59,7 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.geometric(1 / MEAN_DOCUMENT, tokens // MEAN_DOCUMENT).astype(np.int32) + 1
     stops = np.cumsum(lengths, dtype=np.int64)
+    # The time to read ids does not depend on their values.
     ids = rng.integers(1, VOCAB, int(stops[-1]), dtype=np.uint16)
     ids[stops - 1] = 0
     ids.tofile(folder / "peer.bin")
@@ -83,9 +77,8 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
 
 def read_ours(folder: Path, variant: str) -> dict[str, Any]:
-    """Read the data set with the Loader in PASSES timed passes, after an untimed pass that warms
-    the page cache. Return the number of tokens and the CPU-seconds of the timed passes, and the
-    CPU-seconds to open the data set."""
+    """Time the Loader on the data set. Return the number of tokens, the CPU-seconds to read them,
+    and the CPU-seconds to open the data set."""
     import torch
 
     from optimus.data.dataset import TokenDataset
@@ -117,7 +110,7 @@ def read_ours(folder: Path, variant: str) -> dict[str, Any]:
 
 
 def open_many(folder: Path) -> float:
-    """Open a data set of SHARDS shards five times. Return the median time in wall-clock seconds."""
+    """Return the median time, in wall-clock seconds, to open a data set of SHARDS shards."""
     from dataclasses import replace
 
     from data_prep import layout
@@ -162,8 +155,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all rounds and return the results. Runs of our Loader and of GPTDataset alternate, so
-    that other load on the machine affects both."""
+    """Run all rounds, with alternating runs, and return the results."""
     make_data(folder, args.tokens, args.context)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
     for _ in range(args.rounds):

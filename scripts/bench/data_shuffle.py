@@ -5,12 +5,9 @@
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
-`ratio` creates random token arrays. Each round then times three methods in turn: a plain copy,
-shuffling and sharding with the strategy `gather`, and shuffling and sharding with the strategy
-`bucket`. The copy reads and writes blocks in order and fsyncs each file; its blocks and files have
-the sizes that sharding uses. `memory` measures the peak resident memory of shuffling and sharding
-many short rows under a memory limit. `scaling` measures weak scaling of tokenization: one worker
-tokenizes a corpus, and two workers tokenize two copies of the corpus. Each command prints one JSON
+`ratio` compares shuffling and sharding, with the strategies `gather` and `bucket`, to a plain copy.
+`memory` measures the peak resident memory under a memory limit. `scaling` compares tokenization of
+one corpus by one worker to tokenization of two copies by two workers. Each command prints one JSON
 object.
 """
 
@@ -69,8 +66,7 @@ def make_token_arrays(out: Path, tokens: int) -> None:
 
 
 def copy(source: Path, target: Path, block_bytes: int, file_bytes: int) -> None:
-    """Copy the token arrays in order, in blocks of `block_bytes`, to files of `file_bytes`. Fsync
-    each file."""
+    """Copy the token arrays in order, in blocks of `block_bytes`, to files of `file_bytes`."""
     target.mkdir()
     names = sorted(source.glob("unit-?????.npy"))
     buffer = memoryview(bytearray(block_bytes))
@@ -141,8 +137,7 @@ def ratio(args: argparse.Namespace) -> dict:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Shuffle and shard `instances` rows of `context` tokens. Return the peak memory for each
-    strategy."""
+    """Return the peak memory of shuffling and sharding many short rows, for each strategy."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="data-shuffle-") as base:
         source = Path(base, "source")
         make_token_arrays(source, args.instances * args.context)

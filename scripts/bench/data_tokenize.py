@@ -5,18 +5,19 @@
         --work DIR --rounds 3 --peer datatrove=VENV/bin/python --peer dolma=VENV/bin/python \
         --peer megatron=VENV/bin/python --megatron-tree Megatron-LM
 
-Each peer has a separate virtual environment. datatrove: `pip install datatrove tokenizers orjson`.
-dolma: `uv pip install dolma`; pip needs many minutes to resolve its dependencies. Megatron-LM:
-`pip install torch==2.13.0 megatron-core transformers sentencepiece six triton`, and a checkout of
-Megatron-LM at the same version. The tokenizer program is tools/preprocess_data.py in the checkout.
+Each peer needs a separate virtual environment. `--megatron-tree` is a checkout of the same version
+as megatron-core:
 
-All programs use the same tokenizer and one worker, and run in turn in each round. CPU seconds
-include all processes that a program starts, and their start-up. The program `bare` is a minimal
-loop: it reads the corpus, encodes the documents and writes the ids. The ids of each program are
-compared with the ids of `bare`. Peers encode the text of a special token as the token itself, so
-the corpus should not contain such text. dolma strips documents, drops empty documents, and requires
-document ids that are strings. If dolma is among the peers, the script first rewrites the corpus in
-this form, and all programs use the rewritten corpus.
+    pip install datatrove tokenizers orjson
+    uv pip install dolma
+    pip install torch==2.13.0 megatron-core transformers sentencepiece six triton
+
+All programs use the same tokenizer and one worker. CPU seconds include the start-up and all
+processes of a program. The program `bare` is a minimal loop that encodes the corpus. The ids of
+each program are compared with the ids of `bare`.
+
+The corpus should not contain the text of special tokens, because peers encode it as these tokens.
+If dolma is a peer, all programs use a copy of the corpus that dolma accepts.
 """
 
 from __future__ import annotations
@@ -146,11 +147,10 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 
 
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
-    """Compare `ids` with `expected`, and return "equal", "equal, other order" or a difference.
-    Documents are compared in any order, because dolma writes them in another order."""
+    """Compare `ids` with `expected`. Return "equal", "equal, other order" or a difference."""
     if np.array_equal(ids, expected):
         return "equal"
-    ours, theirs = (
+    ours, theirs = (  # documents in any order, because dolma writes them in another order
         sorted(document.tobytes() for document in np.split(a, np.flatnonzero(a == eos) + 1))
         for a in (ids, expected)
     )
@@ -160,8 +160,8 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
 
 
 def rewritten(corpus: Path, work: Path) -> Path:
-    """Write a copy of the corpus with stripped, non-empty documents and string ids, as dolma
-    requires; return its path."""
+    """Write a copy of the corpus that dolma accepts, with stripped texts and string ids. Return its
+    path."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "corpus.jsonl"
     with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:

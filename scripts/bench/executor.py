@@ -5,15 +5,11 @@
 
 The script prints three measurements, each as median and quartiles:
 
-`interpretation` is the CPU time of the executor's loop over a list of actions that do nothing and
-are not recorded.
+`interpretation` is the CPU time of the executor's loop over actions that do nothing.
 
-`bookkeeping` is the CPU time that the executor adds to forward and backward passes. One rank runs
-four stages of a model that only adds a number to its input. The script measures the passes with and
-without the executor and prints the difference.
+`bookkeeping` is the CPU time that the executor adds to forward and backward passes.
 
-`posting` is the time in which the executor posts a send or a receive of --bytes bytes to another
-process over gloo. It is wall-clock time, because gloo's threads do part of the work. It does not
+`posting` is the wall-clock time to post a send or a receive of --bytes bytes over gloo. It does not
 include waiting for a message.
 """
 
@@ -101,8 +97,8 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """Run pipeline stage `rank` of two stages that exchange microbatches; each stage is a process.
-    Process 0 prints the times to post a message."""
+    """Run pipeline stage `rank` of two, each in a separate process. Process 0 prints the times to
+    post a message."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels

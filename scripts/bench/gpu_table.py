@@ -20,8 +20,7 @@ from optimus.bench import meters, moe, step
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """Return the device name, and a Markdown page with the results in `folder`. The file parts.tsv
-    in `folder` lists the benchmarks."""
+    """Return the device name, and a Markdown page with the results in `folder`."""
     benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
     bodies: list[str] = []
     header: dict[str, str] = {}

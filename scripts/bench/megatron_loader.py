@@ -1,7 +1,9 @@
 """Measure the CPU time in which Megatron-LM's GPTDataset reads one epoch of a data set.
 
-data_loader.py runs this script. It imports megatron-core and no package of Optimus.
-`PYTHON scripts/bench/megatron_loader.py STEM CONTEXT CACHE` prints one JSON object.
+    PYTHON scripts/bench/megatron_loader.py STEM CONTEXT CACHE
+
+data_loader.py runs this script in a virtual environment with megatron-core. The script prints one
+JSON object.
 """
 
 from __future__ import annotations

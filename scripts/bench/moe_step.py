@@ -1,12 +1,10 @@
 """Measure the training speed-up of a model by our MoE block, and predict it from block times.
 
-Our experts and the experts of each peer library run in turn in the same model. A pass is forward,
-loss and backward of one microbatch. It does not include the optimizer step, which is the same for
-all libraries. A single MoE block is also timed in each turn, with the same number of tokens. The
-predicted time of a pass with our blocks is: the time of the peer's pass, minus the time of the
-peer's blocks in it, plus the time of our blocks.
-
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
+
+Our experts and the experts of each peer library run in turn in the same model. A pass is forward,
+loss and backward of one microbatch. For the prediction, the time of the peer's blocks in a pass is
+replaced by the time of our blocks.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ _CLOCKS = ("wall", "cpu")
 
 
 class Contest:
-    """Model that can run with our experts or with those of a peer library. The weights are the
-    same."""
+    """Model that can run with our experts or, with the same weights, with those of a peer
+    library."""
 
     def __init__(
         self, config: ModelConfig, names: list[str], device: torch.device, dtype: torch.dtype
@@ -82,9 +80,12 @@ class Contest:
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """Time passes of the whole model and of a single block, in turn. Return `times[name][span]`,
-    where `span` is "pass" or "block": a list with a pair (wall-clock seconds, CPU seconds) for each
-    round."""
+    """Time passes of the whole model and of a single block, in turn.
+
+    Returns:
+        `times[name][span]`, where `span` is "pass" or "block". Each is a list with a pair
+        (wall-clock seconds, CPU seconds) for each round.
+    """
     config, device = contest.config, next(contest.model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     dtype = next(contest.model.parameters()).dtype
@@ -120,8 +121,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the median times of each library. Also return the measured and the predicted speed-up
-    of a pass if our MoE block replaces that of the library."""
+    """Return the median times of each library, and the measured and the predicted speed-up of a
+    pass by our MoE block."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

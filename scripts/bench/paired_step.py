@@ -3,9 +3,9 @@
 
     git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
 
-Each round runs `optimus bench step` in both checkouts, in alternating order. For CPU time and for
-wall-clock time, the script prints the time in this checkout divided by the time in the other one:
-median over the rounds, with the 95 % interval of the median (bootstrap, 10,000 samples).
+Each round runs `optimus bench step` in both checkouts, in alternating order. The script prints the
+ratio of the times, this checkout to the other, for CPU time and for wall-clock time. Each ratio is
+the median over the rounds, with its 95 % interval.
 """
 
 from __future__ import annotations

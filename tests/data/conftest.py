@@ -1,4 +1,4 @@
-"""Fixtures that make two data sets from `tiny_data`: with many shards, and with few instances."""
+"""Fixtures that make data sets from `tiny_data`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tests.helpers.tiny import CONTEXT, reshuffled
 
 @pytest.fixture(scope="session")
 def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a data set that has more shards than a reader keeps open and is
-    shuffled with seed 8. Tests share the directory and must not change it."""
+    """Return a data set with more shards than a reader keeps open. Tests must not change it."""
     out = tmp_path_factory.mktemp("many")
     reshuffled(tiny_data, out, "--seed", "8", "--shard-size", str(3 * CONTEXT * 2))
     assert len(list((out / "shards").glob("*.npy"))) > reader._OPEN_SHARDS
@@ -23,8 +22,7 @@ def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def few_instances(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a training data set of 77 instances. Tests share the directory and
-    must not change it."""
+    """Return a training data set of 77 instances. Tests must not change it."""
     out = tmp_path_factory.mktemp("few")
     blend = ["blend", "--source", f"{tiny_data}=1", "--context", str(CONTEXT), "--out", str(out)]
     assert main([*blend, "--instances", "77", "--seed", "3", "--workers", "1"]) == 0

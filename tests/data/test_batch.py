@@ -24,7 +24,6 @@ def test_default_batch_is_a_microbatch_on_each_rank():
 
 
 def test_a_batch_of_too_many_microbatches_is_refused():
-    """The schedule lists each microbatch, so 2^26 of them would take minutes and gigabytes."""
     tokens = 2 * 32 * MAX_MICROBATCHES
     train = config().train.model_copy(update={"global_batch_tokens": tokens})
     assert plan_batch(train, 2).microbatches_per_rank == MAX_MICROBATCHES

@@ -124,8 +124,7 @@ def test_missing_unfinished_and_damaged_data_sets_are_refused(tiny_data, tmp_pat
 
 
 def test_data_set_without_instances_is_refused(tiny_data, tmp_path):
-    """If the held-out documents are too short for one instance, the held-out data set is empty.
-    `optimus-data verify` accepts an empty data set, but TokenDataset refuses it."""
+    """`optimus-data verify` accepts an empty data set, but TokenDataset refuses it."""
     context = TokenDataset(tiny_data / "eval").num_instances * CONTEXT + CONTEXT
     reshuffled(tiny_data, tmp_path, context=context)
     assert main(["verify", str(tmp_path)]) == 0

@@ -33,7 +33,7 @@ def dataset(tiny_data):
 
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (3, 2), (2, 3), (1, 4)])
 def test_ranks_of_any_layout_together_read_the_instances_of_a_step(dataset, size, ranks):
-    """The first epoch ends within one of the steps that the test reads."""
+    """The ranks read all instances of a step in order, also at the end of an epoch."""
     per_step = 12
     wrap = dataset.num_instances // per_step + 1
     assert dataset.num_instances % per_step, "an epoch must end within a step"
@@ -88,8 +88,7 @@ def test_groups_of_updates_are_limited_in_bytes(dataset, monkeypatch):
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, document_mask):
-    """The test keeps a slice of every ninth batch. The loader may reuse only the memory of the
-    other batches."""
+    """The test keeps slices of some batches. The loader may reuse the memory of other batches."""
     monkeypatch.setattr("optimus.data.loader._GROUP_BYTES", 2 * 4 * dataset.context * 8)
     kept, addresses = {}, set()
     with Loader(dataset, 4, 2, 0, 1, document_mask) as loader:
@@ -109,8 +108,7 @@ def test_memory_of_a_referenced_batch_is_not_reused(dataset, monkeypatch, docume
 
 
 def test_read_error_is_raised_at_its_update(many_shards, tmp_path):
-    """The loader returns the batches of earlier updates. Each request for the update with the
-    damaged instance raises an error."""
+    """A shard is damaged. Only a request for the update that needs it raises an error."""
     data = tmp_path / "data"
     shutil.copytree(many_shards, data)
     intact, dataset = TokenDataset(many_shards), TokenDataset(data)
@@ -139,7 +137,7 @@ def test_close_ends_a_waiting_thread(dataset):
 
 
 def test_document_ids_count_the_documents_that_end_before_a_token():
-    """An EOS token is the last token of its document, so the next token has the next id."""
+    """An EOS token is the last token of its document."""
     tokens = np.array([[5, 0, 6, 7, 0], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5]])
     ids = document_ids(tokens, 0)
     assert ids.tolist() == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]

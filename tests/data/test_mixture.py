@@ -17,14 +17,12 @@ from tests.helpers.tiny import CONTEXT, reshuffled
 
 @pytest.fixture
 def sources(tiny_data, many_shards, few_instances) -> list[TokenDataset]:
-    """Return three data sets: the tiny data set, the same documents in another order, and a data
-    set of 77 instances, which soon reaches its second epoch."""
+    """Return two orders of the same documents, and a small data set that soon repeats."""
     return [TokenDataset(path) for path in (tiny_data, many_shards, few_instances)]
 
 
 def test_share_and_order_of_each_source_are_exact(sources):
-    """The mixture reads the instances of a source in the order in which the source alone is read,
-    also in later epochs of the source."""
+    """The shares and orders are also exact in later epochs of a source."""
     mix = MixedDataset(sources, [3, 1, 4])
     count = 8 * 40
     assert count // 2 > sources[2].num_instances, "the small source must repeat"
@@ -91,8 +89,7 @@ def test_held_out_data_are_not_mixed_with_training_data(tiny_data):
 
 
 def test_sources_with_different_held_out_fractions_are_refused(tiny_data, tmp_path):
-    """`optimus-data blend` also refuses such sources. The held-out fraction of a blend is that of
-    its sources."""
+    """A blend has the held-out fraction of its sources."""
     plain, same = tmp_path / "plain", tmp_path / "same"
     text = tmp_path / "a.txt"
     text.write_text("some other text " * 500)

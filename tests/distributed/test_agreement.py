@@ -48,8 +48,8 @@ def open_store(request, tmp_path) -> Callable[[], Any]:
 
 
 def run_ranks(size: int, function: Callable[[int], Any], ranks: range | None = None) -> list[Any]:
-    """Run `function(rank)` in a separate thread for each rank. For each rank,
-    return the result of the function or the RunEnded that it raised."""
+    """Run `function(rank)` in a thread for each rank. Return the results, or the RunEnded that a
+    rank raised."""
     results: dict[int, Any] = {}
 
     def run(rank: int) -> None:
@@ -74,8 +74,8 @@ def agreement_of(rank: int, size: int, store: Any, local_size: int | None = None
 
 
 def ended_with(open_store, errors: dict[int, OptimusError], size: int = 3) -> list[RunEnded]:
-    """End each rank in `errors` with its error. Return a list with the RunEnded of each rank. Ranks
-    that are not in `errors` are lost, and their entry is None."""
+    """End each rank in `errors` with its error. Return each rank's RunEnded; None for other
+    ranks."""
 
     def end(rank: int) -> RunEnded:
         outcome = outcome_of(errors[rank], rank, "training", step=7)
@@ -117,9 +117,8 @@ def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
 
 @pytest.mark.parametrize("error", [LostPeerError("rank 0 is gone"), DataError("a.npy")])
 def test_the_end_of_a_rank_that_comes_late_is_not_shared(open_store, monkeypatch, error):
-    """Rank 0 fails, waits for rank 1 until the time limit, and ends. Then rank 1 fails and adopts
-    the Outcome of rank 0. `is_shared` is False on both ranks, because rank 1 may have collectives
-    in progress that need rank 0."""
+    """Rank 0 ends before rank 1 fails. `is_shared` is False on both, because collectives of rank 1
+    may need rank 0."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
     assert not ended_with(open_store, {0: DataError("metrics.jsonl")}, size=2)[0].is_shared
     late = ended_with(open_store, {1: error}, size=2)[1]

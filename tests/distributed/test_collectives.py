@@ -79,8 +79,7 @@ REPORT = Report(
 
 
 def exchange() -> tuple:
-    """Broadcast and gather objects and bytes whose lengths differ between ranks; return all
-    results."""
+    """Broadcast and gather objects and bytes of different lengths; return all results."""
     group = everyone()
     mine = replace(REPORT, entries=REPORT.entries * group.rank)
     first = collectives.broadcast_object(REPORT if group.rank == 0 else None, group, Report)
@@ -141,8 +140,8 @@ def test_only_plain_values_are_encoded():
 
 
 def announce_too_much(size: int) -> str:
-    """Let rank 1 announce a message of `size` bytes to rank 0 without sending it. Return the error
-    on rank 0 and "" on rank 1."""
+    """Make rank 1 announce a message of `size` bytes without sending it. Return the error of rank
+    0."""
     group = everyone()
     if group.rank == 1:
         length = torch.tensor([size])
@@ -233,7 +232,7 @@ def test_a_dead_peer_is_a_lost_peer(ranks, is_async, operation):
 
 
 def call_wrongly(mistake: str) -> str:
-    """Make the same invalid call on all ranks, so that no rank is lost; return the error."""
+    """Make the same invalid call on all ranks; return the error."""
     group = everyone()
     try:
         if mistake == "shape":

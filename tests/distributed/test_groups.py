@@ -21,8 +21,8 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
 def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
-    """All-gather the global ranks over each group of this rank; return the gathered ranks of each
-    group. Check that groups along dp share no process group with other groups."""
+    """All-gather the global ranks over each group of this rank; return them by group. Check that
+    groups along dp have separate process groups."""
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
@@ -45,8 +45,8 @@ def make_world(timeout_s: float) -> World:
 
 
 def stay_away(when: str) -> str:
-    """Delay rank 3 of a mesh with dp = 2 and tp = 2 for longer than the time limit. `when` is
-    "before" or "after" the groups are made. Return the error of this rank."""
+    """Delay rank 3 past the time limit, "before" or "after" the groups are made. Return the error
+    of this rank."""
     world = make_world(timeout_s=2.0)
     if when == "before" and world.rank == 3:
         time.sleep(6)
@@ -101,8 +101,8 @@ def test_messages_arrive_in_order(ranks):
 
 
 def over_channels(sizes: tuple[int, ...], virtual_stages: int) -> dict[str, float]:
-    """Send a value through each pipeline channel. Return the received values; their keys are
-    "activations" and "gradients". All receives are posted before the first send."""
+    """Send a value through each pipeline channel, after all receives are posted. Return the
+    received "activations" and "gradients"."""
     world = make_world(timeout_s=600.0)
     channels = join_groups(Mesh(*sizes), world, virtual_stages).channels
     directions = {
@@ -150,9 +150,8 @@ def sums_twice(sizes: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 1, 1, 2), (5, 1, 1, 1)], ids=str)
 def test_groups_may_be_made_again(ranks, sizes):
-    """The ranks make all groups and channels several times and use them each time. This works only
-    if all stages make the same number of groups, because torch names a group by the number of
-    groups that the rank has made before."""
+    """Groups and channels are made twice. This works only if all stages make the same number of
+    groups."""
     assert all(ranks(Mesh(*sizes).world_size, sums_twice, sizes, timeout_s=40))
 
 
@@ -173,7 +172,7 @@ def test_groups_of_12288_ranks_on_the_fake_backend(ranks):
 
 
 class OpenFile(Recorder):
-    """A recorder that can be neither copied nor pickled, like a recorder with an open file."""
+    """Recorder that can be neither copied nor pickled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

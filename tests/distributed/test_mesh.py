@@ -64,13 +64,12 @@ APART = {
     ("tp",): ("pp", "dp", "ep"),
     ("dp", "ep"): ("pp", "tp"),
 }
-"""Keys: the axes of a group. Values: the other axes; all ranks of the group have the same indices
-along them."""
+"""For the axes of each group, the axes along which all its ranks have the same indices."""
 
 
 def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """Compute groups by brute force: ranks with the same indices along the other axes form a group.
-    For each key of `APART` and for ENDS, return a list with the group of each rank."""
+    """Compute groups by brute force. Return a list with the group of each rank, for each key of
+    `APART` and for ENDS."""
     counts = itertools.product(*(range(size) for size in mesh))
     coordinates = [dict(zip(AXES, indices, strict=True)) for indices in counts]
     groups = {}

@@ -60,8 +60,7 @@ def listening_sockets() -> set[str]:
 
 
 def meet_on_loopback(port: int) -> tuple:
-    """Start a world at `port` of 127.0.0.1. Return the new listening sockets and gloo's network
-    interface."""
+    """Start a world at 127.0.0.1. Return the new listening sockets and gloo's interface."""
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     before, rank = listening_sockets(), int(os.environ["RANK"])
     world = start_world(at(f"tcp://127.0.0.1:{port}", LaunchEnv(rank, 2, rank, 2, "")), 30.0, "cpu")
@@ -73,7 +72,6 @@ def meet_on_loopback(port: int) -> tuple:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net/tcp")
 def test_a_world_on_loopback_listens_nowhere_else(ranks):
-    """Neither the store nor gloo listens at any address other than 127.0.0.1."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for new, interface in ranks(2, meet_on_loopback, port, start_world=False):
@@ -115,8 +113,10 @@ def test_a_port_that_another_program_takes_is_named():
 
 
 def start(failing: tuple[int, ...], missing: tuple[int, ...] = ()) -> RunEnded | None:
-    """Start the world; return the RunEnded that this rank raises, or None. Ranks in `failing` fail
-    with a DataError; ranks in `missing` do not start the world."""
+    """Start the world; return the RunEnded of this rank, or None.
+
+    Ranks in `failing` fail with a DataError. Ranks in `missing` do not start the world.
+    """
     rank = int(os.environ["RANK"])
     if rank in missing:
         time.sleep(4.0)
@@ -150,8 +150,7 @@ def test_missing_ranks_are_printed_once(ranks, missing):
 
 
 def start_over(interface: str) -> RunEnded | None:
-    """Start a world with gloo on the network interface `interface`; return the RunEnded that this
-    rank raises, or None."""
+    """Start a world with gloo on the given network interface; return the RunEnded, or None."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         start_world(device="cpu", timeout_s=60.0)
@@ -161,9 +160,8 @@ def start_over(interface: str) -> RunEnded | None:
 
 
 def test_an_absent_network_interface_is_printed_once(ranks):
-    """Two ranks start with GLOO_SOCKET_IFNAME set to an interface that does not exist. Both raise
-    the error, and one of them prints it. The rendezvous is a file, so that the test also passes on
-    a machine whose loopback interface is down."""
+    """GLOO_SOCKET_IFNAME names an interface that does not exist. Both ranks raise the error, and
+    one prints it."""
     ends = ranks(2, start_over, "absent0", start_world=False)
     for ended in ends:
         assert str(ended).startswith("GLOO_SOCKET_IFNAME: the network interface absent0 of ")
@@ -177,9 +175,7 @@ def test_a_failure_is_printed_although_others_are_missing(ranks):
 
 
 def test_output_of_libraries_while_ranks_connect_goes_to_standard_error(capfd):
-    """The test writes to descriptor 1, as gloo of torch 2.8 does when ranks connect. The line must
-    go to standard error, because programs expect only the JSON of a command on standard output."""
     with silent_libraries():
-        os.write(1, b"connected to 1 peer\n")
+        os.write(1, b"connected to 1 peer\n")  # as gloo of torch 2.8 does
     os.write(1, b"{}\n")
     assert capfd.readouterr() == ("{}\n", "connected to 1 peer\n")

@@ -13,9 +13,10 @@ NEW_TOKENS = 5
 
 
 def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
-    """Generate greedily and by sampling from prompts of 1, 13 and CONTEXT + 3 tokens. Return the
-    new tokens of each case, and the logits after the prompt of 13 tokens (None on ranks without
-    the last pipeline stage)."""
+    """Return the new tokens after several prompts, and the logits after one prompt.
+
+    The logits are None on ranks without the last pipeline stage.
+    """
     made = make_shard(tree)
     mesh, texts = made.groups.mesh, []
     source = mesh.rank_at(mesh.coordinate(0)._replace(pp=mesh.pp - 1))

@@ -10,8 +10,7 @@ from tests.helpers.tiny import tiny_tree
 from tests.helpers.updates import make_shard
 
 INSTANCES = ((7, 2), (2, 3), (0, 4))
-"""Pairs (number of held-out instances, batch size). 7 instances make three batches of 2 and a
-remainder of one; 2 instances are less than a batch of 3; the number 0 selects all instances."""
+"""Pairs (number of held-out instances, batch size). The number 0 selects all instances."""
 
 
 def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:

@@ -1,10 +1,9 @@
-"""Write checkpoints, data sets and configurations with the code of this checkout, so that
-tests/test_golden.py can check later versions: `python tests/golden/make.py v1 COMMIT`.
+"""Write checkpoints, data sets and configurations with the code of this checkout.
 
-The directory tests/golden/v1 must not exist. The commands `optimus` and `optimus-data` write its
-files and use relative paths. The script then reads the files and continues the runs from their
-checkpoints. `expected.json` records the hashes of the values that were read, and the metrics and
-states of the continued runs. README.md in this folder says when to add a directory.
+    python tests/golden/make.py v1 COMMIT
+
+The directory tests/golden/v1 must not exist. Its file `expected.json` has the values that later
+versions must read and compute from the other files. tests/test_golden.py checks this.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ EOS = "<|endoftext|>"
 CONTEXT = 16
 WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "nu", "pa", "re") for b in ("", *"abcdefgh")][:61]
 WIDE = 70_000
-"""Size of a vocabulary that is too large for uint16, so that token ids are stored as uint32. Only a
-few of the ids have a word."""
+"""Size of a vocabulary whose token ids are stored as uint32."""
 
 RUNS = {
     "moe-fp32": 1,
@@ -53,7 +51,7 @@ RUNS = {
     "dense-bf16-tp": 2,
     "dense-fp32-pp-tied": 2,
 }
-"""Number of ranks of each run. A run has the same name as its configuration in CONFIGS."""
+"""Number of ranks of each run, by the name of its configuration in CONFIGS."""
 WITH_MODELS = ("moe-fp32", "moe-bf16-ep-epso", "dense-bf16-tp", "dense-fp32-pp-tied")
 """Runs that also write model-only checkpoints."""
 
@@ -190,13 +188,11 @@ TOKENIZE = {
     "wide": ("two", "wide.json"),
     "bytes": ("three", "bytes.json", "--on-error", "quarantine"),
 }
-"""For each data set: the folder with its text below text/, the tokenizer file, and more options of
-`optimus-data`."""
+"""For each data set: folder below text/, tokenizer file, and options of `optimus-data`."""
 BLEND = ("--source", "data/words=0.7", "data/more=0.3", "--shard-size", "1024", "--workers", "1")
 AGAIN = ("--context", "7", "--seed", "3", "--carry-tails", "--shard-size", "1024")
 KILLED_AFTER = 18
-"""Number of files that `optimus-data` writes before it is killed. At this point, it has written all
-files of one unit of work and two checkpoints of the next unit."""
+"""Number of files that `optimus-data` writes before it is killed."""
 
 
 def main() -> None:
@@ -257,8 +253,7 @@ def write_text() -> None:
 
 
 def write_tokenizers() -> None:
-    """Write two word-level tokenizers, one with a large vocabulary, and a byte-level BPE
-    tokenizer."""
+    """Write a small and a large word-level tokenizer, and a byte-level BPE tokenizer."""
     for name, last in (("words", len(WORDS) + 2), ("wide", WIDE - 1)):
         vocab = {EOS: 0, "?": 1, **{word: 2 + index for index, word in enumerate(WORDS)}}
         vocab["."] = last
@@ -279,8 +274,7 @@ def write_configurations() -> None:
 
 
 def tokenize(name: str, out: str, command: str = "run") -> list[str]:
-    """Return the arguments of `optimus-data` that write the data set `name` of TOKENIZE to `out`.
-    The command `run` writes the whole data set, `tokenize` only its token arrays."""
+    """Return the arguments of `optimus-data` that write the data set `name` to `out`."""
     text, tokenizer, *options = TOKENIZE[name]
     words = [command, "--input", f"text/{text}", "--tokenizer", tokenizer, "--out", out, *options]
     if command == "run":
@@ -307,9 +301,10 @@ def make_data() -> dict[str, dict]:
 
 
 def make_interrupted() -> dict[str, dict]:
-    """Start commands of `optimus-data` and kill them, so that unfinished directories remain. Then
-    finish each command in a copy of its directory. Return each command and the hashes of the
-    finished files."""
+    """Kill commands of `optimus-data`, and finish them in copies of their directories.
+
+    Return each command and the hashes of the finished files.
+    """
     segments.SEGMENT_BYTES = (
         400  # so that units have checkpoints, which otherwise need 16 MiB of text
     )
@@ -332,8 +327,7 @@ def make_interrupted() -> dict[str, dict]:
 
 
 def make_run(name: str) -> dict:
-    """Train the run `name` to update STEP. Continue it in copies of the working directory. Return
-    the metrics, losses and hashes of states for `expected.json`."""
+    """Train a run to update STEP, and continue it in copies. Return values of `expected.json`."""
     run, config = Path("runs", name), f"configs/{name}.toml"
     start = ["train", config, f"train.run_dir={run}"]
     ranks = ["--nproc", RUNS[name]] if RUNS[name] > 1 else []
@@ -370,8 +364,7 @@ def continued(run: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def in_copy() -> Iterator[None]:
-    """Context in which a copy of the working directory is the current directory. The copy is
-    removed at the end."""
+    """Change to a temporary copy of the working directory, and back at the end."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(".", scratch, dirs_exist_ok=True)
         with contextlib.chdir(scratch):

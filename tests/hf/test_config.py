@@ -1,5 +1,4 @@
-"""Conversion of config.json to and from `ModelConfig`, with the field names of transformers 4 and
-5, and refusal of unsupported fields."""
+"""Conversion of config.json to and from `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -69,7 +68,6 @@ def test_round_trip_through_transformers_keeps_the_config(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["olmo", "olmoe"])
 def test_absent_fields_have_transformers_defaults(kind):
-    """For a config.json without fields, transformers and Optimus assume the same values."""
     sparse = {"OlmoConfig": "olmo", "OlmoeConfig": "olmoe"}
     name = next(key for key, value in sparse.items() if value == kind)
     hf_config = getattr(transformers, name)()

@@ -1,8 +1,6 @@
 """`optimus.hf.use_fast_moe` on models of the installed version of transformers.
 
-In version 5 the experts of a layer are one module with merged weights, and several model families
-are supported. In version 4 each expert is a module, and only OLMoE is supported. Tests of the other
-version are skipped. The tests were run with versions 4.57.6 and 5.23.0.
+Tests that need the other major version, 4 or 5, are skipped.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ def batch(padded: bool = False) -> dict[str, Tensor]:
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients, keyed by state dict names. `use_fast_moe` changes the parameters but
-    not these names."""
+    """Return the gradients, keyed by state dict names, which `use_fast_moe` keeps."""
     shadow = copy.deepcopy(model)
     with torch.no_grad():
         for target, parameter in zip(shadow.parameters(), model.parameters(), strict=True):
@@ -96,8 +93,8 @@ def test_outputs_and_gradients_equal_those_of_transformers(norm_topk_prob, padde
 
 
 def test_bf16_blocks_equal_those_of_transformers():
-    """The blocks are compared one at a time. In a whole model, rounding could change which of two
-    almost equally probable experts a token chooses, and this would cause a large difference."""
+    """Single blocks are compared, because in a whole model rounding may change the selected
+    experts."""
     theirs, ours = make_pair(torch.bfloat16)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     for layer in range(2):
@@ -132,8 +129,7 @@ def test_state_dicts_are_interchangeable(tmp_path):
 
 
 def test_assigned_weights_keep_their_dtype():
-    """As in torch, load_state_dict(assign=True) gives parameters the dtype of the loaded tensors.
-    Frozen parameters stay frozen."""
+    """Frozen parameters get the dtype of the loaded tensors and stay frozen."""
     theirs, ours = make_pair()
     for parameter in ours.parameters():
         parameter.requires_grad_(False)

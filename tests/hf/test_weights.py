@@ -1,5 +1,4 @@
-"""Import and export of weights in Hugging Face directories: round trips, file sizes, and refusal of
-damaged or unsuitable files."""
+"""Import and export of weights in Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -57,8 +56,8 @@ def write_hf(path, config, state, dtype, file_bytes=1 << 40) -> None:
 
 
 def load_hf_model(path, dtype=None) -> Transformer:
-    """Load the model of a Hugging Face directory, with weights in `dtype`. With None, each
-    parameter has the dtype that it has in the file."""
+    """Load the model of a Hugging Face directory, with weights in `dtype` or, if it is None, as
+    stored."""
     config = read_hf_config(path)
     model = Transformer(config)
     with open_weights(config, path) as weights:
@@ -136,8 +135,7 @@ def test_experts_may_be_merged_on_disk(tmp_path):
 
 
 def test_files_are_those_of_safetensors_for_any_order_of_slices(tmp_path):
-    """Slices of random lengths and several dtypes, written in reverse order, produce a file with
-    the same bytes as the safetensors library."""
+    """Slices in reverse order give a file with the same bytes as the safetensors library."""
     model = small_model()
     state, generator = model.state_dict(), random.Random(0)
     file_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -191,8 +189,7 @@ def test_damaged_tensor_is_named(damage, tmp_path):
 
 
 def test_unused_tensors_are_ignored(tmp_path):
-    """Two tensors in the file are not used: rotary angles, which old versions of transformers
-    saved, and the head of a model with tied embeddings."""
+    """The file contains rotary angles, and a head although the embeddings are tied."""
     hf_model = save_with_transformers(tmp_path, "olmo", tie_word_embeddings=True)
     angles = "model.layers.0.self_attn.rotary_emb.inv_freq"
     head = {"lm_head.weight": hf_model.state_dict()["lm_head.weight"].clone()}

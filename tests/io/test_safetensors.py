@@ -1,5 +1,4 @@
-"""Headers and index files of safetensors from untrusted sources: invalid files are refused with a
-CheckpointError."""
+"""Refusal of invalid headers and index files of safetensors from untrusted sources."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def test_header_of_more_than_16_mib_is_refused(tmp_path):
     path.write_bytes(((16 << 20) + 1).to_bytes(8, "little"))
     with open(path, "r+b") as file:
         file.truncate(200_000_000)
-    with pytest.raises(CheckpointError, match="header of 16,777,217 bytes, more than 16,777,216"):
+    with pytest.raises(CheckpointError, match="16,777,217 bytes, the limit is 16,777,216"):
         TensorFiles(tmp_path)
 
 

@@ -1,5 +1,4 @@
-"""Fixtures for tests of kernels: small sources that compile fast, and the real CPU kernels of each
-instruction set."""
+"""Fixtures for tests of kernels: small sources, and the CPU kernels of each instruction set."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ exec g++ "$@"
 
 
 def old_compiler(folder: Path) -> str:
-    """Write a compiler that refuses -march=x86-64-v3 and -march=x86-64-v4, as g++ before version 11
-    does, and return its path."""
+    """Write a fake compiler that refuses -march=x86-64-v3 and -v4, and return its path."""
     path = folder / "old-g++"
     path.write_text(OLD_COMPILER)
     path.chmod(0o755)
@@ -75,14 +73,12 @@ def too_old(tmp_path, monkeypatch) -> None:
 
 @pytest.fixture(scope="module", params=["portable", "portable alone", "avx2", "avx512"])
 def cpu_library(request, tmp_path_factory) -> ctypes.CDLL:
-    """Return the CPU kernels of one instruction set. A loaded library selects its instruction set
-    only once, so the fixture loads a copy of the file for each set. `portable alone` is a library
-    that contains no AVX kernels. Old compilers, and processors other than x86-64, get such a
-    library."""
+    """Return the CPU kernels of one instruction set. `portable alone` is a build without AVX."""
     folder = tmp_path_factory.mktemp("isa")
     library = _build_portable(folder) if "alone" in request.param else backend.active("cpu").library
     if library is None:
         pytest.skip(f"no CPU kernels: {backend.active('cpu').why_not}")
+    # A loaded library selects its instruction set only once, so each set needs a copy.
     path = shutil.copy(library._name, folder / "copy.so")
     isa = request.param.removesuffix(" alone")
     with pytest.MonkeyPatch.context() as patch:

@@ -18,9 +18,8 @@ PRIMES = checks.ROUTINGS[1]
 
 
 def check_route(native: Native) -> None:
-    """Compare the `route` kernel with its reference, as checks.check_route does, but with output
-    tensors of zeros. An element that a faulty kernel does not write is then 0, which is a valid row
-    number."""
+    """Check the `route` kernel with outputs of zeros. An element that the kernel does not write
+    then has a valid row number."""
     chosen, expected = MANY.chosen("cpu"), checks.case(MANY, "cpu")
     outs = [torch.zeros_like(rows) for rows in expected]
     words = native.route_scratch(*chosen.shape, MANY.total)
@@ -33,8 +32,8 @@ def check_route(native: Native) -> None:
 
 @dataclass(frozen=True)
 class Bug:
-    """Bug that replaces `old` by `new` in csrc/`file`. The function `check` must then fail. To save
-    time, only SYCL functors whose names contain `functor` are compiled."""
+    """Bug that replaces `old` by `new` in csrc/`file`, so that `check` fails. For SYCL, only
+    functors whose names contain `functor` are compiled."""
 
     name: str
     file: str

@@ -1,5 +1,4 @@
-"""Tests of adamw_: its results are bitwise equal to those of torch's fused AdamW if the number of
-elements is a multiple of 16, and slicing a tensor changes no bit."""
+"""Tests of adamw_: results equal those of torch's fused AdamW, and slices change no bit."""
 
 from __future__ import annotations
 
@@ -135,8 +134,7 @@ def test_reference_gives_the_same_bits(reference, size, grad_dtype):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_any_nan_is_rounded_to_a_nan(dtype):
-    """Rounding must keep NaN. Two NaN would be lost if they were rounded as finite numbers: a carry
-    turns the bits 0x7FFFFFFF into zero, and 0x7F800001 loses its last bit and becomes infinity."""
+    # Rounded as finite numbers, the first NaN would become zero, and the second infinity.
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32)
     master = bits.repeat(VECTOR).view(torch.float32)[1:].clone()
     states = [master, *(torch.zeros_like(master) for _ in range(3))]
@@ -168,9 +166,8 @@ def test_slices_alignment_and_threads_change_no_bit():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_parameter_is_the_rounded_master(dtype):
-    """A learning rate of 0 does not change the masters, so each parameter must be its rounded
-    master. The masters cover all 2^16 values of the upper 16 bits of an fp32 number. Their lower 16
-    bits are 0, the midpoint of rounding to 16 bits, or a value next to the midpoint."""
+    """A learning rate of 0 keeps the masters, so each parameter must be its rounded master."""
+    # All upper 16 bits, each with lower bits of 0, at the midpoint of rounding, and next to it.
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     master = torch.cat([(upper | low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x8001)])
     zero, out = torch.zeros_like(master), torch.zeros(len(master), dtype=dtype)
@@ -190,8 +187,7 @@ def test_grad_scale_equals_scaling_before_the_update(grad_dtype):
 
 
 def test_fused_rounds_once():
-    """`_fused` computes a * b + c with a single rounding. The test compares with exact fractions,
-    also for sums that fp64 arithmetic would round twice."""
+    """`_fused` must round a * b + c only once. Exact fractions give the expected result."""
     from fractions import Fraction
 
     a, b, c = torch.randn(3, 2000, generator=torch.Generator().manual_seed(1))
@@ -213,8 +209,7 @@ def test_fused_rounds_once():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 def test_gpu_kernel_gives_the_same_bits(monkeypatch, reference, tmp_path):
-    """Run the CUDA kernel on a CPU, for sizes that are not multiples of a vector load, and for
-    addresses that are not aligned for vector loads."""
+    """Emulate the CUDA kernel on a CPU. Some sizes and addresses do not fit vector loads."""
     emulated = CudaOnCpu(build.csrc() / "cuda/kernels.cu", tmp_path)
     for size, shift in ((0, 0), (3, 0), (1027, 0), (1024, 1)):
         tensors = [*make_states(size + shift, torch.bfloat16), torch.zeros(size + shift).bfloat16()]

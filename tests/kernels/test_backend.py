@@ -1,4 +1,4 @@
-"""Tests of the choice of a backend: `auto` falls back to torch with one log line; a backend that is
+"""Tests of the choice of a backend. `auto` falls back to torch with one log line. A backend that is
 selected by name is used or refused."""
 
 from __future__ import annotations
@@ -143,9 +143,8 @@ extern "C" __attribute__((visibility("default"))) int optimus_kernels_abi(void) 
 
 @needs_gxx
 def test_library_that_others_may_have_written_is_listed_and_never_loaded(small_csrc, tmp_path):
-    """Another user could have written the planted library, because its group has write permission.
-    It is compatible and newer than the real library. Loading it would run its code, so it must not
-    be loaded."""
+    """The planted library is compatible and newer than the real one, but its group may write to it.
+    Its code must not run."""
     entry = build.build("cpu")
     ran, planted = tmp_path / "ran", entry.path.with_name("cpu-0000000000000000")
     shutil.copytree(entry.path, planted)

@@ -1,4 +1,4 @@
-"""Tests of compilation in several processes, of a killed process and of a compiler that hangs."""
+"""Tests of compilation in several processes, with killed processes and compilers that hang."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ exec g++ "$@"
 
 @pytest.fixture
 def blocked_compiler(small_csrc, tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """Set CXX to a wrapper of g++. Before the wrapper compiles, it appends a line to a log and
-    waits until the file `hold` is deleted. Return the paths of `hold` and of the log."""
+    """Set CXX to a wrapper of g++ that logs each call and waits while the file `hold` exists.
+    Return the paths of `hold` and of the log."""
     hold, log, path = tmp_path / "hold", tmp_path / "log", tmp_path / "blocked-g++"
     hold.touch()
     log.touch()

@@ -1,4 +1,4 @@
-"""Tests of the cache of compiled libraries: entries are complete or absent, even with concurrent,
+"""Tests of the cache of compiled libraries. Entries are complete or absent, even with concurrent,
 killed or hostile processes."""
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ def test_unwritable_cache_folder_is_named(monkeypatch):
 
 
 def read_as_nobody(root: str) -> None:
-    """Use the cache as a user without write permission. If the tests run as root, the process
-    changes its user id, because root can write to any folder."""
+    """Use the cache as a user without write permission. Root changes its user id first."""
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
@@ -312,9 +311,7 @@ def make_colleagues_cache(home: Path) -> Path:
 
 
 def read_while_exchanged(root: Path, other: Path) -> None:
-    """Read an entry of the cache `root` as user 1234. Another user replaces the folder `root` by
-    the cache `other` directly after `root` has been checked. No entry of `other` may be
-    returned."""
+    """Assert that no entry of `other` is returned if `other` replaces `root` after the check."""
     check = cache._why_untrusted_cache
 
     def exchange(*arguments) -> str:
@@ -350,8 +347,8 @@ def test_cache_that_is_exchanged_after_its_check_is_not_used(exists):
 @pytest.mark.parametrize("owner", [65534, 1234], ids=["other user", "this user"])
 @pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o777], ids=["group", "sticky", "open"])
 def test_writable_folder_between_two_links_is_detected(mode, owner):
-    """`.cache` is a link to project/v, and project/v is a link to another user's cache. A user who
-    can write to `project` can replace the second link, so the cache must not be trusted."""
+    """`.cache` is a link to project/v, which is a link to another user's cache. Another user may
+    replace the second link, so the cache must not be trusted."""
     safe = next((path for path in map(Path, ("/opt", "/srv", "/var/lib")) if path.is_dir()), None)
     if safe is None:
         pytest.skip("this machine has no folder that only root can write")

@@ -21,8 +21,7 @@ def all_halves(dtype):
 
 
 def add_rows(native, rows):
-    """Return the sum [D] of `rows` [K, D]. The kernel `reduce` computes it for one token with K
-    slots, in fp32, and rounds it to the dtype of `rows`."""
+    """Return the sum [D] of `rows` [K, D] in their dtype, as the kernel `reduce` computes it."""
     out = torch.empty_like(rows[0])
     slots = torch.arange(len(rows), dtype=torch.int32)
     sizes = (1, len(rows), rows.shape[1])
@@ -68,8 +67,6 @@ def test_rounding_is_to_nearest_even_as_in_torch(native, dtype):
 
 
 def test_silu_is_within_3_ulp(native):
-    """The limit of 3 ulp allows for the errors of four operations: exp, an addition, a division and
-    a product. The largest measured error is 2.8 ulp, and 2.2 ulp for torch's silu."""
     bits = torch.arange(0, 0x42B00000, 1009, dtype=torch.int32)  # bits of the numbers 0 to 88
     g = bits.view(torch.float32)
     for values in (g, -g):
@@ -77,7 +74,7 @@ def test_silu_is_within_3_ulp(native):
         unit = torch.finfo(torch.float32).eps * exact.abs().log2().floor().exp2()
         normal = exact.abs() >= torch.finfo(torch.float32).tiny
         ulp = ((silu(native, values).double() - exact).abs() / unit)[normal]
-        assert ulp.max() < 3
+        assert ulp.max() < 3  # exp, an addition, a division and a product round
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])

@@ -1,7 +1,6 @@
 """Tests of the CUDA kernels: compiled by nvcc, emulated on a CPU, and run on a GPU.
 
-`python -m pytest tests/kernels/test_cuda.py` on a machine with a GPU and nvcc runs all tests. Other
-machines skip some of them.
+Tests that need nvcc or a GPU are skipped on other machines.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ def test_rows_on_an_emulated_gpu(emulated, monkeypatch, dtype):
 
 
 EXPERTS = (checks.ROUTINGS[1], checks.ROUTINGS[6])
-"""Two routings. In the first, all experts are local. In the second, some experts are local, and the
-rows after those of the last local expert are undefined."""
+"""Two routings. In the first, all experts are local. In the second, only some experts are local."""
 
 
 @needs_host_compiler
@@ -117,8 +115,7 @@ rows after those of the last local expert are undefined."""
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("routing", EXPERTS, ids=lambda routing: routing.name)
 def test_experts_on_an_emulated_gpu(emulated, monkeypatch, routing):
-    """Run the op `experts` as on a GPU: torch's grouped_mm for the matrix products, and emulated
-    CUDA kernels for the other steps."""
+    """Run the op `experts` with torch's grouped_mm and emulated CUDA kernels."""
     exact = checks.experts_step(routing, torch.float64, torch.float32, "cpu")()
     monkeypatch.setattr(library, "native", lambda tensor, **_: emulated)
     monkeypatch.setattr(GROUPED, "_form", "torch")
@@ -176,8 +173,8 @@ def test_rows_on_a_gpu(gpu, size, dtype):
 
 @needs_gpu
 def test_ops_do_not_wait_for_the_host_and_use_the_current_stream(gpu):
-    """The ops are captured in a CUDA graph and replayed on new input. The capture fails if an op
-    synchronizes with the host."""
+    """A CUDA graph captures the ops and replays them on new input. The capture fails if an op waits
+    for the host."""
     from optimus_kernels.gather import gather
     from optimus_kernels.reduction import reduce_rows
     from optimus_kernels.route import route

@@ -75,8 +75,7 @@ MIB = 1 << 20
 
 
 def test_request_of_the_same_size_reuses_the_buffer(no_buffers):
-    """A buffer is larger than the request, because its size is rounded up; a small buffer may have
-    twice the requested size. A second request of the same size must still reuse the buffer."""
+    """The pool rounds sizes up. A second request of the same size must still reuse the buffer."""
     sizes = random.Random(0).choices(range(memory.SMALLEST, 70 * MIB), k=300)
     edges = [mib * MIB + extra for mib in (1, 2, 3, 4, 5, 6, 63, 64) for extra in (0, 4)]
     for size in (*sizes, *edges):
@@ -109,8 +108,8 @@ def test_repeated_steps_allocate_no_new_buffers(no_buffers):
 
 
 def test_total_is_bounded_by_1_5_times_the_memory_in_use(no_buffers):
-    """Sizes and lifetimes of the tensors are random. The total size of all buffers must not exceed
-    1.5 times the largest total size of the buffers that were in use at the same time."""
+    """Sizes and lifetimes are random. The pool may use at most 1.5 times the largest memory in use
+    at one time."""
     draws, alive, most = random.Random(2), [], 0
     for _ in range(2000):
         size = draws.randint(memory.SMALLEST, 40 * MIB)

@@ -18,8 +18,7 @@ ops = torch.ops.optimus
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_route_at_the_boundaries_of_pieces(pieces, extra):
-    """The CPU kernel counts slots in chunks of 4096. The test uses multiples of 4096 slots, one
-    slot fewer and one slot more."""
+    """The number of slots is near a multiple of 4096, the chunk size of the CPU kernel."""
     slots = pieces * 4096 + extra
     chosen = torch.randint(7, (slots, 1), generator=torch.Generator().manual_seed(slots))
     for ours, expected in zip(
@@ -29,7 +28,7 @@ def test_route_at_the_boundaries_of_pieces(pieces, extra):
 
 
 def test_rows_after_2_to_the_31_elements_are_addressed():
-    """The tensor has 4 GiB, but only the two rows that the test writes occupy physical memory."""
+    """The tensor has 4 GiB, but only two of its rows use physical memory."""
     last = 2**21
     x = torch.empty(last + 1, 1024, dtype=torch.bfloat16)
     x[0], x[last] = 1, 2
@@ -43,9 +42,7 @@ def test_rows_after_2_to_the_31_elements_are_addressed():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [15, 17, 512, 513, 545])
 def test_rows_padded_for_onednn_are_within_their_buffers(tokens, dtype, monkeypatch):
-    """Products with oneDNN pad the rows of an expert, for example from 513 to 544 rows. The last
-    expert has no rows of another expert after it, so the buffers must have space for its
-    padding."""
+    """oneDNN pads the rows of each expert. The buffers must have space for the last padding."""
     if dtype is torch.float32:
         if not product.onednn_is_exact():
             pytest.skip("oneDNN is not available for fp32 products")

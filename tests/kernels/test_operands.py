@@ -1,5 +1,4 @@
-"""Tests of operands that ops refuse, operands with any strides, and gradients of ops without a
-backward formula."""
+"""Tests of operands that ops refuse, of any strides, and of ops without a backward formula."""
 
 from __future__ import annotations
 

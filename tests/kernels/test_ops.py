@@ -1,5 +1,4 @@
-"""Tests of all ops: registration (torch.library.opcheck), and comparison of the kernels with the
-reference implementations."""
+"""Tests of all ops: registration (opcheck), and comparison with the reference implementations."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def case(name, dtype=torch.float32):
 
 
 def arguments(name, dtype) -> dict[str, tuple]:
-    """Return a dict from the name of each op to its arguments. `name` selects the sizes in
-    SHAPES."""
+    """Return the arguments of each op in a dict. `name` selects the sizes in SHAPES."""
     c = case(name, dtype)
     rows = c["rows"]
     weights, x, y, h, da = (c[key] for key in ("weights", "x", "y", "h", "da"))
@@ -141,8 +139,7 @@ REFERENCES = {
     "grouped_mm_weight": grouped_weight_reference,
 }
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Allowed relative errors. fp32 allows a few roundings. bf16 and fp16 allow half a unit in the last
-place, which is 2^-8 for bf16 and 2^-11 for fp16."""
+"""Allowed relative errors: a few roundings in fp32, half a unit in the last place in 16 bits."""
 
 
 @pytest.mark.usefixtures("filled")
@@ -190,8 +187,7 @@ LINEAR = ("gather", "grouped_mm", "grouped_mm_weight", "reduce_rows")
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_first_and_second_derivatives_equal_finite_differences(name):
-    """The test omits ops without a second derivative: swiglu, and reduce_rows with weights.
-    Therefore reduce_rows runs without weights."""
+    """Ops without a second derivative are excluded: swiglu, and reduce_rows with weights."""
     inputs = list(arguments("few", torch.float64)[name])
     if name == "reduce_rows":
         inputs[1] = None
@@ -257,8 +253,7 @@ def test_mismatched_shapes_are_named(name):
 @needs_torch_form
 @pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_weight"])
 def test_torch_implementation_accepts_the_gradient_of_a_sum(name, torch_implementation):
-    """The gradient of a sum is a tensor with stride 0. torch's grouped_mm rejects such tensors, so
-    the op must copy the gradient first."""
+    """The gradient of a sum has stride 0, so the op must copy it for torch's grouped_mm."""
     *values, offsets = arguments("all held", torch.float32)[name]
     leaves = [value.detach().requires_grad_() for value in values]
     getattr(ops, name)(*leaves, offsets).sum().backward()
@@ -322,8 +317,7 @@ def test_torch_implementation_refuses_unaligned_rows(dtype, sizes, torch_impleme
 @needs_torch_form
 @pytest.mark.parametrize(("dtype", "sizes"), ODD)
 def test_auto_uses_the_loop_for_unaligned_rows_on_accelerators(dtype, sizes, monkeypatch):
-    """On an accelerator, `auto` selects torch's implementation. This implementation requires
-    aligned rows, so `auto` must select the loop if rows are not aligned."""
+    """On accelerators, `auto` must select torch's implementation only if rows are aligned."""
     like = SimpleNamespace(
         device=torch.device("cpu"), dtype=dtype, is_cpu=False, element_size=dtype.itemsize.__int__
     )

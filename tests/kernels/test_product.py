@@ -1,5 +1,4 @@
-"""Tests of the matrix products of experts: the bf16 kernel is compared with fp64, also for sizes
-that are not multiples of its block sizes."""
+"""Tests of the matrix products of experts: the bf16 kernel is compared with products in fp64."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ def before_forbidden_memory(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("a_transposed", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
 def test_memory_after_the_operands_is_not_accessed(a_transposed, b_transposed):
-    """The operands and the result end directly before a page without access rights. Products run in
-    a child process, because an invalid access kills the process."""
+    """The operands and the result end directly before a page without access rights. An access to
+    this page kills the child process."""
     generator = torch.Generator().manual_seed(0)
     if amx_kernel(torch.empty(1).bfloat16()) is None:
         pytest.skip("this machine has no AMX")
@@ -130,10 +129,8 @@ def not_of_intel(monkeypatch):
 
 @needs_onednn
 def test_onednn_computes_fp32_products_of_experts_where_it_is_faster():
-    """oneDNN is faster than the default library on processors that are not from Intel. There it
-    must compute the six products of an expert (forward and backward); on Intel processors it must
-    compute none. After the op, it must compute no product. The test counts the products in oneDNN's
-    log. It needs a separate process, because oneDNN reads ONEDNN_VERBOSE when it starts."""
+    """On processors that are not from Intel, oneDNN must compute all products of the op `experts`.
+    It must compute no other products."""
     code = """
 import torch, optimus_kernels as kernels
 from optimus_kernels import product
@@ -150,6 +147,7 @@ torch.randn(64, 64) @ torch.randn(64, 64)
 """
     counts = {}
     for intel in (False, True):
+        # oneDNN reads ONEDNN_VERBOSE when it starts, so this needs a new process.
         result = python("-c", code.format(intel=intel), ONEDNN_VERBOSE="1")
         assert result.returncode == 0, result.stderr
         _, _, log = result.stdout.partition("= within\n")

@@ -1,4 +1,4 @@
-"""Tests of square_bins_: sums of squares are exact, and bitwise equal however a tensor is split."""
+"""Tests of square_bins_: sums of squares are exact, and splitting a tensor changes no bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compiled(kernel, monkeypatch) -> None:
 
 
 def make(blocks: int, seed: int = 0) -> torch.Tensor:
-    """Return random fp32 numbers [blocks * BLOCK] of all magnitudes, also zeros and subnormals."""
+    """Return random fp32 numbers [blocks * BLOCK] of all magnitudes, with zeros and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(blocks, BLOCK, generator=generator)
     flat *= 10.0 ** torch.randint(-44, 37, (blocks, 1), generator=generator)
@@ -75,8 +75,7 @@ def test_slices_and_threads_change_no_bit():
 
 
 def test_sum_is_exact():
-    """Compare with sums of exact fractions. square_bins_ rounds in only two places: the fp64 sum of
-    each block of 32 elements, and the total."""
+    """The sum must equal the sum of exact fractions, except for the rounding to fp64."""
     flat = torch.randn(64 * BLOCK, generator=torch.Generator().manual_seed(1))
     exact = sum(Fraction(value) ** 2 for value in flat.tolist())
     assert abs(total_of(bins_of(flat)) / exact - 1) < 1e-15

@@ -1,5 +1,5 @@
-"""Tests of the SYCL kernels. DPC++ compiles the kernels for Intel's OpenCL device for CPUs, where
-they run in real sub-groups. Results are compared with the reference implementations."""
+"""Tests of the SYCL kernels on Intel's OpenCL device for CPUs. Results are compared with the
+reference implementations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
 @pytest.fixture(scope="module")
 def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
-    """Compile all launchers and functors of csrc/sycl, which takes half a minute."""
+    """Compile all launchers and functors of csrc/sycl."""
     proof = sycl_cpu.SyclOnCpu(PREFIX, tmp_path_factory.mktemp("sycl"))
     proof.build(proof.source)
     return proof

@@ -1,5 +1,4 @@
-"""Document masks: a document that shares a sequence with other documents has the same outputs and
-gradients as in a separate sequence."""
+"""Document masks: documents that share a sequence do not affect each other."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ ARCHITECTURES = [
 
 
 def documents(tokens: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, first, stop) for each document in IDS, computed without the code under test. The
-    document has the positions [first, stop) of the row."""
+    """Return (row, first, stop) for each document in IDS, which has the positions [first, stop) of
+    the row."""
     ranges = []
     for row, ids in enumerate(IDS.tolist()):
         begins = [s for s in range(len(ids)) if s == 0 or ids[s] != ids[s - 1]]
@@ -65,9 +64,6 @@ def test_attention_equals_a_block_diagonal_mask(heads, groups):
 
 @pytest.mark.parametrize(("architecture", "fields"), ARCHITECTURES)
 def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields):
-    """The model runs on sequences with several documents, and the reference on each document as a
-    separate sequence. The targets are the same: the last token of a document predicts the first
-    token of the next document in the sequence."""
     model, tokens = small_model(architecture, **fields), some_tokens()
     terms = model.losses(tokens, IDS)
     assert terms.num_targets == 3 * 15
@@ -77,6 +73,7 @@ def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields
     total = torch.zeros(())
     for row, first, stop in documents(tokens):
         logits = model(tokens[row : row + 1, first:stop])[0]
+        # The last token of a document predicts the first token of the next document.
         targets = tokens[row, first + 1 : stop + 1]
         total = total + F.cross_entropy(logits[: len(targets)], targets, reduction="sum")
     total.backward()
@@ -98,7 +95,5 @@ def test_documents_do_not_affect_each_other():
 
 
 def test_a_single_document_is_plain_causal_attention():
-    """The reference is the model without document ids, which does not run the code of document
-    masks."""
     model, tokens = small_model(), some_tokens()
     assert relative(model(tokens, torch.zeros_like(tokens)), model(tokens)) < 1e-6

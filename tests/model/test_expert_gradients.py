@@ -49,8 +49,7 @@ def run_backward(experts: Experts, number: int, save_input_only: bool = False) -
 
 
 def by_autograd(dtype, **settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the reference: the gradients of the inputs, and the weight gradients summed over
-    microbatches. Autograd computes both in `dtype`; the sums are fp32."""
+    """Return autograd's input gradients, and its weight gradients summed over microbatches."""
     experts = make_experts(dtype, **settings)
     sums, of_inputs = [torch.zeros(p.shape) for p in experts.parameters()], []
     for number in range(MICROBATCHES):
@@ -100,12 +99,11 @@ def test_sums_have_the_bits_of_separate_gradients(dtype, form, products):
 
 
 @pytest.mark.parametrize("to_sums", [True, False], ids=["to-sums", "to-grad"])
-@pytest.mark.parametrize("inner", [24, 20])
+@pytest.mark.parametrize("inner", [24, 20])  # with 20, not all 16-bit rows are 16-byte aligned
 @pytest.mark.parametrize("input_only", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_deferred_gradients_have_the_same_bits(dtype, input_only, inner, to_sums, form, products):
-    """Deferred gradients are bit-identical to those of autograd. With inner = 20, a row of the down
-    matrices has 40 bytes in 16-bit dtypes, so not every row starts at a multiple of 16 bytes."""
+    """Deferred gradients are bit-identical to those of autograd."""
     if form == "torch" and (dtype is torch.float16 or inner * dtype.itemsize % 16):
         pytest.skip("torch has no grouped product for it")
     of_inputs, sums = by_autograd(dtype, inner=inner)
@@ -165,8 +163,7 @@ def test_autograd_adds_the_gradient_if_the_other_weight_is_frozen(frozen):
 
 
 def test_no_memory_of_the_size_of_all_experts_is_allocated(monkeypatch):
-    """Backward into given tensors computes the weight gradient of one expert at a time, so it
-    allocates no tensor of the size of all experts' weights."""
+    """Backward into given tensors computes the weight gradients of one expert at a time."""
     experts, sizes = make_experts(torch.float32), []
     write_to_sums(experts)
     plain = experts_loop.memory.empty

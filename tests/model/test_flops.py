@@ -57,11 +57,10 @@ def test_counted_without_building_equals_built(feature):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_flops_equal_those_that_torch_counts(feature):
-    """Compare with the FLOPs that torch counts in a forward and backward pass. Attention is not
-    fused, because torch counts only the products of unfused attention."""
     if "intel_extension_for_pytorch" in sys.modules:
         pytest.skip("IPEX's operators hide products from torch's counter (docs/intel.md)")
     model, tokens = small_model(**FEATURES[feature]), some_tokens(2, 16)
+    # torch does not count the products of fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     # torch also counts the gradient of RMSNorm weights, because a matrix product computes it.

@@ -16,8 +16,7 @@ WIDE = torch.float64
 
 @pytest.mark.parametrize("make", [RMSNorm, LayerNorm])
 def test_norms_of_bf16_compute_in_fp32(make):
-    """The norms of a bf16 model compute mean and variance in fp32. In bf16, these statistics would
-    cause errors of several percent in outputs and gradients."""
+    """The norms of a bf16 model compute mean and variance in fp32."""
     narrow = (100 + torch.randn(64, 256)).bfloat16().requires_grad_()
     wide = narrow.detach().to(WIDE).requires_grad_()
     probe = torch.randn(64, 256).bfloat16()
@@ -63,8 +62,7 @@ def test_rotation_backwards_is_its_gradient():
 
 
 def test_angles_are_not_rounded_with_the_model():
-    """Casting the model to bf16 does not cast the rotary angles. A bf16 angle at position 60 would
-    be wrong by tenths of a radian."""
+    """Casting the model to bf16 does not cast the rotary angles."""
     model = small_model().bfloat16()
     cos, _ = model.rotary(64, torch.device("cpu"))
     frequency, _ = inverse_frequencies(model.config, 64)
@@ -80,8 +78,8 @@ def test_training_works_after_evaluating_in_inference_mode():
 
 
 def test_embedding_writes_the_gradient_of_autograd_to_other_memory():
-    """After `write_gradients_to`, the target tensor has the bits of autograd's gradient. Inside a
-    DeferredGradients context, autograd accumulates the gradient into `.grad` instead."""
+    """After `write_gradients_to`, the target tensor gets autograd's gradient bit by bit. Inside a
+    DeferredGradients context, `.grad` gets it instead."""
     for dtype, into in ((torch.float32,) * 2, (torch.bfloat16, torch.float32)):
         embed = Embedding(small_config(pad_token_id=3)).to(dtype)
         torch.nn.init.normal_(embed.weight)

@@ -202,11 +202,10 @@ def test_debug_mode_works_in_compiled_code(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_experts_compile_in_16_bit_in_both_forms(backend, form):
-    """Compiled experts agree with those that are not compiled, in both implementations of grouped
-    matrix products. The implementations share a cache of compiled code on disk, so the output sizes
-    of an op must be the same in both."""
+    """Compiled experts agree with those that are not compiled."""
     if backend == "inductor" and os.environ.get("OPTIMUS_TEST_COMPILE") != "1":
         pytest.skip("OPTIMUS_TEST_COMPILE=1 runs the C++ compiler of torch.compile")
+    # Both forms share a cache of compiled code on disk, so an op must have the same output sizes.
     torch.compiler.reset()
     experts, chosen = make_experts(torch.bfloat16), spread(12, 2)
     x, weights = torch.randn(12, D).bfloat16(), torch.rand(12, 2).bfloat16()
@@ -312,8 +311,7 @@ def test_nan_in_the_logits_reaches_the_output_and_nothing_else():
 
 
 def test_experts_of_other_ranks_cost_no_memory(monkeypatch):
-    """The module has a subset of the experts, as under expert parallelism. It saves activations
-    only for the (token, expert) pairs of its experts."""
+    """Under expert parallelism, a module saves activations only for its own experts."""
     experts, tokens, k, local = make_experts(torch.float32), 64, 2, 2
     with torch.no_grad():
         experts.gate_up = torch.nn.Parameter(experts.gate_up[:local].clone())

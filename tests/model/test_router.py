@@ -50,9 +50,7 @@ def test_gradients_are_those_of_the_definition(output, normalised):
 
 
 def test_losses_follow_their_formulas_on_a_model():
-    """Let f_e be the fraction of choices that are expert e, and P_e the mean probability of e. The
-    load-balancing loss in OLMo's form is E * sum f_e P_e of each layer, averaged over layers. The
-    Hugging Face form uses K * f_e, and averages it and P_e over layers before the product."""
+    """The losses of OLMo and of Hugging Face equal those computed from the router's inputs."""
     model = small_model("olmoe", init_std=0.5)
     routings = []
     for block in model.blocks.values():

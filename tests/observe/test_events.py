@@ -1,4 +1,4 @@
-"""Tests of records (lines of metrics files) and of recorders, which pass records to sinks."""
+"""Tests of the records of a run and of the recorders that receive them."""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ PAIR = torch.tensor([[512] * 16, [4096, 4096] + [0] * 14])
 
 
 def notices_of(health, rows=None, norms=(), first=1) -> list[Notice]:
-    """Return the notices of consecutive updates; the first update has number `first`. By default
-    the load of experts is even and all gradient norms are 1."""
+    """Return the notices of consecutive updates. The first update has the number `first`.
+
+    By default, expert loads are even and gradient norms are 1.
+    """
     notices = []
     for number in range(max(len(norms), len(rows or ()))):
         expert_rows = rows[number] if rows else EVEN
@@ -65,9 +67,7 @@ def test_recovery_is_reported_once():
 
 
 def test_gradient_norm_is_compared_with_the_median_of_twenty():
-    """A norm of 51.2 follows norms of 2 and 1, as in an earlier run of the demo, and causes a
-    warning. A norm above 10 times the median of the last 20 norms causes a warning; a smaller norm
-    does not."""
+    """A norm above 10 times the median of the last 20 norms causes a warning."""
     before = [2.0] * 10 + [1.0] * 10
     (line,) = lines_of(TrainingHealth(SIXTEEN), norms=[*before, 51.2])
     for words in ("step 21:", "gradient norm 51.2 is 34 times the median of the last 20",
@@ -121,8 +121,7 @@ def test_dense_model_is_checked_by_its_norm_only():
 
 
 def test_run_that_collapses_warns_and_healthy_run_does_not(tiny_data, tmp_path, capsys):
-    """The run `collapsing` has no auxiliary loss and a learning rate of 0.1, so that its router
-    sends all tokens to a few experts. Only this run may print the warning."""
+    """The run `collapsing` has a high learning rate and no auxiliary loss."""
     settings = {"model__num_experts": 8, "train__max_steps": 14, "train__microbatch_size": 8,
                 "checkpoint__interval": 0, "optim__warmup_steps": 0}  # fmt: skip
     healthy = {"optim__lr": 1e-3, "model__embedding_init_std": 1.0}

@@ -1,5 +1,4 @@
-"""Tests of log lines: their format, the ranks that print them, and the modules that may call
-`print`."""
+"""Tests of log lines: their format, and the ranks that print them."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def test_lines_go_to_the_progress_bar(restored, capsys):
 
 
 def test_only_commands_and_progress_print():
-    """Only commands and the progress display call `print`. All other modules use the log."""
+    """All other modules use the log."""
     allowed = {"cli.py", "commands.py", "progress.py", "reference.py"}
     calls = [
         f"{path}:{node.lineno}"
@@ -85,9 +84,7 @@ def test_only_commands_and_progress_print():
 
 
 def test_a_line_does_not_wait_for_another_thread_inside_the_log(restored, monkeypatch):
-    """One thread waits while it writes a log line. Another thread must be able to log. Python's
-    handlers take a lock for each line, which would make the second thread wait; our handler takes
-    no lock, because two locks could cause a deadlock with a signal handler that logs."""
+    """Python's handlers take a lock for each line. Our handler must take none."""
     set_up_logging()
     blocked, release = threading.Event(), threading.Event()
     lines: list[str] = []

@@ -1,5 +1,4 @@
-"""Test of the log and the TensorBoard files of a run on two pipeline ranks: they show pipeline
-actions, traffic of collectives, the start-up and the load of experts."""
+"""Test of the log and the TensorBoard files of a run on two pipeline ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests of the phases of the start-up. Their times must add up to the total time. The total starts
-when the command starts, if this time is known."""
+"""Tests of the phases of the start-up."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ def record_of(start_up: StartUp) -> StartUpRecord:
 
 @pytest.mark.parametrize("launch", [2.5, None, "soon", "nan", -1e9, 1e9])
 def test_phases_add_up_from_the_start_of_the_command(monkeypatch, launch):
-    """With `--nproc`, an environment variable contains the start time of the command. If the
-    variable is absent or invalid, the phases start with this process."""
+    """If the start time of the command is unknown, the phases start with this process."""
     monkeypatch.delenv(COMMAND_STARTED, raising=False)
     if launch is not None:
         value = STARTED - launch if isinstance(launch, float) else launch

@@ -1,5 +1,4 @@
-"""Tests of differentiable collectives against formulas that one process computes from the inputs of
-all ranks."""
+"""Tests of differentiable collectives against results that a single process computes."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ SENT = [[1, 3], [2, 0]]
 
 
 def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
-    """Run the collective `name` on this rank and return its output and the gradient of its input.
-    The input and the gradient of the output are random and differ between ranks."""
+    """Run a collective on random input and return its output and the gradient of its input."""
     group = everyone()
     x = numbers(group.rank, 4, 6).requires_grad_()
     if name == "exchange_rows":
@@ -39,8 +37,7 @@ def forward_and_backward(name: str, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(name: str, dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the expected output and the expected gradient of the input, for each rank. They are
-    computed in one process from the inputs and output gradients of all ranks."""
+    """Return the expected output and the expected gradient of the input, for each rank."""
     x = [numbers(rank, 4, 6) for rank in range(SIZE)]
 
     def output_grads(*shape: int) -> list[Tensor]:

@@ -58,8 +58,7 @@ def divided_experts(dtype: torch.dtype, group: Group, dispatcher: str) -> Dispat
 
 
 class Traffic:
-    """Counter of the bytes that this rank receives from other ranks through the collectives of the
-    module `exchange`."""
+    """Counter of the bytes that collectives of `exchange` receive from other ranks."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -88,8 +87,7 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
     """Run experts with the dispatcher `dispatch` on this rank, once for each routing.
 
     Returns:
-        For each routing: the output, the gradients, the number of rows that the experts received,
-        and the number of bytes that came from other ranks.
+        For each routing: output, gradients, number of tokens at the experts, and received bytes.
     """
     torch.set_num_threads(1)
     world = start_world(device="cpu")

@@ -20,20 +20,18 @@ from tests.helpers.tiny import DENSE, tiny_tree
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("optimus/parallel", "optimus/rank")
 OWNERS = ("self", "ctx")
-"""Names of variables whose attributes code may set: `self` is the method's own instance, and `ctx`
-is autograd's context."""
+"""Names of variables whose attributes code may set. `ctx` is an autograd function's context."""
 SWAPS = ("__class__", "forward")
 CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
-"""Functions that can change a module without an assignment. The registration of forward pre-hooks
-is not in this list, because `optimus/rank` uses these hooks only to observe segments."""
+"""Functions that can change a module without an assignment."""
+# `optimus/rank` may register forward pre-hooks, because it uses them only to observe segments.
 PARALLEL_CALLS = (*CALLS, "register_forward_pre_hook")
 
 
 def changes_from_outside(text: str, calls: tuple[str, ...]) -> Iterator[str]:
     """Yield a line for each place in the source `text` that changes an object from outside.
 
-    Such a place sets an attribute of a variable that is not in OWNERS, sets an attribute that is in
-    SWAPS, calls a function that is in `calls`, or uses `__dict__`.
+    `calls` has the names of functions that can make such a change.
     """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
@@ -97,8 +95,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_styles_keep_names_order_and_types(layout):
-    """On each rank, parameters have the names and the order of the undivided model, and each module
-    is an instance of the class of the module that it replaces."""
+    """On each rank, parameters have the names and the order of the undivided model.
+
+    Each module is an instance of the class of the module that it replaces.
+    """
     sizes = {f"parallel__{key}": value for key, value in layout.items() if key != "dense"}
     recompute = {"recompute__modules": ["norm", "attention"]}
     config = make_config(

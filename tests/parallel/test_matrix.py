@@ -1,8 +1,7 @@
-"""Parity tests: a run with any parallel layout agrees with the run of a single process, within the
-bounds that deterministic mode promises.
+"""Parity tests: a run with any parallel layout agrees with the run of a single process.
 
-The tests use a sample of layouts in which every pair of choices (mesh, schedule, model, dtype and
-so on) occurs. `scripts/drills/layouts.py` runs all layouts.
+The tests use a sample of layouts that has every pair of choices, such as mesh and dtype.
+`scripts/drills/layouts.py` runs all layouts.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ _known: dict[str, Outcome] = {}
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
     """Compare the run of a case with the run of a single process.
 
-    Runs of a single process are cached by configuration.
-
-    Args:
-        train: settings of `[train]` for the run of the case. The run of a single process does not
-            use them.
+    Only the run of the case uses the settings `train` of the section `[train]`.
     """
 
     def run_layout(size: int, tree: dict) -> Outcome:
@@ -59,33 +54,30 @@ def test_a_layout_trains_the_model_of_a_single_process(ranks, case):
 
 
 TIED = "pp2-dp2-ep1-tp2-sequence-1f1b-dense-tied-bias-fp32-m8"
-"""Case with tied embeddings: the first and the last stage both add to the embedding's gradient,
-whose rows are divided over the tp ranks."""
+"""Case with tied embeddings, in which both stages add to the embedding's gradient."""
 OF_EACH_MESH = {tuple(size > 1 for size in case[:4]): case for case in SAMPLE if not case.is_exact}
 WITHOUT_THE_MODE = [*OF_EACH_MESH.values(), *(case for case in SAMPLE if str(case) == TIED)]
 
 
 @pytest.mark.parametrize("case", WITHOUT_THE_MODE, ids=str)
 def test_without_deterministic_mode_the_bounds_hold(ranks, case):
-    """Without deterministic mode, microbatches add their gradients in place, and the reduction of
-    gradients overlaps with backward. Runs must still agree with deterministic runs of one process,
-    within the same bounds."""
+    """Runs without deterministic mode agree with deterministic runs of a single process."""
     agreement = agreement_of(ranks, case, deterministic=False, threads=1)
     assert not agreement.broken, f"{agreement}"
 
 
 @pytest.mark.parametrize(
     "name",
-    [
+    [  # dp2, since an error is visible only if gradients are reduced over several ranks
         "pp2-dp2-ep1-tp1-zb-h1-moe-fp32-m4",
         "pp2-dp2-ep1-tp1-zb-h1-dense-tied-bias-fp32-m4",
     ],
 )
 def test_a_divided_backward_keeps_microbatches_separate(ranks, name):
-    """With zb-h1, the action I of a microbatch computes the gradients of norms, biases and
-    embeddings. At this time, the W of an earlier microbatch may not have run yet. Gradients must
-    nevertheless be added microbatch by microbatch. The cases have dp = 2, because an error is
-    visible only if gradients are reduced over several ranks."""
+    """With zb-h1, the action I of a microbatch may run before the W of an earlier microbatch.
+
+    Gradients must nevertheless be added microbatch by microbatch.
+    """
     (case,) = (case for case in all_cases() if str(case) == name)
     agreement = agreement_of(ranks, case)
     assert not agreement.broken, f"{agreement}"
@@ -103,9 +95,9 @@ def outcome(
 ) -> Outcome:
     """Return an artificial outcome of a run.
 
-    At step `turned_at`, the router sends a token to another expert than in an outcome with
-    `turned_at` = 0, in which this never happens. `gap` is the difference between the probabilities
-    of the two experts.
+    Args:
+        turned_at: the step at which the router chooses another expert, or 0 for never.
+        gap: the difference between the probabilities of the two experts.
     """
     routes = {
         (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([gap]))
@@ -150,7 +142,7 @@ def test_a_case_runs_gently_only_if_tokens_turn_after_an_update(many, again, bro
 )
 @pytest.mark.parametrize("both", [False, True])
 def test_nan_is_no_agreement(wrong, broken, both):
-    """A NaN is an error even if the run of a single process has the same NaN (`both` is True)."""
+    """A NaN is an error even if the run of a single process has the same NaN."""
     case = next(case for case in all_cases() if case.tp == 2)
     agreement = compare(case, outcome(**wrong), outcome(**wrong) if both else outcome())
     assert broken in " ".join(agreement.broken)

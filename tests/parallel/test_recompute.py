@@ -33,8 +33,7 @@ def make(
 
 
 def run_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the number of bytes that forward keeps for backward, and a dict of gradients and
-    loss."""
+    """Return the bytes that forward keeps for backward, and the gradients and the loss by name."""
     with KeptBytes(model) as kept:
         terms = model.losses(TOKENS)
         objective = terms.ce_sum + terms.aux + terms.z
@@ -84,8 +83,7 @@ def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
 
 
 def test_bytes_that_each_module_drops():
-    """The saved bytes equal the sizes of the tensors that each module drops. For T tokens and
-    hidden size D, a layer's two norm outputs have 2*T*D elements, and a block's input has T*D."""
+    """Recomputation saves as many bytes as the dropped tensors have."""
     everything, _ = run_pass(make(()))
     layers, elements = 2, TOKENS.numel() * 32
     norm, _ = run_pass(make(("norm",)))

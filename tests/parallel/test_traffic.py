@@ -21,13 +21,11 @@ from tests.helpers.tiny import CONTEXT, tiny_tree
 T, D, K, L, N = CONTEXT, 32, 2, 2, CONTEXT - 1
 STREAM = 4 * T * D
 """Size of the residual stream of a microbatch in bytes."""
-COSINES = 4 * 4 * T
-"""Bytes that the q- and k-norm of a layer all-reduce for a microbatch: for each token and norm, a
-sum of squares in forward and a sum in backward."""
+COSINES = 4 * 4 * T  # one fp32 sum per token, norm and pass
+"""Bytes that the q-norm and the k-norm of a layer all-reduce for a microbatch."""
 WEIGHTS, CHOICES = 4 * T * K, 8 * T * K
 LOSS = 3 * 4 * N
-"""Bytes that the loss of a microbatch all-reduces: for each target, the largest logit, the sum of
-exponentials and the target's logit."""
+"""Bytes that the loss of a microbatch all-reduces: three fp32 numbers for each target."""
 
 FREE = {"deterministic": False}
 
@@ -37,10 +35,9 @@ def bench(tree: dict) -> dict | None:
 
 
 def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
-    """Run a step on `size` ranks. Return the payload bytes of one rank by axes and operation.
+    """Run a step on `size` ranks and return the busiest rank's bytes by axes and operation.
 
-    The rank is the one that communicates the most bytes. The all-reduces of losses and gradient
-    norms over all ranks are left out.
+    Collectives over all ranks do not count.
     """
     tree = tiny_tree("d", "r", train__deterministic=False, **layout)
     counted = ranks(size, bench, tree, start_world=False)[0]["traffic"]
@@ -130,10 +127,10 @@ def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
 
 
 def test_expert_parallelism_by_alltoall(ranks):
-    """The 4 experts are divided over 2 ranks. With uniform routing, token t goes to experts 2t and
-    2t + 1 (modulo 4), which are on the same rank. Each rank therefore sends one row for each of its
-    T tokens per microbatch, and receives T rows. These numbers include rows that a rank sends to
-    itself."""
+    """With uniform routing, both experts of a token are on the same rank.
+
+    Each rank therefore sends each token once, perhaps to itself.
+    """
     microbatches, n = 4, 2
     # Inputs and outputs of the experts, in forward and backward; routing weights and their
     # gradients; the indices of the chosen experts; the counts of rows.
@@ -147,8 +144,7 @@ def test_expert_parallelism_by_alltoall(ranks):
 
 
 def test_axes_together_add_up(ranks):
-    """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. The number
-    of bytes per microbatch over tp is the same in both runs, so the number per step is half."""
+    """With dp = 2, a rank has half as many microbatches and half as many bytes over tp."""
     alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
     counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}

@@ -83,9 +83,7 @@ SPARSE = {
 
 
 def make_pair(kind: str, fields: dict):
-    """Return a random transformers model, and our model with the same weights. Random numbers are
-    also added to biases and norm weights. With their initial values, 0 and 1, the tests could not
-    detect a missing bias or norm weight."""
+    """Return a random transformers model, and our model with the same weights."""
     torch.manual_seed(0)
     if kind == "olmo":
         theirs = transformers.OlmoForCausalLM(transformers.OlmoConfig(**{**SIZES, **fields}))
@@ -95,13 +93,14 @@ def make_pair(kind: str, fields: dict):
         theirs = transformers.OlmoeForCausalLM(config)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
+            # With their initial values, 0 and 1, a missing bias or norm weight would not be found.
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return theirs.train(), adopt(theirs, theirs.state_dict())
 
 
 def adopt(theirs, state) -> Transformer:
-    """Return our model with the tensors `state`, which have the names of a transformers model."""
+    """Return our model with the tensors `state`, which have their names in transformers."""
     ours = Transformer(config_from_hf(theirs.config.to_dict()))
     with tempfile.TemporaryDirectory() as folder:
         theirs.config.save_pretrained(folder)
@@ -144,8 +143,7 @@ def check(theirs, ours) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_auxiliary_loss_in_transformers_form(top_k):
-    """If config.json sets `output_router_logits`, transformers adds its auxiliary loss to the loss.
-    Our model must then use transformers' form of the auxiliary loss."""
+    """With `output_router_logits`, our auxiliary loss equals that of transformers."""
     theirs, ours = make_pair(
         "olmoe",
         {

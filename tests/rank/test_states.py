@@ -1,4 +1,4 @@
-"""Compare the planned bytes of model states with the bytes that training uses and with formulas."""
+"""Tests of the planned bytes of model states, against training and against formulas."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ FAST = {"train__deterministic": False}
 
 
 def all_memory(*roots: Any) -> int:
-    """Return the total bytes of all tensor storages that are reachable from `roots`. Each storage
-    counts once. The function searches all attributes, because a list of names could miss a
-    tensor."""
+    """Return the bytes of all tensor storages that can be reached from `roots`."""
     storages, seen = {}, set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -55,8 +53,7 @@ def all_memory(*roots: Any) -> int:
 
 
 def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
-    """Run two updates. Return the planned bytes of this rank by kind, the reported bytes by kind,
-    and the total bytes in memory."""
+    """Run two updates. Return this rank's planned bytes, reported bytes and bytes in memory."""
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
         updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
@@ -131,8 +128,7 @@ def test_planned_bytes_are_those_of_training(ranks, size, run):
 
 
 def share_of(config, mesh: Mesh) -> tuple[float, float]:
-    """Return the number of expert parameters and the number of other parameters on a rank, for
-    pp = tp = 1."""
+    """Return the numbers of expert parameters and of other parameters on a rank."""
     model = config.model
     expert = 3 * model.hidden_size * model.intermediate_size
     experts = model.num_layers * model.num_experts * expert
@@ -143,9 +139,7 @@ def share_of(config, mesh: Mesh) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), (8, 4)])
 def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
-    """A rank has X expert parameters and N other parameters. Its optimizer states take 12(X+N)
-    bytes with sharding `none`, 12(X+N)/dp with `so`, and 12(X/dp + N/(dp*ep)) with `epso`. In fp32
-    the factor is 8 instead of 12, because there are no master weights."""
+    """A parameter has 12 bytes of optimizer states, or 8 in fp32, without master weights."""
     mesh = Mesh(dp=sizes[0], ep=sizes[1])
     width = 8 if dtype == "fp32" else 12
     for sharding in ("none", "so", "epso"):
@@ -200,8 +194,7 @@ LARGE = {"mula-20b-a2b": 1, "mula-100b-a7b": 4, "mula-220b-a10b": 8}
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_paper_s_large_runs_fit_a_tile(name):
-    """A tile of an Intel Data Center GPU Max 1550 has 64 GB of memory. The planned states must need
-    less than 40 GB on every rank."""
+    """The states must need far less than the 64 GB of an Intel Max 1550 tile."""
     result = plan(load_config(CONFIGS / "run" / f"{name}.toml"))
     assert result["world"] == 3072 and len(result["ranks"]) == LARGE[name]
     assert result["tokens"] == pytest.approx(100e9, rel=1e-4)

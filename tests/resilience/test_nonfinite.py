@@ -1,5 +1,4 @@
-"""Non-finite optimizer states: the error names rank, state and parameter, and a checkpoint with a
-non-finite state is refused."""
+"""Non-finite optimizer states: the error names them, and checkpoints with them are refused."""
 
 from __future__ import annotations
 
@@ -57,10 +56,8 @@ ASYNC = AT_SAVE | {"checkpoint__async_save": True}
     ],
 )
 def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, settings, state, value):
-    """After update 2, an element of an optimizer state of rank 1 is set to `value`. Without
-    checkpoints, the run must end before update 4 changes the fp32 masters. With a checkpoint at
-    step 3, it must end before the checkpoint is committed. With async_save, it may train until
-    then."""
+    """After update 2, an optimizer state of rank 1 gets a non-finite `value`. The run ends without
+    a checkpoint."""
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=6, **settings)
     (_, first), (name, message) = ranks(
         2, damage_state, tree, 1, state, value, 2, start_world=False
@@ -109,8 +106,8 @@ def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_d
 
 
 def save_damaged(tree: dict) -> str:
-    """Run 4 updates, set a second moment on the last rank to infinity, and save a checkpoint
-    without the check for non-finite states. Return the name of the parameter."""
+    """Save a checkpoint with an infinite second moment on the last rank. Return the name of the
+    parameter."""
     run = make_run(tree)
     plain, name = run.update, ""
     train_save.refuse_bad_states = lambda *states: None
@@ -127,8 +124,8 @@ def save_damaged(tree: dict) -> str:
 
 
 def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path):
-    """The checkpoint of step 4 has correct hashes but an infinite second moment, so the run loads
-    the checkpoint of step 2."""
+    """The newest checkpoint has correct hashes but a non-finite state. The run loads the older
+    one."""
     few = {"train__stop_at_step": 4, "checkpoint__interval": 2, "optim__sharding": "so"}
     *_, name = ranks(2, save_damaged, tiny_tree(tiny_data, tmp_path, **few), start_world=False)
     manager.newest_valid(tmp_path).verify()

@@ -24,8 +24,7 @@ EP2 = {
 
 
 def run_measured(tree: dict) -> str:
-    """Train and return the log. Measured times of dispatchers are replaced by fixed times, so that
-    alltoall is always the faster one."""
+    """Train with fixed times, of which the time of alltoall is the shortest. Return the log."""
     measure = autotune.time_dispatchers
 
     def measured(*arguments, **named):
@@ -38,8 +37,7 @@ def run_measured(tree: dict) -> str:
 
 
 def run_unmeasured(tree: dict) -> str:
-    """Train and return the log. The function that measures dispatchers is removed, so that a
-    measurement would fail."""
+    """Train and return the log. A measurement of dispatchers would fail."""
     autotune.time_dispatchers = None
     return told_by(tree)
 

@@ -34,8 +34,8 @@ FAST = {
 
 
 def run_with(tree: dict, environ: dict[str, dict[str, str]]) -> str:
-    """Train on a rank with the environment variables `environ[rank]` added. Return the message of
-    the usage error that ended the run, or "" without an error."""
+    """Train with the environment variables `environ[rank]`. Return the message of the usage error,
+    or "" without an error."""
     os.environ.update(environ.get(os.environ.get("RANK", "0"), {}))
     try:
         train(make_config(tree), read_launch_env())
@@ -90,8 +90,7 @@ def test_ranks_with_different_kernels_do_not_train(ranks, tiny_data, tmp_path):
     ],
 )
 def test_unavailable_kernels_on_a_rank_end_a_dense_run(ranks, tiny_data, tmp_path, name, message):
-    """Rank 1 selects kernels that do not exist or cannot run on a CPU. The run ends with an error,
-    although a dense model uses no kernels and rank 0 selects none."""
+    """Rank 1 selects unavailable kernels. The run must fail, although a dense model uses none."""
     tree = tiny_tree(tiny_data, tmp_path / "run", **{**FAST, **DENSE})
     environ = {"1": {"OPTIMUS_KERNELS": name}}
     errors = ranks(2, run_with, tree, environ, start_world=False, timeout_s=120)
@@ -140,9 +139,8 @@ def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch
 
 
 def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
-    """Train. Return the number of measurements on this rank, and the implementation of grouped
-    products at the end. `finds`, if given, replaces the measurement: it has the result for each
-    RANK."""
+    """Train. Return the number of measurements and the final implementation of grouped products.
+    `finds[RANK]`, if given, is the result of a measurement."""
     measure, calls = autotune.measure_grouped_gemm, []
     if finds:
         measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
@@ -207,8 +205,8 @@ def test_dense_model_uses_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
 
 @needs_torch_form
 def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data, tmp_path, capfd):
-    """A row of 20 bf16 numbers has 40 bytes. torch's grouped products require a multiple of 16
-    bytes, so "torch" is refused and "auto" selects the loop."""
+    """torch's grouped products require rows of a multiple of 16 bytes. For other rows, "torch" must
+    be refused and "auto" must select the loop."""
     odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
     tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
     with pytest.raises(RunEnded, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
@@ -220,9 +218,8 @@ def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data,
 
 @needs_torch_form
 def test_form_supports_the_tensor_parallel_slices_of_experts(ranks, tiny_data, tmp_path):
-    """torch's grouped products require rows whose size is a multiple of 16 bytes. A whole row of 4
-    fp32 numbers has 16 bytes. With tp 2, a rank has only half of the row, so "torch" is refused and
-    "auto" selects the loop."""
+    """With tp 2, half a row is too small for torch's grouped products. "torch" must be refused and
+    "auto" must select the loop."""
     narrow = {**FAST, "model__intermediate_size": 4}
     whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
     assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]

@@ -1,8 +1,7 @@
 """Compiled runs (`train.compile`) equal eager runs and have no graph breaks.
 
-Most tests run only the first stages of torch.compile: dynamo and the joint graph of forward and
-backward. C++ compilation takes a minute, so the test of compilation runs only with
-OPTIMUS_TEST_COMPILE=1.
+Most tests run only the first stages of torch.compile. C++ compilation takes a minute, so its test
+runs only with OPTIMUS_TEST_COMPILE=1.
 """
 
 from __future__ import annotations
@@ -67,11 +66,10 @@ def test_blocks_compile_all_the_way():
 
 
 def run_and_count_graphs(tree: dict) -> tuple[list[float], float, int, dict]:
-    """Train; return the losses, the loss of the last evaluation, the number of compiled graphs and
-    the graph breaks.
+    """Train; return the losses, the last evaluation loss, the number of graphs, and the graph
+    breaks.
 
-    The function needs a new process. `train.compile` is refused in a process that has imported
-    IPEX, and other tests use libraries that import IPEX.
+    Run this function in a new process, because `train.compile` is refused if IPEX is imported.
     """
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     train(make_config(tree), read_launch_env())

@@ -65,7 +65,7 @@ def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 
 def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
-    """Train. Rank 0 remounts the file system at `folder` read-only before update 12 and writable
+    """Train. Rank 0 makes the file system at `folder` read-only before update 12, and writable
     before update 21."""
 
     def before(step: int) -> None:
@@ -85,8 +85,8 @@ def disk(tmp_path) -> Iterator[Path]:
 
 @BOTH
 def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path, disk, async_save):
-    """The disk is full from update 8 to update 17, so the saves of steps 10 and 15 fail. Metrics of
-    these updates wait, and are written when the disk has space again."""
+    """The disk is full during the saves of steps 10 and 15. Metrics must be kept and written when
+    the disk has space again."""
     settings = {"checkpoint__interval": 5, "checkpoint__model_interval": 5}
     settings |= {"checkpoint__keep_models": 1, "observe__tensorboard": True}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **settings))
@@ -158,8 +158,7 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
 
 
 def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
-    """Train with one byte too few for a full and a model-only checkpoint. There is enough space for
-    either of them."""
+    """Train with space for a full or a model-only checkpoint, but one byte too little for both."""
     plain, due = shutil.disk_usage, []
     release_writes = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 
@@ -182,8 +181,7 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
 
 
 def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
-    """Train with free space that is just enough for a full checkpoint. When the full checkpoint has
-    been written, the free space is just enough for a model-only checkpoint."""
+    """Train with just enough space for a full checkpoint, and then for a model-only checkpoint."""
     plain, ask = shutil.disk_usage, FullSaver.unwritten
 
     def unwritten(saver: FullSaver) -> int:
@@ -204,8 +202,7 @@ def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
 
 
 def run_without_space(tree: dict[str, Any]) -> Ended:
-    """Train without free space, so that all saves fail. A save converts frozen parameters to fp32;
-    check that these copies are not kept."""
+    """Train without free space. Assert that failed saves keep no copies of frozen parameters."""
     plain = shutil.disk_usage
     shutil.disk_usage = lambda path: plain(path)._replace(free=0)
     seen = []
@@ -263,8 +260,8 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @BOTH
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
-    """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. It
-    warns once about each of the two, and again about both when little space is left."""
+    """Two old checkpoints cannot be deleted. The run must delete others, and must warn about these
+    two once and when space is low."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):

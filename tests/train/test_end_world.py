@@ -1,5 +1,4 @@
-"""End of a rank: no thread of its process groups remains, it does not wait for other ranks, and it
-keeps its exit status."""
+"""End of a rank: its gloo threads end, it waits for no other rank, and it keeps its exit status."""
 
 from __future__ import annotations
 
@@ -34,18 +33,14 @@ def threads_of_gloo() -> list[str]:
 
 
 def gloo_threads_of(tree: dict, command: str) -> tuple[int, list[str]]:
-    """Run the command `train` or `bench`. Return the number of gloo threads during the last update,
-    and the names of the gloo threads after the command.
-
-    The function keeps references to the run and disables garbage collection. The threads must end
-    nevertheless.
-    """
+    """Run `train` or `bench`. Return the number of gloo threads during the last update, and the
+    names of the gloo threads afterwards."""
     gc.disable()
     most, kept = [], []
     plain = Run.update
 
     def update(run: Run, step: int) -> None:
-        kept.append(run)
+        kept.append(run)  # references must not keep the threads alive
         plain(run, step)
         most.append(len(threads_of_gloo()))
 
@@ -98,8 +93,7 @@ def test_rank_keeps_its_status_with_a_full_stderr():
 
 
 def fail_during_a_collective() -> None:
-    """Raise an error on rank 1 while its collective is in progress. Rank 0 never joins this
-    collective."""
+    """Raise an error on rank 1 during a collective that rank 0 never joins."""
     import optimus.cli
 
     def trouble(*args) -> None:
@@ -116,8 +110,7 @@ def fail_during_a_collective() -> None:
 
 
 def ranks_of(function: str, environ: Mapping[str, str]) -> list[subprocess.Popen[str]]:
-    """Start two ranks. Each rank is a process that calls the function of this module with the name
-    `function`."""
+    """Start two ranks as processes that call the function `function` of this module."""
     return [
         subprocess.Popen(
             [sys.executable, "-c", f"from tests.train.test_end_world import {function} as f; f()"],

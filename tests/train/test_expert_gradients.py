@@ -1,5 +1,5 @@
-"""Tests of expert gradients. Updates must be bit-identical in two cases: the experts add gradients
-directly to chunks, or autograd adds them."""
+"""Tests of expert gradients. Updates must be bit-identical if experts write gradients to chunks and
+if autograd adds them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class Updates(NamedTuple):
 
 
 def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
-    """Run the same updates twice: with gradients that experts write directly to chunks, and with
-    gradients from autograd. Return both results. If `natively` is False, a hook converts bf16
-    gradients to fp32, as with torch before 2.9."""
+    """Run the same updates with gradients in chunks and with gradients from autograd; return both
+    results. If `natively` is False, bf16 gradients are converted as with torch before 2.9."""
     torch.set_num_threads(1)
     gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
@@ -119,8 +118,7 @@ def test_compiled_blocks_use_autograd(monkeypatch):
 
 
 def test_nonfinite_expert_gradient_is_detected(tmp_path):
-    """An expert writes NaN directly to a chunk, so autograd never sees this gradient. The check for
-    NaN reads the chunks and must find it."""
+    """An expert writes NaN directly to a chunk. The check must find this NaN without autograd."""
     torch.set_num_threads(1)
     plain = experts_loop.swiglu_backward_into
 

@@ -1,5 +1,4 @@
-"""Full checkpoints load bit-identically under another layout, and all ranks together read each byte
-once."""
+"""Full checkpoints load bit-identically under another layout, and each byte is read only once."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ BLOCK = 10_000
 
 
 class Built(NamedTuple):
-    """States of a rank, and the model of the rank in `shard`. The layout of the model gives the
-    position of each state in the whole parameter."""
+    """States and model of a rank."""
 
     states: RankStates
     shard: RankModel
@@ -55,17 +53,16 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return random values that differ for each state and name. Some values are -0.0. If loading
-    adds 0.0 to a value, -0.0 becomes 0.0, and the test detects the addition."""
+    """Return random values that differ for each state and name. Some values are -0.0."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0
+    tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0  # adding 0.0 would change it
     return tensor
 
 
 def slices(built: Built):
-    """For each state of each parameter, yield three values: the name of the state, the memory of
-    this rank's slice, and the expected values of this slice."""
+    """Yield for each state of each parameter: the state's name, the memory of this rank's slice,
+    and the expected values of the slice."""
     for shard in built.states.shards:
         for slot in shard.chunk.slots:
             low = max(slot.start, shard.first)
@@ -88,8 +85,8 @@ def save(tree: dict[str, Any], final: str) -> None:
 
 
 def load(tree: dict[str, Any], final: str) -> dict[str, int]:
-    """Load a checkpoint and compare every bit. Return the numbers of files that this rank opened
-    (`opens`) and of bytes that it read (`bytes`)."""
+    """Load a checkpoint and compare every bit. Return this rank's numbers of opened files (`opens`)
+    and of read bytes (`bytes`)."""
     built, manifest = build(tree), manager.read_manifest(final)
     for shard in built.states.shards:
         for memory in shard.states.values():
@@ -114,7 +111,7 @@ def load(tree: dict[str, Any], final: str) -> dict[str, int]:
 def test_each_byte_is_read_once_by_the_whole_job(
     ranks, tmp_path, size, sizes, sharding, distribute
 ):
-    """Several ranks need the same bytes. One rank reads them and sends them to the other ranks."""
+    """Several ranks need the same bytes, but only one of them may read the bytes."""
     settings = {f"parallel__{axis}": count for axis, count in sizes.items()}
     settings |= {"optim__sharding": sharding, "checkpoint__distribute": distribute}
     tree = tiny_tree("d", "r", **settings)
@@ -140,8 +137,8 @@ def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_pa
 
 
 def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny_data, tmp_path):
-    """The checkpoint of step 3 is damaged, so the run resumes from step 2 and repeats step 3. The
-    result must equal that of an uninterrupted run, with a single line for step 3 in the metrics."""
+    """The checkpoint of step 3 is damaged, so the run resumes from step 2. The result must equal
+    that of an uninterrupted run."""
     few = {"train__max_steps": 4, "checkpoint__interval": 1, "optim__sharding": "so"}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
@@ -179,9 +176,8 @@ def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_
 
 
 def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_data, tmp_path):
-    """The only full checkpoint is damaged near its end, so some moments of the optimizer are loaded
-    before the damage is detected. The run then starts from a model-only checkpoint, and must set
-    these moments to zero."""
+    """The full checkpoint is damaged near its end, so some moments are loaded before the error. The
+    run starts from a model instead and must set them to zero."""
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"

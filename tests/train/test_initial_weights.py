@@ -1,5 +1,4 @@
-"""Initial weights of a run: one rank reads them once and distributes them, and never has the whole
-model in memory."""
+"""Initial weights of a run: one rank reads them once, in pieces, and distributes them."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def piecewise(size: int) -> None:
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
-    """Load weights in pieces of `size` elements. Return the numbers of files opened and bytes read
-    by this rank, and the whole master parameters."""
+    """Load weights in pieces of `size` elements. Return this rank's numbers of opened files and
+    read bytes, and the whole masters."""
     piecewise(size)
     config, world, groups, _, shard = make_shard(tree)
     for parameter in shard.model.parameters():
@@ -63,11 +62,7 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
 
 @pytest.fixture(scope="module")
 def sources(rank_pool, tiny_data, tmp_path_factory) -> dict[str, dict[str, Path]]:
-    """Return the paths of the same weights in four formats, with and without tied embeddings.
-
-    The formats are a model-only checkpoint, a full checkpoint, a Hugging Face directory, and a
-    model that is converted from this directory.
-    """
+    """Return the paths of the same weights in four formats, with and without tied embeddings."""
     paths: dict = {}
     for tied in (False, True):
         run = tmp_path_factory.mktemp("initial") / "run"
@@ -114,8 +109,8 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
 
 
 def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
-    """Train. Return the number of bytes of weights that this rank read, and the names of the files
-    that it read again to hash them."""
+    """Train. Return the number of weight bytes that this rank read, and the names of files that it
+    read again for a hash."""
     plain, hashed = files.xxh3_file, []
 
     def xxh3_file(path):
@@ -130,8 +125,7 @@ def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("load", ["model@2", "path"])
 def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path, load):
-    """The file of weights must be hashed while it is read, so that its weights are read only once.
-    Its header, which has the positions of tensors, is read three more times."""
+    """The file of weights must be hashed while it is read, so that weights are read only once."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
     train_on(ranks, 1, tree)
     path = manager.model_path(tmp_path, 2)
@@ -140,7 +134,7 @@ def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path
     (read, hashed), (none, _) = ranks(2, run_and_count, tree, start_world=False)
     content = (path / "model.safetensors").read_bytes()
     head = 8 + int.from_bytes(content[:8], "little")
-    assert read == len(content) + 3 * head and none == 0
+    assert read == len(content) + 3 * head and none == 0  # only the header is read again
     assert "model.safetensors" not in hashed and "config.json" in hashed
 
 
@@ -210,8 +204,7 @@ def test_error_of_the_first_rank_is_raised_on_all_ranks(ranks):
 
 
 def peak_of_loading(tree: dict[str, Any], path: str) -> int:
-    """Read a model and distribute it. Return the peak memory, in bytes, that this adds to the
-    process."""
+    """Read and distribute a model. Return the peak of the additional memory in bytes."""
     config, mesh = make_config(tree), Mesh()
     layout = make_layout(config, mesh, mesh.coordinate(0), 1)
     shapes = [p.shape for p in whole_model(config.model).parameters()]
@@ -225,8 +218,7 @@ def peak_of_loading(tree: dict[str, Any], path: str) -> int:
 
 
 def test_first_rank_uses_memory_for_pieces_only(ranks, tmp_path):
-    """The peak memory of loading must be below half of the size of the largest tensor, and below an
-    eighth of the size of the model."""
+    """The peak memory of loading must be far below the size of the model's largest tensor."""
     large = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
     large |= {"model__intermediate_size": 512, "model__num_attention_heads": 4}
     tree = tiny_tree("d", "r", **large, model__num_layers=4, train__dtype="bf16")

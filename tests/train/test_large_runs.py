@@ -1,4 +1,4 @@
-"""The paper's large runs, built for 3,072 ranks on the meta device with torch's fake backend."""
+"""Large runs of the Optimus paper, built for 3,072 ranks on the meta device with a fake backend."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ META = torch.device("meta")
 
 
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
-    """Build the model and the states of the first rank of each pipeline stage. Return for each
-    stage the bytes of the states, the number of expert parameters, and the number of other
-    parameters."""
+    """Build the first rank of each pipeline stage. Return for each stage the bytes of the states,
+    and the numbers of expert parameters and other parameters."""
     config = load_config(path)
     mesh, batch = divide(config, WORLD)
     stages = []

@@ -1,5 +1,5 @@
-"""`optimus train` under cluster launchers: metrics equal those of a single process, and only one
-rank prints an error."""
+"""Runs of `optimus train` under cluster launchers: metrics equal those of one process, and one rank
+prints an error."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
 
 @pytest.fixture(scope="module")
 def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """Train on one process, with the run directory `one` next to the configuration file. Return the
-    path of the configuration file."""
+    """Train on one process with the run directory `one`. Return the path of the configuration file
+    in the same folder."""
     base = tmp_path_factory.mktemp("launchers")
     tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
@@ -50,8 +50,8 @@ def free_port() -> str:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("openmpi", 4), ("mpich", 2)])
 def test_ranks_of_mpiexec_train_to_the_same_bits(config, tmp_path, kind, ranks):
-    """Ranks need a common rendezvous port. Under Open MPI, they derive it from the name of the job.
-    MPICH sets no such name, so the test sets MASTER_PORT."""
+    """Open MPI ranks derive the rendezvous port from the job's name. MPICH has no such name, so the
+    test sets MASTER_PORT."""
     port = {"MASTER_PORT": free_port()} if kind == "mpich" else {}
     layout = TWO_BY_TWO[: ranks // 2]
     done = train_by(mpiexec(kind, ranks), config, f"train.run_dir={tmp_path}", *layout, **port)
@@ -76,9 +76,7 @@ def test_configuration_error_is_printed_by_a_single_rank_of_mpiexec(config, tmp_
 @pytest.mark.parametrize("setting", ["data.path=/nowhere", "model.nope=1", "train.run_dir=/proc/x"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_of_all_ranks_is_printed_once(config, tmp_path, kind, setting):
-    """Each rank finds the error itself. The ranks agree on one rank that prints it, and all exit
-    with status 2. This does not depend on the launcher: MPICH does not end a rank when another rank
-    ends."""
+    """All ranks find the same error. One rank must print it, and all must exit with status 2."""
     port = {"MASTER_PORT": free_port()}
     done = train_by(mpiexec(kind, 2), config, f"train.run_dir={tmp_path}", setting, **port)
     (line,) = our_lines(done)
@@ -94,10 +92,10 @@ def optimus(tmp_path) -> Path:
 
 
 def pbs(optimus: Path, config: Path, *settings: str, **more: str):
-    """Run scripts/pbs/train.sh with 2 nodes and 2 ranks on each. The nodes of the fake PBS have no
-    host names, so MASTER_ADDR is 127.0.0.1."""
+    """Run scripts/pbs/train.sh with 2 nodes and 2 ranks on each node."""
     command = [str(PBS), "--nodes", "2", "--ranks", "2", "--queue", "debug", "--account", "A"]
     path = f"{optimus.parent}:{os.environ['PATH']}"
+    # The nodes of the fake PBS have no host names.
     environ = {"PATH": path, "OPTIMUS": str(optimus), "MASTER_ADDR": "127.0.0.1"} | more
     return started([*command, "--", str(config), *settings], **environ)
 
@@ -138,8 +136,7 @@ def dry_run_of(program: Path, script: Path, *options: str, **more: str) -> list[
 
 @pytest.mark.parametrize(("script", "dry_run"), [(PBS, False), (SLURM, True)])
 def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, script, dry_run):
-    """The job script must check the run, for the number of ranks of the job, before it submits the
-    job."""
+    """The job script must check the run for the job's number of ranks before it submits the job."""
     config = write_config(tmp_path / "a b.toml", tiny_tree(tiny_data, tmp_path / "run"))
     submitted = optimus.parent / "submitted"
     for name in ("qsub", "sbatch"):
@@ -164,9 +161,8 @@ def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, 
 
 @pytest.mark.parametrize(("script", "command"), [(PBS, "qsub"), (SLURM, "sbatch")])
 def test_submission_returns_the_status_of_its_command(fake_optimus, tmp_path, script, command):
-    """The job script passes a job that is longer than a pipe's buffer to the standard input of qsub
-    or sbatch. The fake command succeeds without reading the job, and the script must succeed
-    too."""
+    """The fake qsub or sbatch succeeds without reading its input, which does not fit a pipe. The
+    script must succeed too."""
     (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / command).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(fake_optimus)}

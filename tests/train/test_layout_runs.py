@@ -1,5 +1,5 @@
-"""Tests of runs whose model is divided among ranks: the run resumes under another layout, a rank
-computes NaN, or a rank is lost."""
+"""Tests of runs whose model is divided among ranks: resume under another layout, NaN on a rank, and
+lost ranks."""
 
 from __future__ import annotations
 

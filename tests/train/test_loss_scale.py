@@ -65,12 +65,8 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Run updates on the same microbatches. If `poisoned` is (step, rank), a gradient of this rank
-    is infinite in this step.
-
-    Return for each step the result of the update, and this rank's masters and moments after the
-    update.
-    """
+    """Run updates on the same microbatches. Return for each step the result, and this rank's
+    masters and moments. If `poisoned` is (step, rank), a gradient there is infinite."""
     _, world, groups, _, shard, states, updater = make_updater(tree)
     batch = own_batch(groups)
     by_step = {}
@@ -125,13 +121,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
 def test_scaled_gradients_match_fp32(ranks, size, layout):
-    """Compare gradient norms, losses and moments with a run of one process in fp32. The relative
-    rounding error of fp16 is up to 2^-11.
-
-    Moments must be compared because parameters would not show a wrong factor: AdamW's update is the
-    same if all gradients are multiplied by a constant. The coefficients of the auxiliary losses are
-    large, because these losses add gradients on every stage.
-    """
+    """Compare norms, losses and moments with fp32 on one process. Parameters would not show a wrong
+    scale, because AdamW's update does not depend on it."""
+    # Large coefficients, because the auxiliary losses add gradients on every stage.
     layout = layout | {"model__aux_loss_coef": 0.5, "model__z_loss_coef": 0.25}
     single = half_tree(**layout | {"parallel__pp": 1, "parallel__ep": 1}, train__dtype="fp32")
     (plain,) = ranks(1, run_updates, single, 3, start_world=False)
@@ -166,10 +158,8 @@ def test_overflow_on_a_rank_skips_the_update_on_all(ranks, size, layout):
 
 
 def test_overflow_lowers_the_scale_until_it_fits():
-    """The run starts with a loss scale that is too large. Updates are skipped, and the scale falls,
-    until an update does not overflow. This update must be bit-identical to the first update of a
-    run that starts with the same scale. Scales are powers of two and cause no rounding, so a
-    smaller scale must give almost the same gradient norm."""
+    """Updates are skipped until the scale falls to a value without overflow. The first update must
+    equal that of a run that starts with this scale."""
     large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
     done = next(step for step in large if large[step]["updates"] == 1)
     assert 5 < done < 30
@@ -180,6 +170,7 @@ def test_overflow_lowers_the_scale_until_it_fits():
     assert fits["grad_norm"] == large[done]["grad_norm"]
     for name, master in fits["masters"].items():
         assert torch.equal(master, large[done]["masters"][name]), name
+    # Scales are powers of two, which cause no rounding.
     (smaller,) = run_updates(half_tree(**DENSE, optim__loss_scale=scale / 16), 1).values()
     assert smaller["grad_norm"] == pytest.approx(fits["grad_norm"], rel=1e-6)
 

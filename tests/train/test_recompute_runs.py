@@ -1,5 +1,4 @@
-"""Runs with recomputation are bit-identical to runs that keep activations. test_residency.py tests
-recomputation with sharded states."""
+"""Runs with recomputation are bit-identical to runs that keep activations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs that keep whole gradients and parameters only while they are needed (`optim.resident`) are
-bit-identical to runs that always keep them."""
+"""Runs that keep whole gradients and parameters only while needed (`optim.resident`) are
+bit-identical to other runs."""
 
 from __future__ import annotations
 
@@ -66,15 +66,13 @@ LAYOUTS = {
     "dp2-pp2-zb-h1": (4, PIPELINE | ALL | {"parallel__schedule": "zb-h1"}, (3, 2)),
     "dp2-tp2-sequence": (4, ALL | {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
 }
-"""For each layout: the number of ranks, the settings, and the smallest possible cache, in chunks,
-with sharding "so" and with "epso". The reference run is unsharded, keeps all parameters and
-gradients, and does not recompute."""
+"""For each layout: the number of ranks, the settings, and the smallest cache sizes with sharding
+"so" and "epso", in chunks."""
 
 
 def sharding_settings(so_slots: int, epso_slots: int) -> list[dict]:
-    """Return the settings for each tested pair of `optim.sharding` and `optim.resident`. The first
-    settings belong to the reference run. The arguments are the cache sizes, in chunks, for "so" and
-    "epso"."""
+    """Return the tested settings of sharding and residency, the reference run first. The arguments
+    are cache sizes in chunks."""
     return [
         {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
         for sharding, resident, slots in (
@@ -138,9 +136,8 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
 
 
 def test_measurements_at_the_start_gather_their_parameters(ranks, tiny_data, tmp_path):
-    """Dispatchers and recomputation are measured before the first step. With a parameter cache, no
-    parameter is gathered at that time. A measurement must therefore gather the parameters that it
-    needs."""
+    """Dispatchers and recomputation are measured before parameters are gathered. The measurements
+    must gather the parameters that they need."""
     run = {
         "parallel__ep": 2,
         "recompute__modules": ["block"],
@@ -158,8 +155,8 @@ def test_measurements_at_the_start_gather_their_parameters(ranks, tiny_data, tmp
 
 
 def spoil_a_shard(tree: dict) -> str:
-    """Run step 1. Set a value in rank 1's shard of a chunk to NaN, and run step 2. Return this
-    rank's error in step 2 and the names of the parameters in the chunk."""
+    """Set a value in rank 1's shard of a chunk to NaN after step 1. Return the error of step 2 and
+    the names of the chunk's parameters."""
     run = make_run(tree)
     run.update(1)
     if run.world.rank == 1:
@@ -181,8 +178,8 @@ def test_nan_in_a_shard_is_reported_with_its_rank(ranks, tiny_data, tmp_path):
 
 
 def count_step(tree: dict) -> dict:
-    """Run two updates. For the second update, return the traffic of collectives over dp, the chunks
-    that the cache plan fetches, and the planned and actual bytes of resident parameters."""
+    """Run two updates. Return for the second update the dp traffic, the planned fetches of chunks,
+    and the planned and actual bytes of resident parameters."""
     meter = TrafficMeter()
     _, _, _, plan, _, states, updater = make_updater(tree, recorder=meter)
     cache, visits = states.cache, watch_visits(states)

@@ -193,8 +193,8 @@ def test_resume_lists_changed_free_settings(tiny_data, stopped_run):
 
 
 def test_resume_with_another_learning_rate_is_reported(tiny_data, stopped_run):
-    """A run with 3 warm-up steps stopped after step 2. It resumes with 4 warm-up steps, which makes
-    the learning rate of step 3 lower. The plan must report this."""
+    """A run resumes with a longer warm-up, which lowers its learning rate. The plan must report
+    this change."""
     plan = resolved(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
     expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep the old rate, set "
     assert expected + "optim.warmup_steps=3" in plan.changes
@@ -231,9 +231,8 @@ def _data_changes(plan):
 
 
 def test_start_is_resolved_after_the_run_directory_is_locked(tiny_data, tmp_path):
-    """A run waits for no lock: while another run uses the directory, it ends with an error. The
-    missing model@3 is not reported in this case, because the other run may still write it. When the
-    lock is free, the missing model is reported."""
+    """If another run locks the directory, the run ends without a report of the missing model@3.
+    When the lock is free, the missing model is reported."""
     other, tree = RunDirectory(tmp_path), tiny_tree(tiny_data, tmp_path, checkpoint__load="model@3")
     with pytest.raises(RunEnded, match="in use by another run") as ended:
         train(make_config(tree), read_launch_env({}))

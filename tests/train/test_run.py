@@ -1,5 +1,4 @@
-"""Tests of whole runs. Results must be bit-identical on data-parallel layouts and after a resume,
-and errors must have the right messages."""
+"""Tests of whole runs: data-parallel layouts, resumes, and messages of errors."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def test_samples_are_the_same_on_all_layouts(ranks, tiny_data, tmp_path):
 
 
 def test_document_mask_changes_losses(ranks, tiny_data, tmp_path):
-    """`data.document_mask` changes the losses of training and of evaluation. Its default is
-    false."""
+    """`data.document_mask` changes the losses of training and evaluation. It is off by default."""
     short = {"train__max_steps": 5}  # some of the 40 instances contain an EOS
     for name, mask in (("off", {}), ("also-off", {"data__document_mask": False})):
         train_on(ranks, 1, tiny_tree(tiny_data, tmp_path / name, **short, **mask))
@@ -192,9 +190,8 @@ def test_an_evaluation_reads_as_many_instances_as_asked(ranks, tiny_data, tmp_pa
 
 @pytest.mark.parametrize("has_copy", [True, False], ids=["copy", "older run"])
 def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path, has_copy):
-    """After step 4, metrics.jsonl is emptied and eval.jsonl is cut within a line. Each file has a
-    copy, and the resumed run restores the lines from it. A run of an earlier version has no copies,
-    so the resumed run reports the missing steps instead."""
+    """metrics.jsonl is emptied and eval.jsonl is cut within a line. The resumed run must restore
+    the lines from copies, or report the missing steps if there are no copies."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})
@@ -228,7 +225,7 @@ def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path
 
 def test_a_resume_names_evaluations_missing_in_file_and_copy(ranks, tiny_data, tmp_path):
     """eval.jsonl and its copy are emptied. The resumed run must report the steps whose evaluations
-    are missing. It computes these steps from the evaluation interval in the checkpoint."""
+    are missing."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 2, "train__eval_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     train_on(ranks, 1, tree | {"train": tree["train"] | {"stop_at_step": 4}})

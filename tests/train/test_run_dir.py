@@ -12,8 +12,8 @@ from optimus.train.run_dir import LOCK, RunDirectory, check_not_in_use
 
 
 def test_lock_is_for_this_user_only(tmp_path, capsys):
-    """A user who can open the lock file can also lock it, so its mode is 0600. A lock file of an
-    earlier version may have another mode, which is changed to 0600."""
+    """A user who can open the lock file can lock it. The mode must become 0600, also for an
+    existing file."""
     (tmp_path / LOCK).touch()
     (tmp_path / LOCK).chmod(0o644)
     directory = RunDirectory(tmp_path)

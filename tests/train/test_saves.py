@@ -61,9 +61,8 @@ def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ende
     ],
 )
 def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, size, variant):
-    """Asynchronous saves must write the same full and model-only checkpoints as synchronous saves.
-    The test delays the write of step 4 until update 7, when later updates have changed the
-    states."""
+    """The write of step 4 ends after later updates have changed the states. The files must equal
+    those of synchronous saves."""
     both = {"train__max_steps": 8, "checkpoint__interval": 4, "optim__sharding": "so"} | variant
     both |= {"checkpoint__model_interval": 4}
     train_on(ranks, size, tiny_tree(tiny_data, tmp_path / "sync", **both))
@@ -79,8 +78,7 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
 
 
 def library_bytes(run_dir: Path, step: int) -> bytes:
-    """Return the bytes that the safetensors library writes for the masters of a full checkpoint,
-    converted to bf16."""
+    """Return the file that safetensors writes for the masters of a full checkpoint in bf16."""
     manifest, named = manager.read_manifest(manager.full_path(run_dir, step)), {}
     whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
     read_whole(manifest, whole)
@@ -102,8 +100,7 @@ def small_files() -> Iterator[None]:
 
 
 def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]) -> Ended:
-    """Train. On rank `victim`, the writes of the full checkpoints of `steps` fail because of a
-    limit of the file size."""
+    """Train. On rank `victim`, full checkpoints of `steps` exceed a limit of the file size."""
     plain = save_module.write_shard
 
     def write(directory, identity, *rest):
@@ -116,8 +113,8 @@ def run_with_small_files(tree: dict[str, Any], victim: int, steps: Sequence[int]
 
 
 def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> Ended:
-    """Train. On rank `victim`, the write of the model-only checkpoint of step `failing` fails
-    because of a limit of the file size."""
+    """Train. On rank `victim`, the model-only checkpoint of step `failing` exceeds a limit of the
+    file size."""
     plain = ModelSaver._write
 
     def write(saver, states, generation, step, stop):
@@ -190,8 +187,8 @@ def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
 def test_full_checkpoint_starts_before_the_model_of_its_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """A run may be killed between the two saves of a step. The resumed run can write the model-only
-    checkpoint from the full checkpoint, but not a full checkpoint from a model-only checkpoint."""
+    """A run may be killed between the two saves. A model-only checkpoint can be written from a full
+    checkpoint, but not the reverse."""
     settings = {"train__max_steps": 6, "checkpoint__interval": 4, "checkpoint__model_interval": 2}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     (started,) = ranks(1, run_and_record_starts, tree, start_world=False)
@@ -218,8 +215,7 @@ def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
-    """Train. A moment of rank 1 is NaN while step 4 is saved. The moment is restored before update
-    5, because update 5 would fail with it."""
+    """Train. A moment of rank 1 is NaN while step 4 is saved, and is restored before update 5."""
     restores = []
 
     def poke(run: Run) -> None:
@@ -300,8 +296,7 @@ def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_p
 
 def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
     """Train, and end the run while both ranks write the checkpoint of step 4. If `reason` is a
-    signal, rank 1 receives it before update 6. If `reason` is "nan", a weight of rank 1 becomes NaN
-    after update 5."""
+    signal, rank 1 receives it. If `reason` is "nan", a weight of rank 1 becomes NaN."""
     release_writes = hold_writes({4: 6})
 
     def before(step: int) -> None:
@@ -351,8 +346,7 @@ def test_deadline_counts_from_the_start_of_the_process(ranks):
 
 
 def run_on_full_disk(tree: dict[str, Any]) -> str:
-    """Train. Writing the tokenizer files that transformers needs fails, because the disk has no
-    space. Return the output."""
+    """Train on a disk without space for the tokenizer files of transformers. Return the output."""
 
     def complete_hf(*_: object) -> list[str]:
         raise OSError(errno.ENOSPC, "No space left on device", "tokenizer_config.json")
@@ -371,8 +365,7 @@ def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, t
 def stop_by_two_signals() -> str | None:
     """Send signals to two ranks; return the reason of the stop on which the ranks agree.
 
-    Rank 0 receives SIGINT (Ctrl-C) and, inside its handler, SIGTERM. Rank 1 receives only SIGTERM.
-    The launcher of `--nproc` sends both signals, and a rank may receive them in any order.
+    Rank 0 receives SIGINT and, inside its handler, SIGTERM. Rank 1 receives only SIGTERM.
     """
     world = start_world()
     request, plain = StopRequest(0), signal.signal
@@ -397,8 +390,7 @@ def test_ctrl_c_is_the_reason_where_sigterm_follows_it(ranks):
 
 @BOTH
 def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_path, async_save):
-    """The full checkpoint of step 10 exists, but its model-only checkpoint is missing. The resumed
-    run writes it; each pipeline stage writes the weights of its layers."""
+    """The model-only checkpoint of step 10 is missing. The resumed run must write it."""
     settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
     settings |= {"checkpoint__async_save": async_save}
     tree = tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
@@ -416,7 +408,7 @@ def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_p
 
 
 def run_and_record_order(tree: dict[str, Any]) -> list[str]:
-    """Train; return the calls of fsync and rename with their file names, in order."""
+    """Train; return the calls of fsync and rename, in order, with their file names."""
     order, plain_fsync, plain_rename = [], os.fsync, os.rename
 
     def fsync(fd: int) -> None:
@@ -436,8 +428,8 @@ def run_and_record_order(tree: dict[str, Any]) -> list[str]:
 def test_metrics_are_durable_before_the_checkpoint_of_their_step(
     ranks, tiny_data, tmp_path, async_save
 ):
-    """In each step, metrics.jsonl must be fsynced before the checkpoint is committed. An old full
-    checkpoint is renamed for removal, which must happen only after the newest one is committed."""
+    """metrics.jsonl must be fsynced before the checkpoint of its step is committed. Old checkpoints
+    must be removed only after this commit."""
     settings = {
         "train__max_steps": 3,
         "checkpoint__interval": 1,
@@ -459,8 +451,8 @@ def test_metrics_are_durable_before_the_checkpoint_of_their_step(
 
 
 def stop_and_check_order(tree: dict[str, Any]) -> bool:
-    """Train until a signal stops the run in step 4. Return True if the checkpoint of step 4 exists
-    when the evaluation of step 4 ends."""
+    """Stop a run by a signal in step 4. Return True if the checkpoint of step 4 exists when the
+    evaluation ends."""
     plain, exists = Run.evaluate, []
 
     def evaluate(run: Run, step: int) -> None:

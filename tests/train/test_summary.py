@@ -107,8 +107,8 @@ def test_end_summary_has_results_and_next_commands(tiny_data, tmp_path, capsys):
 
 
 def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
-    """Three runs of the same directory: the first stops early, the second has no steps left, and
-    the third completes. Each must log a summary once, and only on rank 0."""
+    """The first run stops early, the second has no steps left, and the third completes. Each run
+    must log one summary, only on rank 0."""
     settings = {"train__max_steps": 4, "train__global_batch_tokens": 0}
     stop = {"train__stop_at_step": 2}
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)

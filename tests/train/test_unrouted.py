@@ -1,5 +1,5 @@
-"""Experts that receive no token in a step have zero gradients, and all ranks still call the same
-collectives."""
+"""Tests of experts that receive no token in a step. Their gradients are zero, and all ranks still
+call the same collectives."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 
 
 def train_on_a_token(tree: dict, token: int | None) -> dict | None:
-    """Run two updates in which every token is `token`, so that all tokens are routed to the same
-    experts. If `token` is None, the tokens differ.
+    """Run two updates in which every token is `token`; None means different tokens.
 
-    Return the whole gradients and masters (on the first rank), the number of rows of each expert,
-    and the number of calls of each collective.
+    Return the whole gradients and masters on rank 0, the rows of each expert, and the number of
+    calls of each collective.
     """
     meter = TrafficMeter()
     config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)

@@ -87,8 +87,8 @@ def test_update_equals_plain_torch(ranks, size, deterministic, clip_norm):
 
 
 def test_an_update_adds_the_gradients_of_both_ends_of_tied_embeddings(ranks):
-    """Embedding and head share one weight. The first stage computes its gradient as embedding, the
-    last stage its gradient as head, and the update must use the sum of both."""
+    """The first stage computes a gradient as embedding, and the last stage as head. The update must
+    use their sum."""
     tree = TREE | {"model": TREE["model"] | {"tie_embeddings": True}, "parallel": {"pp": 2}}
     assert_is_by_hand(ranks, 2, tree | {"optim": TREE["optim"] | {"eps": 1e-3}})
 
@@ -110,13 +110,12 @@ CLIPPING = {
     "not in the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True}, False),
     "after the warm-up": ({"clip_norm": 0.1, "clip_after_warmup": True, "warmup_steps": 1}, True),
 }
-"""For each case: the optimizer settings, and True if the update clips gradients with these
-settings."""
+"""For each case: the optimizer settings, and True if the update clips gradients."""
 
 
 def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Run one update with each configuration in `trees`. For each, return the moments `exp_avg` and
-    `exp_avg_sq` of every parameter."""
+    """Run one update with each configuration. Return the moments `exp_avg` and `exp_avg_sq` of
+    every parameter."""
     world, results = start_world(device="cpu"), []
     for tree in trees:
         _, _, groups, _, _, states, updater = make_updater(tree, world)
@@ -128,9 +127,8 @@ def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, t
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("dtype", "within"), [("fp32", 1e-5), ("fp16", 1e-2)])
 def test_moments_are_those_of_the_clipped_unscaled_gradient(ranks, size, dtype, within):
-    """Moments must be compared because parameters would not show a wrong factor: AdamW's update is
-    the same if all gradients are multiplied by a constant. `within` is the relative tolerance; its
-    fp16 value covers the rounding of products."""
+    """Compare moments, because AdamW's update does not depend on the scale of gradients. `within`
+    is the relative tolerance."""
     numbers = TREE["train"] | {"dtype": dtype, "deterministic": dtype == "fp32", "threads": 1}
     trees = [
         TREE | {"train": numbers, "optim": TREE["optim"] | optim} for optim, _ in CLIPPING.values()

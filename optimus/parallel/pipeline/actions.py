@@ -1,8 +1,7 @@
 """Pipeline schedules: the ordered list of actions of each rank.
 
 With p pipeline ranks of v stages each, the stages have the numbers 0 to p*v - 1 in model order.
-Stage s is on rank s mod p. The executor runs the lists of actions, `simulate` computes the times of
-the actions, and tests prove that the lists are complete and free of deadlocks.
+Stage s is on rank s mod p.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Kind(IntEnum):
     RECV_GRADIENT = 7
     """Post the receive of the stage's output gradient, which the backward pass waits for."""
     REDUCE_GRAD = 8
-    """Reduce the stage's gradients over the data-parallel ranks. `Action.microbatch` is the last
-    microbatch whose gradients are included."""
+    """Reduce the stage's gradients over the data-parallel ranks, up to `Action.microbatch`."""
     OPT_STEP = 9
     """Update the weights of all stages of the rank. This is the last action of a step."""
 

@@ -1,5 +1,4 @@
-"""Functions that insert transfers, gradient reductions and the optimizer step into the ranks' lists
-of compute actions."""
+"""Functions that add transfers, gradient reductions and optimizer steps to pipeline schedules."""
 
 from __future__ import annotations
 
@@ -32,10 +31,8 @@ def add_transfers(
 ) -> list[list[Action]]:
     """Return the compute actions of each rank with sends and receives inserted.
 
-    A send directly follows the action that computes its data. The receives of a channel are in the
-    order of its sends, since some backends match messages by order and not by tag. Each receive is
-    posted one compute action before the action that needs the data, so that the transfer overlaps
-    with computation. Stages on the same rank need no transfer.
+    A send directly follows the action that computes its data. A receive is posted one compute
+    action early, so that the transfer overlaps with computation.
     """
     traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
     return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]
@@ -44,9 +41,7 @@ def add_transfers(
 def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ...]:
     """Return a rank's actions with gradient reductions inserted and the optimizer step appended.
 
-    B (complete backward) and W (weight gradients) are the actions that add to a stage's gradients.
-    With `reduce_each`, the gradients are reduced after each B or W of the stage. Without it, they
-    are reduced once, after the stage's last B or W.
+    With `reduce_each`, gradients are reduced after each microbatch, not only after the last.
     """
     last_of = {a.stage: a for a in actions if a.kind in WEIGHT_GRADIENT}
     out: list[Action] = []
@@ -62,9 +57,9 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the send actions that follow a compute action, as if every stage were on its own rank.
+    """Return the send actions that follow a compute action: one or none.
 
-    The list has one send, or none if the action has no result for another stage.
+    The function assumes that every stage is on its own rank.
     """
     if action.kind is Kind.F and action.stage < num_stages - 1:
         return [action._replace(kind=Kind.SEND_ACTIVATION)]
@@ -81,10 +76,9 @@ def received_by(send: Action) -> Action:
 
 
 def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the receive actions that a compute action waits for, as if every stage were on its own
-    rank.
+    """Return the receive actions that a compute action waits for: one or none.
 
-    The list has one receive, or none if the action needs no result of another stage.
+    The function assumes that every stage is on its own rank.
     """
     if action.kind is Kind.F and action.stage > 0:
         return [action._replace(kind=Kind.RECV_ACTIVATION)]
@@ -110,6 +104,7 @@ def _with_transfers(
             if receive in traffic.position:
                 channel = channel_of(receive, num_ranks)
                 until = traffic.position[receive] + 1
+                # Receives keep the order of the sends: some backends match messages by order only.
                 out.extend(traffic.queues[channel][posted[channel] : until])
                 posted[channel] = max(posted[channel], until)
 

@@ -26,15 +26,15 @@ Microbatch = tuple[Tensor, Tensor | None]
 device. The document ids are [B, S] on the host, or None."""
 
 FEW_TOKENS = 256
-"""Minimum sequence length at which the executor uses oneDNN. With shorter sequences, attention is
-slower with oneDNN than with torch's default library: up to six times slower at a length for which
-oneDNN has not compiled a kernel yet."""
+"""Minimum sequence length at which the executor uses oneDNN. For shorter sequences, torch's default
+library is faster."""
 
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
-"""Type of `last_backward(stage, deferred)`, which returns a context manager. In this context, the
-executor runs the action that completes the stage's gradients in a step. This action is the stage's
-last W if the schedule divides backward into I and W, and the stage's last B if not. For a W,
-`deferred` has the weights whose gradients the W computes. For a B, `deferred` is None."""
+"""Type of `last_backward(stage, deferred)`, which returns a context manager.
+
+In this context, the executor runs the action that completes the stage's gradients in a step.
+`deferred` has the weights whose gradients were deferred to this action, or is None.
+"""
 
 
 class _Saved(NamedTuple):
@@ -51,10 +51,9 @@ class Executor:
         schedule: the actions of all ranks for one step.
         stages: this rank's stages, by number.
         channels: communicators to and from the neighbour ranks.
-        boundary_shape: function that returns, for tokens [B, S], the shape of the activations that
-            a stage sends to the next stage.
+        boundary_shape: function from tokens [B, S] to the shape of a stage's output.
         dtype: the dtype of activations.
-        recorder: the recorder that receives an event for each action.
+        recorder: receives an event for each action.
     """
 
     def __init__(
@@ -112,16 +111,14 @@ class Executor:
             microbatches: the microbatches of this data-parallel rank, in order.
             reduce_grad: called with (stage, microbatch) for each REDUCE_GRAD action.
             opt_step: called for the OPT_STEP action.
-            before_backward: called before each action that adds to gradients. Its argument is the
-                number of the action's stage.
-            last_backward: function that returns a context manager, which the executor enters for
-                the last backward action of each stage (see LastBackward).
+            before_backward: called with the stage before each action that adds to gradients.
+            last_backward: returns a context manager for the last backward action of each stage.
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).
 
         Raises:
-            LostPeerError: another rank was lost. The message names the current action of this rank.
+            LostPeerError: another rank was lost.
         """
         assert len(microbatches) == self._schedule.num_microbatches
         self._last_backward = last_backward
@@ -134,7 +131,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[tuple[int, int], Terms]:
-        """Run the forward passes of any number of microbatches, without backward.
+        """Run forward passes without backward. The number of microbatches is arbitrary.
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).
@@ -146,8 +143,8 @@ class Executor:
         """Run the forward pass of tokens [B, S] and return the logits at `position`.
 
         Returns:
-            On the rank of the last stage, the logits [B, V], where V is this rank's share of the
-            vocabulary. On other ranks, None.
+            [B, V] on the rank of the last stage, None on other ranks. V is the size of this rank's
+            share of the vocabulary.
         """
         logits: list[Tensor] = []
 
@@ -212,13 +209,8 @@ class Executor:
         return run_and_record
 
     def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
-        """Return a context manager that selects the library for matrix products.
-
-        `fastest_library` may select oneDNN, but it is called only for sequences of at least
-        FEW_TOKENS tokens without document ids. oneDNN compiles a kernel for each new shape. This is
-        worthwhile if all sequences have the same length, but not if attention runs within documents
-        of many lengths.
-        """
+        """Return a context manager that selects the library for matrix products."""
+        # oneDNN compiles a kernel for each new shape, and documents have many lengths.
         if document_ids is not None or tokens.shape[1] < FEW_TOKENS:
             return nullcontext()
         return fastest_library(tokens.new_empty(0, dtype=self._dtype))
@@ -237,15 +229,13 @@ class Executor:
             self._saved[key] = _Saved(x, output)
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return the input of a forward pass, which is the output of the previous stage. The first
-        stage has no input: return None."""
+        """Return the output of the previous stage, or None for the first stage."""
         if self._stages[action.stage].is_first:
             return None
         return self._take(action._replace(kind=Kind.RECV_ACTIVATION))
 
     def _backward(self, action: Action) -> None:
-        """Run the backward pass of an action B or I. An action I defers the weight gradients, which
-        the action W of the same microbatch computes later."""
+        """Run the backward pass of an action B or I."""
         stage = self._stages[action.stage]
         saved = self._saved.pop((action.stage, action.microbatch))
         grad = None
@@ -276,16 +266,13 @@ class Executor:
         return self._last_backward(action.stage, deferred) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
-        """Store a stage's result, `tensor`, for the neighbour stage that needs it.
-
-        If that stage is on another rank, the tensor waits for `send_action`. If that stage is on
-        this rank, the schedule has no such send, and the tensor is stored like a received one.
-        """
+        """Store a stage's result for `send_action`, or for a neighbour stage on this rank."""
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)
         if self._schedule.rank_of(neighbour) != self._rank:
             self._leaving[send_action] = tensor
             return
+        # A schedule has no sends within a rank: store the tensor like a received tensor.
         kind = Kind.RECV_ACTIVATION if forward else Kind.RECV_GRADIENT
         self._arrived[send_action._replace(kind=kind, stage=neighbour)] = tensor
 

@@ -1,6 +1,6 @@
 """Pipeline stages and schedule of a configuration.
 
-This module does not need torch, so that a launcher can check the configuration too.
+This module does not need torch, so launchers can also check the configuration.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def plan_stages(config: Config, num_ranks: int) -> tuple[range, ...]:
     """Return the layers of each pipeline stage.
 
     Raises:
-        ConfigError: there are more stages than layers, or parallel.stage_layers does not match the
-            number of stages and layers.
+        ConfigError: there are more stages than layers.
+        ConfigError: parallel.stage_layers does not match the number of stages or layers.
     """
     parallel, model = config.parallel, config.model
     num_stages = num_ranks * parallel.virtual_stages
@@ -37,8 +37,8 @@ def assign_layers(
 ) -> tuple[range, ...]:
     """Assign contiguous layers to stages so that the most expensive stage is as cheap as possible.
 
-    If several assignments are equally good, the result has the fewest layers on early stages, since
-    early stages keep activations of more microbatches.
+    Among equally good assignments, the result has the fewest layers on early stages. Early stages
+    keep activations of more microbatches.
 
     Args:
         layer_costs: the cost of each layer, in any unit.
@@ -102,7 +102,7 @@ def layers_by_hand(counts: Sequence[int], num_layers: int, num_stages: int) -> t
 def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
     """Return the pipeline schedule of a configuration.
 
-    For a single stage the result is always 1f1b, since all schedules are then the same.
+    The schedule of a single stage is always 1f1b.
     """
     parallel = config.parallel
     several = mesh.pp * parallel.virtual_stages > 1

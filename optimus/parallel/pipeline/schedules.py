@@ -1,9 +1,8 @@
 """Pipeline schedules: pure functions that return the forward and backward passes of each rank.
 
 A backward pass is one action B. A zero-bubble schedule divides it into the actions I (gradient of
-the stage's input) and W (gradients of the stage's weights). On every stage, the actions B, I and W
-each run in microbatch order, because the bit-identical gradient sums of deterministic mode need a
-fixed order. `make_schedule` adds transfers, gradient reductions and the optimizer step.
+the stage's input) and W (gradients of the stage's weights). On each stage, the actions of one kind
+run in microbatch order. Deterministic mode needs this order to sum gradients.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
 def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     """Return the 1F1B schedule PipeDream-Flush (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
 
-    After warm-up forward passes, each rank alternates one forward and one backward pass. Of p
-    ranks, rank r (counted from 0) keeps the activations of at most p - r microbatches.
+    After warm-up forward passes, each rank alternates one forward and one backward pass. With p
+    ranks, rank r keeps the activations of at most p - r microbatches.
     """
     assert virtual_stages == 1
     ranks = []
@@ -53,12 +52,9 @@ def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     """Return the interleaved 1F1B schedule (arXiv 2104.04473, section 2.2).
 
-    There are p ranks with v stages each, and m microbatches. The microbatches run in rounds of
-    about p. A round passes through the first stage of each rank, then through the second stage of
-    each rank, and so on. The bubble is v times smaller than with one stage per rank.
-
-    If m is not a multiple of p, the sizes of the rounds are as equal as possible. Each round has at
-    least p microbatches. If m is smaller than p, a single round has all m microbatches.
+    The microbatches run in rounds of about `num_ranks`. A round passes through the first stage of
+    each rank, then through the second stage of each rank, and so on. The bubble is `virtual_stages`
+    times smaller than with one stage per rank.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     ranks = []
@@ -75,10 +71,9 @@ def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> L
 def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     """Return the zero-bubble schedule ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
-    ZB-H1 is 1F1B with backward divided into I and W. On rank r, the W of microbatch j follows the I
-    of microbatch j + r, and the last r actions W run at the end. The actions W thus fill time in
-    which the rank is idle in 1F1B. Each of the p ranks keeps the activations of at most p
-    microbatches, like the first rank in 1F1B.
+    ZB-H1 is 1F1B with backward divided into I (gradient of the stage's input) and W (gradients of
+    the stage's weights). W fills time in which 1F1B is idle. Each rank keeps the activations of at
+    most `num_ranks` microbatches.
     """
     assert virtual_stages == 1
     ranks = []
@@ -89,6 +84,7 @@ def zero_bubble_h1(num_ranks: int, virtual_stages: int, num_microbatches: int) -
         actions = []
         for action in _alternate(forwards, inputs, num_ranks - rank - 1):
             actions.append(action)
+            # W of microbatch j follows I of microbatch j + rank.
             if action.kind is Kind.I and action.microbatch >= rank:
                 actions.append(next(weights))
         ranks.append([*actions, *weights])
@@ -101,7 +97,7 @@ GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
 }
-"""Functions that generate the schedules. The keys are the values of `parallel.schedule`."""
+"""Functions that return schedules, by the values of `parallel.schedule`."""
 _ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 
@@ -119,11 +115,10 @@ def make_schedule(
         num_ranks: p, the number of pipeline ranks.
         virtual_stages: v, the number of stages per rank.
         num_microbatches: m, the number of microbatches per data-parallel rank.
-        reduce_each: True: reduce a stage's gradients after each microbatch, as deterministic mode
-            needs. False: reduce them once, after the last microbatch.
+        reduce_each: reduce a stage's gradients after each microbatch, not only after the last.
 
     Raises:
-        ConfigError: `virtual_stages` is above 1, but the schedule supports only one stage per rank.
+        ConfigError: the schedule does not support `virtual_stages` above 1.
     """
     assert num_ranks >= 1 and num_microbatches >= 1
     if name in _ONE_STAGE_ONLY and virtual_stages > 1:
@@ -141,9 +136,8 @@ def make_schedule(
 def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
     """Return a schedule of forward passes only, for an evaluation.
 
-    The passes run in rounds of about `num_ranks` microbatches. A round passes through the first
-    stage of each rank, then through the second stage of each rank, and so on. With rounds,
-    transfers overlap with computation.
+    The passes run in rounds of about `num_ranks` microbatches, so that transfers overlap with
+    computation.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     lists = [
@@ -160,8 +154,7 @@ def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Return `warm_up` forward passes, then alternating forward and backward passes, then the
-    remaining backward passes."""
+    """Return `warm_up` forward passes, alternating passes, and the remaining backward passes."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     steady = list(chain.from_iterable(pairs))
@@ -169,6 +162,8 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:
+    # The rounds have about equal sizes. Each has at least num_ranks microbatches, if there are
+    # that many.
     count = max(1, num_microbatches // num_ranks)
     bounds = [num_microbatches * i // count for i in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]

@@ -10,8 +10,8 @@ from optimus.parallel.pipeline.actions import COMPUTE, SENDS, Action, Kind, Sche
 from optimus.parallel.pipeline.communicate import needs_of, received_by, sends_of
 
 Cost = Callable[[Action], float]
-"""Function that returns the duration of an action, in seconds or any other unit. For a send, the
-duration ends when the data arrives."""
+"""Function that returns the duration of an action, in any unit. A send lasts until its data
+arrives."""
 
 
 class Span(NamedTuple):
@@ -38,18 +38,16 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Return the idle time of all ranks divided by their compute time.
-
-        With p ranks of v equal stages each and m microbatches, the ratio is (p-1)/(m*v) for 1F1B
-        (v = 1) and for interleaved 1F1B.
-        """
+        """Return the idle time of all ranks divided by their compute time."""
         busy = sum(map(self.busy, range(len(self.ranks)))) / len(self.ranks)
         return self.end / busy - 1 if busy else 0.0
 
 
 def unit_costs(virtual_stages: int = 1) -> Cost:
-    """Return a cost function in which F, I and W take 1/v each and B takes 2/v, where v is
-    `virtual_stages`. All other actions take no time."""
+    """Return a cost function: F, I and W cost 1/`virtual_stages`, B costs twice as much.
+
+    Other actions cost nothing.
+    """
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
     return lambda action: costs.get(action.kind, 0.0) / virtual_stages
 

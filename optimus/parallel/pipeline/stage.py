@@ -1,5 +1,6 @@
-"""Pipeline stage: some of the model's blocks. The first stage also has the embedding, and the last
-stage also has the output head and the loss.
+"""Pipeline stage: a range of the model's blocks.
+
+The first stage also has the embedding. The last stage also has the output head and the loss.
 
 Dims: B batch, S sequence, D hidden, E experts.
 """
@@ -99,8 +100,8 @@ class Stage:
         """Run the stage's forward pass for inference, without losses.
 
         Returns:
-            On the last stage, the logits [B, V] at `position`, where V is this rank's share of the
-            vocabulary. On other stages, the next stage's input [B, S, D].
+            The logits [B, V] at `position` on the last stage, the next stage's input [B, S, D] on
+            other stages. V is the size of this rank's share of the vocabulary.
         """
         x, _ = self._run_blocks(x, tokens, None)
         return self.model.logits_at(x, position) if self.is_last else x
@@ -117,12 +118,9 @@ class Stage:
 def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:
     """Run a stage's backward pass, which adds to the gradients of its parameters and its input.
 
-    Does nothing for a first stage whose parameters are all frozen.
-
     Args:
         output: the result of the stage's forward pass.
-        grad: gradient of output.x from the next stage, already multiplied by the loss scale; None
-            on the last stage.
+        grad: gradient of `output.x`, multiplied by `loss_scale`; None on the last stage.
         loss_scale: factor by which the stage's objective is multiplied.
     """
     objective, scale = output.objective, None
@@ -133,5 +131,5 @@ def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> No
         for root, root_grad in ((output.x, grad), (objective, scale))
         if root is not None and root.requires_grad
     ]
-    if roots:
+    if roots:  # a first stage may have only frozen parameters
         torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])

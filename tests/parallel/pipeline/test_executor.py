@@ -1,5 +1,4 @@
-"""Tests of the executor on a stage with a single scalar parameter: profiler ranges, recorded
-actions, and the library for matrix products."""
+"""Tests of the executor on a stage with a single scalar parameter."""
 
 from __future__ import annotations
 
@@ -79,11 +78,7 @@ def test_without_a_recorder_no_clock_is_read(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(not product.onednn_is_exact(), reason="oneDNN has no fp32 products here")
 @pytest.mark.parametrize("where", ["long", "short", "documents"])
 def test_both_passes_take_the_faster_library(monkeypatch: pytest.MonkeyPatch, where: str):
-    """Forward and backward use oneDNN only for long sequences without document ids.
-
-    With documents, attention has many different shapes, and oneDNN would compile a kernel for each
-    of them. For short sequences, the default library is faster.
-    """
+    """Forward and backward use oneDNN only for long sequences without document ids."""
     settings, seen = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision
 

@@ -12,12 +12,11 @@ from tests.helpers.updates import make_shard, numbered
 
 
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
-    """Run a step and return the actions that this pipeline rank runs within `last_backward`.
+    """Run a step and return the actions that this rank runs within `last_backward`.
 
     Returns:
-        A tuple for each action. Its items are a text with the kind, stage and microbatch; whether
-        the argument `deferred` of `last_backward` was not None; and whether `deferred` included the
-        weights of all linear layers of the rank.
+        For each action: its text, `deferred is not None`, and whether `deferred` has the weights of
+        all linear layers of the rank.
     """
     trace = ActionTrace()
     shard, entered = make_shard(tree, recorder=trace).shard, []

@@ -33,8 +33,7 @@ def test_the_head_replaces_a_layer_of_the_last_stage():
 
 
 def test_many_layers_of_a_single_stage_are_not_searched():
-    """With 2^20 layers, the search for the best assignment would take days. It is skipped if there
-    is a single stage, because only one assignment is possible."""
+    """A single stage has only one possible assignment, so the slow search is skipped."""
     assert assign_layers([1.0] * (1 << 20), 1) == (range(1 << 20),)
 
 
@@ -51,12 +50,7 @@ def test_stage_layers_set_the_layers_of_stages():
 
 
 def test_stages_of_a_configuration_include_the_cost_of_its_head():
-    """The model has 12 layers on two stages, and the last stage also computes the head.
-
-    With a vocabulary of 1280 and a hidden size of 32, the head has 1280 * 32 multiply-adds per
-    token, as many as 3.3 layers. The last stage then gets only 4 layers. With a vocabulary of 320,
-    each stage gets 6.
-    """
+    """The last stage also computes the head. With a large vocabulary, it gets fewer layers."""
     for vocab_size, expected in ((1280, [8, 4]), (320, [6, 6])):
         of = {"model__num_layers": 12, "model__vocab_size": vocab_size}
         layers = plan_stages(make_config(tiny_tree("d", "r", **DENSE | of)), 2)

@@ -1,11 +1,7 @@
 """Tests of the schedule proof (`validate`) against an independent player of schedules.
 
-The player runs the actions of all ranks and shares no code with the proof. It must complete each
-generated schedule, and each randomly changed schedule that the proof accepts. The sizes of
-schedules and the order in which the player's ranks advance are also random.
-
-The proof must accept all generated schedules, and `simulate` must return the same total time for
-them as `makespan` in this file.
+The player runs the actions of all ranks in a random order. It must complete each schedule that the
+proof accepts, including randomly changed schedules.
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ def must(condition: bool, problem: object) -> None:
 class Player:
     """Player of a schedule: runs the actions of all ranks, which advance in random order.
 
-    The n-th send of a channel matches the channel's n-th receive, as in a communicator. If the two
-    are for different stages or microbatches, `play` raises CannotPlayError.
+    The n-th send of a channel must match the channel's n-th receive, as in a communicator.
     """
 
     def __init__(self, schedule: Schedule, chance: random.Random) -> None:
@@ -47,9 +42,10 @@ class Player:
         self.done: dict[tuple[Kind, int], list[int]] = {}
         """The microbatches of the actions played so far, in order, by (kind, stage)."""
         self.lines: dict[tuple, tuple[list, list]] = {}
-        """The sends and the receives played so far, by channel. A channel connects a lower stage to
-        the stage after it, and its key is (is forward, rank of the lower stage, rank of the upper
-        stage). Each send or receive is recorded as (microbatch, lower stage)."""
+        """The sends and the receives played so far, each as (microbatch, lower stage).
+
+        The keys are (is forward, rank of the lower stage, rank of the upper stage).
+        """
 
     def play(self) -> None:
         counts = [0] * self.p
@@ -157,9 +153,8 @@ def test_schedules_that_the_proof_accepts_play_to_their_end(name):
 def makespan(schedule: Schedule, cost: dict[tuple[Kind, int, int], float], wire: float) -> float:
     """Return the time at which the last rank finishes: the longest path through the dependencies.
 
-    A compute action waits for the previous compute action of its rank and for the action of the
-    neighbour stage whose result it needs. A result from another rank arrives with a delay of
-    `wire`. Other actions take no time.
+    A compute action waits for the previous compute action of its rank and for its input. Input from
+    another rank arrives with a delay of `wire`.
     """
     last = schedule.num_stages - 1
     computing = [[a for a in rank if a.kind in (F, B, HALF, W)] for rank in schedule.ranks]

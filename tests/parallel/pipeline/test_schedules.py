@@ -1,5 +1,7 @@
-"""Tests of pipeline schedules: the proof (`validate`) accepts all small schedules and refuses
-damaged schedules, and simulated times equal closed formulas."""
+"""Tests of pipeline schedules and of their simulated times.
+
+The proof (`validate`) must accept all small schedules and refuse damaged schedules.
+"""
 
 from __future__ import annotations
 
@@ -237,9 +239,10 @@ def test_stages_of_a_rank_send_nothing_to_each_other():
 
 
 def test_a_list_that_needs_tags_is_refused():
-    """The second rank receives microbatch 1 before microbatch 0, but the first rank sends
-    microbatch 0 first. The proof refuses this schedule, because only backends that match messages
-    by tag and not by order can run it."""
+    """The second rank receives microbatches in another order than the first rank sends them.
+
+    The proof refuses the schedule, since some backends match messages by order and not by tag.
+    """
 
     def other_order(actions: list[Action]) -> None:
         for kind in (Kind.RECV_ACTIVATION, Kind.F):
@@ -254,10 +257,7 @@ def test_a_list_that_needs_tags_is_refused():
     ("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
 )
 def test_activations_and_gradients_need_a_communicator_each(name, stages):
-    """Activations and gradients share a single communicator. Its messages complete in the order of
-    posting. One rank posts the receive of a gradient before the send of an activation. The other
-    rank posts the receive of the activation before the send of the gradient. Neither send can
-    complete, and the proof reports the deadlock."""
+    """Activations and gradients share a single communicator. The proof reports a deadlock."""
     schedule = make_schedule(name, 2, stages, 4)
     validate(schedule)
     with pytest.raises(AssertionError, match="deadlock: rank 0 at"):
@@ -266,18 +266,20 @@ def test_activations_and_gradients_need_a_communicator_each(name, stages):
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])
 def test_a_ring_of_stages_needs_a_communicator_for_each_pair_of_neighbours(name):
-    """Ranks with several stages send activations around a ring of ranks. Here, all activations use
-    one communicator, and all gradients use another. The send of each rank then waits for the send
-    of the next rank, and the proof reports the deadlock."""
+    """All activations use one communicator, and all gradients use another.
+
+    The proof reports a deadlock.
+    """
     schedule = make_schedule(name, 3, 2, 6)
     with pytest.raises(AssertionError, match="deadlock"):
         validate(schedule, communicator=lambda action: schedule.channel_of(action).sends)
 
 
 def test_a_deadlock_is_detected():
-    """The first rank waits for the gradient of microbatch 0 before it sends the activations of
-    microbatch 1. The second rank waits for these activations before it sends the gradient. The
-    proof reports the deadlock."""
+    """The first rank waits for a gradient, and the second rank waits for activations.
+
+    The proof reports the deadlock.
+    """
 
     def early_backward(actions: list[Action]) -> None:
         backward = actions.pop(actions.index(Action(Kind.B, 0, 0)))

@@ -1,5 +1,4 @@
-"""Test of experts under zb-h1: W actions compute the deferred weight gradients of experts, which
-are bit-identical to the gradients under 1f1b."""
+"""Test that zb-h1 defers the weight gradients of experts and trains to the same bits as 1f1b."""
 
 from __future__ import annotations
 
@@ -26,20 +25,17 @@ class Seen(NamedTuple):
     losses: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
     products: dict[Kind, int]
-    """Number of computations of an expert's weight gradients, by the kind of the action that ran
-    them. One computation gives both weight gradients of one expert for one microbatch."""
+    """Number of computations of an expert's weight gradients, by the kind of the action."""
     alive: int
-    """Largest number of deferred computations that existed at the same time. Each layer has one per
-    microbatch."""
+    """Largest number of deferred computations at the same time."""
     most_alive: int
-    """Largest number of microbatches with activations on this rank, as `validate` computes it."""
+    """Largest number of microbatches with activations on this rank, from `validate`."""
     most_waiting: int
-    """Largest number of microbatches that, at the same time, have run I but not W."""
+    """Largest number of microbatches between their actions I and W at the same time."""
 
 
 def watch_updates(schedule: str) -> Seen:
-    """Run two optimizer steps with `schedule` on this rank. Return the training results, and counts
-    of deferred computations and of microbatches."""
+    """Run two optimizer steps with `schedule` on this rank and return results and counts."""
     layout = {"parallel__pp": 2, "parallel__schedule": schedule}
     batch = {"train__global_batch_tokens": MICROBATCHES * CONTEXT, "model__num_layers": 4}
     tree = tiny_tree("d", "r", **layout, **batch, train__dtype="bf16")
@@ -65,12 +61,7 @@ def watch_updates(schedule: str) -> Seen:
 
 
 def _watch(times: list[int], alive: list[int]) -> None:
-    """Patch the expert kernels to record the computations of weight gradients.
-
-    Each computation of an expert's weight gradients appends its time to `times`. Each new deferred
-    computation appends the current number of deferred computations to `alive`. The patches are not
-    undone, because the process ends with the test.
-    """
+    """Record weight-gradient times in `times` and numbers of deferred computations in `alive`."""
     take, works = experts_loop._Targets.take, weakref.WeakSet()
     # The attribute `experts` of the package is the function, not the module.
     experts_op = importlib.import_module("optimus_kernels.experts")
@@ -85,6 +76,7 @@ def _watch(times: list[int], alive: list[int]) -> None:
             works.add(self)
             alive.append(len(works))
 
+    # The patches are not undone, because the process ends with the test.
     experts_loop._Targets.take = timed
     experts_op.WeightWork = Counted
 
