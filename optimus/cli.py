@@ -104,8 +104,9 @@ def _reader_has_gone() -> bool:
 class _Stderr:
     """Standard error that drops text instead of raising an error or blocking.
 
-    If the output is not read, the first write waits for at most _STALL_S seconds. Other ranks would
-    report a rank that waits longer as lost.
+    If nobody reads the output, the first write waits for at most _STALL_S seconds. Later writes
+    drop their text at once, until the output is read again. The wait is short because the other
+    ranks treat a rank that waits long as lost.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -226,7 +227,7 @@ def _end(error: OptimusError) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process prints the messages about its start."""
+    """Return True if this process prints the messages about the start of the command."""
     from optimus.launch.environment import RENDEZVOUS, read_rank
 
     # With `--nproc`, the parent process prints them. It sets RENDEZVOUS for the ranks.

@@ -82,7 +82,8 @@ def build_kernels(names: Sequence[str]) -> None:
         names: Backends to compile. If it is empty, all that this machine can compile.
 
     Raises:
-        ConfigError: A name is unknown, a backend cannot be built, or there is none to build.
+        ConfigError: A name is unknown, or a backend cannot be compiled. Also raised if `names` is
+            empty and this machine can compile no backend.
     """
     for name in names:
         if name not in build.BACKENDS:
@@ -212,7 +213,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _peaks() -> dict[str, str]:
-    """Return a description of each cached peak FLOP/s, by the path of its file."""
+    """Return a dict that maps the file path of each cached peak FLOP/s to its description."""
     return {str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()}
 
 

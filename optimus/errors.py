@@ -133,7 +133,7 @@ class CheckpointError(OptimusError):
 
 
 class Stopped(OptimusError):
-    """A signal or the deadline stopped the run, which has written a checkpoint."""
+    """The run wrote a checkpoint and stopped, because of a signal or its deadline."""
 
     kind = OutcomeKind.STOPPED
 
@@ -153,7 +153,7 @@ class LostPeerError(OptimusError):
 def as_optimus_error(error: Exception) -> OptimusError | None:
     """Return the error to show to the user, or None if `error` is a bug of Optimus.
 
-    An error of a file or a disk becomes an OptimusError.
+    If `error` is an OSError of a file or a disk, it is converted to an OptimusError.
     """
     if isinstance(error, OptimusError):
         return error

@@ -1,6 +1,7 @@
 """Peak FLOP/s of a device, the denominator of MFU.
 
-A peak comes from a data sheet, or it is measured and cached. A run keeps its peak after a resume.
+A peak comes from a data sheet, or it is measured and cached. A resumed run keeps its peak if the
+device, the dtype and the other conditions in `Setup` are the same.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ _BF16_PEAKS = {
 }
 _FORMAT = "optimus-peak"
 _KINDS = {"str": str, "int": int, "float": (int, float)}
-"""Types that a value in a cache file may have, by the annotation of its field."""
+"""For each annotation of a field of `Peak` or `Setup`, the types that are accepted for the field's
+value in a cache file."""
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
 """Maximum `Peak.spread` of a measurement that is cached."""
 _MIN_CPU_SHARE = 0.9
-"""Minimum of processor time / (wall-clock time * threads) during a timed matrix product. With a
-lower value, the product does not count, because other programs interrupted it."""
+"""A timed matrix product counts if its processor time / (wall-clock time * threads) is at least
+this value. If the quotient is lower, other programs interrupted the product."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Peak:
     setup: Setup
     flops: float
     spread: float
-    """Relative difference in rate between the fastest matrix product and another fast one."""
+    """Relative difference between the rate of the fastest matrix product and the rate of a slightly
+    slower one, such as the third fastest. A large spread means an unreliable measurement."""
     method: str
     measured_at: str
     """Time of the measurement in UTC; empty for a peak from a data sheet."""
@@ -134,8 +137,9 @@ def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
     """Measure the peak: the rate of the fastest of many short matrix products on this rank.
 
-    On a CPU, products that other programs interrupt do not count. If too few products count, the
-    peak is the rate of one thread times the number of threads, and the spread is 1.
+    On a CPU with several threads, products that other programs interrupt do not count. If too few
+    products count, the peak is the rate of one thread times the number of threads. The spread is
+    then 1, so that `find_peak` does not cache the peak.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
@@ -190,7 +194,10 @@ def _thread_times(size: int, dtype: torch.dtype, budget_s: float) -> list[float]
 
 
 def _uninterrupted_times(size: int, dtype: torch.dtype, threads: int) -> list[float]:
-    """Return the wall-clock seconds of matrix products that no other program interrupted."""
+    """Time matrix products on all intra-op threads.
+
+    Return the wall-clock seconds of those products that no other program interrupted.
+    """
     run, times_s = _product(size, dtype, torch.device("cpu")), []
     end = time.perf_counter() + 0.75 * _BUDGET_S
     while time.perf_counter() < end:
@@ -218,9 +225,10 @@ def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[f
 
 
 def cache_dir() -> Path | None:
-    """Return the directory of cached peaks, or None if the user has no home directory.
+    """Return the directory of cached peaks, or None if there is none.
 
-    The environment variable OPTIMUS_PEAK_CACHE can name another directory.
+    The environment variable OPTIMUS_PEAK_CACHE can name the directory. If it is not set, the
+    directory is in the user's cache directory. A user without a home directory may have none.
     """
     if setting := os.environ.get("OPTIMUS_PEAK_CACHE"):
         return Path(setting)
@@ -322,9 +330,9 @@ def write_peak(path: Path, peak: Peak) -> None:
 
 
 class RunPeak:
-    """Peak FLOP/s from which one run computes its MFU. A resumed run keeps its peak.
+    """Peak FLOP/s from which one run computes its MFU.
 
-    Only the first rank has a RunPeak: the peak of its device or threads.
+    Only the first rank has a RunPeak. The peak is that of this rank's device or CPU threads.
     """
 
     def __init__(
@@ -336,9 +344,10 @@ class RunPeak:
         library: str,
         log: Callable[[str], None],
     ) -> None:
-        """Read the peak that the run recorded, or find a new peak and record it.
+        """Read the peak from the run directory, or find a new peak and write it there.
 
-        A recorded peak is used only if the run is resumed with an equal Setup.
+        The peak in the run directory is used only if the run is resumed and the Setup of that peak
+        equals the Setup of this rank.
 
         Args:
             run_dir: Run directory.

@@ -87,7 +87,7 @@ def collective_backend(device: torch.device) -> str:
 
 
 def device_of_backend(backend: str) -> torch.device:
-    """Return the device of the tensors in a backend's collectives."""
+    """Return the device on which a collective backend such as nccl requires its tensors."""
     kinds = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu"}
     return torch.device(kinds.get(backend, "cpu"))
 
@@ -160,9 +160,10 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
     """Set the number of intra-op threads of torch in this process.
 
     Args:
-        threads: `train.threads`. If it is 0, OMP_NUM_THREADS is used. If that is not set, the
-            number is the available cores / `local_world_size`.
-        deterministic: `train.deterministic`. If it is set, `threads` = 0 means 1.
+        threads: `train.threads`. If it is 0 and `deterministic` is True, the number is 1. If it is
+            0 otherwise, the number is OMP_NUM_THREADS or, if that is not set, the number of
+            available cores / `local_world_size`.
+        deterministic: `train.deterministic`.
         local_world_size: Number of ranks on this node.
 
     Returns:
@@ -185,7 +186,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes of tensors on an accelerator, or of this process on a CPU."""
+    """Return the peak bytes of the tensors on an accelerator.
+
+    For a CPU, return the peak bytes of this process.
+    """
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -4,8 +4,9 @@
     python scripts/language.py [PATH ...]
 
 The script checks names, docstrings, comments, message strings and Markdown text. CONTRIBUTING.md,
-"Words", has the rules. Without arguments, all paths except those in EXEMPT are checked. Lines in
-scripts/language_allowed.txt are allowed. The exit status is 1 if there are findings.
+"Words", has the rules. Without arguments, all paths except those in EXEMPT are checked. The script
+ignores a finding if scripts/language_allowed.txt contains the same source line. The exit status is
+1 if there are other findings.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ NAMES = {
     ),
     **dict.fromkeys(("item", "thing", "elem", "obj", "info"), "say what it is"),
 }
-"""Names that do not describe their values and are disallowed, with advice for a better name."""
+"""Disallowed names, which do not describe their values. Each has advice for a better name."""
 
 _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When|Why)\b")
 """Disallowed first words of a docstring."""

@@ -170,8 +170,8 @@ def test_terminal_shows_a_line_at_once(tmp_path):
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
-    """The reader of a pipe stops until the pipe is full. Lines that do not fit are dropped, and a
-    later line reports their number."""
+    """Nobody reads the pipe, so it becomes full. `_Stderr` must drop the lines that do not fit.
+    When there is space again, it must print the number of dropped lines."""
     monkeypatch.setattr(optimus.cli, "_STALL_S", 0.2)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other:

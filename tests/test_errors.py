@@ -37,7 +37,8 @@ ALWAYS_SEVERAL = {
 
 
 def by_hand(text: str) -> Iterator[str]:
-    """Yield each f-string expression before a plural noun, with the noun."""
+    """Find f-strings in the source code `text` in which an expression precedes a plural noun.
+    Yield each expression with its noun, such as `{n} ranks`."""
     for node in ast.walk(ast.parse(text)):
         values = node.values if isinstance(node, ast.JoinedStr) else []
         for value, after in itertools.pairwise(values):

@@ -33,7 +33,7 @@ EXPECTED = {
     path.parent.name: json.loads(path.read_text())
     for path in sorted(GOLDEN.glob("*/expected.json"))
 }
-"""The content of each expected.json, by version."""
+"""For each version: the content of its expected.json."""
 RUNS = [(version, name) for version, facts in EXPECTED.items() for name in facts["runs"]]
 MODELS = [(version, name) for version, name in RUNS if "model" in EXPECTED[version]["runs"][name]]
 DATA = [(version, name) for version, facts in EXPECTED.items() for name in facts["data"]]
@@ -55,13 +55,14 @@ OTHER_LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
 results must be bitwise equal."""
 
 OTHER_ARITHMETIC: tuple[str, ...] = ()
-"""Versions that add numbers in another order. Their metrics may differ within tolerances."""
+"""Old versions that added numbers in another order than this version. If this version continues
+their runs, metrics need to be equal only within the tolerances below."""
 
 # Tolerances for processors and layouts whose matrix products add in another order. The tolerance of
 # fp32 is the bound of deterministic mode for tp and ep.
 LOSS_WITHIN = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 NORM_WITHIN = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-"""Relative tolerances of gradient norms."""
+"""For each dtype: the relative tolerance of gradient norms."""
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,9 @@ def copies(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def corpus(copies, tmp_path, monkeypatch):
-    """Return the function `corpus(version, *changed)`. It enters a copy of the version's files and
-    returns the content of expected.json. Tests may write only to the paths `changed`."""
+    """Return the function `corpus(version, *changed)`. The function makes a copy of the version's
+    files the working directory, and returns the content of expected.json. A test may write only to
+    the paths `changed`, because the other files are links to files that all tests share."""
 
     def enter(version: str, *changed: str) -> dict:
         for name in changed:
@@ -146,7 +148,8 @@ def test_corpus_is_complete():
 @pytest.mark.parametrize("other_layout", [False, True], ids=["its-layout", "another-layout"])
 def test_run_is_continued(ranks, corpus, version, name, other_layout):
     """Continue a run of an old version. Loaded states must be bitwise equal to the saved states.
-    Later metrics must be bitwise equal if `bits` is True, and near the old metrics if not."""
+    Later metrics must equal those of the old version: bitwise if the layout, the machine and this
+    version allow it, and otherwise within tolerances."""
     facts = corpus(version, f"runs/{name}")
     expected, run_dir = facts["runs"][name], Path("runs", name)
     size, layout, bits = OTHER_LAYOUTS[name] if other_layout else (expected["ranks"], [], True)
@@ -289,8 +292,8 @@ def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
 def test_interrupted_directory_is_finished_without_repeated_work(
     corpus, version, name, monkeypatch
 ):
-    """The command continues in the directory of a killed command. Documents that are already
-    encoded must not be encoded again."""
+    """An old version was killed while it wrote a data set. The same command of this version must
+    complete the data set. It must not encode documents that the old version already encoded."""
     folder = Path("interrupted", name)
     facts = corpus(version, str(folder))["interrupted"][name]
     (finished,) = folder.glob("tokens/unit-*.json")
@@ -309,7 +312,7 @@ def test_interrupted_directory_is_finished_without_repeated_work(
 
 
 def texts_of(folder: Path, unit: int) -> list[str]:
-    """Return the texts of the documents in a unit."""
+    """Return the texts of the documents in one unit of work. `unit` is its index in plan.json."""
     plan = json.loads((folder / "tokens" / "plan.json").read_text())
     names = [plan["inputs"][number]["name"] for number in range(*plan["units"][unit])]
     all_documents = documents(Path(names[0]).parent)

@@ -213,8 +213,8 @@ def planted(name: str) -> Format:
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
-    """Return an arena: a directory with a sample file and readers. Readers in FAULTS become faulty
-    after its preparation."""
+    """Return an arena: a directory with a sample file, which several readers read. All readers are
+    correct while the arena is prepared. Then the readers named in FAULTS become faulty."""
     arena = Arena(tmp_path_factory.mktemp("arena"), LIMITS)
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
@@ -240,8 +240,8 @@ def test_planted_fault_is_a_finding(arena, name):
 
 
 def test_correct_reader_has_no_finding(arena):
-    """The sample contains no hash, so a correct reader may accept another value. This outcome is
-    "other" and no finding."""
+    """The sample contains no hash, so a correct reader cannot detect a changed value. If it reads
+    the changed value, the outcome must be "other", which is not a finding."""
     correct = planted("sound")
     changes = [mutate(random.Random(n), b'{"value": 5}', "json") for n in range(60)]
     cases = [

@@ -76,8 +76,9 @@ def test_time_of_other_programs_does_not_count(monkeypatch):
 
 
 def test_interrupted_threads_do_not_count(monkeypatch):
-    """Other programs interrupt all products of several threads. The peak must be measured with one
-    thread and multiplied by the number of threads."""
+    """Simulate that other programs interrupt every measured product of two threads. `measure` must
+    then measure with one thread, multiply by the number of threads, and report an unreliable peak.
+    """
     monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
     result = peak.measure(*FP32[:2], setup)

@@ -1,8 +1,8 @@
 """adamw_: in-place AdamW update of flat fp32 parameters, in one pass over memory.
 
 The op computes the update of torch.optim.AdamW(fused=True). Gradients may be bf16, fp16 or fp32.
-The op can also write the updated parameters in bf16 or fp16. Results are bitwise independent of
-tensor length, number of threads and backend.
+The op can also write the updated parameters in bf16 or fp16. The result
+for an element is bitwise the same for every tensor length, number of threads and backend.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def adamw_(
 ) -> None:
     """Update master, exp_avg and exp_avg_sq in place with one step of AdamW.
 
-    The tensors must not overlap; the op does not check this. NaN and infinities in the gradient
-    propagate to all outputs.
+    The tensors must not overlap; the op does not check this. A NaN or infinity in the
+    gradient makes the same element of every output non-finite.
 
     Args:
         master: fp32 [n], the master weights.

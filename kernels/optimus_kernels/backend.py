@@ -23,14 +23,14 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Largest number of ranks with which a run compiles missing kernels. Larger runs only load compiled
-libraries."""
+"""Largest size of a run, in ranks, that may compile kernels. Larger runs only load libraries from
+the cache."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
-"""Variables in which torchrun, MPICH, Open MPI and Slurm set the number of processes."""
+"""Environment variables that torchrun, MPICH, Open MPI and Slurm set to the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Backend:
     """Library that runs the ops of a device."""
 
     name: str
-    """One of sycl, cuda, cpu and torch (the reference implementations)."""
+    """Name of the backend: sycl, cuda or cpu, or torch for the reference implementations."""
     key: str = ""
     """Name of the library's cache entry, or "" for torch."""
     library: ctypes.CDLL | None = field(default=None, compare=False)
@@ -50,7 +50,7 @@ class Backend:
 _configured = "auto"
 _active: dict[str, Backend] = {}
 _loaded: dict[tuple[int, int], ctypes.CDLL] = {}
-"""Loaded libraries. The key is the device number and inode number of the library's file."""
+"""Loaded libraries. The key is the pair (st_dev, st_ino) from fstat of the library's file."""
 
 
 def choose(name: str) -> None:
@@ -92,7 +92,7 @@ def active(device: torch.device | str) -> Backend:
     """Return the backend of a device. The first call for a device type selects and loads it.
 
     Raises:
-        KernelError: a backend was selected by name and is not available.
+        KernelError: the setting is not "auto", and the backend that it selects is not available.
     """
     kind = device.type if isinstance(device, torch.device) else device.partition(":")[0]
     backend = _active.get(kind)
@@ -110,12 +110,12 @@ def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
 
     Args:
         kind: device type: cpu, cuda or xpu.
-        may_build: compile a missing library. By default, only runs of up to MAX_BUILDING_WORLD
-            ranks compile.
+        may_build: compile the library if the cache does not have it. None: compile it only if
+            this run has at most MAX_BUILDING_WORLD ranks.
         key: name of the preferred cache entry.
 
     Raises:
-        KernelError: a backend was selected by name and is not available.
+        KernelError: the setting is not "auto", and the backend that it selects is not available.
     """
     name, origin = chosen()
     device_backend = _BACKEND_OF.get(kind)
@@ -246,7 +246,11 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return why `entry` cannot be used, or "". Raises KernelError if it cannot be loaded."""
+    """Return the reason if `backend` has no cache entry, or "" if `entry` can be used.
+
+    Raises:
+        KernelError: the library of `entry` cannot be loaded, or a missing one cannot be compiled.
+    """
     if entry is None:
         build.plan(backend)
         return "not built yet; run `optimus kernels build`, or the first run builds it"

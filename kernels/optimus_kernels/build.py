@@ -227,7 +227,7 @@ def _openmp_flags(clang: bool) -> list[str]:
 
 @functools.cache
 def _supports_isas(compiler: tuple[str, ...]) -> bool:
-    """Return whether the compiler can compile for AVX2 and AVX-512 on this machine."""
+    """Return whether this machine is x86-64 and the compiler accepts the AVX2 and AVX-512 flags."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     isa_flags = [flag for isa in CPU_ISAS.values() for flag in isa]

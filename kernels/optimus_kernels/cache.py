@@ -86,13 +86,15 @@ def key_of(fields: dict[str, Any]) -> str:
 
 
 def entries(backend: str) -> list[Entry]:
-    """Return the usable entries of a backend, newest first. The order is the same on all ranks."""
+    """Return the trusted and intact entries of a backend, newest first. All ranks get the same
+    order."""
     usable = [entry for entry in map(read_entry, _paths(backend)) if entry is not None]
     return sorted(usable, key=lambda entry: (-entry.record["built_at"], entry.key))
 
 
 def refused(backend: str) -> dict[str, str]:
-    """Return the refused entries of a backend: a dict from the entry's name to the reason."""
+    """Return the entries of a backend that are not trusted or have an invalid info.json. The keys
+    are entry names, and the values are reasons."""
     reasons = {}
     for path in _paths(backend):
         try:
@@ -152,7 +154,11 @@ def _opened(path: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _open_checked(path: Path, folder: int, owners: set[int], is_kind: Callable[[int], bool]) -> int:
-    """Open `path` in the open parent `folder`. Raises ValueError if `path` is not trusted."""
+    """Open `path` and return its descriptor. `folder` is a descriptor of its parent folder.
+
+    Raises ValueError if `path` is a link or of the wrong kind, or if users outside `owners` may
+    have changed it.
+    """
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -229,7 +235,8 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
 
 
 def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
-    """Return the real path, the folders in which its parts were looked up, and the links."""
+    """Resolve all symbolic links in `path`. Return the real path, the folders in which its
+    components were looked up, and the links that were followed."""
     # A user who can write to one of these folders can redirect the path. If a link refers to a
     # second link, checking the parents of `path` and of the real path would not suffice.
     current, folders, links = Path("/"), dict[Path, None](), list[Path]()
@@ -256,7 +263,8 @@ def _walk(path: Path) -> tuple[Path, list[Path], list[Path]]:
 def _why_untrusted(
     path: Path, status: os.stat_result, owners: set[int], is_kind: Callable[[int], bool]
 ) -> str:
-    """Return why `path` is of the wrong kind or may have been changed by others, or ""."""
+    """Return the reason not to trust `path`: it is of the wrong kind, or users outside `owners` may
+    have changed it. Return "" if there is no reason."""
     if not is_kind(status.st_mode):
         kind = "a folder" if is_kind is stat.S_ISDIR else "a regular file"
         return f"{path} is not {kind}"
@@ -276,8 +284,8 @@ def _describe(path: Path, status: os.stat_result) -> str:
 def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
     """Return the entry `name`, and compile it if it does not exist.
 
-    Other processes wait while one process compiles. If the compilation fails, all of
-    them raise its error.
+    Other processes wait while one process compiles. If the compilation fails, the waiting
+    processes raise the same error and do not compile again.
 
     Args:
         name: name of the entry, `<backend>-<key>`.
@@ -367,7 +375,8 @@ def _rename(work: Path, final: Path) -> None:
 
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:
-    """Raise the error of a process that failed to compile this entry after the time `started`."""
+    """Raise KernelError if another process failed to compile the entry `name` after the time
+    `started`. The message is that of the failure."""
     failure = root / f".{name}.failed"
     with contextlib.suppress(FileNotFoundError):
         if failure.stat().st_mtime >= started:

@@ -63,7 +63,8 @@ def check_index(op: str, name: str, index: Tensor, size: int) -> None:
 def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
     """Raise ValueError unless offsets start at 0, do not decrease, and end at `rows` or less.
 
-    On accelerators, offsets are checked only in debug mode, because the host must wait for them.
+    On accelerators, offsets are checked only in debug mode, because the host must wait for the
+    device to read them.
     """
     if not (offsets.is_cpu or debug()):
         return

@@ -81,7 +81,8 @@ def experts(
 
     Args:
         x: [T, D], fp32, bf16, fp16 or fp64. x, weights, gate_up and down must have the same device
-            and dtype. Autocast applies to all four as to a linear layer.
+            and dtype. Autocast converts all four, as it does with the operands of a linear
+            layer.
         weights: [T, K], routing weights.
         gate_up: [E, 2F, D], for each expert the F rows of gate, then the F rows of up.
         down: [E, D, F].
@@ -119,7 +120,10 @@ def experts(
 
 
 def _without_absent_rows(rows: Rows) -> Rows:
-    """Return `rows` without the slots of other ranks' experts, if the host can read offsets."""
+    """Return `rows` with `token` and `slot` shortened to the rows of local experts.
+
+    Return `rows` unchanged if the offsets are not on the CPU, and under torch.compile.
+    """
     offsets, token, slot, row = rows
     # Under torch.compile, sizes must not depend on values. Reading offsets on an accelerator would
     # make the host wait.

@@ -45,7 +45,8 @@ class WeightGrads(NamedTuple):
 
 
 def check(op: str, operands: Operands, **more: Tensor) -> None:
-    """Raise ValueError or TypeError unless operands match. The shapes of `more` are not checked."""
+    """Raise ValueError if shapes of `operands` do not match, or TypeError if dtypes or devices do
+    not match. Of the tensors in `more`, only dtypes and devices are checked."""
     x, weights, gate_up, down, *rows = operands
     named = {"x": x, "weights": weights, "gate_up": gate_up, "down": down}
     if [value.dim() for value in named.values()] != [2, 2, 3, 3]:
@@ -92,7 +93,8 @@ def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) 
 
 
 def dense(op: str, operands: Operands) -> Operands:
-    """Check the indices, and return the operands with all but gate_up and down contiguous."""
+    """Check the indices and return the operands. gate_up and down are returned unchanged, all other
+    operands as contiguous tensors."""
     x, weights, gate_up, down, *rows = operands
     # Kernels receive only the addresses of these operands.
     result = Operands(
@@ -108,6 +110,7 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Check the operands of a backward pass, and return them contiguous as `dense` does."""
+    """Check the operands of a backward pass. Return contiguous `grad`, the result of `dense` for
+    `operands`, and contiguous `h`."""
     check_backward(op, grad, operands, h)
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

@@ -49,14 +49,14 @@ def form(like: Tensor, *widths: int) -> str:
 
     Args:
         like: tensor with the operands' device and dtype.
-        widths: number of elements per row of each operand and result. "torch" requires rows of a
-            multiple of 16 bytes.
+        widths: number of elements per row of each operand and result. "torch" requires
+            that the size of each row in bytes is a multiple of 16.
 
     Returns:
         "torch" or "loop".
 
     Raises:
-        ValueError: torch was selected by name and does not support these operands.
+        ValueError: `set_form` selected "torch", and torch does not support these operands.
     """
     if _form == "loop" or (_form == "auto" and like.is_cpu):
         return "loop"

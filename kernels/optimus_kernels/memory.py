@@ -3,8 +3,8 @@
 The C library returns large freed buffers to the operating system. This module keeps its buffers,
 and reuses a buffer when no tensor refers to it.
 
-The process keeps up to 1.5 times the peak memory of these tensors. `release` frees unused buffers.
-The storage of the tensors cannot be resized.
+All buffers together take up to 1.5 times the peak memory of the buffers in use. `release` frees the
+buffers that no tensor refers to. The storage of a tensor that uses a buffer cannot be resized.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 20
-"""Smallest buffer in bytes that is reused. Below this size torch's allocator is as fast."""
+"""Smallest size in bytes of a tensor that uses a buffer of this module. For smaller tensors,
+torch's allocator is as fast."""
 _GRAIN = 1 << 21
 """Size in bytes of a huge page. Buffer sizes are rounded up to a multiple of it."""
 _SLACK = 1.25
-"""Largest ratio of the size of a reused buffer to the rounded size of the request."""
+"""Largest allowed ratio of the size of a reused buffer to the requested size, which is rounded up
+to a multiple of _GRAIN."""
 # A limit of 1.0 would release the buffers of the forward pass during backward.
 _SPARE = 1.5
 """Limit of the total size of all buffers, as a multiple of the peak size of the buffers in use.
 Above the limit, free buffers are released."""
 _MAX_IDLE_REQUESTS = 4096
-"""Number of requests after which an unused buffer is released."""
+"""Number of requests for buffers after which a free buffer that served none of them is released."""
 
 _lock = threading.Lock()
 _buffers: list[_Buffer] = []
@@ -94,7 +96,8 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return the smallest free buffer that fits `size` bytes, or a new buffer if none fits."""
+    """Return the smallest free buffer that is large enough for `size` bytes and within _SLACK. If
+    there is none, return a new buffer."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]

@@ -1,5 +1,6 @@
-"""Matrix products of one expert, by our bf16 kernel on CPUs with AMX or by torch.mm.
+"""Matrix products of one expert.
 
+On CPUs with AMX, our own kernel computes products of bf16 operands. torch.mm computes all others.
 Our kernel (csrc/cpu/amx_avx512.cpp) has less overhead than torch.mm and can add to the output.
 
 A product is computed completely and rounded before it is added to fp32 sums. The sums are therefore
@@ -29,12 +30,13 @@ PROFILED_AS = "optimus::product"
 _WIDEN_ELEMENTS = 1 << 16
 """Number of elements to convert to fp32 at a time, so that they stay in the L2 cache."""
 _FP32_ERROR = 1e-5
-"""Largest relative error of a 256 x 256 product computed in fp32. In bf16, the error is 2e-3."""
+"""Limit of the relative error of a 256 x 256 product. A product that is computed in fp32 does not
+exceed it. A product that is computed in bf16 has an error of 2e-3."""
 
 
 def amx_kernel(like: Tensor) -> Callable[..., int] | None:
-    """Return the AMX kernel for products of tensors like `like`, or None if torch.mm must compute
-    them."""
+    """Return the AMX kernel for operands with the device and dtype of `like`, or None if torch.mm
+    must compute their products."""
     if like.dtype is not torch.bfloat16 or not like.is_cpu:
         return None
     library = backend.active(like.device).library
@@ -42,7 +44,8 @@ def amx_kernel(like: Tensor) -> Callable[..., int] | None:
 
 
 def by_onednn(like: Tensor) -> bool:
-    """Return whether torch.mm of tensors like `like` uses oneDNN within `fastest_library`."""
+    """Return whether torch.mm uses oneDNN within `fastest_library` for operands with the device and
+    dtype of `like`."""
     if not like.is_cpu:
         return False
     if like.dtype is torch.float32:
@@ -74,7 +77,8 @@ def fastest_library(like: Tensor) -> Iterator[None]:
     The setting applies to all threads until the `with` statement ends.
 
     Args:
-        like: tensor with the operands' device and dtype. Only fp32 on a CPU has an effect.
+        like: tensor with the operands' device and dtype. The function
+            changes nothing unless the dtype is fp32 and the device is a CPU.
     """
     if like.dtype is torch.float32 and by_onednn(like):
         with onednn():
@@ -124,7 +128,7 @@ def onednn_is_exact() -> bool:
 
 @functools.cache
 def _onednn_is_better() -> bool:
-    """Return whether to prefer oneDNN for fp32 products."""
+    """Return whether to prefer oneDNN to MKL for fp32 products on this CPU."""
     # No times are measured, so that ranks on equal machines agree.
     return torch.backends.mkl.is_available() and not _made_by_intel() and onednn_is_exact()
 

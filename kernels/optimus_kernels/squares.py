@@ -2,7 +2,8 @@
 
 The squares in each block of 32 elements are added in fp64, in a fixed order. The block sums are
 then added exactly, as integers: the significand of each sum is added to the bin of its binary
-exponent. A bin has two integers, for the upper and lower halves of significands.
+exponent. A bin has two integers. One is the sum of the upper halves of significands, and the other
+is the sum of the lower halves.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def square_bins_(bins: Tensor, flat: Tensor) -> None:
 
 
 def total_of(bins: Tensor) -> float:
-    """Return the sum of all bins in fp64, or NaN if the sum of a block is not finite."""
+    """Return the sum of all squares that were added to `bins`, in fp64. It is NaN if the sum of any
+    block is not finite."""
     *halves, infinite = bins.tolist()
     if infinite:
         return math.nan

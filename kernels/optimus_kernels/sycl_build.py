@@ -1,8 +1,8 @@
 """Compilation of csrc/sycl for torch's xpu devices.
 
-The build uses torch's SyclExtension, or DPCPPExtension of IPEX (Intel Extension for PyTorch). Run
-as a script, this module is the setup.py of the extension. Neither build has been run on an Intel
-GPU yet.
+The build uses torch's SyclExtension, or DPCPPExtension of IPEX (Intel Extension for PyTorch). When
+run as a script, this module builds the extension as a setup.py does. No library from either build
+has been run on an Intel GPU yet.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def main(arguments: Sequence[str]) -> None:
     """Build the extension and write the library to the work folder.
 
     Args:
-        arguments: the job as JSON and the work folder, as `command` passes them.
+        arguments: the two arguments in the result of `command`. The first is JSON with the
+            extension, sources and include folder. The second is the path of the work folder.
     """
     from setuptools import setup
 

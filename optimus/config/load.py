@@ -21,12 +21,12 @@ from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _PLANNED_SECTIONS = ("resilience",)
-"""Sections of later versions. The error for such a section says that this version does not have
-it."""
+"""Names of sections that later versions will have. The error for such a section says that this
+version does not have it."""
 _MAX_FILES = 50
 """Maximum number of files of a configuration, including all `base` files."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
-"""Maximum size of a file in bytes, and maximum number of dots in a line."""
+"""Maximum size of a configuration file in bytes, and maximum number of dots in a line of it."""
 
 SYNONYMS: dict[str, str] = {
     "model.num_layers": "n_layer n_layers num_hidden_layers layers depth",
@@ -130,7 +130,8 @@ def make_config(
     """Validate nested dicts of plain values and return the configuration.
 
     Args:
-        tree: Dict of sections by name. Each section is a dict of values by key.
+        tree: Dict from the name of each section to a dict. This dict maps the section's keys to
+            their values.
         source: Origin of the values for error messages, such as a file name.
         overridden: Key paths of the values from the command line, such as `["train", "seed"]`.
             Errors in these values name the command line instead of `source`.
@@ -180,8 +181,13 @@ def read_tree(path: Path) -> Tree:
 
 
 def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) -> Tree:
-    """Implement `read_tree`. `children` are the files that lead to `path`, `trees` caches
-    results."""
+    """Implement `read_tree` by recursion over base files.
+
+    Args:
+        path: The TOML file.
+        children: Files that inherit from `path`. Each names the next one as a base.
+        trees: Cache of the results for files that have been read.
+    """
     path = path.resolve()
     if path in children:
         raise ConfigError(
@@ -330,8 +336,11 @@ def _hint(location: Sequence[str], value: Any) -> str:
 
 
 def _synonymous(wrong: str, section: str) -> list[str]:
-    """Return the keys `section.key` with the name or else the synonym `wrong`, if possible in
-    `section`."""
+    """Return the settings with the name `wrong` or, if there are none, with the synonym `wrong`.
+
+    If some of these settings are in `section`, only these are returned. A setting is written as
+    in `optim.lr`.
+    """
     wrong = wrong.lower().replace("-", "_")
     same = [
         f"{name}.{wrong}"
@@ -343,8 +352,10 @@ def _synonymous(wrong: str, section: str) -> list[str]:
 
 
 def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
-    """Return a list of the name most similar to `wrong`, or an empty list below the similarity
-    `cutoff`."""
+    """Return a list with the one name that is most similar to `wrong`.
+
+    The list is empty if the similarity of this name is less than `cutoff`, a number from 0 to 1.
+    """
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
     return [plain[name] for name in difflib.get_close_matches(wrong, plain, n=1, cutoff=cutoff)]
@@ -389,8 +400,11 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return the value of an override. Text that is not TOML is a string. Raises ConfigError for an
-    invalid list, table or quoted string."""
+    """Parse `text`, the value of an override, as TOML. If it is not TOML, return `text` itself.
+
+    Raises:
+        ConfigError: `text` starts like a list, a table or a quoted string, but is not TOML.
+    """
     try:
         return _parse_toml(f"value = {text}")["value"]
     except (ValueError, KeyError) as error:

@@ -14,8 +14,9 @@ CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAX_FROZEN, MAX_PATTERN_CHARS = 1000, 256
-"""Maximum number of patterns in `optim.frozen`, and maximum length of a pattern. The limits bound
-the time to match the patterns of a checkpoint."""
+"""Maximum number of patterns in `optim.frozen`, and maximum number of characters of such a pattern.
+A checkpoint also has these patterns. The limits bound the time to match them with parameter
+names."""
 
 
 def _experts(value: Any) -> Any:
@@ -43,7 +44,8 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """Scaling of rotary embeddings (RoPE) to a longer context. Names are those of Hugging Face."""
+    """Scaling of rotary embeddings (RoPE) to a longer context. The settings have the same names as
+    in Hugging Face configurations."""
 
     type: Literal["linear", "dynamic", "llama3", "yarn"]
     """Method. `linear`: divide all frequencies by `factor`. `llama3`, `yarn`: divide low
@@ -66,10 +68,11 @@ class RopeScaling(Section):
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context; 0: 1 rotation."""
     truncate: bool = True
-    """yarn: widen the range of interpolated frequencies to integer indices."""
+    """yarn: round the limits of the transition from unchanged to divided frequencies to integer
+    indices. The lower limit is rounded down, the upper limit up."""
     attention_factor: NonNegative = 0.0
-    """yarn: factor of the rotated queries and keys; 0: derived from `factor`, `mscale` and
-    `mscale_all_dim`."""
+    """yarn: factor by which the rotated queries and keys are multiplied; 0: a factor derived from
+    `factor`, `mscale` and `mscale_all_dim`."""
     mscale: NonNegative = 0.0
     """yarn: coefficient in the derived attention factor, (0.1 * mscale * ln(factor) + 1) / (0.1 *
     mscale_all_dim * ln(factor) + 1). If one of the coefficients is 0, the derived factor is 0.1 *
@@ -164,9 +167,9 @@ class ModelConfig(Section):
     z_loss_coef: NonNegative = 0.001
     """Coefficient of the router z-loss in the training objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
-    """Form of the load-balancing loss. `olmo`: computed per layer and averaged over layers; 1 if
-    the experts are balanced. `hf`: computed once from the tokens of all layers, for comparison with
-    transformers."""
+    """Form of the load-balancing loss. `olmo`: the loss is computed per layer and averaged over
+    layers. It is 1 if the experts are balanced. `hf`: the loss is computed once from the tokens of
+    all layers, for comparison with transformers."""
 
     @property
     def head_size(self) -> int:
@@ -197,8 +200,8 @@ class ModelConfig(Section):
 
     @property
     def experts(self) -> int:
-        """Number of experts (E) in the configuration of one layer, which the method `layer`
-        returns."""
+        """Number of experts (E) of one layer. The object must be the configuration of one layer, as
+        returned by the method `layer`."""
         assert isinstance(self.num_experts, int)
         return self.num_experts
 
@@ -447,8 +450,8 @@ class CheckpointConfig(Section):
     """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
     save after the last update always ends the run with this status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Settings that a resumed run may change, such as `optim.weight_decay`. Without an entry here,
-    a change of such a setting is an error."""
+    """Names of settings that a resumed run must normally keep, but may change if they are listed
+    here. An example is `optim.weight_decay`."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face

@@ -18,8 +18,8 @@ from data_prep.reader import ShardReader
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Number of consecutive positions of an epoch that one call permutes. The result is cached and
-serves several microbatches."""
+"""Number of consecutive positions of an epoch for which one call of `_permute_block` computes the
+stored rows. These rows are cached, because several microbatches use them."""
 _CACHED_BLOCKS = 4
 
 
@@ -132,10 +132,10 @@ class TokenDataset:
         return out
 
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
-        """Check that the ids of instances are in the vocabulary.
+        """Check that the token ids of instances are in the vocabulary.
 
-        With a sharded vocabulary, the model would compute a wrong loss from an invalid id without
-        an error.
+        A model with a sharded vocabulary does not notice an invalid id: it raises no error and
+        computes a wrong loss.
 
         Args:
             tokens: The instances, int64 [number of instances, context].

@@ -1,4 +1,5 @@
-"""Loader of a rank's microbatches. A thread reads the next updates (optimizer steps) in advance."""
+"""Loader of a rank's microbatches. A thread reads those of the next updates (optimizer steps) in
+advance."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from optimus.io import files
 
 _PREFETCH = 2  # groups of updates: one in use and one in reserve hide a slow read
 _GROUP_BYTES = 1 << 21
-"""Maximum size in bytes of the tokens in a group of updates; a single update may be larger. The
-thread delivers whole groups, because each delivery wakes another thread."""
+"""Maximum size in bytes of the tokens in a group of updates. A group of one update may be larger.
+The loader's thread delivers a group at once, because each delivery wakes the thread that waits for
+microbatches."""
 
 
 def microbatch_starts(
@@ -56,9 +58,10 @@ def make_microbatch(
 
 
 class Loader(files.Closing):
-    """Loader of the microbatches of a data rank. A thread reads the next updates in advance.
+    """Loader of the microbatches of a data rank.
 
-    The loader is a context manager. Updates may be read in any order.
+    A thread reads the microbatches of the next updates in advance. Callers may request the updates
+    in any order. The loader is a context manager.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Loader(files.Closing):
         self._next_step = 0
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Return the microbatches of this rank in update `step`, counted from 1, in order.
+        """Return, in order, this rank's microbatches of update `step`. The first update is 1.
 
         Raises:
             DataError: An instance of the update cannot be read.
@@ -156,8 +159,8 @@ class Loader(files.Closing):
             updates = min(2 * updates, self._max_updates)
 
     def _read(self, step: int, updates: int) -> list[list[Microbatch]]:
-        """Read the updates [step, step + updates). Return a list of microbatches for each
-        update."""
+        """Read this rank's microbatches of the updates [step, step + updates). Return a list of
+        microbatches for each update."""
         _, size, _, _ = self._split
         steps = range(step, step + updates)
         starts = [start for s in steps for start in microbatch_starts(s, *self._split)]
@@ -183,7 +186,7 @@ class Loader(files.Closing):
 
 
 def _runs(starts: list[int], size: int) -> list[tuple[int, int]]:
-    """Return the ranges [first, stop) of indices of `starts` in which the starts increase by
-    `size`."""
+    """Divide the indices of `starts` into ranges [first, stop) and return the ranges. Within a
+    range, each start is the previous start plus `size`."""
     breaks = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1] + size]
     return list(itertools.pairwise([0, *breaks, len(starts)]))

@@ -26,8 +26,8 @@ def tokenizer_path(folder: Path) -> Path:
 
 
 class TextTokenizer:
-    """Tokenizer from a tokenizer.json or a sentencepiece model, with the same ids as
-    `optimus-data`."""
+    """Tokenizer from a tokenizer.json or a sentencepiece model. It encodes a text to the same ids
+    as `optimus-data`."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Load the file `path`. Raises DataError if it is not a tokenizer."""
@@ -51,7 +51,8 @@ class TextTokenizer:
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with the names of special tokens. Raises DataError."""
+        """Return the text of token ids. The text contains the names of special tokens. Raises
+        DataError if the tokenizer fails."""
         with library_panics(self._path):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
@@ -92,7 +93,8 @@ def add_transformers_files(
         file: tokenizer.json or tokenizer.model.
         eos, bos, pad: Ids of the end-of-document, beginning-of-sequence and padding tokens; None if
             not known.
-        vocab_size: Size of the model's vocabulary. A padding token found by name has a smaller id.
+        vocab_size: Size of the model's vocabulary. A special token with "pad" in its name is used
+            only if its id is less than this size.
         max_length: Value of `model_max_length` in tokenizer_config.json, in tokens.
 
     Returns:
@@ -139,6 +141,7 @@ def add_transformers_files(
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the text of each special token by id, in ascending order of ids."""
+    """Return a dict from the ids of the special tokens to their texts, in ascending order of
+    ids."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())
     return {number: token.content for number, token in added if token.special}

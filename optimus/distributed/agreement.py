@@ -33,13 +33,14 @@ Answer = TypeVar("Answer")
 _DECISION = "optimus/decision"
 # A peer is lost only as a consequence of a cause. Rank 0 prints an error that all ranks have.
 _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0", "optimus/loss")
-"""Store keys of published Outcomes, in order of preference. An Outcome is either a cause, such as a
-data error, or the loss of a peer."""
+"""Store keys under which ranks publish their Outcomes. The decision is the Outcome of the first key
+that is set. An Outcome is either a cause, such as a data error, or the loss of a peer."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
 """Longest time, in seconds, that a rank waits for others to publish or to print an Outcome."""
 _STORE_S = 2.0
-"""Seconds that store operations may take, in addition to the waits for other ranks."""
+"""Time limit, in seconds, of the store operations of one Agreement method. The time for which the
+method waits for other ranks is added to this limit."""
 _LEAVE_S = 5.0
 """Longest time, in seconds, that rank 0 waits for the other ranks to leave."""
 
@@ -72,8 +73,8 @@ class RunEnded(OptimusError):
 
     @property
     def line(self) -> str:
-        """Message for the user, as a single line. It names the rank of the Outcome if this is not
-        rank 0."""
+        """Message for the user, as a single line. It names the rank that published the Outcome,
+        unless that is rank 0."""
         where, outcome = "", self.outcome
         if outcome.rank:
             several = self._agreement is not None and not self._agreement.launch.is_single_machine
@@ -84,8 +85,9 @@ class RunEnded(OptimusError):
     def leave(self) -> None:
         """Leave the agreement after the line has been printed. Rank 0 leaves last.
 
-        If `prints` is True, the caller must print `line` before this call. The other ranks wait for
-        it, because launchers end all ranks when the first rank exits.
+        If `prints` is True, the caller must print `line` before this call. On the other ranks, this
+        call waits until the line has been printed, because a launcher ends all ranks when the first
+        rank exits.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
@@ -98,8 +100,8 @@ class RunEnded(OptimusError):
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
     """Return the RunEnded of a rank that has no store and so cannot agree with other ranks.
 
-    A LaunchError that all ranks of a machine have is printed once. Each rank prints any other
-    error.
+    If `error` is a LaunchError that all ranks of the machine have, this rank prints it only if
+    `prints_for_machine` returns True. This rank prints any other error.
     """
     if isinstance(error, RunEnded):
         return error
@@ -110,8 +112,8 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
     """Return the RunEnded of a rank whose store does not answer or cannot be reached.
 
-    This rank prints `outcome`, unless it is the loss of a peer. The loss of a peer is printed at
-    least once per machine.
+    If `outcome` is a cause, such as a data error, this rank prints it. If `outcome` is the loss of
+    a peer, only some ranks print it, but at least one rank of each machine does.
     """
     if outcome.kind is not OutcomeKind.LOST_PEER:
         return RunEnded(outcome)
@@ -125,7 +127,8 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Mark the loss of the store as printed on this machine; return False if it already is."""
+    """Create or renew a file that marks the loss of the store as printed on this machine. Return
+    False if another rank of this run has already made the mark."""
     # The mark is a file, because it must outlive the process. A file older than this process is
     # from an earlier run at the same address.
     user = os.geteuid()
@@ -202,8 +205,8 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Publish an Outcome for ranks that fail as a consequence of it. Do not wait for the
-        decision."""
+        """Publish an Outcome, so that the ranks that fail as a consequence can adopt it. Return
+        without waiting for the decision."""
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
@@ -230,7 +233,7 @@ class Agreement:
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
         """Wait for all ranks to call this with the same `round_`, "start" or "end". Return True if
-        they do so within `limit_s` seconds and before a decision."""
+        they do so within `limit_s` seconds and before a rank has written the decision."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
             self._store.compare_set(all_here, "", "all")  # unless a rank has decided
@@ -257,7 +260,8 @@ class Agreement:
     def _within(
         self, wait_s: float, ask: Callable[[], Answer], otherwise: Callable[[], Answer]
     ) -> Answer:
-        """Return `ask()`, or `otherwise()` if the store is lost or does not answer in time."""
+        """Call `ask`, which uses the store, and return its result. Return `otherwise()` instead if
+        the store is lost or if `ask` takes longer than `wait_s` + _STORE_S seconds."""
         answers: list[Answer] = []
 
         def run() -> None:

@@ -1,7 +1,8 @@
 """Point-to-point channels between neighbouring pipeline ranks.
 
 Each channel has one direction and a separate communicator. NCCL and XCCL complete the messages of a
-communicator in the order of posting. Therefore ranks could deadlock in a shared communicator.
+communicator in the order in which they are posted. If channels shared a communicator, ranks could
+therefore deadlock.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels of a pipeline rank to and from its neighbours. A channel that does not exist is
-    ALONE.
+    """Channels of a pipeline rank to and from its neighbours. If the rank has no such neighbour,
+    the channel is ALONE.
 
     With several stages per rank, the first and the last rank are neighbours, too.
 
@@ -79,7 +80,8 @@ def open_channels(
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Return rounds of neighbour pairs. A rank is in at most one pair of a round."""
+    """Divide the pairs of neighbouring ranks into rounds, and return the rounds. Each rank is in at
+    most one pair of a round."""
     # All channels of a round open at the same time, so ranks cannot wait for each other in a cycle.
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]

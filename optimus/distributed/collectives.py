@@ -39,7 +39,7 @@ class Group:
         size: Number of ranks.
         rank: Index of this rank within the group.
         handle: Weak reference to torch's process group; None without a process group.
-        axes: Axes along which the ranks differ, for messages and recorders.
+        axes: Names of the axes along which the ranks differ. Error messages and recorders use them.
         recorder: Receives an event for each collective of this group.
     """
 
@@ -51,7 +51,8 @@ class Group:
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the data for copy and pickle, without the recorder."""
+        """Return the data from which copy and pickle make a Group. The data does not include the
+        recorder."""
         # The recorder may have open files.
         return Group, (self.size, self.rank, self.handle, self.axes)
 
@@ -82,8 +83,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context that calls `observe` with this rank's input tensor before each collective.
-    Broadcasts and point-to-point messages are ignored."""
+    """Return a context in which each collective first calls `observe` with this rank's input
+    tensor. Broadcasts and point-to-point messages do not call `observe`."""
     _observers.append(observe)
     try:
         yield
@@ -94,7 +95,8 @@ def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Report an operation to the group's recorder, and its input to the observers."""
+    """Report an operation to the group's recorder. Then call the observers with the operation's
+    input, unless it is a send or a broadcast."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
@@ -113,7 +115,8 @@ _PEER_IS_GONE = re.compile(
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return the reason if another rank caused `error`, else an empty string."""
+    """Return the reason for the loss of another rank if `error` shows such a loss, else an empty
+    string."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -125,7 +128,9 @@ def _why_lost(error: RuntimeError) -> str:
 
 @contextlib.contextmanager
 def raising_lost_peers(operation: str, group: Group) -> Iterator[None]:
-    """Return a context that raises LostPeerError if an error shows that a peer is lost."""
+    """Return a context that converts a RuntimeError to a LostPeerError if the error shows that
+    another rank is lost. Any other RuntimeError is raised again with a note that names
+    `operation`."""
     try:
         yield
     except RuntimeError as error:
@@ -347,7 +352,8 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 def gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Return every rank's `data` in rank order on the group's first rank, and [] on other ranks.
 
-    The data is padded to the greatest length, so the lengths should be similar.
+    Each rank's `data` is padded to the length of the longest. Similar lengths therefore save
+    traffic.
     """
     if group.size == 1:
         return [data]
@@ -395,14 +401,16 @@ def all_gather_objects(value: Value, group: Group, kind: Any) -> list[Value]:
 
 
 def encode_object(value: object) -> bytes:
-    """Encode a value as JSON. NaN and infinities become NaN, Infinity and -Infinity."""
+    """Encode a value as JSON. Floats that are not finite are written as the words NaN, Infinity and
+    -Infinity."""
     # JSON instead of pickle, so that no rank executes code that it receives.
     text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="replace")  # a file name need not be valid UTF-8
 
 
 def decode_object(data: bytes, kind: Any) -> Any:
-    """Decode a value of type `kind` from JSON, without conversion of types.
+    """Decode a value of type `kind` from JSON. A value of another type is an error and is not
+    converted.
 
     Raises:
         ValueError: The value does not have the type `kind`.
@@ -451,7 +459,7 @@ def _all_sizes(data: bytes, group: Group) -> list[int]:
 
 
 def _check_sizes(sizes: Sequence[int], group: Group) -> None:
-    """Raise ConfigError if a rank announces a message with an impossible size."""
+    """Raise ConfigError if a rank's message has a negative size or more than _MOST_BYTES bytes."""
     for rank, size in enumerate(sizes):
         if not 0 <= size <= _MOST_BYTES:
             raise ConfigError(

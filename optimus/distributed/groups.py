@@ -17,8 +17,8 @@ from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""Process groups by (carries_states, ranks). `carries_states` is True if the group carries
-gradients and parameters; `ranks` are global ranks."""
+"""References to process groups. A key is a pair (carries_states, ranks). `carries_states` is True
+if the group carries gradients and parameters; `ranks` are the global ranks of the group."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Groups:
 
     @property
     def data(self) -> Group:
-        """Group of the ranks that read different data, along dp and ep."""
+        """This rank's group along dp and ep. The ranks of this group read different data."""
         return self.along[DATA]
 
     @property
@@ -127,7 +127,8 @@ def _carries_states(axes: Axes) -> bool:
 
 
 def _label(axes: Axes, mesh: Mesh) -> str:
-    """Return a group's label for messages and recorders: its axes that are larger than 1."""
+    """Return the label of a group in messages and recorders. It names those axes of the group whose
+    size is larger than 1."""
     if axes == ENDS:
         return "the end stages"
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1)

@@ -17,8 +17,8 @@ from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError, counted
 
 ENDS = ("ends",)
-"""Key of the group of the first and the last pipeline stage. Other groups have their axes as
-key."""
+"""Key of the group of the first and the last pipeline stage. The key of any other group is the
+tuple of its axes."""
 _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
@@ -101,8 +101,8 @@ class Mesh(_Sizes):
         return tuple(ranks)
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
-        """Return the global ranks of each group of `rank`. The keys are the groups' axes, and
-        ENDS."""
+        """Return the global ranks of each group of `rank`. The key of a group is the tuple of its
+        axes, or ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}

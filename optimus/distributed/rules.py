@@ -1,7 +1,7 @@
-"""Axes over which gradients are summed, and optimizer states are sharded or copied.
+"""Axes over which gradients are summed, and axes over which optimizer states are sharded or copied.
 
-`Mesh.group_of` converts axes to ranks. The optimizer, the gradient reduction and checkpoints use
-only these functions, so that their groups are consistent.
+The optimizer, the gradient reduction and checkpoints all use the functions of this module, so that
+their groups are consistent. `Mesh.group_of` converts the axes to ranks.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def start_world(
         The world. In a run of a single rank it has no process group.
 
     Raises:
-        OptimusError: A single rank has a `failure` or no usable device.
+        OptimusError: The run has only this rank, which has a `failure` or no usable device.
         LaunchError: Rank 0 of several ranks cannot listen at the rendezvous address.
         RunEnded: One of several ranks cannot start. Every rank raises it.
     """
@@ -132,8 +132,8 @@ def end_run(
 ) -> RunEnded:
     """Return the RunEnded on which all ranks agree after this rank has raised `error`.
 
-    A bug of Optimus is published for the other ranks and raised again, so that this rank prints a
-    traceback.
+    If `error` is a bug of Optimus, this function publishes it for the other ranks and raises it
+    again, so that this rank prints a traceback.
 
     Args:
         error: The error that ends this rank.
@@ -269,8 +269,8 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
 
 
 def _stay_on_this_machine(launch: LaunchEnv) -> None:
-    """Restrict gloo to the loopback interface if all ranks are local and meet at a loopback
-    address."""
+    """Restrict gloo to the loopback interface if all ranks are on this machine and meet at a
+    loopback address."""
     host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
     if sys.platform == "linux" and is_met:
@@ -287,7 +287,8 @@ def _unmet(launch: LaunchEnv, timeout_s: float, reason: str = "") -> LostPeerErr
 
 
 def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusError:
-    """Return the error for a failed init_process_group after all ranks have met at the store."""
+    """Return the error to raise if init_process_group fails although all ranks have met at the
+    store."""
     text = one_line(error)
     interface = re.search(r"Unable to find address for: (\S+)", text)  # a message of gloo
     if interface is not None:
@@ -305,7 +306,8 @@ def _unconnected(error: RuntimeError, backend: str, seconds: float) -> OptimusEr
 def leaves_at_once() -> bool:
     """Return True if this process must end by os._exit, without the interpreter's shutdown.
 
-    The shutdown could wait for collectives in progress, or abort in a thread of gloo.
+    During the shutdown, the process could wait for collectives in progress, or a thread of gloo
+    could abort it.
     """
     # With gloo, a library may keep a process group after `end_world`, as FSDP2 does. Other backends
     # need the shutdown: oneCCL finalizes MPI in it.

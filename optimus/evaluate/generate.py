@@ -46,7 +46,7 @@ def generate(
         seed: Seed of the random draws.
         stop_tokens: Tokens after which sampling ends.
         group: Ranks that compute the model together.
-        source: Rank of `group` that has the logits and draws the tokens.
+        source: Index in `group` of the rank that has the logits and draws the tokens.
 
     Returns:
         The new tokens without the prompt, int64 [at most `new_tokens`]. A stop token is included.

@@ -42,7 +42,8 @@ def held_out_loss(
 ) -> HeldOutLoss:
     """Return the mean loss on the first instances of a data set. A collective of `group`.
 
-    The batches do not depend on the layout, and their losses are summed exactly.
+    The batches do not depend on the number of ranks, and their losses are summed exactly. The
+    result is therefore bit-identical for all numbers of data ranks and pipeline stages.
 
     Args:
         cross_entropies: Function that computes the cross-entropy sums of microbatches.

@@ -1,5 +1,5 @@
-"""Model directories of Hugging Face, and FastSparseMoE for the MoE blocks of transformers
-models."""
+"""Conversion from and to Hugging Face model directories, and replacement of the MoE blocks of
+transformers models by FastSparseMoE."""
 
 from optimus.hf.config import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
 from optimus.hf.drop_in import FastExperts, use_fast_moe

@@ -34,7 +34,8 @@ _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscal
 
 
 class _Fields(BaseModel):
-    """Fields of config.json that Optimus converts or refuses, with transformers' defaults."""
+    """Fields of config.json that Optimus converts or refuses. Their default values are those of
+    transformers."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
@@ -123,7 +124,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
 
 def _check_counts(content: Mapping[str, Any], file: Path) -> None:
-    """Raise CheckpointError if config.json has more layers or experts than the weights."""
+    """Raise CheckpointError if config.json gives more layers or experts than the weights in its
+    directory have. Do nothing if the directory has no weights."""
     if not any((file.parent / name).exists() for name in (MODEL, INDEX)):
         return
     weights = TensorFiles(file.parent)  # reads only headers
@@ -314,7 +316,7 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Return the settings of `[model]` that only a mixture of experts has."""
+    """Return the settings of `[model]` that come from fields that only an OLMoE model has."""
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,

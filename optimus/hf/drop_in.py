@@ -1,8 +1,8 @@
 """`use_fast_moe`: compute the experts of Hugging Face models with the kernels of FastSparseMoE.
 
-transformers 5 has merged parameters for all experts of a layer, which are used without a copy.
-transformers 4 has one module per expert. The weights of these modules are copied into merged
-parameters, but their names in state dicts stay the same.
+transformers 5 merges the parameters of all experts of a layer. `use_fast_moe` uses these merged
+parameters without a copy. transformers 4 has one module per expert. `use_fast_moe` copies the
+weights of these modules into merged parameters, but keeps the names of the weights in state dicts.
 
 This module recognizes classes by name and does not import transformers.
 
@@ -23,7 +23,8 @@ from optimus.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _HfModule = Any
-"""A module of transformers or of a user; its attributes are checked at run time."""
+"""Type of modules whose classes are defined by transformers or by users. Type checkers do not check
+the attributes of such a module; the functions of this file check them at run time."""
 
 MERGED = (
     "OlmoeExperts",
@@ -32,7 +33,8 @@ MERGED = (
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
 )
-"""Classes with merged experts that compute the same function as `FastExperts`."""
+"""Names of transformers classes with merged experts. Each class computes the same function as
+`FastExperts`."""
 BY_MODULE = ("OlmoeSparseMoeBlock",)
 """Supported classes of MoE blocks with one module per expert."""
 _HOOKS = (
@@ -58,8 +60,8 @@ def use_fast_moe(model: _Model) -> _Model:
 
     Raises:
         ConfigError: the model has no MoE block or is itself a block that must be replaced, or its
-            experts are not supported. Experts with hooks and quantized, offloaded or sharded
-            experts are not supported.
+            experts are not supported. Experts are not supported if they have hooks or are
+            quantized, offloaded or sharded.
     """
     all_blocks = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
     blocks: list[_HfModule] = [
@@ -100,7 +102,7 @@ class FastExperts(nn.Module):
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
+        """Return, for each token, the weighted sum of the outputs of its experts.
 
         Args:
             hidden_states: [T, D], for T tokens of size D.
@@ -109,8 +111,8 @@ class FastExperts(nn.Module):
             top_k_weights: [T, K], routing weights.
 
         Returns:
-            [T, D] in the dtype of `hidden_states`. Matrix products use the dtype of the parameters
-            or of autocast.
+            [T, D] in the dtype of `hidden_states`. Matrix products use the dtype of autocast
+            if autocast is enabled, else the dtype of the parameters.
         """
         rows = kernels.route(top_k_index, 0, self.num_experts, of=self.num_experts)
         merged = (self.gate_up_proj, self.down_proj)
@@ -187,8 +189,8 @@ class FastExpertsByModule(FastExperts):
 
 
 class FastBlock(nn.Module):
-    """Replacement for an OlmoeSparseMoeBlock of transformers 4, with its router and merged
-    experts."""
+    """Replacement for an OlmoeSparseMoeBlock of transformers 4. It keeps the router of that block
+    and has merged parameters with the weights of its experts."""
 
     def __init__(self, block: _HfModule) -> None:
         super().__init__()
@@ -252,7 +254,7 @@ def _check(block: _HfModule) -> None:
 
 
 def _check_hooks(block: _HfModule) -> None:
-    """Raise ConfigError if a module or parameter that will be removed has hooks."""
+    """Raise ConfigError if a module or parameter that `use_fast_moe` will remove has hooks."""
     removed = list(block.experts.modules())
     if isinstance(block.experts, nn.ModuleList):
         removed.append(block)

@@ -41,8 +41,8 @@ def is_expert(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """Return the name of the Optimus parameter `name` in transformers 5, which also merges
-    experts."""
+    """Return the name that transformers 5 gives to the Optimus parameter `name`. Like Optimus,
+    transformers 5 merges the experts of a layer."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     _, layer, rest = name.split(".", 2)

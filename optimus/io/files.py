@@ -52,7 +52,8 @@ class Closing:
 def fsync_dir(path: str | os.PathLike) -> None:
     """fsync a directory, which makes creations, renames and removals of its files durable.
 
-    A file system that does not support this gives one warning and no error.
+    If a file system does not support this, the function logs one warning for that file system and
+    raises no error.
 
     Raises:
         OSError: The directory cannot be opened, or fsync fails for another reason.
@@ -156,8 +157,8 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """Return `value` as indented JSON with a last key `self_xxh3`, the hash of all bytes before
-    this key."""
+    """Return `value` as indented JSON and append the key `self_xxh3`. The value of this key is the
+    hash of the bytes of all preceding keys and values."""
     body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
     return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL
 
@@ -180,8 +181,8 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
         root: A directory that contains `path`. If given, a symbolic link below `root` is an error.
 
     Raises:
-        OSError: The file cannot be opened or is not a regular file. Its attribute `filename` is
-            `path`.
+        OSError: The file cannot be opened or is not a regular file. The attribute
+            `filename` of the error is `path`.
     """
     # Without O_NONBLOCK, open(2) of a FIFO blocks. Reads of regular files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -225,7 +226,8 @@ def read_regular(
 
     Args:
         path: The file.
-        limit_bytes: Largest allowed size of the file; None: the size in its metadata.
+        limit_bytes: Largest allowed size of the file. The default is the size in its metadata, but
+            at least 4 MiB.
         root: A directory that contains `path`. If given, a symbolic link below `root` is an error.
 
     Raises:

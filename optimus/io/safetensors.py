@@ -21,10 +21,10 @@ DTYPES = {
 
 
 class TensorFiles:
-    """Tensors in the safetensors files of a directory: model.safetensors, or else the files of the
-    index.
+    """Tensors in the safetensors files of a directory. The only file is model.safetensors if it
+    exists. Otherwise, the index file names the files.
 
-    Files are opened on demand. All methods raise CheckpointError.
+    Files are opened on demand. Methods raise CheckpointError if a file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,8 +90,8 @@ def check_shapes(
 
     Args:
         path: File or directory of the weights, for the message.
-        shapes: Shape of each tensor of the weights, by name.
-        expected: Shape of each tensor of the model, by name.
+        shapes: Shape of each tensor of the weights. The keys are tensor names.
+        expected: Shape of each tensor of the model. The keys are tensor names.
 
     Raises:
         CheckpointError: A tensor is missing, not in the model or of another shape. The message

@@ -1,7 +1,8 @@
 """Parallel writes of safetensors files: several processes write slices of parameters in any order.
 
 The names, shapes and dtypes of the tensors determine the position of every byte. Each process
-computes the same `FilePlan` from them. The files are the same as those of the safetensors library.
+computes the same `FilePlan` from them. The files have the same bytes as files that the
+safetensors library writes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ below 2^53 and thus exact in fp64."""
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor to write: elements of the flattened `parameter`, from element `start`."""
+    """A tensor to write. It consists of consecutive elements of the flattened `parameter`,
+    from element `start`."""
 
     name: str
     parameter: str
@@ -144,16 +146,17 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the checksum of the previous ranges and of `data`, the bytes of the file from
-        `offset`. `offset` and the length of `data` must be even."""
+        """Return the checksum of all ranges in this checksum and of one more range. The new range
+        starts at byte `offset` of the file and contains `data`. `offset` and the length of `data`
+        must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
 
 
 def _weighted_sum(data: memoryview, index: int) -> int:
-    """Return the weighted sum of the 16-bit values `data`, which start at position `index` of the
-    file."""
+    """Return the weighted sum of the 16-bit values in `data`. `index` is the position of the first
+    value in the file, counted in 16-bit values."""
     # The value at position n of the file has the weight (n // 65521 + 1) * (n % 65521 + 1).
     values, total = numpy.frombuffer(data, numpy.uint16), 0
     while len(values):
@@ -187,7 +190,8 @@ def create_files(directory: Path, plan: FilePlan) -> None:
 class TensorWriter(files.Closing):
     """Writer of parameter slices into files that `create_files` has created.
 
-    Several processes may write different slices at the same time. All methods raise OSError.
+    Several processes may write different slices at the same time. Methods raise OSError if a file
+    cannot be opened or written.
     """
 
     def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
@@ -196,7 +200,8 @@ class TensorWriter(files.Closing):
         Args:
             directory: Directory of the files.
             plan: The files.
-            checksums: Keep in `written` the checksum of the bytes that are written to each file.
+            checksums: For each file, keep in `written` the checksum of the bytes that this writer
+                has written to it.
         """
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}
@@ -209,14 +214,15 @@ class TensorWriter(files.Closing):
         Args:
             parameter: Name of the parameter in the plan.
             start: Index of the first element in the flattened parameter.
-            values: The elements, on any device and of any dtype; converted to the plan's dtype.
+            values: The elements, on any device and of any dtype. The method converts them to the
+                plan's dtype.
         """
         values = values.to("cpu", self._plan.dtypes[parameter]).contiguous()
         self.write_bytes(parameter, start, as_bytes(values))
 
     def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
-        """Write elements of a parameter as `write` does, given as their bytes in the plan's
-        dtype."""
+        """Write elements of a parameter as `write` does. `data` contains the bytes of the elements
+        in the plan's dtype."""
         slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
         if parameter not in self._starts:
             self._starts[parameter] = [param_slice.start for param_slice in slices]

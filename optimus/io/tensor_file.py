@@ -17,17 +17,19 @@ from optimus.io import files
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Bytes per element of each supported dtype, by the dtype's name in a header."""
+"""Bytes per element of each supported dtype. The keys are the names of dtypes in headers."""
 HEADER_BYTES = 16 << 20
 """Size limit of a header, 16 MiB, enough for 120,000 tensors. The limit bounds the memory of the
 JSON parser."""
 INDEX_BYTES = 64 << 20
 """Size limit of an index file, enough for the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""Limit of sizes and offsets in a header. Torch counts the bytes of a tensor in 64-bit integers."""
+"""Limit of sizes and offsets in a header. Below it, a number of bytes fits in the 64-bit integers
+in which torch counts them."""
 
 traffic = {"opens": 0, "bytes": 0}
-"""Number of files opened, and of bytes read, through `TensorFile`. Tests set both back to 0."""
+"""Number of files that `TensorFile` has opened, and number of bytes that it has read. Tests set
+both back to 0."""
 
 
 class TensorEntry(NamedTuple):

@@ -51,7 +51,8 @@ SINGLE = LaunchEnv(0, 1, 0, 1, "env://")
 
 @dataclass(frozen=True)
 class JobRank:
-    """Rank of this process among the processes of a job, which share work but no process group."""
+    """Rank of this process among the processes of a job. These processes share work, but have no
+    process group."""
 
     rank: int
     world: int
@@ -60,14 +61,14 @@ class JobRank:
 ALONE = JobRank(0, 1)
 
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
-"""Environment variable with the rendezvous address of the ranks of `--nproc`, a `file://`
-address."""
+"""Environment variable that contains the rendezvous address of the ranks that `--nproc` starts. The
+address begins with `file://`."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of a launcher's environment variables. In each field, the first variable that is set is
-    used."""
+    """Names of a launcher's environment variables. If a field has several names, the first variable
+    that is set is used."""
 
     rank: str
     worlds: tuple[str, ...]
@@ -180,8 +181,8 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
 def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this process prints errors that all ranks of its machine have. Never raises.
 
-    The rank with local rank 0 prints them. If the user has set RANK by hand, every rank prints
-    them.
+    Usually, only the process with local rank 0 prints them. But if the user, and no launcher, has
+    set RANK, every process prints them.
     """
     launcher = _launcher_of(environ)
     if launcher is _BY_HAND and RENDEZVOUS not in environ and _AGENT_STORE not in environ:
@@ -199,8 +200,8 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
     """Return this process's rank among all processes of its launcher and its job array.
 
-    A job array of n jobs with w processes each has n * w ranks. Without a launcher and an array,
-    this returns ALONE.
+    A job array of n jobs with w processes each has n * w ranks. If there is neither a launcher nor
+    a job array, this returns ALONE.
 
     Args:
         environ: Environment variables.
@@ -303,7 +304,8 @@ def _init_method(
 
 
 def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """Return the first host in the scheduler's node list, which runs rank 0; "" without a list."""
+    """Return the first host in the scheduler's node list, or "" if there is no list. Rank 0 runs on
+    this host."""
     step = environ.get("SLURM_STEP_NODELIST", "") if launcher.is_step else ""
     if nodes := step or environ.get("SLURM_JOB_NODELIST", ""):
         return first_of_nodelist(nodes)

@@ -29,8 +29,8 @@ _GRACE_S = 5.0
 """Seconds from the failure of a rank until the other ranks are killed."""
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of causes that end a run, in order of precedence for the exit status. The loss of a peer
-comes after them."""
+"""Kinds of causes that end a run. If ranks end with different kinds, the first of them in this
+order gives the exit status of the run. The loss of a peer comes after all causes."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:
@@ -100,8 +100,8 @@ def _prepare_rank(spawner: int) -> None:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """Return a context that passes stop signals on to the ranks. Its value lists the passed
-    signals."""
+    """Return a context that passes stop signals on to the ranks. The value of the context is a
+    list, to which each received stop signal is appended."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

@@ -1,8 +1,8 @@
 """Weight gradients that are computed after backward, for zero-bubble pipeline schedules.
 
 Inside a `DeferredGradients` context, backward computes only the gradients of layer inputs.
-`DeferredGradients.compute` computes the weight gradients later. They have the same bits as without
-a context.
+`DeferredGradients.compute` computes the weight gradients later. They have the same bits as the
+weight gradients that backward computes outside a context.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def active_deferral() -> DeferredGradients | None:
 
 
 def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """Compute the gradient of `weight`; inside a `DeferredGradients` context, defer this.
+    """Compute the gradient of `weight`, or defer the computation inside a `DeferredGradients`
+    context.
 
     Args:
         weight: the weight.
         gradient: computes the gradient.
 
     Returns:
-        The value that a backward function passes to autograd: the gradient, or None if it is
-        deferred.
+        The value that a backward function passes to autograd: the gradient, or None if its
+        computation is deferred.
     """
     deferred = active_deferral()
     if deferred is None:
@@ -75,11 +76,11 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 
 
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
-    """Register hooks that defer the accumulation of the gradients of `leaves`.
+    """Register hooks on `leaves` that defer only the accumulation of their gradients.
 
-    Backward still computes these gradients and keeps them in memory. `DeferredGradients.compute`
-    accumulates them together with the deferred ones. Deterministic mode needs this to add gradients
-    microbatch by microbatch.
+    Inside a `DeferredGradients` context, backward computes these gradients and keeps them in
+    memory, and `DeferredGradients.compute` accumulates them. Deterministic mode needs this, so that
+    all gradients are accumulated in the order of the microbatches.
     """
     for leaf in leaves:
         leaf.register_hook(functools.partial(_defer_gradient, weakref.ref(leaf)))

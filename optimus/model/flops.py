@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the total number of parameters and the number that one token uses.
 
-    In a layer with experts, a token uses `num_experts_per_tok` of them.
+    In a layer with experts, a token uses the parameters of `num_experts_per_tok` experts.
     """
     import torch  # not at the top, so that a launcher can count operations without torch
 
@@ -40,9 +40,9 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, for sequences of `seq_len` tokens.
 
-    As in PaLM (arXiv 2204.02311, appendix B), matrix products and all attention scores count.
-    Embedding look-ups, norms, recomputation and unused experts do not count. A multiply-add is 2
-    FLOPs.
+    As in PaLM (arXiv 2204.02311, appendix B), the count includes all matrix products and all
+    attention scores, even masked ones. It does not include embedding look-ups, norms, recomputation
+    and experts that the token does not use. A multiply-add is 2 FLOPs.
     """
     layers = sum(layer_multiply_adds(config, seq_len, n) for n in range(config.num_layers))
     # Backward counts as twice forward.

@@ -15,8 +15,8 @@ FREE_IN_LOGITS = {
     "aux_loss_form",
     "max_position_embeddings",
 }
-"""Settings that do not change the logits of a model with given weights. `_matters` checks for
-the one exception."""
+"""Settings that do not change the logits of a model with given weights. The one exception is
+`max_position_embeddings`, which changes them if the rotary embedding has dynamic scaling."""
 
 
 def first_difference(ours: ModelConfig, theirs: ModelConfig) -> tuple[str, object, object] | None:
@@ -41,7 +41,7 @@ def _matters(config: ModelConfig, key: str) -> bool:
 
 
 def setting(config: ModelConfig, key: str) -> object:
-    """Return the value of setting `key`, or the derived value that replaces 0.
+    """Return the value of setting `key`. If 0 means a derived value, return the derived value.
 
     `num_experts` is one number if it is the same in all layers, else a list with one number per
     layer.

@@ -1,8 +1,8 @@
 """Initial weights that do not depend on how the model is divided among ranks.
 
-Each parameter is drawn from a separate random generator, seeded with the run's seed and the
-parameter's global name. Each expert of a merged parameter has a separate generator, seeded also
-with the expert's number.
+Each parameter has its own random generator, seeded with the run's seed and the parameter's global
+name. If a parameter contains the weights of several experts, each expert has its own generator
+instead, whose seed also depends on the expert's number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 
 class ParamSlice(Protocol):
-    """Slice of a parameter that one rank has."""
+    """One rank's slice of a parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,8 +36,8 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return this rank's slice of one expert, if the first dim of the parameter counts experts.
-        The slice is the same for all experts."""
+        """Return this rank's slice of the weight of one expert, for a parameter whose first dim
+        counts experts. The slice is the same for all experts."""
 
 
 def initialise_(
@@ -50,9 +50,9 @@ def initialise_(
     deviations.
 
     Args:
-        model: a Transformer, or the modules of a Transformer that one rank has.
+        model: a whole Transformer, or this rank's part of one.
         seed: `train.seed`.
-        slices: this rank's slice of each parameter that is divided among ranks, by parameter name.
+        slices: for each parameter that is divided among ranks, its name and this rank's slice.
     """
     config = model.config
     assert isinstance(config, ModelConfig)

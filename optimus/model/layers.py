@@ -95,8 +95,9 @@ class Embedding(nn.Module):
     def write_gradients_to(self, weight_grad: Callable[[], Tensor]) -> None:
         """Make backward on a CPU add the gradient of the embedding table to another tensor.
 
-        Backward then allocates no gradient of the whole table. `.grad` does not change, but
-        autograd still runs post-accumulate-grad hooks.
+        Backward then allocates no gradient of the whole table and leaves `.grad` unchanged.
+        Autograd still runs the post-accumulate-grad hooks of the table. Inside a
+        `DeferredGradients` context, backward uses `.grad` as usual.
 
         Args:
             weight_grad: returns the tensor [V, D], of any dtype.
@@ -121,8 +122,8 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Embedding look-up that sums the gradients of repeated tokens in fp32. On a CPU, torch sums
-    them in the dtype of the table."""
+    """Embedding look-up whose backward sums the gradients of repeated tokens in fp32. The look-up
+    of torch sums them in the dtype of the table on a CPU."""
 
     @staticmethod
     def forward(

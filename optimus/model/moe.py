@@ -73,15 +73,17 @@ class Experts(nn.Module):
     def write_gradients_to(self, weight_grads: Callable[[], kernels.WeightGrads]) -> None:
         """Make backward write the weight gradients to the tensors that `weight_grads()` returns.
 
-        `.grad` does not change, but post-accumulate-grad hooks still run. Compiled code and experts
-        with a frozen weight accumulate into `.grad` instead.
+        Backward then leaves `.grad` unchanged but still runs the post-accumulate-grad hooks of the
+        weights. In compiled code, or if one of the two weights is frozen, this call has no effect:
+        backward accumulates into `.grad`.
         """
         self._weight_grads = weight_grads
 
     def forward(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
-        """Return the weighted sum of each token's chosen experts, [T, D] in the dtype of x.
+        """Return [T, D] in the dtype of x: for each token, the weighted sum of the outputs of its
+        chosen experts.
 
         Under autocast, matrix products use the autocast dtype, as in a linear layer.
 
@@ -112,7 +114,8 @@ class Experts(nn.Module):
         return trained and not torch.compiler.is_compiling()
 
     def _destination(self) -> kernels.Destination:
-        """Return the destination of the weight gradients of the current backward pass."""
+        """Return the destination of the weight gradients of the current backward pass: the function
+        that defers them, the tensors to which they are written, or None for `.grad`."""
         # The op calls this method in backward, because the forward pass cannot know if a
         # `DeferredGradients` context will be active.
         deferred = deferred_gradients.active_deferral()

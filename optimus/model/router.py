@@ -99,8 +99,8 @@ def layer_losses(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the auxiliary losses and the token counts of the layers with experts.
 
-    The loss of the model is the sum over all pipeline stages, divided by the number of layers with
-    experts.
+    To get one auxiliary loss of the model, sum it over the layers of all pipeline stages and divide
+    by the number of layers with experts.
 
     Args:
         config: the configuration of the model.
@@ -108,7 +108,8 @@ def layer_losses(
 
     Returns:
         The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
-        layer. The Hugging Face form has one load-balancing loss [1] for all layers.
+        layer. In the Hugging Face form, the load-balancing losses have the shape [1]: the value is
+        the loss of all layers times the number of layers with experts.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []
@@ -124,8 +125,8 @@ def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
     """Return the load-balancing loss in the Hugging Face form, E * sum_e f_e * P_e.
 
     E is the number of experts. f_e is `top_k` times the fraction of choices that are expert e, and
-    P_e is its mean probability. Both are means over all layers, so all layers must be on one
-    pipeline stage.
+    P_e is the mean probability of expert e. Both f_e and P_e are means over all layers, so all
+    layers must be on one pipeline stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)

@@ -107,7 +107,7 @@ class Transformer(nn.Module):
     def losses(self, tokens: Tensor, document_ids: Tensor | None = None) -> LossTerms:
         """Return the loss terms of next-token prediction, with tokens[:, 1:] as targets.
 
-        The first token of a document is also a target if another document precedes it.
+        The first token of a document is also a target, unless it is the first of its sequence.
         """
         x, routings = self.run_blocks(self.embed(tokens), document_ids)
         ce_sum, num_targets = self.token_loss(x, tokens)
@@ -228,8 +228,8 @@ class Transformer(nn.Module):
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def tied_uses(self) -> dict[str, Tensor]:
-        """Return the leaves that `separate_tied_uses` created, by parameter name; {} if there are
-        none."""
+        """Return the leaves that `separate_tied_uses` created, as a dict from parameter name to
+        leaf; {} if there are none."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:

@@ -16,7 +16,10 @@ Value = int | float | str | None
 
 @dataclass(frozen=True)
 class MoeFigures:
-    """Router losses and expert loads of one update. A load of 1 is the mean of its layer."""
+    """Router losses and expert loads of one update.
+
+    The load of an expert is its number of rows divided by the mean of its layer.
+    """
 
     aux_loss: float | None
     """Mean load-balancing loss of the microbatches; None if an overflow skipped the update."""
@@ -25,7 +28,7 @@ class MoeFigures:
     """Smallest load of any expert in any MoE layer."""
     expert_load_max: float
     expert_load_min_layer: int
-    """Index in the model of the layer that has the smallest load."""
+    """Index of the layer with the smallest load, counted over all layers of the model."""
     expert_load_max_layer: int
     experts_without_rows: int
 
@@ -41,7 +44,10 @@ class LossScaleFigures:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Figures of one update over all ranks, in the order of the keys in metrics.jsonl."""
+    """Figures of one update, over all ranks unless a field states otherwise.
+
+    The fields have the same order as the keys in metrics.jsonl.
+    """
 
     step: int
     loss: float | None
@@ -57,7 +63,7 @@ class StepRecord:
     mfu: float | None
     """Model FLOP/s divided by the peak FLOP/s of the device; None if above 1."""
     mem_bytes: int
-    """Peak memory of the first rank's device, in bytes."""
+    """Peak bytes of tensors on the first rank's accelerator, or of its process on a CPU."""
     moe: MoeFigures | None = None
     """None for a dense model."""
     loss_scaling: LossScaleFigures | None = None
@@ -99,7 +105,10 @@ class EvalRecord:
 
 
 class LayerLoad(NamedTuple):
-    """Smallest and largest expert load of one MoE layer. A load of 1 is the layer's mean."""
+    """Smallest and largest expert load of one MoE layer.
+
+    The load of an expert is its number of rows divided by the mean of the layer.
+    """
 
     layer: int
     """Index of the layer in the model."""
@@ -129,7 +138,7 @@ class Traffic(NamedTuple):
 
     step: int
     bytes_by_axes: dict[str, int]
-    """Bytes by the mesh axes of the process group, such as `dp` or `dp x ep`."""
+    """Payload bytes of each process group. A key names its mesh axes, such as `dp x ep`."""
 
 
 class PipelineTimes(NamedTuple):
@@ -140,7 +149,8 @@ class PipelineTimes(NamedTuple):
 
     step: int
     seconds_by_kind: dict[str, float]
-    """Seconds by kind of action. The key `wait` has the time spent waiting for other stages."""
+    """Seconds for each kind of action, without waiting. The key `wait` has the seconds that all
+    actions together waited for other stages."""
 
 
 class StartUpRecord(NamedTuple):
@@ -184,13 +194,14 @@ class Recorder:
         """Receive a record of the run."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
-        """Receive one collective or message of this rank.
+        """Receive one collective or point-to-point message of this rank.
 
         Args:
             axes: Mesh axes of the process group, such as `dp x ep`.
             operation: Name of the operation, such as `all_gather`.
-            num_bytes: Size of the tensor in bytes. For all-gather and reduce-scatter, this is the
-                unsharded tensor. For all-to-all, it is all rows that this rank sends.
+            num_bytes: Payload in bytes: the size of the tensor. For all-gather and reduce-scatter,
+                the size of the unsharded tensor. For all-to-all, the size of all rows that this
+                rank sends.
         """
 
     def action(self, event: ActionEvent) -> None:
@@ -231,7 +242,7 @@ class TrafficMeter(Recorder):
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}
-        """[number of calls, payload bytes] since the last `clear`, by (axes, operation)."""
+        """For each (axes, operation): [number of calls, payload bytes] since the last `clear`."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
         count = self.counts.setdefault((axes, operation), [0, 0])
@@ -242,7 +253,10 @@ class TrafficMeter(Recorder):
         self.counts.clear()
 
     def bytes_by_axes(self) -> dict[str, int]:
-        """Return the payload bytes since the last `clear`, by mesh axes of the process group."""
+        """Return the payload bytes of each process group since the last `clear`.
+
+        A key of the dict names the mesh axes of the group, such as `dp x ep`.
+        """
         totals: dict[str, int] = {}
         for (axes, _), (_, num_bytes) in self.counts.items():
             totals[axes] = totals.get(axes, 0) + num_bytes

@@ -25,19 +25,23 @@ _CALM = 2.0
 """A spike has ended when the norm is at most this multiple of the median."""
 
 _UPDATES = 10
-"""Consecutive unbalanced updates before a warning, and balanced updates before a recovery."""
+"""Number of recent updates from which a layer is judged. Also the number of consecutive balanced
+updates after which a recovery is reported."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert with less than this fraction of an equal share of the rows is idle."""
 _MIN_ROWS = 32
-"""Minimum mean number of rows per expert. With fewer rows, loads are uneven by chance."""
+"""Minimum of the mean number of rows per expert. With fewer rows, loads are not judged, because
+they are uneven by chance."""
 
 _FIRST_PAUSE = 100
-"""Number of updates before a warning can be repeated. It doubles with each repetition."""
+"""Number of updates from a warning to its first repetition. Each repetition doubles it."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Return the load of each expert: its number of rows divided by the mean of its layer.
+    """Return the load of each expert.
+
+    The load is the expert's number of rows divided by the mean of the experts in its layer.
 
     Args:
         expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum experts].
@@ -85,7 +89,7 @@ class TrainingHealth:
         self._experts = _ExpertBalance(model) if judged else None
 
     def after_update(self, step: int, expert_rows: Tensor, grad_norm: float) -> list[Notice]:
-        """Return the warnings and recoveries to log after one update, usually none.
+        """Return the warnings and recoveries to log after one update. The list is usually empty.
 
         Args:
             step: Number of the update.
@@ -100,7 +104,11 @@ class TrainingHealth:
 
 
 class _Repetition:
-    """Limits a warning: it can be repeated after 100 updates, then after 200, 400 and so on."""
+    """Limits how often a warning is printed.
+
+    The first repetition is allowed 100 updates after the warning, the next one 200 updates after
+    the first, then 400 and so on.
+    """
 
     def __init__(self) -> None:
         self._next, self._pause = 0, _FIRST_PAUSE

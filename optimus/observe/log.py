@@ -1,4 +1,4 @@
-"""Log of a process: lines on standard error from the loggers `optimus.*`.
+"""Log of a process: the loggers `optimus.*` write lines to standard error.
 
 Only the commands call `set_up_logging`. A program that imports Optimus configures logging itself.
 """
@@ -16,13 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 class _LineHandler(logging.Handler):
-    """Writes records as `program: [rank N] level: message`. Rank 0 and INFO are omitted."""
+    """Writes records as `program: [rank N] level: message`.
+
+    Lines of rank 0 have no `[rank N]`, and lines of the level INFO have no `level:`.
+    """
 
     program, rank = "optimus", 0
     write: Callable[[str], None] | None = None
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Emit the record without the handler's lock. A signal handler that logs could deadlock."""
+        """Emit the record without taking the handler's lock.
+
+        With the lock, a signal handler that logs could deadlock.
+        """
         self.emit(record)
         return True
 
@@ -60,7 +66,7 @@ def set_up_logging(rank: int = 0, program: str = "optimus") -> None:
 
 
 class LogRecorder(Recorder):
-    """Logs evaluations, the phases of the start-up, and the payload of the first update."""
+    """Logs evaluations, the start-up phases, and the bytes communicated in the first update."""
 
     def __init__(self) -> None:
         self._logged_traffic = False

@@ -1,4 +1,7 @@
-"""Files of metrics and evaluations as JSON lines. A resume removes lines of later steps."""
+"""Files of metrics and evaluations, with one JSON object per line.
+
+When a run resumes at a step, the lines of later steps are removed.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,29 @@ logger = logging.getLogger(__name__)
 _LINE_BYTES = 1 << 20
 """Maximum length in bytes of a line that is read. A run writes lines of about 1 kB."""
 _MOST_STEPS = 1 << 22
-"""Maximum number of steps that are checked for missing lines. A damaged manifest can name more."""
+"""Maximum number of steps that are checked for missing lines. There is a limit because a damaged
+manifest can contain a huge step."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags for opening a file to append. A symbolic link, perhaps of another user, is refused."""
+"""Flags for opening a file to append. With them, opening a symbolic link fails: another user may
+have created the link."""
 _BATCH_BYTES = 1 << 16
-"""Number of bytes of new lines after which they are written to the copy."""
+"""New lines are collected in memory, and written to the copy when they have this many bytes."""
 
 
 class MetricsFiles(Recorder):
-    """Writes metrics.jsonl, eval.jsonl and a hidden copy of each, to restore damaged lines."""
+    """Writes metrics.jsonl and eval.jsonl, and a hidden copy of each file.
+
+    If lines of a file are damaged or lost, they are restored from its copy.
+    """
 
     def __init__(self, run_dir: Path, step: int, expected: Mapping[str, Iterable[int]]) -> None:
-        """Open both files for appending, and remove the lines of steps after `step`.
+        """Open metrics.jsonl and eval.jsonl for appending. Remove the lines of steps after `step`.
 
         Args:
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
             step: Step at which the run starts.
-            expected: Steps up to `step` that must have lines, by file: `metrics` or `eval`.
+            expected: Dict with the keys `metrics` and `eval`. Each value has the steps up to
+                `step` that must have a line in the file.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -63,7 +72,7 @@ class MetricsFiles(Recorder):
                 self._last_evaluation = record
 
     def last_loss(self) -> float | None:
-        """Return the loss in the last line of metrics.jsonl, or None if there is none."""
+        """Return the loss in the last line of metrics.jsonl, or None if there is no loss."""
         if self._last_step is not None:
             return self._last_step.loss
         loss = self._metrics.read_last().get("loss")
@@ -92,8 +101,8 @@ def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
 class JsonLines:
     """Appends JSON objects to a file, one per line, without a buffer.
 
-    If a write fails, the lines stay in memory until a later write succeeds. The file `copy` gets
-    the same lines, but later.
+    If a write fails, the lines stay in memory until a later write succeeds. The same lines are
+    appended to the file `copy`, but in batches.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
@@ -211,13 +220,15 @@ def cut_after(
 ) -> None:
     """Remove the lines of steps after `step` from a file, and repair the file.
 
-    Damaged lines are removed, too. Of lines with the same step and source, the last one is kept.
+    Damaged lines are removed, too. If several lines have the same step and the same `source`, only
+    the last one is kept. Lines in metrics.jsonl have no `source`.
 
     Args:
         path: File to change. It is replaced atomically.
         step: Last step to keep.
         cut_log: File to which removed lines are appended.
-        copy: Copy of the file. Missing lines are restored from it, and then it is updated.
+        copy: Copy of the file. Lines that the file lacks are restored from the copy. Then the copy
+            is made equal to the file.
         expected: Steps that must have lines. A warning names the steps without a line.
 
     Raises:
@@ -265,7 +276,7 @@ def cut_after(
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return `lines` without one occurrence of each line in `kept`."""
+    """Return a copy of `lines`. For each line in `kept`, one equal line is left out."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:

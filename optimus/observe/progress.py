@@ -20,7 +20,8 @@ class Progress(Recorder):
         Args:
             first_step: Step at which the run starts.
             last_step: Step at which the run ends.
-            log_interval: Number of steps from one line to the next. The last step has a line, too.
+            log_interval: Number of steps from one printed line to the next. A line is also printed
+                for the last step.
         """
         self._last_step, self._interval = last_step, log_interval
         self._bar: tqdm | None = None
@@ -48,7 +49,7 @@ class Progress(Recorder):
 
 
 def indented(text: str) -> str:
-    """Return the lines of `text` indented, with control characters escaped for a terminal."""
+    """Indent each line of `text`. Escape control characters, so that no terminal obeys them."""
     return "\n".join("    " + printable(line) for line in text.split("\n"))
 
 

@@ -40,7 +40,7 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
     """Draw `report.png` from metrics.jsonl and eval.jsonl.
 
     A line that is damaged, lacks a field or has a value of a wrong type is skipped. The summary
-    names the steps without a line.
+    names the steps that have no usable line in metrics.jsonl.
 
     Args:
         run_dir: Run directory, to which the plot is written.
@@ -116,10 +116,12 @@ def _missing_steps(steps: Sequence[_Step]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _root_as_cwd() -> Iterator[None]:
-    """Change to the directory / and back. The import of matplotlib reads a matplotlibrc of the
-    working directory, before the file that MATPLOTLIBRC names. Another user may have written it.
+    """Make / the working directory while the context is active.
 
-    A descriptor leads back, because a deleted directory has no name.
+    When matplotlib is imported, it prefers a file `matplotlibrc` in the working directory to the
+    file that MATPLOTLIBRC names. Another user may have written the file in the working directory.
+
+    The way back uses a file descriptor, because a deleted working directory has no path.
     """
     cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:

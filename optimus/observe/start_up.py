@@ -17,9 +17,10 @@ class StartUp:
         """Start the stopwatch.
 
         Args:
-            process_start: `time.monotonic` at the start of this process. The first phase,
-                `imports`, begins there. With `--nproc`, a phase `launch` precedes it. If None, the
-                stopwatch starts now, without these phases.
+            process_start: Value of `time.monotonic` at the start of this process. The phase
+                `imports` lasts from then until now. With `--nproc`, a phase `launch` precedes
+                `imports`; it begins at the start of the command. If `process_start` is None, the
+                stopwatch starts now and has neither phase.
         """
         self._phases: list[tuple[str, float]] = []
         self._processor_start = 0.0 if process_start is not None else time.process_time()

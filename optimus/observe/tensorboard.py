@@ -28,7 +28,8 @@ class TensorBoard(Recorder):
 
         Args:
             directory: The directory `tb/` of the run.
-            first_step: Step at which the run starts. TensorBoard hides old events of later steps.
+            first_step: Step at which the run starts. TensorBoard hides the events of later steps
+                that were written before this resume.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -84,7 +85,11 @@ class TensorBoard(Recorder):
 
 
 def _prefixed(prefix: str, values: Mapping[str, Value]) -> dict[str, float]:
-    """Return the numbers in `values`, except `step`, by tag, such as `train/loss`."""
+    """Return TensorBoard tags, such as `train/loss`, and their numbers.
+
+    A tag is made of `prefix` and a key of `values`. The key `step`, and values that are not
+    numbers, are left out.
+    """
     return {
         f"{prefix}/{name}": value
         for name, value in values.items()

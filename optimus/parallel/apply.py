@@ -30,7 +30,8 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Functions that return the slices of a module's parameters on one rank, by mesh axis."""
+"""Mapping from a mesh axis to the function that yields one rank's slices along this axis. It yields
+the slices of all parameters of a module that the axis divides."""
 
 
 class ParallelStyle(Protocol):
@@ -106,7 +107,7 @@ def _model_of_stages(model_config: ModelConfig, layout: Layout) -> Transformer:
 def make_placements(
     model: Transformer, mesh: Mesh, coordinate: Coordinate, sequence_parallel: bool = False
 ) -> dict[str, Placement]:
-    """Return the placement of each parameter on the rank at `coordinate`, by parameter name.
+    """Return a dict from parameter name to the parameter's placement on the rank at `coordinate`.
 
     Args:
         model: a model with undivided parameters. It may be on the meta device.

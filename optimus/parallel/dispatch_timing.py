@@ -41,7 +41,9 @@ def time_dispatchers(
         seed: the seed of the input and the routing. All ranks of a tp group pass the same seed.
 
     Returns:
-        Median time of the slowest rank in seconds, by dispatcher name. It is equal on all ranks.
+        A dict from dispatcher name to the dispatcher's time in seconds. In each round, the slowest
+        rank determines the time. The result has the median of all rounds. All ranks return the same
+        dict.
     """
     device = next(model.parameters()).device
     layers = [module for module in model.modules() if isinstance(module, FastSparseMoE)][:1]

@@ -1,8 +1,8 @@
 """Expert parallelism: the experts of a layer are divided over ep ranks, which have different data.
 
-A dispatcher sends tokens to the ranks that have their experts, runs the experts and returns the
-results. Bytes that a rank receives from other ranks for one layer and microbatch, in forward and
-backward:
+A dispatcher sends each token to the ranks that have the token's experts, runs the experts and
+returns the results to the token's own rank. For one layer and one microbatch, a rank receives the
+following number of bytes from other ranks, in forward and backward together:
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
@@ -45,7 +45,8 @@ class ExpertParallel:
 
     Args:
         group: the ep ranks.
-        dispatcher: a key of DISPATCHERS, or "auto" to start with "allgather".
+        dispatcher: a key of DISPATCHERS, or "auto". With "auto", the layers use "allgather" until
+            `use_dispatcher` is called.
     """
 
     def __init__(self, group: Group, dispatcher: str) -> None:
@@ -110,7 +111,10 @@ class DispatchedExperts(Experts):
 
 
 class Dispatcher(ABC):
-    """Base class of dispatchers, which send tokens to their experts and return the results.
+    """Base class of dispatchers.
+
+    A dispatcher sends each token to the ranks that have the token's experts, and returns the
+    experts' results to the token's own rank.
 
     Args:
         group: the ep ranks.
@@ -154,8 +158,8 @@ class AllGatherDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends a token only to the ranks that have at least one of its experts.
 
-    The token's own rank sums the results. The host waits until it knows the number of tokens from
-    each rank.
+    The token's own rank sums the results. In `run`, the host waits for the device until it knows
+    the number of tokens that this rank receives from each rank.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -170,7 +174,10 @@ class AllToAllDispatcher(Dispatcher):
         return torch.zeros_like(x).index_add(0, tokens, back)
 
     def _destinations(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of tokens to send, ordered by rank, and their number for each rank."""
+        """Return the tokens to send and the number of tokens to send to each rank.
+
+        The tokens are indices, ordered by destination rank. An index occurs once per destination.
+        """
         size = self._group.size
         rank_of = torch.div(chosen * size, self._num_experts, rounding_mode="floor")
         needed = torch.zeros(size, len(chosen), dtype=torch.bool, device=chosen.device)

@@ -9,7 +9,7 @@ from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
 FURTHER_USES = {"head.weight": "embed.weight"}
-"""Mapping from the second name of a tied parameter to the parameter's own name."""
+"""Mapping from the second name of a tied parameter to the name under which a model stores it."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Layout:
     placements: dict[str, Placement]
     """The placement of each parameter on this rank, by name."""
     sequence_shares: int = 1
-    """The number of shares of a sequence under sequence parallelism; 1 without it."""
+    """The number of shares into which sequence parallelism divides a sequence. It is 1
+    without sequence parallelism."""
 
     @property
     def stages(self) -> range:
@@ -50,7 +51,7 @@ class Layout:
     def is_far_copy(self, name: str) -> bool:
         """Return whether `name` is a tied parameter that this rank has only for the output head.
 
-        Gradient norms and checkpoints use only the copy of the first stage.
+        Gradient norms and checkpoints use only the first stage's copy of a tied parameter.
         """
         return name in FURTHER_USES.values() and not self.has_first
 

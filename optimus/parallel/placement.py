@@ -33,14 +33,17 @@ class Placement:
         return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of the parameter `whole`, which may be a view of `whole`."""
+        """Return this rank's slice of the parameter `whole`. The slice may be a view of `whole`."""
         for dim, intervals in enumerate(self.intervals):
             ranges = [whole.narrow(dim, start, stop - start) for start, stop in intervals]
             whole = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
         return whole
 
     def of_entry(self) -> Placement:
-        """Return the placement of a single entry of the first dim, such as one expert's weights."""
+        """Return the placement of a single entry of the first dim.
+
+        For example, an entry of a tensor with the weights of all experts is one expert's weights.
+        """
         return Placement(self.shape[1:], self.kind, self.intervals[1:])
 
 
@@ -51,9 +54,9 @@ def whole_model(config: ModelConfig) -> Transformer:
 
 
 def share(size: int, index: int, count: int) -> tuple[int, int]:
-    """Return the range [start, stop) of share number `index` of `size` elements.
+    """Divide `size` elements into `count` shares and return the range of share number `index`.
 
-    There are `count` shares, whose sizes differ by at most one.
+    The range is [start, stop). The sizes of the shares differ by at most one.
     """
     return size * index // count, size * (index + 1) // count
 

@@ -1,6 +1,7 @@
 """Selective activation checkpointing: backward recomputes chosen modules of each block.
 
-`recompute.modules` lists the modules. For these modules, forward keeps fewer tensors for backward:
+`recompute.modules` lists the modules. Forward keeps only the following tensors of these modules for
+backward:
 
 - `attention`, `moe` and `block`: only the module's input.
 - `experts`: all tensors except the pre-activation.
@@ -88,7 +89,10 @@ class RecomputeBlock(Block):
     def _run_half(
         self, norm: nn.Module, module: nn.Module, module_again: bool, x: Tensor, *rest: Any
     ) -> Any:
-        """Return module(norm(x), *rest). `module_again`: backward recomputes the module."""
+        """Return module(norm(x), *rest).
+
+        If `module_again` is true, backward recomputes `module`.
+        """
         if not self._recomputes():
             return module(norm(x), *rest)
         if self._norm and module_again:
@@ -114,7 +118,10 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """Output of a norm that forward drops and backward recomputes once for all its views."""
+    """Output of a norm. Forward drops the output, but keeps the norm's input.
+
+    Backward recomputes the output once. All views that forward dropped then share its memory.
+    """
 
     def __init__(
         self,
@@ -151,7 +158,10 @@ def _unpack(packed: Any) -> Tensor:
 
 @contextlib.contextmanager
 def recompute_disabled(model: nn.Module) -> Iterator[None]:
-    """Turn recomputation off in `model`, a model or a block, until the `with` statement ends."""
+    """Turn recomputation off in `model` until the `with` statement ends.
+
+    `model` may be a whole model or a single block.
+    """
     blocks = [module for module in model.modules() if isinstance(module, RecomputeBlock)]
     for block in blocks:
         block.set_enabled(False)
@@ -166,7 +176,7 @@ def recompute_disabled(model: nn.Module) -> Iterator[None]:
 class RecomputeCost:
     """Measured cost of one microbatch in all blocks of this rank.
 
-    Each field is a pair of values without and with recomputation.
+    Each field is a pair: first the value without recomputation, then the value with it.
     """
 
     kept_bytes: tuple[int, int]

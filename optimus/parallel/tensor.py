@@ -69,7 +69,9 @@ class TensorParallel:
             model.register_module("rotary", DividedSequenceRotary(config, self.group.size))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return x as the input [B, S, D] of column-parallel layers. Backward sums gradients.
+        """Return x as the input [B, S, D] of column-parallel layers.
+
+        Backward sums the gradients of all ranks.
 
         With sequence parallelism, x is this rank's share of the sequence, and the result is the
         whole sequence.
@@ -79,9 +81,10 @@ class TensorParallel:
         return identity_then_sum(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum x [B, S, D], the partial output of a row-parallel layer, over all ranks.
+        """Return the sum of x over all ranks.
 
-        With sequence parallelism, return only this rank's share of the sequence.
+        On each rank, x [B, S, D] is the partial output of a row-parallel layer.
+        With sequence parallelism, the result is only this rank's share of the sequence.
         """
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
@@ -134,9 +137,10 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return whether a rank uses the parameter `name` only on its own share of the sequence.
+    """Return whether a rank uses the parameter `name` only on a share of the sequence.
 
-    With sequence parallelism, each rank has only a partial gradient of such a parameter.
+    The result assumes sequence parallelism. If it is true, each rank has only a partial gradient of
+    the parameter.
     """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
@@ -145,7 +149,7 @@ def sees_share_of_sequence(name: str) -> bool:
 
 
 class RowParallelLinear(DeferredLinear):
-    """Linear layer that is divided by input features.
+    """Linear layer whose weight is divided over the tp ranks along the input features.
 
     `forward` sums the outputs of all ranks before it adds the bias.
     """
@@ -194,8 +198,8 @@ class TensorParallelMLP(MLP):
 class TensorParallelMoE(FastSparseMoE):
     """Mixture of experts with this rank's share of each expert's intermediate size.
 
-    Every rank routes all tokens. Backward sums the partial gradients of the experts' input and of
-    the routing weights over the ranks.
+    Every rank routes all tokens. Each rank computes partial gradients of the experts' input and of
+    the routing weights. Backward sums these gradients over all ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
@@ -219,9 +223,10 @@ class TensorParallelMoE(FastSparseMoE):
 
 
 class VocabularyParallelEmbedding(Embedding):
-    """Embedding with this rank's share of the vocabulary, which starts at token id `first`.
+    """Embedding with this rank's share of the vocabulary. The share starts at token id `first`.
 
-    Each rank computes zeros for token ids of other ranks. `forward` sums over all ranks.
+    For token ids outside its share, a rank computes zeros. `forward` then sums the results of all
+    ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel, first: int) -> None:

@@ -24,11 +24,13 @@ def plan(config: Config) -> dict[str, Any]:
 
     - `total_params`, `active_params`: numbers of parameters.
     - `world`: number of ranks.
-    - `ranks`: list with the bytes of model states of one rank for each pair of pp and tp
-      coordinates. `total` excludes `staging`, the host memory for checkpoint.async_save.
-    - `memory`: bytes of the rank with the largest `total`.
+    - `ranks`: list with one entry for each pair of pp and tp coordinates. An entry has the bytes of
+      the model states on one rank with these coordinates. Its `total` excludes `staging`, which is
+      the host memory that checkpoint.async_save uses.
+    - `memory`: the bytes from the entry of `ranks` with the largest `total`.
 
-    These keys need settings of `[train]`. FLOPs are of the forward and the backward pass.
+    The following keys are present only if settings of `[train]` are given. The FLOPs are those of
+    the forward and the backward pass.
 
     - `flops_per_token`: needs `seq_len`.
     - `flops_per_step`: also needs `global_batch_tokens`.

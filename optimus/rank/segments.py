@@ -19,7 +19,7 @@ class Segment(NamedTuple):
     module: nn.Module
     """First module of the segment. The segment's parameters must be gathered before it runs."""
     unit: Unit
-    """Parameter names of the segment, and a function that registers its hooks."""
+    """Names of the segment's parameters, and a function that registers the hooks of the segment."""
 
 
 def segments_of(model: Transformer, layout: Layout) -> list[Segment]:

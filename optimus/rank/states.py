@@ -1,6 +1,7 @@
-"""Model states of a rank, for training on its device and for plans on the meta device.
+"""Creation of a rank's model states, for training or for a plan.
 
-A plan creates the same states without memory and counts their bytes.
+For training, the states are on the rank's device. A plan creates the same states on the meta
+device, which allocates no memory, and counts their bytes.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class PlannedRank(NamedTuple):
     layout: Layout
     groups: Groups
     fewest_slots: int
-    """Smallest size of the parameter cache, in chunks, with which the rank can run."""
+    """Smallest number of chunks in the parameter cache with which the rank can run."""
 
 
 def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank:
@@ -185,9 +186,10 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
     Ranks that differ only along dp or ep have states of the same size.
 
     Yields:
-        The coordinate of the rank, and its bytes by use. "cache" is the memory of gathered
-        parameters with optim.resident = "cache". "staging" is the host memory for
-        checkpoint.async_save. "total" includes "cache" but not "staging".
+        The coordinate of the rank, and a dict from each use of memory to its number of bytes. The
+        use "cache" is the memory of gathered parameters with optim.resident = "cache". The use
+        "staging" is the host memory for checkpoint.async_save. The sum "total" includes "cache" but
+        not "staging".
 
     Raises:
         ConfigError: An axis does not divide a model dimension, a pattern matches no parameter, or

@@ -31,8 +31,8 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
 class ForwardWatch:
     """Finds the first module of this rank that computes a non-finite value from finite inputs.
 
-    Collectives spread non-finite values to other ranks. Among the ranks of a pipeline stage, the
-    rank with the smallest `when` computed the first non-finite value.
+    Collectives spread non-finite values to other ranks. Of the ranks of a pipeline stage that find
+    such a module, the rank with the smallest `when` computed the first non-finite value.
     """
 
     def __init__(self) -> None:

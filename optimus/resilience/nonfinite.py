@@ -28,7 +28,8 @@ from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
 
 _HUGE = 1e18
-"""Magnitude from which calculations in fp32 are assumed to overflow."""
+"""Smallest magnitude of a value for which calculations in fp32, such as its square, are assumed to
+overflow."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
@@ -169,11 +170,11 @@ class Finding(NamedTuple):
 
 
 class Watch:
-    """Checks the losses and gradients of one rank. Before the update, all ranks agree on the
-    result.
+    """Checks the losses and gradients of one rank. Before each update, the ranks find out if any of
+    them has a non-finite value.
 
-    A rank with a non-finite value completes its schedule, because other ranks wait for its
-    messages.
+    A rank with a non-finite value still completes its pipeline schedule, because other ranks wait
+    for its messages.
     """
 
     def __init__(
@@ -194,8 +195,8 @@ class Watch:
         self._step, self._bad_gradient, self._depth = step, "", 0
 
     def look_at(self, buffer: Buffer) -> None:
-        """Check the gradients in `buffer` before they are reduced over ranks. Calls are in the
-        order of backward, from the last layers to the first."""
+        """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
+        buffers in the order of the backward pass, from the last layers to the first."""
         if not self._bad_gradient and not guards.is_finite(buffer.grads):
             last_first = list(buffer.named_grads())[::-1]
             self._bad_gradient = guards.first_nonfinite(last_first) or ""
@@ -253,7 +254,8 @@ class Watch:
         return not values or math.isfinite(float(torch.cat(values).sum()))
 
     def _findings(self, microbatches: list[Microbatch], is_nonfinite: bool) -> list[Finding]:
-        """Search on all ranks; return their findings, ordered by distance from the cause."""
+        """Search for the cause on all ranks. Return the findings of all ranks, the nearest to the
+        cause first."""
         everyone = self._groups.everyone
         finding = self._find_in_forward(microbatches)
         findings = all_gather_objects(finding, everyone, Finding | None)

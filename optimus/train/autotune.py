@@ -188,7 +188,8 @@ class Answer(NamedTuple):
 
 
 def _request(config: Config) -> Answer:
-    """Return the name of the backend that this rank selects, which may be "auto", or a failure."""
+    """Return an Answer with the name of the backend that this rank selects, which may be "auto". If
+    the selection is invalid, the Answer has only the error message."""
     try:  # the environment variable OPTIMUS_KERNELS has priority over the configuration
         backend.choose(config.kernels.backend)
         return Answer(backend.chosen()[0])
@@ -250,8 +251,8 @@ def _form_setting(config: Config) -> str:
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the grouped GEMM that the configuration, or else the checkpoint, selects. It may be
-    "auto"."""
+    """Return the grouped GEMM that the configuration selects. If this is "auto", return the one
+    that the checkpoint's settings `stored` record, or "auto" if they record none."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
@@ -295,7 +296,8 @@ def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> 
 
 
 def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
-    """Return the distinct intermediate sizes of an expert on the ranks of a tp group, in order."""
+    """Return the intermediate sizes that an expert has on the ranks of a tp group, in ascending
+    order and without duplicates."""
     ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
     return sorted({stop - start for start, stop in ranges})
 
@@ -418,7 +420,8 @@ def autotune_dispatch(
 def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
-    """Return the dispatcher that the checkpoint records for the same layout, else "auto"."""
+    """Return the dispatcher that the checkpoint's settings `stored` record. Return "auto" if they
+    record none or differ in ep, tp, the microbatch size or `train.deterministic`."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,
@@ -435,7 +438,8 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
     Args:
         device_type: As in `torch.device.type`.
         deterministic: `train.deterministic`.
-        recorded: The dispatcher that the checkpoint records for the same layout, else "auto".
+        recorded: The result of `_recorded_dispatch`: a dispatcher, or "auto" if the checkpoint
+            records none for this layout.
     """
     if deterministic:
         return DispatchChoice("allgather", "selected by train.deterministic")

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PutValues = Callable[[str, Tensor, int], None]
 """Function that stores values of a parameter on this rank. Its arguments are the parameter's name,
-the values, and their first index in this rank's flattened slice."""
+the values, and the index of the first value in this rank's flattened slice of the parameter."""
 
 
 def load_start(
@@ -189,8 +189,8 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _read(
     batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Copy the pieces in `batch` from `values` to `flat`, in order; return the error of a failed
-    read."""
+    """Copy the values of all pieces in `batch` from `values` to `flat`, in order. Return the error
+    if a read fails, else None."""
     try:
         for piece in batch:
             flat[: _size(piece)].copy_(next(values)[1])

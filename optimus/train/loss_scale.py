@@ -46,8 +46,8 @@ class LossScale:
         return self._dynamic and self.scale > self._least
 
     def at_its_least(self) -> str:
-        """Return the end of an error message about the minimum loss scale; "" in other dtypes than
-        fp16."""
+        """Return text for the end of the error message of an overflow. The text says that the loss
+        scale is at its minimum. In dtypes other than fp16, it is ""."""
         return f"; the loss scale is at its minimum, {self.scale:g}" if self._dynamic else ""
 
     def after_update(self) -> None:

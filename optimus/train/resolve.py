@@ -46,8 +46,9 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that must not change when a run resumes, in addition to all settings in `[model]`.
-`train.batch_tokens` is the actual number of tokens per update."""
+"""Settings that must not change when a run resumes, unless the configuration allows a change that
+is in CHANGEABLE. All settings in `[model]` must not change, either. `train.batch_tokens` is the
+actual number of tokens per update."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
 """Settings that, together with the step, determine the instances that an update reads."""
@@ -222,7 +223,8 @@ def find_start(
 ) -> ResolvedStart:
     """Return the start of a run, with log lines about settings that differ from the checkpoint's.
 
-    A run must lock the run directory first, so that no other run commits a checkpoint to it.
+    A run must lock the run directory before this call, so that no other run commits a checkpoint to
+    the directory.
 
     Args:
         config: The run's configuration. `checkpoint.load` selects the start.
@@ -332,8 +334,8 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return log text that names the instances that a change of the data or the batch skips or
-    repeats."""
+    """Return log text about a run that resumes with other data or another batch size. The text
+    names the instances that the run skips or reads again."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -383,8 +385,8 @@ class _Opener(NamedTuple):
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Open the data set at `path`, the value of setting `key`. Raises DataError if it does not
-        fit."""
+        """Open the data set at `path`, the value of setting `key`. Raises DataError if its context
+        or its vocabulary does not fit the model."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
@@ -399,7 +401,7 @@ class _Opener(NamedTuple):
         return dataset
 
     def open_mix(self, mix: Sequence[MixSource], paths: Sequence[str]) -> MixedDataset:
-        """Return the data sets at `paths`, mixed by the weights of `mix`."""
+        """Open the data sets at `paths` and return their mixture, with the weights in `mix`."""
         try:
             weights = integer_weights([source.weight for source in mix])
         except ConfigError as error:

@@ -77,9 +77,9 @@ class RunDirectory:
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
         """Write config.toml and open the files of metrics and evaluations.
 
-        The method moves checkpoints and metrics of later steps than the run's start to
-        subdirectories. Call it only after the start is loaded, so that a failed start changes
-        nothing.
+        If the directory has checkpoints or metrics of steps after the run's start, the method moves
+        these to subdirectories. Call it only after the start is loaded, so that a failed start
+        changes nothing.
 
         Args:
             config: The run's configuration, with the choices that ranks measured.
@@ -151,7 +151,8 @@ class RunDirectory:
 
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
-    """Return the steps up to the run's start that must have lines in a metrics file.
+    """Return the steps whose lines a metrics file must contain before the run starts at
+    `plan.start`.
 
     The range is empty if these steps are unknown.
 

@@ -36,12 +36,13 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Number of saves. If the free disk space suffices for fewer saves, old checkpoints that cannot be
-removed cause a warning."""
+"""Number of saves. If the free disk space suffices for fewer saves than this, `Saves` repeats its
+warning about directories that cannot be removed each time that the number becomes smaller."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
-    """Check a run's initial weights and model-only checkpoints, without building the model.
+    """Check that a run's initial weights fit the model and that it can save model-only checkpoints.
+    Builds no model.
 
     Args:
         model: The run's model.
@@ -226,7 +227,8 @@ class Saves:
             self._handle(pending, pending.poll(wait=True))
 
     def _handle(self, pending: _PendingSave, outcome: Outcome | None) -> None:
-        """Handle the outcome of a save. Raises NonFiniteError for a non-finite value."""
+        """Handle the outcome of a save. Raises NonFiniteError if the saved states have a non-finite
+        value."""
         if outcome is None:
             return
         if outcome.failure is None:
@@ -244,8 +246,9 @@ class Saves:
             self._handle_failure(pending, outcome.step, outcome.failure.what)
 
     def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
-        """Log a failed save. Raises OptimusError if `checkpoint.max_failures` saves in a row
-        failed."""
+        """Count and log a failed save. If it is the last of `checkpoint.max_failures` failures in a
+        row, raise OptimusError. Only store the error of a save of the last step; `after` raises
+        it."""
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
         message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"
@@ -271,7 +274,8 @@ class Saves:
         return self._begin_with(self._saver, path, step)
 
     def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
-        """Start a model-only save. `reserve` returns the bytes that a full save has to write."""
+        """Start a model-only save. `reserve` returns the number of bytes that the full save of the
+        same step still has to write; the disk must have space for these, too."""
         assert self._model_saver is not None, "due only with checkpoint.model_interval"
         path = manager.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, reserve)
@@ -312,11 +316,11 @@ class Saves:
             self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
-        """Warn of directories that cannot be removed, and of the free disk space.
+        """Log a warning with the directories that could not be removed and the free disk space.
 
         Args:
-            left: The directories that could not be removed, each with the reason. The same reason
-                is logged only once.
+            left: The directories that could not be removed, each with the reason. A directory is
+                named again only if its reason has changed.
         """
         new = [path for path in left if self._unremovable.get(path) != left[path]]
         self._unremovable = left

@@ -10,7 +10,8 @@ from optimus.config import OptimConfig
 
 
 def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
-    """Return the learning rate of update `step` (from 1): linear warm-up, then `optim.schedule`."""
+    """Return the learning rate of update `step`: linear warm-up, then `optim.schedule`. The first
+    update has the number 1."""
     assert step >= 1
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -25,9 +26,10 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Return a log line if the learning rate differs from the checkpoint's, else "".
+    """Return a log line if the configuration and the checkpoint's settings give update `step`
+    different learning rates, else "".
 
-    The line has both rates and the settings that keep the checkpoint's rate.
+    The line has both rates and the settings with which the run keeps the checkpoint's rate.
 
     Args:
         step: Number of the update, from 1.

@@ -59,7 +59,8 @@ def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> 
 
 
 def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> dict[str, Any]:
-    """Return the plan, the choices and the settings that a run will record, as a dict for JSON."""
+    """Return a dict for JSON with the plan and the choices of a run, and with the settings that its
+    checkpoints will record."""
     batch, start, data = plan.batch, plan.start, plan.data
     counts = {"tokens": batch.tokens, "instances": batch.instances, "targets": batch.targets}
     return {
@@ -180,7 +181,8 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return ": PATH" with the path of a data set, to append to a line; "" for a mixture."""
+    """Return the text ": PATH" with the path of a data set, for the end of a line in the plan;
+    "" for a mixture."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 

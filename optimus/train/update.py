@@ -57,7 +57,7 @@ class Updater:
         device: torch.device,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Connect the backward of `rank_model` to the gradients in `states`.
+        """Make the backward pass of `rank_model` write its gradients to `states`.
 
         Args:
             config: The run's configuration.
@@ -134,7 +134,8 @@ class Updater:
         return opt_step
 
     def _finite_norm(self, step: int) -> float:
-        """Return the gradient norm before clipping; NaN if an overflow in fp16 skips the update."""
+        """Return the gradient norm before clipping. If it is not finite but the loss scale can be
+        halved, return NaN: the update is then skipped. Otherwise raise NonFiniteError."""
         norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
             if self._loss_scale.can_fall:
@@ -177,8 +178,8 @@ class Updater:
         )
 
     def _sums(self, values: list[Tensor]) -> list[float]:
-        """Return the sum of each tensor over all ranks; NaN if a skipped update had a non-finite
-        value."""
+        """Return the sum of each tensor over all ranks. If the update was skipped and some rank has
+        a non-finite value in any of the tensors, all sums are NaN."""
         if not math.isnan(self._norm):
             return exact_sums(values, self._groups.everyone)
         finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]

@@ -155,7 +155,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all rounds, with alternating runs, and return the results."""
+    """Create the data sets. In each round, run each variant of our Loader and then GPTDataset once.
+    Return the results of all rounds."""
     make_data(folder, args.tokens, args.context)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*VARIANTS, "GPTDataset")}
     for _ in range(args.rounds):

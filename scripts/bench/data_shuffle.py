@@ -5,10 +5,10 @@
     python scripts/bench/data_shuffle.py memory [--instances 10000000] [--memory 256MB]
     python scripts/bench/data_shuffle.py scaling --input GLOB --tokenizer FILE [--rounds 3]
 
-`ratio` compares shuffling and sharding, with the strategies `gather` and `bucket`, to a plain copy.
-`memory` measures the peak resident memory under a memory limit. `scaling` compares tokenization of
-one corpus by one worker to tokenization of two copies by two workers. Each command prints one JSON
-object.
+`ratio` divides the time of shuffling and sharding, for each of the strategies `gather` and
+`bucket`, by the time of a plain copy. `memory` measures the peak resident memory of shuffling and
+sharding under the limit `--memory`. `scaling` compares two times: one worker tokenizes one corpus,
+and two workers tokenize two copies of it. Each command prints one JSON object.
 """
 
 from __future__ import annotations

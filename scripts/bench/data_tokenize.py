@@ -5,8 +5,8 @@
         --work DIR --rounds 3 --peer datatrove=VENV/bin/python --peer dolma=VENV/bin/python \
         --peer megatron=VENV/bin/python --megatron-tree Megatron-LM
 
-Each peer needs a separate virtual environment. `--megatron-tree` is a checkout of the same version
-as megatron-core:
+`--megatron-tree` is a Git checkout of Megatron-LM, of the same version as the package
+megatron-core. Each peer needs a separate virtual environment:
 
     pip install datatrove tokenizers orjson
     uv pip install dolma
@@ -16,8 +16,9 @@ All programs use the same tokenizer and one worker. CPU seconds include the star
 processes of a program. The program `bare` is a minimal loop that encodes the corpus. The ids of
 each program are compared with the ids of `bare`.
 
-The corpus should not contain the text of special tokens, because peers encode it as these tokens.
-If dolma is a peer, all programs use a copy of the corpus that dolma accepts.
+The corpus should not contain the text of special tokens, because the peers encode such text as the
+special tokens. If dolma is a peer, the script rewrites the corpus to a form that dolma accepts, and
+all programs read the rewritten corpus.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 
 
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
-    """Compare `ids` with `expected`. Return "equal", "equal, other order" or a difference."""
+    """Compare `ids` with `expected`. Return "equal", or "equal, other order" if only the order of
+    the documents differs, else a text that contains both numbers of ids."""
     if np.array_equal(ids, expected):
         return "equal"
     ours, theirs = (  # documents in any order, because dolma writes them in another order
@@ -160,8 +162,8 @@ def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
 
 
 def rewritten(corpus: Path, work: Path) -> Path:
-    """Write a copy of the corpus that dolma accepts, with stripped texts and string ids. Return its
-    path."""
+    """Write a copy of the corpus in a form that dolma accepts; return the path of the copy. Each
+    document of the copy has a string as id, and a text without white space at either end."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "corpus.jsonl"
     with open(corpus, "rb") as file, open(path, "w", encoding="utf-8") as out:

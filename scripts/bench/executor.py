@@ -97,8 +97,8 @@ def measure(function: Callable[[], Any], repeat: int) -> list[float]:
 
 
 def post(rank: int, init_method: str, microbatches: int, repeat: int, length: int) -> None:
-    """Run pipeline stage `rank` of two, each in a separate process. Process 0 prints the times to
-    post a message."""
+    """Run stage `rank` of a pipeline of two stages, each of which is a separate process. The
+    process of stage 0 prints the times to post a message."""
     torch.set_num_threads(1)
     world = start_world(LaunchEnv(rank, 2, rank, 2, init_method), device="cpu")
     channels = join_groups(Mesh(pp=2), world).channels

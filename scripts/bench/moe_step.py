@@ -80,7 +80,7 @@ class Contest:
 
 
 def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, dict[str, list]]:
-    """Time passes of the whole model and of a single block, in turn.
+    """Time a pass of the whole model and a pass of a single block, for each library in each round.
 
     Returns:
         `times[name][span]`, where `span` is "pass" or "block". Each is a list with a pair
@@ -121,8 +121,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the median times of each library, and the measured and the predicted speed-up of a
-    pass by our MoE block."""
+    """Return each library's median times, and the factor by which a pass with our MoE block is
+    faster than a pass with the library's, both as measured and as predicted."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

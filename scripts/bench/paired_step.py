@@ -3,9 +3,10 @@
 
     git worktree add /tmp/before COMMIT && python scripts/bench/paired_step.py /tmp/before
 
-Each round runs `optimus bench step` in both checkouts, in alternating order. The script prints the
-ratio of the times, this checkout to the other, for CPU time and for wall-clock time. Each ratio is
-the median over the rounds, with its 95 % interval.
+Each round runs `optimus bench step` in both checkouts, in alternating order. The ratio of a round
+is the time in this checkout divided by the time in the other checkout. The script prints the median
+ratio of all rounds with its 95 % confidence interval, once for CPU time and once for wall-clock
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def bench(checkout: Path, config: Path, steps: int, overrides: list[str]) -> dic
 
 
 def interval(ratios: list[float], samples: int = 10_000) -> tuple[float, float]:
-    """Return the 95 % interval of the median, by bootstrap with a fixed seed."""
+    """Return the 95 % confidence interval of the median of `ratios`. It is estimated by bootstrap,
+    with `samples` samples and a fixed seed."""
     chance = random.Random(0)
     medians = sorted(
         statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(samples)

@@ -99,7 +99,10 @@ def test_fifo_and_directory_are_refused(tmp_path):
 
 
 def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
-    """Each of 25 files lists the previous file twice as a base."""
+    """Each of 25 files lists the previous file twice as a base.
+
+    If a base were read each time that it is listed, this would take 2**25 reads.
+    """
     (tmp_path / "0.toml").write_text(model_file.read_text())
     for number in range(1, 26):
         base = f'base = ["{number - 1}.toml", "{number - 1}.toml"]\n'

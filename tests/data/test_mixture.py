@@ -17,7 +17,8 @@ from tests.helpers.tiny import CONTEXT, reshuffled
 
 @pytest.fixture
 def sources(tiny_data, many_shards, few_instances) -> list[TokenDataset]:
-    """Return two orders of the same documents, and a small data set that soon repeats."""
+    """Return three data sets. Two have the same documents in different orders. The third is so
+    small that its instances repeat during a test."""
     return [TokenDataset(path) for path in (tiny_data, many_shards, few_instances)]
 
 
@@ -89,7 +90,7 @@ def test_held_out_data_are_not_mixed_with_training_data(tiny_data):
 
 
 def test_sources_with_different_held_out_fractions_are_refused(tiny_data, tmp_path):
-    """A blend has the held-out fraction of its sources."""
+    """The held-out fraction of a blend is that of its sources, so the check also covers blends."""
     plain, same = tmp_path / "plain", tmp_path / "same"
     text = tmp_path / "a.txt"
     text.write_text("some other text " * 500)

@@ -48,8 +48,8 @@ def open_store(request, tmp_path) -> Callable[[], Any]:
 
 
 def run_ranks(size: int, function: Callable[[int], Any], ranks: range | None = None) -> list[Any]:
-    """Run `function(rank)` in a thread for each rank. Return the results, or the RunEnded that a
-    rank raised."""
+    """Run `function(rank)` in a thread for each rank. Return each rank's result, or the RunEnded
+    that the rank raised."""
     results: dict[int, Any] = {}
 
     def run(rank: int) -> None:

@@ -21,8 +21,9 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
 def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
-    """All-gather the global ranks over each group of this rank; return them by group. Check that
-    groups along dp have separate process groups."""
+    """All-gather the global ranks over each group of this rank. Return the gathered ranks of each
+    group, with the group's axes as key. Check that a group with dp among its axes and a group
+    without dp never share a process group."""
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
@@ -45,8 +46,8 @@ def make_world(timeout_s: float) -> World:
 
 
 def stay_away(when: str) -> str:
-    """Delay rank 3 past the time limit, "before" or "after" the groups are made. Return the error
-    of this rank."""
+    """Delay rank 3 until the other ranks reach their time limit. The delay is "before" or "after"
+    the groups are made. Return the error of this rank."""
     world = make_world(timeout_s=2.0)
     if when == "before" and world.rank == 3:
         time.sleep(6)

@@ -64,12 +64,13 @@ APART = {
     ("tp",): ("pp", "dp", "ep"),
     ("dp", "ep"): ("pp", "tp"),
 }
-"""For the axes of each group, the axes along which all its ranks have the same indices."""
+"""Maps the axes of a group to the other axes. Along these, all ranks of the group have the same
+index."""
 
 
 def gathered(mesh: Mesh) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """Compute groups by brute force. Return a list with the group of each rank, for each key of
-    `APART` and for ENDS."""
+    """Compute groups by brute force. For each key of `APART` and for ENDS, return a list that
+    contains the group of each rank."""
     counts = itertools.product(*(range(size) for size in mesh))
     coordinates = [dict(zip(AXES, indices, strict=True)) for indices in counts]
     groups = {}

@@ -51,7 +51,7 @@ def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
 
 @pytest.mark.filterwarnings("error")
 def test_a_context_beyond_64_bits_is_all_tokens():
-    """A config.json can contain such a context as `max_position_embeddings`."""
+    """The field `max_position_embeddings` of a config.json can be as large as this."""
     model, prompt = make_model(), torch.tensor([3, 1])
     new = generate(model, prompt, 3, context=1 << 64, temperature=0)
     assert torch.equal(new, generate(model, prompt, 3, context=32, temperature=0))
@@ -96,7 +96,10 @@ def test_a_sample_ends_at_the_stop_token(tiny_data):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_logits_that_are_not_finite_end_nothing(value, temperature):
-    """Infinite logits and NaN must give tokens, because other ranks wait for the tokens."""
+    """Sampling from infinite or NaN logits must draw tokens and raise no error.
+
+    Other ranks wait for the tokens.
+    """
 
     def broken(tokens):
         return torch.full((1, 1, 8), value)

@@ -2,8 +2,9 @@
 
     python tests/golden/make.py v1 COMMIT
 
-The directory tests/golden/v1 must not exist. Its file `expected.json` has the values that later
-versions must read and compute from the other files. tests/test_golden.py checks this.
+The script writes the directory tests/golden/v1, which must not exist. The file `expected.json` in
+it has values such as hashes and losses. tests/test_golden.py checks that later versions get the
+same values from the other files.
 """
 
 from __future__ import annotations
@@ -301,9 +302,10 @@ def make_data() -> dict[str, dict]:
 
 
 def make_interrupted() -> dict[str, dict]:
-    """Kill commands of `optimus-data`, and finish them in copies of their directories.
+    """Kill two commands of `optimus-data` before they finish.
 
-    Return each command and the hashes of the finished files.
+    Run each command again in a temporary copy of the working directory, where it finishes. Return
+    each command with the hashes of its finished files.
     """
     segments.SEGMENT_BYTES = (
         400  # so that units have checkpoints, which otherwise need 16 MiB of text
@@ -327,7 +329,10 @@ def make_interrupted() -> dict[str, dict]:
 
 
 def make_run(name: str) -> dict:
-    """Train a run to update STEP, and continue it in copies. Return values of `expected.json`."""
+    """Train a run to update STEP, and continue it in temporary copies of the working directory.
+
+    Return the values for `expected.json`.
+    """
     run, config = Path("runs", name), f"configs/{name}.toml"
     start = ["train", config, f"train.run_dir={run}"]
     ranks = ["--nproc", RUNS[name]] if RUNS[name] > 1 else []

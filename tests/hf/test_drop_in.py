@@ -60,7 +60,8 @@ def batch(padded: bool = False) -> dict[str, Tensor]:
 
 
 def named_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients, keyed by state dict names, which `use_fast_moe` keeps."""
+    """Return a dict of gradients. The keys are the names in the state dict of the model.
+    `use_fast_moe` does not change these names."""
     shadow = copy.deepcopy(model)
     with torch.no_grad():
         for target, parameter in zip(shadow.parameters(), model.parameters(), strict=True):
@@ -129,7 +130,8 @@ def test_state_dicts_are_interchangeable(tmp_path):
 
 
 def test_assigned_weights_keep_their_dtype():
-    """Frozen parameters get the dtype of the loaded tensors and stay frozen."""
+    """`load_state_dict` with `assign=True` gives frozen parameters the dtype of the loaded tensors.
+    The parameters stay frozen."""
     theirs, ours = make_pair()
     for parameter in ours.parameters():
         parameter.requires_grad_(False)

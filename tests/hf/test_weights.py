@@ -56,8 +56,8 @@ def write_hf(path, config, state, dtype, file_bytes=1 << 40) -> None:
 
 
 def load_hf_model(path, dtype=None) -> Transformer:
-    """Load the model of a Hugging Face directory, with weights in `dtype` or, if it is None, as
-    stored."""
+    """Load the model of a Hugging Face directory. Its weights get the dtype `dtype`, or keep their
+    stored dtypes if `dtype` is None."""
     config = read_hf_config(path)
     model = Transformer(config)
     with open_weights(config, path) as weights:
@@ -135,7 +135,8 @@ def test_experts_may_be_merged_on_disk(tmp_path):
 
 
 def test_files_are_those_of_safetensors_for_any_order_of_slices(tmp_path):
-    """Slices in reverse order give a file with the same bytes as the safetensors library."""
+    """`write_slices` gets the slices in reverse order. Its file has the same bytes as the file that
+    the safetensors library writes for the same tensors."""
     model = small_model()
     state, generator = model.state_dict(), random.Random(0)
     file_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

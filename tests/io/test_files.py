@@ -90,7 +90,8 @@ def test_a_name_that_no_file_can_have_is_an_os_error():
 def test_read_regular_of_a_file_with_more_bytes_than_its_metadata_says(
     tmp_path, monkeypatch, limit_bytes
 ):
-    """Files of /proc have a size of 0 and any content. Some are endless."""
+    """Files in /proc have a size of 0 in their metadata, although a read returns bytes. Some of
+    these files never end."""
     monkeypatch.setattr(files, "_READ_BYTES", 10)
     path = tmp_path / "f"
     path.touch()
@@ -108,7 +109,7 @@ def test_read_regular_of_a_file_with_more_bytes_than_its_metadata_says(
 
 
 def test_read_regular_of_a_file_without_bytes_yet_is_an_os_error(tmp_path, monkeypatch):
-    """An unblocked read of /proc/kmsg returns None if the kernel has no messages."""
+    """A non-blocking read of /proc/kmsg returns None if the kernel has no messages."""
 
     class Waiting(io.FileIO):
         def readinto(self, _):

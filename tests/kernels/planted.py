@@ -18,8 +18,8 @@ PRIMES = checks.ROUTINGS[1]
 
 
 def check_route(native: Native) -> None:
-    """Check the `route` kernel with outputs of zeros. An element that the kernel does not write
-    then has a valid row number."""
+    """Check the `route` kernel. The outputs are zeros before the call, so an element that the
+    kernel does not write still has a valid row number."""
     chosen, expected = MANY.chosen("cpu"), checks.case(MANY, "cpu")
     outs = [torch.zeros_like(rows) for rows in expected]
     words = native.route_scratch(*chosen.shape, MANY.total)
@@ -32,8 +32,8 @@ def check_route(native: Native) -> None:
 
 @dataclass(frozen=True)
 class Bug:
-    """Bug that replaces `old` by `new` in csrc/`file`, so that `check` fails. For SYCL, only
-    functors whose names contain `functor` are compiled."""
+    """Bug that replaces `old` by `new` in csrc/`file`, so that `check` fails. To save time, the
+    SYCL tests compile only the C++ functors whose names contain `functor`."""
 
     name: str
     file: str

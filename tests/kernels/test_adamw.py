@@ -1,4 +1,5 @@
-"""Tests of adamw_: results equal those of torch's fused AdamW, and slices change no bit."""
+"""Tests of adamw_. Results must equal those of torch's fused AdamW. An update of a tensor in slices
+must be bitwise equal to an update of the whole tensor."""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def test_unwritable_cache_folder_is_named(monkeypatch):
 
 
 def read_as_nobody(root: str) -> None:
-    """Use the cache as a user without write permission. Root changes its user id first."""
+    """Use the cache as a user without write permission. If this process runs as root, it first
+    becomes the user `nobody`."""
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
@@ -311,7 +312,8 @@ def make_colleagues_cache(home: Path) -> Path:
 
 
 def read_while_exchanged(root: Path, other: Path) -> None:
-    """Assert that no entry of `other` is returned if `other` replaces `root` after the check."""
+    """Rename `other` to `root` directly after the check that `root` can be trusted. Assert that
+    `read_entry` returns no entry of `other`."""
     check = cache._why_untrusted_cache
 
     def exchange(*arguments) -> str:

@@ -21,7 +21,8 @@ def all_halves(dtype):
 
 
 def add_rows(native, rows):
-    """Return the sum [D] of `rows` [K, D] in their dtype, as the kernel `reduce` computes it."""
+    """Add K rows with the kernel `reduce`: `rows` is [K, D]. Return the sum [D], in the dtype of
+    `rows`."""
     out = torch.empty_like(rows[0])
     slots = torch.arange(len(rows), dtype=torch.int32)
     sizes = (1, len(rows), rows.shape[1])
@@ -38,7 +39,8 @@ def add_rows(native, rows):
 
 
 def silu(native, g):
-    """Return silu(g), as the kernel `swiglu` computes it with an up projection of ones."""
+    """Compute silu(g) with the kernel `swiglu`. The kernel multiplies silu(g) by the up
+    projection, which is 1 here."""
     h = torch.stack([g, torch.ones_like(g)]).view(1, -1).contiguous()
     out = torch.empty_like(g)
     native.call("swiglu", h, DTYPES[g.dtype], h.data_ptr(), 1, len(g), out.data_ptr())

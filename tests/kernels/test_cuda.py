@@ -46,7 +46,8 @@ needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Entry:
-    """Compile the CUDA library as `optimus kernels build` does, with warnings as errors."""
+    """Compile the CUDA library as `optimus kernels build` does. In addition, compiler warnings
+    are errors here."""
     nvcc = " ".join(build.find_compiler("cuda"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path_factory.mktemp("cuda")))

@@ -1,4 +1,5 @@
-"""Tests of operands that ops refuse, of any strides, and of ops without a backward formula."""
+"""Tests of the operands of ops. Ops must refuse wrong operands and accept any strides. A gradient
+of an op without a backward formula must be an error."""
 
 from __future__ import annotations
 

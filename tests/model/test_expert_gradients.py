@@ -49,7 +49,8 @@ def run_backward(experts: Experts, number: int, save_input_only: bool = False) -
 
 
 def by_autograd(dtype, **settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Return autograd's input gradients, and its weight gradients summed over microbatches."""
+    """Return two lists of gradients computed by autograd: the input gradients of each microbatch,
+    and the weight gradients summed over microbatches."""
     experts = make_experts(dtype, **settings)
     sums, of_inputs = [torch.zeros(p.shape) for p in experts.parameters()], []
     for number in range(MICROBATCHES):
@@ -163,7 +164,8 @@ def test_autograd_adds_the_gradient_if_the_other_weight_is_frozen(frozen):
 
 
 def test_no_memory_of_the_size_of_all_experts_is_allocated(monkeypatch):
-    """Backward into given tensors computes the weight gradients of one expert at a time."""
+    """If backward writes to given tensors, it computes the weight gradients of one expert at a
+    time."""
     experts, sizes = make_experts(torch.float32), []
     write_to_sums(experts)
     plain = experts_loop.memory.empty

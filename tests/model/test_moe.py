@@ -24,7 +24,8 @@ def make_experts(dtype=torch.float64, num_experts=E) -> Experts:
 
 
 def naive(experts: Experts, x, weights, chosen):
-    """Compute the experts by their definition, one pair of a token and an expert at a time."""
+    """Return the output of `experts`, computed by its definition for one token and one expert at a
+    time."""
     out = []
     for token in range(len(x)):
         total = torch.zeros_like(x[token])

@@ -50,7 +50,8 @@ def test_gradients_are_those_of_the_definition(output, normalised):
 
 
 def test_losses_follow_their_formulas_on_a_model():
-    """The losses of OLMo and of Hugging Face equal those computed from the router's inputs."""
+    """The z-loss and both forms of the load-balancing loss, OLMo's and Hugging Face's, equal values
+    that the test computes from the router's inputs."""
     model = small_model("olmoe", init_std=0.5)
     routings = []
     for block in model.blocks.values():

@@ -185,7 +185,10 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """The copy is deleted, as in a run of an earlier version. A warning names lost steps."""
+    """The copy is deleted, because earlier versions of Optimus wrote none.
+
+    A warning names the steps whose lines are lost.
+    """
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)
@@ -307,7 +310,7 @@ def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
 
 
 def test_a_line_without_an_end_is_refused(tmp_path):
-    """The second line of a sparse file would not fit into memory."""
+    """Line 2 is 40 GiB of zeros in a sparse file and would not fit into memory."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1])
     os.truncate(path, 40 << 30)
@@ -332,7 +335,7 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
 
 
 def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
-    """A damaged manifest can contain a huge step."""
+    """A damaged manifest can contain a step so huge that the search would not end."""
     monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))
@@ -340,7 +343,7 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """The path of the log is a symbolic link. Nothing may be written to its target."""
+    """The file for removed lines is a symbolic link. `cut_after` must not write to its target."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     log.symlink_to(victim)

@@ -58,7 +58,7 @@ def divided_experts(dtype: torch.dtype, group: Group, dispatcher: str) -> Dispat
 
 
 class Traffic:
-    """Counter of the bytes that collectives of `exchange` receive from other ranks."""
+    """Counter of the bytes that collectives of `exchange` bring to this rank from other ranks."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -87,7 +87,8 @@ def dispatched(dispatch: str, dtype: torch.dtype) -> dict[str, dict]:
     """Run experts with the dispatcher `dispatch` on this rank, once for each routing.
 
     Returns:
-        For each routing: output, gradients, number of tokens at the experts, and received bytes.
+        For each routing: the output, the gradients, the number of tokens that this rank's experts
+        process, and the number of bytes that this rank receives from other ranks.
     """
     torch.set_num_threads(1)
     world = start_world(device="cpu")

@@ -20,7 +20,8 @@ from tests.helpers.tiny import DENSE, tiny_tree
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("optimus/parallel", "optimus/rank")
 OWNERS = ("self", "ctx")
-"""Names of variables whose attributes code may set. `ctx` is an autograd function's context."""
+"""Names of variables whose attributes the checked code may set. `ctx` is the context of an autograd
+function."""
 SWAPS = ("__class__", "forward")
 CALLS = ("setattr", "vars", "__setattr__", "register_forward_hook")
 """Functions that can change a module without an assignment."""
@@ -29,9 +30,10 @@ PARALLEL_CALLS = (*CALLS, "register_forward_pre_hook")
 
 
 def changes_from_outside(text: str, calls: tuple[str, ...]) -> Iterator[str]:
-    """Yield a line for each place in the source `text` that changes an object from outside.
+    """Yield a message for each place in the source code `text` that can change a module.
 
-    `calls` has the names of functions that can make such a change.
+    Such a place is an assignment to an attribute of a variable that is not in OWNERS, an assignment
+    to an attribute in SWAPS, a use of `__dict__`, or a call of a function in `calls`.
     """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):

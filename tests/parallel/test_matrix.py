@@ -1,6 +1,7 @@
 """Parity tests: a run with any parallel layout agrees with the run of a single process.
 
-The tests use a sample of layouts that has every pair of choices, such as mesh and dtype.
+The tests use a sample of layouts. Every pair of choices, such as a mesh and a dtype, occurs in at
+least one layout of the sample.
 `scripts/drills/layouts.py` runs all layouts.
 """
 
@@ -29,7 +30,8 @@ _known: dict[str, Outcome] = {}
 def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
     """Compare the run of a case with the run of a single process.
 
-    Only the run of the case uses the settings `train` of the section `[train]`.
+    `train` has settings of the section `[train]`. The case's run uses them, and the run of the
+    single process does not.
     """
 
     def run_layout(size: int, tree: dict) -> Outcome:

@@ -33,7 +33,10 @@ def make(
 
 
 def run_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the bytes that forward keeps for backward, and the gradients and the loss by name."""
+    """Return the number of bytes that forward keeps for backward, and the results.
+
+    The results are a dict from parameter name to gradient, which also has the loss as "loss".
+    """
     with KeptBytes(model) as kept:
         terms = model.losses(TOKENS)
         objective = terms.ce_sum + terms.aux + terms.z

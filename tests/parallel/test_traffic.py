@@ -35,8 +35,9 @@ def bench(tree: dict) -> dict | None:
 
 
 def traffic_of(ranks, size: int, **layout) -> dict[str, dict[str, int]]:
-    """Run a step on `size` ranks and return the busiest rank's bytes by axes and operation.
+    """Run a step on `size` ranks and return the bytes that the busiest rank communicates.
 
+    For each combination of mesh axes, the result has a dict from operation to number of bytes.
     Collectives over all ranks do not count.
     """
     tree = tiny_tree("d", "r", train__deterministic=False, **layout)

@@ -100,7 +100,7 @@ def make_pair(kind: str, fields: dict):
 
 
 def adopt(theirs, state) -> Transformer:
-    """Return our model with the tensors `state`, which have their names in transformers."""
+    """Return our model with the tensors in `state`, whose keys are names in transformers."""
     ours = Transformer(config_from_hf(theirs.config.to_dict()))
     with tempfile.TemporaryDirectory() as folder:
         theirs.config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Tests of the planned bytes of model states, against training and against formulas."""
+"""Tests that compare the planned bytes of model states with training and with formulas."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def all_memory(*roots: Any) -> int:
 
 
 def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
-    """Run two updates. Return this rank's planned bytes, reported bytes and bytes in memory."""
+    """Run two updates on this rank.
+
+    Return the bytes of each kind that were planned, the bytes of each kind that the states report,
+    and the total bytes of the tensors in memory.
+    """
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
         updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
@@ -139,7 +143,10 @@ def share_of(config, mesh: Mesh) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), (8, 4)])
 def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
-    """A parameter has 12 bytes of optimizer states, or 8 in fp32, without master weights."""
+    """A parameter has 12 bytes of optimizer states.
+
+    In fp32 it has 8 bytes, because fp32 has no master weights.
+    """
     mesh = Mesh(dp=sizes[0], ep=sizes[1])
     width = 8 if dtype == "fp32" else 12
     for sharding in ("none", "so", "epso"):

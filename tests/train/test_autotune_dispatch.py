@@ -24,7 +24,8 @@ EP2 = {
 
 
 def run_measured(tree: dict) -> str:
-    """Train with fixed times, of which the time of alltoall is the shortest. Return the log."""
+    """Train and return the log. The run measures the dispatchers, but gets fixed times instead of
+    the measured ones. The fixed time of alltoall is the shortest."""
     measure = autotune.time_dispatchers
 
     def measured(*arguments, **named):
@@ -37,7 +38,7 @@ def run_measured(tree: dict) -> str:
 
 
 def run_unmeasured(tree: dict) -> str:
-    """Train and return the log. A measurement of dispatchers would fail."""
+    """Train and return the log. Fail if the run tries to measure dispatchers."""
     autotune.time_dispatchers = None
     return told_by(tree)
 

@@ -158,7 +158,8 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
 
 
 def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
-    """Train with space for a full or a model-only checkpoint, but one byte too little for both."""
+    """Train with space for a full checkpoint or a model-only checkpoint. To write both, one byte of
+    space is missing."""
     plain, due = shutil.disk_usage, []
     release_writes = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 
@@ -181,7 +182,8 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
 
 
 def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
-    """Train with just enough space for a full checkpoint, and then for a model-only checkpoint."""
+    """Train with just enough space for the full checkpoint of a step. When it is written, there is
+    just enough space for the model-only checkpoint of this step."""
     plain, ask = shutil.disk_usage, FullSaver.unwritten
 
     def unwritten(saver: FullSaver) -> int:
@@ -260,8 +262,9 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
 
 @BOTH
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
-    """Two old checkpoints cannot be deleted. The run must delete others, and must warn about these
-    two once and when space is low."""
+    """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. It
+    must print one warning about each of the two, and must mention them when it warns that space is
+    low."""
     settings = {"train__max_steps": 12, "checkpoint__interval": 2, "checkpoint__model_interval": 2}
     settings |= {"checkpoint__keep_models": 1, "checkpoint__async_save": async_save}
     with small_disk(tmp_path / "disk", "4m"):

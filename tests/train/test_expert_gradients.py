@@ -1,5 +1,5 @@
-"""Tests of expert gradients. Updates must be bit-identical if experts write gradients to chunks and
-if autograd adds them."""
+"""Tests of expert gradients. Experts write gradients directly to chunks. The updates must be
+bit-identical to updates for which autograd adds the gradients."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class Updates(NamedTuple):
 
 
 def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
-    """Run the same updates with gradients in chunks and with gradients from autograd; return both
-    results. If `natively` is False, bf16 gradients are converted as with torch before 2.9."""
+    """Run the same updates twice: experts write gradients to chunks, or autograd adds them. Return
+    both results in this order. If `natively` is False, Optimus converts bf16 gradients to fp32, as
+    it must for versions of torch before 2.9."""
     torch.set_num_threads(1)
     gradients_module._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")

@@ -53,7 +53,8 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return random values that differ for each state and name. Some values are -0.0."""
+    """Return a tensor of random values for a state of a parameter. Each state and name has other
+    values. Some values are -0.0."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0  # adding 0.0 would change it
@@ -153,7 +154,7 @@ def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny
 
 
 def fail_a_read_once(tree: dict[str, Any]) -> None:
-    """Train. The first read of the shard file of rank 1 fails."""
+    """Train. On each rank, the first read of shard-00001.bin fails. Rank 1 wrote this file."""
     plain, failures = ShardReader.read, [errno.EIO]
 
     def read(reader: ShardReader, *arguments: Any) -> None:

@@ -109,8 +109,8 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
 
 
 def run_and_count(tree: dict[str, Any]) -> tuple[int, list[str]]:
-    """Train. Return the number of weight bytes that this rank read, and the names of files that it
-    read again for a hash."""
+    """Train. Return the number of bytes that this rank read from files of weights, and the names of
+    the files that it read separately to compute their hashes."""
     plain, hashed = files.xxh3_file, []
 
     def xxh3_file(path):

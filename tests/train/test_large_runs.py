@@ -1,4 +1,5 @@
-"""Large runs of the Optimus paper, built for 3,072 ranks on the meta device with a fake backend."""
+"""Tests of the large runs of the Optimus paper. One process builds models of single ranks of a
+world of 3,072 ranks. It uses the meta device and a fake collective backend."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ META = torch.device("meta")
 
 
 def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
-    """Build the first rank of each pipeline stage. Return for each stage the bytes of the states,
-    and the numbers of expert parameters and other parameters."""
+    """Build the model and the states of the first rank of each pipeline stage. Return for each of
+    these ranks the bytes of its states, the number of its expert parameters, and the number of its
+    other parameters."""
     config = load_config(path)
     mesh, batch = divide(config, WORLD)
     stages = []

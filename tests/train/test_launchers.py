@@ -26,8 +26,8 @@ TWO_BY_TWO = ("parallel.pp=2", "parallel.dp=2")
 
 @pytest.fixture(scope="module")
 def config(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """Train on one process with the run directory `one`. Return the path of the configuration file
-    in the same folder."""
+    """Train on one process with the run directory `one`. Return the path of the run's configuration
+    file, which is in the parent folder of `one`."""
     base = tmp_path_factory.mktemp("launchers")
     tree = tiny_tree(tiny_data, base / "one", train__max_steps=3)
     train_on(rank_pool.run, 1, tree)
@@ -161,8 +161,9 @@ def test_job_script_refuses_a_run_that_would_fail(optimus, tiny_data, tmp_path, 
 
 @pytest.mark.parametrize(("script", "command"), [(PBS, "qsub"), (SLURM, "sbatch")])
 def test_submission_returns_the_status_of_its_command(fake_optimus, tmp_path, script, command):
-    """The fake qsub or sbatch succeeds without reading its input, which does not fit a pipe. The
-    script must succeed too."""
+    """The script writes the job to the standard input of a fake qsub or sbatch, which reads nothing
+    and exits with status 0. The job is larger than the buffer of a pipe. The script must exit with
+    status 0 too."""
     (tmp_path / command).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / command).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OPTIMUS": str(fake_optimus)}

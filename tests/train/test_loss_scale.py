@@ -65,8 +65,9 @@ def test_other_types_have_no_scale():
 
 
 def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None) -> dict:
-    """Run updates on the same microbatches. Return for each step the result, and this rank's
-    masters and moments. If `poisoned` is (step, rank), a gradient there is infinite."""
+    """Run `steps` updates, all on the same microbatches. Return for each step the result of the
+    update, and this rank's masters and first moments after it. If `poisoned` is (step, rank), a
+    gradient of this rank is infinite in this step."""
     _, world, groups, _, shard, states, updater = make_updater(tree)
     batch = own_batch(groups)
     by_step = {}

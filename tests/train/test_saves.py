@@ -78,7 +78,8 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
 
 
 def library_bytes(run_dir: Path, step: int) -> bytes:
-    """Return the file that safetensors writes for the masters of a full checkpoint in bf16."""
+    """Read the masters of a full checkpoint and convert them to bf16. Return the bytes of the file
+    that the library safetensors writes for them."""
     manifest, named = manager.read_manifest(manager.full_path(run_dir, step)), {}
     whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
     read_whole(manifest, whole)

@@ -53,8 +53,8 @@ def test_layout_error_is_of_the_size_of_rounding(ranks, size, model, layout):
     """The error of a layout must be at most twice the effect of changing the last bits of
     parameters.
 
-    In both cases the attention scores are almost equal, so the gradient of the softmax almost
-    vanishes.
+    With both models, the attention scores of a query are almost equal, so the gradient of the
+    softmax almost vanishes.
     """
     tree = WIDE | {"model__num_layers": 4} | model
 

@@ -20,8 +20,8 @@ WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm"
 def train_on_a_token(tree: dict, token: int | None) -> dict | None:
     """Run two updates in which every token is `token`; None means different tokens.
 
-    Return the whole gradients and masters on rank 0, the rows of each expert, and the number of
-    calls of each collective.
+    Return the number of rows of each expert, the number of calls of each collective, and the
+    gradients and masters of all ranks. Gradients and masters are empty dicts on ranks other than 0.
     """
     meter = TrafficMeter()
     config, _, groups, plan, shard, states, updater = make_updater(tree, recorder=meter)

@@ -87,8 +87,9 @@ def test_update_equals_plain_torch(ranks, size, deterministic, clip_norm):
 
 
 def test_an_update_adds_the_gradients_of_both_ends_of_tied_embeddings(ranks):
-    """The first stage computes a gradient as embedding, and the last stage as head. The update must
-    use their sum."""
+    """The first and the last pipeline stage share a weight. The first stage uses it as the
+    embedding, and the last stage uses it as the head. The update must use the sum of
+    both gradients."""
     tree = TREE | {"model": TREE["model"] | {"tie_embeddings": True}, "parallel": {"pp": 2}}
     assert_is_by_hand(ranks, 2, tree | {"optim": TREE["optim"] | {"eps": 1e-3}})
 

@@ -25,13 +25,15 @@ class Kind(IntEnum):
     SEND_ACTIVATION = 4
     """Start to send the stage's output to the next stage."""
     RECV_ACTIVATION = 5
-    """Post the receive of the stage's input, which the forward pass waits for."""
+    """Post the receive of the stage's input. The forward pass later waits for this transfer."""
     SEND_GRADIENT = 6
     """Start to send the gradient of the stage's input to the previous stage."""
     RECV_GRADIENT = 7
-    """Post the receive of the stage's output gradient, which the backward pass waits for."""
+    """Post the receive of the stage's output gradient. The backward pass later waits for this
+    transfer."""
     REDUCE_GRAD = 8
-    """Reduce the stage's gradients over the data-parallel ranks, up to `Action.microbatch`."""
+    """Reduce the stage's gradients over the data-parallel ranks. `Action.microbatch` is the last
+    microbatch that has contributed to these gradients."""
     OPT_STEP = 9
     """Update the weights of all stages of the rank. This is the last action of a step."""
 

@@ -31,8 +31,8 @@ def add_transfers(
 ) -> list[list[Action]]:
     """Return the compute actions of each rank with sends and receives inserted.
 
-    A send directly follows the action that computes its data. A receive is posted one compute
-    action early, so that the transfer overlaps with computation.
+    A send directly follows the action that computes its data. The receive for a compute action is
+    posted before the preceding compute action, so that the transfer overlaps with computation.
     """
     traffic = _Traffic(lists, num_ranks, num_ranks * virtual_stages)
     return [_with_transfers(actions, num_ranks, virtual_stages, traffic) for actions in lists]

@@ -26,14 +26,15 @@ Microbatch = tuple[Tensor, Tensor | None]
 device. The document ids are [B, S] on the host, or None."""
 
 FEW_TOKENS = 256
-"""Minimum sequence length at which the executor uses oneDNN. For shorter sequences, torch's default
-library is faster."""
+"""Minimum sequence length at which the executor uses oneDNN for matrix products. For shorter
+sequences, torch's default library is faster."""
 
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """Type of `last_backward(stage, deferred)`, which returns a context manager.
 
 In this context, the executor runs the action that completes the stage's gradients in a step.
-`deferred` has the weights whose gradients were deferred to this action, or is None.
+If this action is a W, `deferred` has the weights whose gradients it computes. If it is a B,
+`deferred` is None.
 """
 
 
@@ -111,7 +112,8 @@ class Executor:
             microbatches: the microbatches of this data-parallel rank, in order.
             reduce_grad: called with (stage, microbatch) for each REDUCE_GRAD action.
             opt_step: called for the OPT_STEP action.
-            before_backward: called with the stage before each action that adds to gradients.
+            before_backward: called before each backward action (B, I or W). The argument is the
+                number of the action's stage.
             last_backward: returns a context manager for the last backward action of each stage.
 
         Returns:
@@ -266,7 +268,10 @@ class Executor:
         return self._last_backward(action.stage, deferred) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
-        """Store a stage's result for `send_action`, or for a neighbour stage on this rank."""
+        """Store `tensor`, a stage's result, until `send_action` sends it to the neighbour stage.
+
+        If the neighbour stage is on this rank, it takes the stored tensor, and nothing is sent.
+        """
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)
         if self._schedule.rank_of(neighbour) != self._rank:

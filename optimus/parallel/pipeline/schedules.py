@@ -52,9 +52,9 @@ def pipedream_flush(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 def interleaved(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Lists:
     """Return the interleaved 1F1B schedule (arXiv 2104.04473, section 2.2).
 
-    The microbatches run in rounds of about `num_ranks`. A round passes through the first stage of
-    each rank, then through the second stage of each rank, and so on. The bubble is `virtual_stages`
-    times smaller than with one stage per rank.
+    The microbatches run in rounds of about `num_ranks` microbatches. A round passes through the
+    first stage of each rank, then through the second stage of each rank, and so on. The bubble is
+    `virtual_stages` times smaller than with one stage per rank.
     """
     rounds = _rounds(num_microbatches, num_ranks)
     ranks = []
@@ -97,7 +97,8 @@ GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "interleaved": interleaved,
     "zb-h1": zero_bubble_h1,
 }
-"""Functions that return schedules, by the values of `parallel.schedule`."""
+"""Mapping from a value of `parallel.schedule` to the function that returns the schedule's compute
+actions. Its arguments are `num_ranks`, `virtual_stages` and `num_microbatches`."""
 _ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 
@@ -154,7 +155,11 @@ def make_evaluation(num_ranks: int, virtual_stages: int, num_microbatches: int) 
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Return `warm_up` forward passes, alternating passes, and the remaining backward passes."""
+    """Return one rank's actions in the order of a 1F1B schedule.
+
+    The list has `warm_up` forward passes, then alternately one forward and one backward pass, and
+    finally the remaining backward passes.
+    """
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     steady = list(chain.from_iterable(pairs))

@@ -10,8 +10,8 @@ from optimus.parallel.pipeline.actions import COMPUTE, SENDS, Action, Kind, Sche
 from optimus.parallel.pipeline.communicate import needs_of, received_by, sends_of
 
 Cost = Callable[[Action], float]
-"""Function that returns the duration of an action, in any unit. A send lasts until its data
-arrives."""
+"""Function that returns the duration of an action, in any unit. The duration of a send is the time
+until its data arrives on the receiving rank."""
 
 
 class Span(NamedTuple):

@@ -19,7 +19,10 @@ from optimus.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Objective:
-    """Divisors and coefficients of the loss terms that add up to the objective of a microbatch."""
+    """Divisors and coefficients by which a stage scales its loss terms.
+
+    The scaled loss terms of all stages add up to the objective of a microbatch.
+    """
 
     num_targets: int
     """The number of targets of the global batch."""
@@ -35,8 +38,8 @@ class Terms(NamedTuple):
     """A stage's loss terms for one microbatch, detached from autograd."""
 
     ce_sum: Tensor | None
-    """Sum of the cross-entropy of all targets in nats, fp32 scalar; None except on the last
-    stage."""
+    """Cross-entropy in nats, summed over all targets of the microbatch, as an fp32 scalar. All
+    stages except the last have None."""
     aux: Tensor
     """Load-balancing losses, fp32 [MoE layers of the stage]."""
     z: Tensor
@@ -100,8 +103,8 @@ class Stage:
         """Run the stage's forward pass for inference, without losses.
 
         Returns:
-            The logits [B, V] at `position` on the last stage, the next stage's input [B, S, D] on
-            other stages. V is the size of this rank's share of the vocabulary.
+            On the last stage, the logits [B, V] at `position`, where V is the size of this rank's
+            share of the vocabulary. On other stages, the next stage's input [B, S, D].
         """
         x, _ = self._run_blocks(x, tokens, None)
         return self.model.logits_at(x, position) if self.is_last else x
@@ -116,7 +119,7 @@ class Stage:
 
 
 def backward(output: Output, grad: Tensor | None, loss_scale: float = 1.0) -> None:
-    """Run a stage's backward pass, which adds to the gradients of its parameters and its input.
+    """Run a stage's backward pass and add to the gradients of the stage's parameters and input.
 
     Args:
         output: the result of the stage's forward pass.

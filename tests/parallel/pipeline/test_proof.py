@@ -30,7 +30,9 @@ def must(condition: bool, problem: object) -> None:
 
 
 class Player:
-    """Player of a schedule: runs the actions of all ranks, which advance in random order.
+    """Player that runs the actions of all ranks of a schedule.
+
+    Each rank runs its actions in order. The player randomly chooses the rank that runs next.
 
     The n-th send of a channel must match the channel's n-th receive, as in a communicator.
     """
@@ -40,11 +42,12 @@ class Player:
         self.last = schedule.num_stages - 1
         self.chance = chance
         self.done: dict[tuple[Kind, int], list[int]] = {}
-        """The microbatches of the actions played so far, in order, by (kind, stage)."""
+        """For each (kind, stage), the microbatches of the actions played so far, in order."""
         self.lines: dict[tuple, tuple[list, list]] = {}
-        """The sends and the receives played so far, each as (microbatch, lower stage).
+        """For each channel, the list of sends and the list of receives played so far.
 
-        The keys are (is forward, rank of the lower stage, rank of the upper stage).
+        Each transfer is (microbatch, lower stage of the two). The keys, which identify channels,
+        are (is forward, rank of the lower stage, rank of the upper stage).
         """
 
     def play(self) -> None:

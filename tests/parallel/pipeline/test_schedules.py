@@ -257,7 +257,7 @@ def test_a_list_that_needs_tags_is_refused():
     ("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
 )
 def test_activations_and_gradients_need_a_communicator_each(name, stages):
-    """Activations and gradients share a single communicator. The proof reports a deadlock."""
+    """If activations and gradients share a single communicator, the proof reports a deadlock."""
     schedule = make_schedule(name, 2, stages, 4)
     validate(schedule)
     with pytest.raises(AssertionError, match="deadlock: rank 0 at"):
@@ -266,9 +266,9 @@ def test_activations_and_gradients_need_a_communicator_each(name, stages):
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])
 def test_a_ring_of_stages_needs_a_communicator_for_each_pair_of_neighbours(name):
-    """All activations use one communicator, and all gradients use another.
+    """All activations share one communicator, and all gradients share another.
 
-    The proof reports a deadlock.
+    Since not each pair of neighbours has its own communicators, the proof reports a deadlock.
     """
     schedule = make_schedule(name, 3, 2, 6)
     with pytest.raises(AssertionError, match="deadlock"):

@@ -1,4 +1,7 @@
-"""Test that zb-h1 defers the weight gradients of experts and trains to the same bits as 1f1b."""
+"""Test that zb-h1 defers the weight gradients of experts.
+
+After training, the losses and weights are bit-identical to those of 1f1b.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,16 @@ class Seen(NamedTuple):
     losses: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
     products: dict[Kind, int]
-    """Number of computations of an expert's weight gradients, by the kind of the action."""
+    """For each kind of action, the number of weight-gradient computations of experts during actions
+    of this kind."""
     alive: int
-    """Largest number of deferred computations at the same time."""
+    """Largest number of deferred computations that exist at the same time."""
     most_alive: int
-    """Largest number of microbatches with activations on this rank, from `validate`."""
+    """Largest number of microbatches whose activations this rank keeps at the same time. `validate`
+    returns this number."""
     most_waiting: int
-    """Largest number of microbatches between their actions I and W at the same time."""
+    """Largest number of microbatches that wait for action W at the same time. The wait starts after
+    action I."""
 
 
 def watch_updates(schedule: str) -> Seen:
@@ -61,7 +67,11 @@ def watch_updates(schedule: str) -> Seen:
 
 
 def _watch(times: list[int], alive: list[int]) -> None:
-    """Record weight-gradient times in `times` and numbers of deferred computations in `alive`."""
+    """Replace functions of the kernels by functions that record calls in `times` and `alive`.
+
+    Each weight-gradient computation appends its start time to `times`. Each newly deferred
+    computation appends the number of deferred computations that now exist to `alive`.
+    """
     take, works = experts_loop._Targets.take, weakref.WeakSet()
     # The attribute `experts` of the package is the function, not the module.
     experts_op = importlib.import_module("optimus_kernels.experts")
