@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import base64
+import functools
 import re
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+MAX_GROWTH = 16
+"""Of the bytes of a text; sentencepiece's character map, its space and a prefix give 16."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
 """Regular expression that matches some characters, of which the last may be repeated."""
 _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")
 """Regular expression that matches one or more characters of a class."""
 _MAP_KEY_BYTES = 5
 """The library looks up characters, and clusters of characters with fewer than 6 bytes."""
+_MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
+"""Limits of a character map: bytes of a key, and nodes of the trie, where a node with two parents
+counts twice. The maps that sentencepiece has have keys of up to 12 bytes."""
+_UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5}
+"""Largest growth of a character in UTF-8: U+1D1C0, U+0DDD, U+FDFA (18 characters), U+023E."""
+_NEVER_LONGER = frozenset(
+    ("Strip", "StripAccents", "ByteFallback", "Fuse", "Split", "Punctuation", "Digits")
+).union(
+    ("Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "FixedLength", "UnicodeScripts"),
+    ("BertPreTokenizer",),
+)
+_CHINESE = ((0x3400, 0xA000), (0xF900, 0xFB00), (0x20000, 0x2FA20))
+"""Ranges with all characters around which BertNormalizer puts spaces."""
+_CHANGED = ((0, 0x3400), (0xA000, 0xD7A4), (0xF900, 0x20000), (0x2F800, 0x2FA20))
+"""Ranges with all characters that the steps of `_UNICODE_GROWTH` change."""
 
 
 def max_growth(component: dict[str, Any]) -> float:
@@ -25,11 +44,24 @@ def max_growth(component: dict[str, Any]) -> float:
 
     Returns:
         An upper bound of the ratio of the bytes after it to those before it, at least 1.
+
+    Raises:
+        ValueError: A step or a character map is not known.
     """
     weights = _Weights()
-    for step in reversed(list(_steps(component))):
-        weights.add(step)
+    steps = list(_steps(component))
+    for number in reversed(range(len(steps))):
+        weights.add(steps[number], first=number == 0)
     return weights.top + weights.prefixes
+
+
+def max_growth_by_map(charsmap: bytes) -> float:
+    """Return by how much a character map of a sentencepiece model can lengthen a text, with the
+    longer character that the model writes for a space. Raises ValueError for an unknown format."""
+    weights = _Weights()
+    weights.add({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"})
+    weights.map_characters(charsmap, _MAX_KEY_BYTES)
+    return weights.top
 
 
 def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -50,15 +82,16 @@ class _Weights:
     """
 
     def __init__(self) -> None:
-        self._by_character: dict[str, float] = {}
+        self._by_character = np.zeros(0x110000)
+        """Weights of characters, where they are larger than `_of_all`."""
         self._of_all = 1.0
         self.top = 1.0
         """Largest weight of a character."""
         self.prefixes = 0.0
         """Bytes that steps put before a text."""
 
-    def add(self, step: dict[str, Any]) -> None:
-        """Take a step that comes before those added so far."""
+    def add(self, step: dict[str, Any], first: bool = False) -> None:
+        """Take a step that comes before those added so far. `first`: no step comes before it."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -68,7 +101,18 @@ class _Weights:
             self._replace(*_pattern({"String": step["word_delimiter_token"]}), " ")
         elif kind == "Precompiled":
             charsmap = base64.b64decode(step["precompiled_charsmap"])
-            self._raise_all(_growth_by_map(charsmap, self._of_bytes()))
+            self.map_characters(charsmap, _MAP_KEY_BYTES)
+        elif kind in _UNICODE_GROWTH:
+            self._normalize([kind], first)
+        elif kind == "BertNormalizer":
+            self._normalize(["NFD", "Lowercase"], first)
+            for start, stop in _CHINESE:
+                known = np.maximum(self._by_character[start:stop], self._of_all)
+                self._by_character[start:stop] = known + 2 * self._of(" ") / 3
+            self.top = max(self.top, float(self._by_character.max()))
+            self._raise_all(self._of(" "))  # other spaces become this one
+        elif kind == "Nmt":  # other spaces become this one
+            self._raise_all(self._of(" "))
         elif kind == "Prepend":
             self.prefixes += self._of(step["prepend"])
         elif kind == "Metaspace":
@@ -78,19 +122,68 @@ class _Weights:
             self._raise_all(self.top + self._of(" "))  # before a token
         elif kind == "ByteLevel":  # a byte becomes a character of at most 2 bytes
             self._raise_all((4 if step.get("add_prefix_space") else 2) * self.top)
+        elif kind not in _NEVER_LONGER:
+            raise ValueError(f"its step {kind} is not known")
+
+    def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
+        """Take a sentencepiece character map, of whose keys the first `key_bytes` are looked up."""
+        text = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+        sums = np.concatenate(([0.0], np.cumsum(self._of_bytes(text))))
+        ends = np.append(np.flatnonzero(np.frombuffer(text, np.uint8) == 0), len(text))
+        of_clusters = 0.0
+        for depth, keys, values in _map_entries(charsmap, key_bytes):
+            known = values < len(text)
+            keys, values = keys[known], values[known]
+            weights = (sums[ends[np.searchsorted(ends, values)]] - sums[values]) / depth
+            single = weights > self._of_all  # of these, those whose key is one character
+            for index in np.flatnonzero(single):
+                if code := _code_point(int(keys[index]), depth):
+                    self._raise(code, float(weights[index]))
+                else:
+                    single[index] = False
+            of_clusters = max(of_clusters, float(weights[~single].max(initial=0.0)))
+        self._raise_all(of_clusters)
+
+    def _normalize(self, kinds: Sequence[str], first: bool) -> None:
+        """Take Unicode normalizations, in the order in which the library applies them."""
+        if first and self.top == self._of_all:  # then the table would be made only for its maximum
+            self._raise_all(self.top * max(_UNICODE_GROWTH[kind] for kind in kinds))
+            return
+        for kind in reversed(kinds):
+            if kind in ("NFC", "NFKC"):
+                self._compose()
+            before, after, starts = _unicode_table(kind)
+            weights = np.maximum(self._by_character, self._of_all)
+            sums = np.add.reduceat(_sizes(after) * weights[after], starts)
+            self._by_character[before] = sums / _sizes(before)
+            self.top = max(self._of_all, float(self._by_character.max()))
+
+    def _compose(self) -> None:
+        """Take the composition of a character and marks, or of Hangul letters, to one character.
+        Each such sequence has a mark, which is given the weight of the character."""
+        codes = np.flatnonzero(self._by_character > self._of_all)
+        for start, stop in _CHINESE:  # these compose with none
+            codes = codes[(codes < start) | (codes >= stop)]
+        weights = self._by_character[codes]
+        for code, weight in zip(codes.tolist(), weights.tolist(), strict=True):
+            if unicodedata.category(chr(code)) == "Cn":  # newer than Python's tables
+                self._raise_all(weight)
+            for mark in unicodedata.normalize("NFD", chr(code))[1:]:
+                self._raise(ord(mark), weight * len(chr(code).encode()) / len(mark.encode()))
 
     def _of(self, text: str) -> float:
-        return sum(
-            len(character.encode()) * max(self._of_all, self._by_character.get(character, 1.0))
-            for character in text
-        )
+        codes = _code_points(text)
+        return float((_sizes(codes) * np.maximum(self._by_character[codes], self._of_all)).sum())
 
-    def _of_bytes(self) -> np.ndarray:
-        """Return an upper bound of the weight of each byte, float64 [256]."""
-        weights = np.full(256, self._of_all)
-        for character, weight in self._by_character.items():
-            for byte in character.encode():
-                weights[byte] = max(weights[byte], weight)
+    def _of_bytes(self, text: bytes) -> np.ndarray:
+        """Return the weight of each character at its first byte, and 0 at its other bytes."""
+        try:
+            codes = _code_points(text.decode())
+        except UnicodeDecodeError:
+            return np.full(len(text), self.top)
+        weights = np.zeros(len(text))
+        is_first = np.frombuffer(text, np.uint8) & 0xC0 != 0x80
+        weights[is_first] = _sizes(codes) * np.maximum(self._by_character[codes], self._of_all)
         return weights
 
     def _replace(self, characters: str | None, size: int, content: str) -> None:
@@ -103,9 +196,11 @@ class _Weights:
             self._raise_all(weight / size)
         else:
             for character in characters:
-                known = self._by_character.get(character, 1.0)
-                self._by_character[character] = max(known, weight / size)
-            self.top = max(self.top, weight / size)
+                self._raise(ord(character), weight / size)
+
+    def _raise(self, code: int, weight: float) -> None:
+        self._by_character[code] = max(self._by_character[code], weight)
+        self.top = max(self.top, weight)
 
     def _raise_all(self, weight: float) -> None:
         self._of_all = max(self._of_all, weight)
@@ -123,38 +218,83 @@ def _pattern(pattern: dict[str, str]) -> tuple[str | None, int]:
     return None, 1 if _CLASS.fullmatch(expression) else 0
 
 
-def _growth_by_map(charsmap: bytes, weights: np.ndarray) -> float:
-    """Return the largest weight of a replacement of a sentencepiece character map for each byte of
-    the text that it replaces.
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64)
+
+
+def _code_point(key: int, size: int) -> int | None:
+    """Return the character whose UTF-8 is a big-endian integer of `size` bytes, None if none is."""
+    if size > 4:
+        return None
+    try:
+        character = key.to_bytes(size, "big").decode()
+    except UnicodeDecodeError:
+        return None
+    return ord(character) if len(character) == 1 else None
+
+
+def _sizes(codes: np.ndarray) -> np.ndarray:
+    """Return the bytes of characters in UTF-8."""
+    return 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
+
+
+@functools.cache
+def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the characters that a normalization of the library changes, the characters that they
+    become, and the index of the first of these for each. Takes 0.2 s."""
+    from tokenizers import normalizers
+
+    separator = "zjq"  # joins with no character, and no character becomes it
+    before = [chr(code) for start, stop in _CHANGED for code in range(start, stop)]
+    normalize = getattr(normalizers, kind)().normalize_str
+    after = normalize(separator.join(before)).split(separator)
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    sizes = [len(new) for _, new in changed]
+    return (
+        _code_points("".join(old for old, _ in changed)),
+        _code_points("".join(new for _, new in changed)),
+        np.cumsum([0, *sizes[:-1]]),
+    )
+
+
+def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield the number of bytes of keys of a sentencepiece character map, the keys as big-endian
+    integers (those of more than 4 bytes are not given), and the places of their texts.
 
     A map is the size of a trie in bytes (4 bytes, little-endian), the trie as a double array
     (github.com/s-yata/darts-clone) of units of 4 bytes, and texts that end with NUL; a value of the
-    trie is the place of a text.
+    trie is the place of a text. Nodes of the trie may have common children.
 
-    Args:
-        charsmap: The map.
-        weights: float64 [256], weight of each byte of a replacement.
+    Raises:
+        ValueError: Keys have `_MAX_KEY_BYTES` or more, or the trie has more than `_MAX_NODES`.
     """
     trie_bytes = int.from_bytes(charsmap[:4], "little")
     count = max(0, min(trie_bytes, len(charsmap) - 4)) // 4
     if count == 0:
-        return 0.0
+        return
     units = np.frombuffer(charsmap, "<u4", count, 4).astype(np.int64)
-    text = np.frombuffer(charsmap[4 + trie_bytes :], np.uint8)
-    sums = np.concatenate(([0.0], np.cumsum(weights[text])))
-    ends = np.append(np.flatnonzero(text == 0), len(text))
     offsets = (units >> 10) << ((units >> 6) & 8)
     labels = units & 0x800000FF
     nodes = np.flatnonzero((labels > 0) & (labels < 256))
     parents = nodes ^ labels[nodes]
-    largest, reached = 0.0, offsets[:1]
-    for depth in range(1, _MAP_KEY_BYTES + 1):
-        children = nodes[np.isin(parents, reached)]
-        reached = children ^ offsets[children]
-        leaves = reached[((units[children] >> 8) & 1 == 1) & (reached < count)]
-        values = units[leaves] & 0x7FFFFFFF
-        values = values[values < len(text)]
-        if len(values):
-            sizes = sums[ends[np.searchsorted(ends, values)]] - sums[values]
-            largest = max(largest, float(sizes.max()) / depth)
-    return largest
+    order = np.argsort(parents, kind="stable")
+    nodes, parents = nodes[order], parents[order]
+    bases, keys, visited = offsets[:1], np.zeros(1, np.int64), 0
+    for depth in range(1, key_bytes + 1):
+        if depth > 4:  # no character has such keys, so only their number of bytes counts
+            bases = np.unique(bases)
+            keys = np.zeros_like(bases)
+        first = np.searchsorted(parents, bases, "left")
+        counts = np.searchsorted(parents, bases, "right") - first
+        total = int(counts.sum())
+        if total == 0:
+            return
+        visited += total
+        if visited > _MAX_NODES or depth == _MAX_KEY_BYTES:
+            raise ValueError("its character map is too large")
+        index = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(total)
+        children = nodes[index]
+        keys = np.repeat(keys, counts) << 8 | labels[children]
+        bases = children ^ offsets[children]
+        ends = ((units[children] >> 8) & 1 == 1) & (bases < count)
+        yield depth, keys[ends], units[bases[ends]] & 0x7FFFFFFF

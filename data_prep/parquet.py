@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import itertools
 import os
-import select
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
+from data_prep import child
 from data_prep.parquet_pages import GroupPages, pages_of
 from optimus.errors import DataError, OptimusError, counted, one_line
 
@@ -20,8 +17,6 @@ _BATCH_BYTES = 8 << 20
 _PAGE_BYTES = 1 << 20
 _CHECK_S = 300.0
 """Limit of the check of descriptions; those of a million columns take some seconds."""
-_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-_SOUND, _DAMAGED = b"s", b"d"
 
 
 class DamagedTable(Exception):
@@ -117,59 +112,24 @@ def _check_columns(name: str, metadata: Any) -> None:
     process, because nothing between them and Python catches them. Raise OptimusError if the child
     cannot be started, or ends without a result for another reason.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            reader, writer = os.pipe()
-            result = stack.enter_context(open(reader, "rb", buffering=0))
-            with open(writer, "wb", buffering=0) as sink:
-                child = os.fork()
-                if child == 0:
-                    _try_columns(metadata, sink)
-        except OSError as error:
-            raise _unchecked(name, f"no process can be started ({error.strerror})") from None
-        poll = select.poll()
-        poll.register(result)
-        in_time = bool(poll.poll(1000 * _CHECK_S))
-        found = result.read(1) if in_time else b""
-        if not in_time:
-            os.kill(child, signal.SIGKILL)
-        status = 0
-        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: nothing to wait for
-            _, status = os.waitpid(child, 0)
-    if found == _SOUND:
-        return
-    if found == _DAMAGED or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in _CRASHES):
-        raise DamagedTable("the description of its columns cannot be read")
-    if not in_time:
-        raise _unchecked(name, f"no result within {_CHECK_S:.0f} s")
-    how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "something"
-    raise _unchecked(name, f"{how} ended the process that reads it, or memory was short")
 
-
-def _unchecked(name: str, reason: str) -> OptimusError:
-    return OptimusError(
-        f"{name}: cannot check the description of its columns: {reason}; free memory or processes "
-        "and give the command again"
-    )
-
-
-def _try_columns(metadata: Any, sink: IO[bytes]) -> NoReturn:
-    """Read the description of every column, write the result to `sink` and end this process."""
-    found = _DAMAGED
-    try:
-        faulthandler.disable()
-        with contextlib.suppress(OSError):
-            os.close(2)  # C++ says there why it ends
+    def read_all() -> None:
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             for index in range(group.num_columns):
                 group.column(index)
-        found = _SOUND
-    except MemoryError:
-        found = b""
-    finally:
-        sink.write(found)
-        os._exit(0)
+
+    try:
+        if child.run(read_all, limit_s=_CHECK_S) is None:
+            return
+    except child.CrashError:
+        pass
+    except child.UnfinishedError as error:
+        raise OptimusError(
+            f"{name}: cannot check the description of its columns: {error}; free memory or "
+            "processes and give the command again"
+        ) from None
+    raise DamagedTable("the description of its columns cannot be read")
 
 
 def _check_counts(metadata: Any) -> None:

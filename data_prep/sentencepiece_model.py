@@ -7,13 +7,19 @@ plain text; user-defined symbols are matched as it matches them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from data_prep.growth import MAX_GROWTH, max_growth_by_map
 from data_prep.layout import TOKENIZER_BYTES
 from optimus.errors import DataError, one_line
 from optimus.io import files
+
+_NORMALIZER, _DENORMALIZER, _CHARSMAP = 3, 5, 2
+"""Numbers of fields in sentencepiece_model.proto: of ModelProto, and of NormalizerSpec."""
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
@@ -39,9 +45,15 @@ class SentencePieceTokenizer:
             ) from None
         try:
             content = files.read_regular(path, TOKENIZER_BYTES)
+            growth = _max_growth(content)
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, ValueError, OSError) as error:
             raise DataError(f"{path}: is not a sentencepiece model: {one_line(error)}") from None
+        if growth > MAX_GROWTH:
+            raise DataError(
+                f"{path}: its normalizer makes texts up to {growth:.3g} times as long; use a "
+                f"tokenizer with at most {MAX_GROWTH}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -76,3 +88,58 @@ class SentencePieceTokenizer:
             else:
                 plain.append(token)
         return "".join([*runs, self._model.decode(plain)])
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the number and value of each field of a protobuf message.
+
+    Yields:
+        The value is an int for a varint, a float for a 32-bit field, and bytes for any other field.
+
+    Raises:
+        ValueError: The message is damaged.
+    """
+    offset = 0
+
+    def varint() -> int:
+        nonlocal offset
+        value = 0
+        for shift in range(0, 64, 7):
+            if offset == len(message):
+                raise ValueError("the message ends within a number")
+            byte = message[offset]
+            offset += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError("a varint has more than 64 bits")
+
+    while offset < len(message):
+        key = varint()
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            yield number, varint()
+            continue
+        if wire not in (1, 2, 5):
+            raise ValueError(f"field {number} has the unknown wire type {wire}")
+        size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
+        value = message[offset : offset + size]
+        if len(value) != size:
+            raise ValueError("the message ends within a field")
+        offset += size
+        yield number, struct.unpack("<f", value)[0] if wire == 5 else value
+
+
+def _max_growth(model: bytes) -> float:
+    """Return by how much the character maps of a model can lengthen a text. Raises ValueError."""
+    offset = 0  # most of a model are pieces of fewer than 128 bytes, each after the bytes 10, size
+    while model[offset : offset + 1] == b"\n" and model[offset + 1 : offset + 2] < b"\x80":
+        offset += 2 + int.from_bytes(model[offset + 1 : offset + 2], "little")
+    maps = [
+        charsmap
+        for number, spec in fields(model[offset:])
+        if number in (_NORMALIZER, _DENORMALIZER) and isinstance(spec, bytes)
+        for key, charsmap in fields(spec)
+        if key == _CHARSMAP and isinstance(charsmap, bytes)
+    ]
+    return max(map(max_growth_by_map, maps), default=1.0)

@@ -11,21 +11,21 @@ import functools
 import hashlib
 import json
 import os
-import signal
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data_prep import child
 from data_prep.encoder import REFERENCE_ONLY, SAMPLES, MemoEncoder, reference_encode
-from data_prep.growth import max_growth
+from data_prep.growth import MAX_GROWTH, max_growth
 from data_prep.layout import TOKENIZER_BYTES, read_bytes
 from data_prep.pretokenize import recognise
 from data_prep.sections import Cutter
 from data_prep.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
-from optimus.errors import DataError, one_line
-from optimus.launch.signals import STOP_SIGNALS
+from optimus.errors import DataError, OptimusError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,8 +33,19 @@ if TYPE_CHECKING:
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Spellings of the end-of-document token that are recognised without `--eos`."""
 
-MAX_GROWTH = 16
-"""Of the bytes of a text; sentencepiece's character map, its space and a prefix give 16."""
+_CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
+"""Limits of each check of a tokenizer.json: time, and memory in addition to that of the file."""
+_LOAD_CPU_S, _LOAD_BYTES_PER_S, _TEXT_CPU_S = 1, 4 << 20, 3
+"""Limits of processor time: to load the steps, which is done twice, and to try a short text; with a
+small file, together 5 s."""
+_BYTES_PER_BYTE = 32
+"""Memory that the library takes to load a byte of a tokenizer.json; measured: 11."""
+_MODEL = re.compile(rb'"model"\s*:\s*\{')
+_OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decoder"')
+_COMPONENT = re.compile(rb"\s*:\s*[{\[]")
+_ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
+"""With these, a key may have another spelling. Writers of JSON do not escape letters."""
+_SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
 """Measured at a token a character: 241 and 49; ordinary text takes half of it."""
@@ -51,13 +62,27 @@ class TokenizerFacts:
     eos_id: int
 
 
-def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenizer:
-    """The library's tokenizer, set so that a text gives all its ids and no others."""
+def open_tokenizer(
+    path: str | os.PathLike, check: bool = True
+) -> Tokenizer | SentencePieceTokenizer:
+    """Return the library's tokenizer, set so that a text gives all its ids and no others.
+
+    Args:
+        path: A tokenizer.json or a sentencepiece model.
+        check: Try a tokenizer.json in child processes first. Set False in a process that has used a
+            GPU or the network, where a fork is not safe, for a file that was checked before.
+
+    Raises:
+        DataError: The file is not a tokenizer, or it crashes, hangs or fills memory.
+    """
     if is_sentencepiece(path):
         return SentencePieceTokenizer(path)
     from tokenizers import Tokenizer
 
     content = read_bytes(path, TOKENIZER_BYTES)
+    load_cpu_s = _LOAD_CPU_S + len(content) // _LOAD_BYTES_PER_S
+    if check:
+        _in_child(path, len(content), load_cpu_s, lambda: _try_steps(path, content))
     try:
         with library_panics(path):
             tokenizer = Tokenizer.from_buffer(content)
@@ -65,20 +90,72 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | SentencePieceTokenize
         raise
     except Exception as error:  # the library raises bare Exception for anything it cannot read
         raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
-    _check_growth(path, "normalizer", tokenizer.normalizer)
-    _check_growth(path, "pre-tokenizer", tokenizer.pre_tokenizer)
-    _check_growth(path, "decoder", tokenizer.decoder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    _try_short_text(path, tokenizer)
+    if check:
+        _in_child(path, len(content), _TEXT_CPU_S, lambda: _try_short_text(path, tokenizer))
     return tokenizer
 
 
-def _check_growth(path: str | os.PathLike, name: str, part: Any) -> None:
+def _in_child(path: str | os.PathLike, size: int, cpu_s: int, work: Callable[[], object]) -> None:
+    """Call `work` in a child process with limits of processor time and, for a file of `size` bytes,
+    of memory. Raise DataError if it raises an exception, crashes or exceeds them."""
+    memory_bytes = _CHECK_BYTES + _BYTES_PER_BYTE * size
+    try:
+        problem = child.run(work, limit_s=_CHECK_S, cpu_s=cpu_s, memory_bytes=memory_bytes)
+    except child.CrashError as error:
+        problem = _failure(path, error)
+    except child.UnfinishedError as error:
+        raise OptimusError(
+            f"{path}: cannot check the tokenizer: {error}; free memory or processes and give the "
+            "command again"
+        ) from None
+    if problem is not None:
+        raise DataError(problem)
+
+
+def _try_steps(path: str | os.PathLike, content: bytes) -> None:
+    """Load a tokenizer.json, without its model where that is known, and raise DataError if one of
+    its steps makes texts much longer. The library normalizes added tokens as it loads them."""
+    from tokenizers import Tokenizer
+
+    with library_panics(path):
+        try:
+            tokenizer = Tokenizer.from_buffer(_without_model(content))
+        except Exception:  # the whole file is loaded next, which reports it
+            return
+    _check_growth(path, "normalizer", tokenizer.normalizer)
+    _check_growth(path, "pre-tokenizer", tokenizer.pre_tokenizer)
+    _check_growth(path, "decoder", tokenizer.decoder)
+
+
+def _without_model(content: bytes) -> bytes:
+    """Return a tokenizer.json with a small model if its model comes last, else all of it."""
+    if (model := _MODEL.search(content)) is None:
+        return content
+    if b"\\u00" in content and _ESCAPED_LETTER.search(content):
+        return content
+    for key in _OTHER_KEYS:
+        start = model.end()
+        while (start := content.find(key, start) + len(key)) >= len(key):
+            if _COMPONENT.match(content, start):  # else it is a token of the vocabulary
+                return content
+    short = content[: model.start()] + _SMALL_MODEL
+    try:
+        json.loads(short)  # fails if the match is not a key of the outermost object
+    except (ValueError, RecursionError):
+        return content
+    return short
+
+
+def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
     """Raise DataError if a component makes a text much longer: a few steps, each of which replaces
     a letter by a thousand, take all memory."""
-    growth = 1.0 if part is None else max_growth(json.loads(part.__getstate__()))
+    try:
+        growth = 1.0 if component is None else max_growth(json.loads(component.__getstate__()))
+    except ValueError as error:
+        raise DataError(f"{path}: {error}, in its {name}; use another tokenizer") from None
     if growth > MAX_GROWTH:
         raise DataError(
             f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "
@@ -98,38 +175,21 @@ def library_panics(path: str | os.PathLike) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(
-            f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
-            "another tokenizer"
-        ) from None
+        raise DataError(_failure(path, error)) from None
+
+
+def _failure(path: str | os.PathLike, error: BaseException) -> str:
+    return (
+        f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
+        "another tokenizer"
+    )
 
 
 def _try_short_text(path: str | os.PathLike, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the library panics on a short text with this tokenizer. Its output is
-    dropped, because a damaged tokenizer is reported in one line."""
-    with library_panics(path), _without_stderr(), contextlib.suppress(Exception):
+    """Raise DataError if the library panics on a short text with this tokenizer."""
+    with library_panics(path), contextlib.suppress(Exception):
         ids = tokenizer.encode("".join(SAMPLES), add_special_tokens=False).ids
         tokenizer.decode(ids, skip_special_tokens=False)
-
-
-@contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Drop what this process writes to standard error, and defer the signals that stop it.
-
-    For a few milliseconds only: the last words of a process that ends meanwhile are lost.
-    """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    kept = -1
-    try:
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            kept = os.dup(2)  # fails if standard error is closed
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        if kept >= 0:
-            os.dup2(kept, 2)
-            os.close(kept)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:

@@ -1,26 +1,30 @@
-"""Conversion of a sentencepiece model to a tokenizer.json with the same ids.
+"""Conversion of a sentencepiece model to a tokenizer.json that encodes texts to the same ids.
 
-The model file is a protobuf message. The field numbers are from sentencepiece_model.proto of the
-sentencepiece project (ModelProto, TrainerSpec, NormalizerSpec).
+The model file is a protobuf message with the field numbers of sentencepiece_model.proto.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data_prep.sentencepiece_model import SentencePieceTokenizer
-from optimus.errors import DataError
+from data_prep.sentencepiece_model import SentencePieceTokenizer, fields
+from data_prep.tokenizer import library_panics
+from optimus.errors import DataError, one_line
 
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_PIECE_TYPES = {1: bytes, 2: float, 3: int}
+_SPEC_TYPES: dict[int, dict[int, type]] = {
+    _TRAINER: {3: int, 35: int},  # model_type, byte_fallback
+    _NORMALIZER: {2: bytes, 3: int, 4: int},  # charsmap, add_dummy_prefix, remove_extra_whitespaces
+}
 _NEVER = -1e6
-"""Score of control symbols. It is so low that no text is encoded as a control symbol."""
+"""Score of control symbols, so low that no text is encoded as a control symbol."""
 _SPACE = "\u2581"
 _PROBES = (
     "The quick brown fox; it's 3.14159 (x_1)!",
@@ -34,17 +38,31 @@ _PROBES = (
     "\n",
     "def f(x):\n    return x + 1\n",
 )
-"""Texts whose ids are compared between the sentencepiece model and the tokenizer.json."""
+"""Texts that the sentencepiece model and the tokenizer.json must encode to the same ids."""
 
 
 def sentencepiece_as_json(path: Path) -> str:
-    """Return the text of a tokenizer.json with the ids of the sentencepiece model at `path`.
+    """Return the content of a tokenizer.json with the same ids as the sentencepiece model at
+    `path`.
 
     Raises:
-        DataError: The model is neither BPE nor unigram, or the ids differ for a text of `_PROBES`
-            or for a text with a user-defined symbol.
+        DataError: The model is neither BPE nor unigram, or the model and the tokenizer.json encode
+            a test text to different ids.
     """
     reference = SentencePieceTokenizer(path)
+    with library_panics(path):
+        try:
+            return _as_json(path, reference)
+        except DataError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise DataError(
+                f"{path}: cannot be converted to a tokenizer.json: {one_line(error)}; use another "
+                "tokenizer"
+            ) from None
+
+
+def _as_json(path: Path, reference: SentencePieceTokenizer) -> str:
     pieces, trainer, normalizer = _read(path.read_bytes())
     symbols = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
     probes = [*_PROBES, *(f"a{symbol} {symbol}b" for symbol in symbols[:20])]
@@ -61,11 +79,10 @@ def sentencepiece_as_json(path: Path) -> str:
 
 
 def has_pieces(data: bytes) -> bool:
-    """Return True if `data`, the content of a file, has the structure of a sentencepiece model: a
-    complete protobuf message with a list of pieces."""
+    """Return whether `data` has the structure of a sentencepiece model with pieces."""
     try:
         pieces, _, _ = _read(data)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
+    except ValueError:
         return False
     return bool(pieces) and data[:1] == b"\n"
 
@@ -92,7 +109,10 @@ def _convert(
             byte_fallback=byte_fallback,
         )
     else:
-        raise DataError(f"sentencepiece type {kind} cannot become a tokenizer.json; use BPE")
+        raise DataError(
+            f"a sentencepiece model with model_type = {kind} cannot be converted to a "
+            f"tokenizer.json; use a BPE model (model_type = {_BPE})"
+        )
     tokenizer = Tokenizer(model)
     charsmap, dummy_prefix, strips = normalizer.get(2), normalizer.get(3, 1), normalizer.get(4, 1)
     steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
@@ -119,11 +139,8 @@ def _convert(
 
 
 def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Return the BPE merges: all pairs of pieces whose concatenation is a piece.
-
-    The pairs are in descending order of the score of the concatenation, because sentencepiece
-    merges the pair with the highest score first.
-    """
+    """Return the BPE merges: all pairs of normal pieces whose concatenation is a normal piece. They
+    are in descending order of the score of the concatenation."""
     numbers = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
     merges = []
     for piece, number in numbers.items():
@@ -135,44 +152,45 @@ def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
 
 
 def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
-    """Parse a model file. Return its pieces as (text, score, type), and the fields of TrainerSpec
-    and NormalizerSpec by number."""
+    """Parse a sentencepiece model.
+
+    Returns:
+        The list of pieces (text, score, type), a dict of the fields of TrainerSpec, and a dict of
+        the fields of NormalizerSpec. The keys of these dicts are field numbers.
+
+    Raises:
+        ValueError: `data` is not a valid protobuf message, or a field has an invalid value.
+    """
     pieces: list[tuple[str, float, int]] = []
     specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == _PIECES:
-            piece = dict(_fields(value))
+            piece = _fields_of(value, _PIECE_TYPES)
+            if 1 not in piece:
+                raise ValueError("a piece has no text")
             pieces.append((piece[1].decode(), piece.get(2, 0.0), piece.get(3, _NORMAL)))
         elif number in specs:
-            specs[number] = dict(_fields(value))
+            specs[number] |= _fields_of(value, _SPEC_TYPES[number])
     return pieces, specs[_TRAINER], specs[_NORMALIZER]
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each field of a protobuf message. A varint is an int, a 32-bit
-    field a float, and any other field bytes."""
-    offset = 0
+def _fields_of(message: object, types: Mapping[int, type]) -> dict[int, Any]:
+    """Parse the protobuf message `message`, which is itself the value of a field.
 
-    def varint() -> int:
-        nonlocal offset
-        value = 0
-        for shift in range(0, 64, 7):
-            byte = data[offset]
-            offset += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-        raise ValueError("a varint has more than 64 bits")
+    Args:
+        message: The value of the field.
+        types: Dict from the number of each field to read to the type of its value.
 
-    while offset < len(data):
-        key = varint()
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            yield number, varint()
-            continue
-        size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
-        value = data[offset : offset + size]
-        if len(value) != size:
-            raise ValueError("the message ends within a field")
-        offset += size
-        yield number, struct.unpack("<f", value)[0] if wire == 5 else value
+    Returns:
+        Dict from field numbers to values. Fields that are not in `types` are left out.
+
+    Raises:
+        ValueError: `message` is not a message, or the value of a field is not of its type.
+    """
+    if not isinstance(message, bytes):
+        raise ValueError("a number is in the place of a message")
+    values = {number: value for number, value in fields(message) if number in types}
+    for number, value in values.items():
+        if not isinstance(value, types[number]):
+            raise ValueError(f"field {number} is not of type {types[number].__name__}")
+    return values

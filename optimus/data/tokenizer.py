@@ -29,9 +29,9 @@ class TextTokenizer:
     """Tokenizer from a tokenizer.json or a sentencepiece model. It encodes a text to the same ids
     as `optimus-data`."""
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike, check: bool = True) -> None:
         """Load the file `path`. Raises DataError if it is not a tokenizer."""
-        self._path, self._tokenizer = path, open_tokenizer(path)
+        self._path, self._tokenizer = path, open_tokenizer(path, check)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Names of special tokens, such as <|endoftext|>, are

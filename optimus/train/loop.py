@@ -15,6 +15,7 @@ from optimus.checkpoint.manager import Start, full_path
 from optimus.config import Config
 from optimus.config.sections import TrainConfig
 from optimus.data.loader import Loader
+from optimus.data.tokenizer import TextTokenizer
 from optimus.distributed.agreement import RunEnded
 from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.groups import join_groups
@@ -104,6 +105,9 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         if launch.is_first:
             check_names(config.optim, config.model)
             check_slots(config, inputs.mesh)
+            if config.train.sample_interval:  # before a GPU or the network is used
+                data = inputs.data.held_out or inputs.data.training
+                TextTokenizer(data.tokenizer_file)
             directory = RunDirectory(config.train.run_dir)
             start = find_start(config, inputs.batch, inputs.data.training)
             check_saves(config.model, config.checkpoint.model_interval, start.start)

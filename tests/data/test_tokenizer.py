@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from data_prep import child
 from optimus.data.tokenizer import TextTokenizer
 from optimus.errors import DataError
 
@@ -36,3 +37,12 @@ def test_file_that_is_no_tokenizer_is_refused(tmp_path):
 def test_a_name_that_is_not_text_has_no_token_id(tiny_data):
     """A name in JSON can be a lone surrogate, which has no UTF-8 encoding."""
     assert TextTokenizer(tiny_data / "tokenizer.json").token_id("\ud800") is None
+
+
+def test_a_tokenizer_that_was_checked_is_opened_without_a_child_process(tiny_data, monkeypatch):
+    """Ranks of a run open the tokenizer for samples, after a GPU or the network was used."""
+    path, calls = tiny_data / "tokenizer.json", []
+    monkeypatch.setattr(child, "run", lambda *_, **limits: calls.append(limits))
+    TextTokenizer(path)
+    assert len(calls) == 2
+    assert TextTokenizer(path, check=False).encode("a") and len(calls) == 2

@@ -125,12 +125,19 @@ def test_a_signal_during_a_long_call_of_a_library_does_not_wait(made):
     assert_stopped(process, "Ctrl-C")
 
 
-@pytest.mark.parametrize("context", ["library_panics('tokenizer.json')", "_without_stderr()"])
-def test_a_signal_while_the_tokenizers_library_works_prints_its_line(made, context):
-    """In an encode, and while a short text is tried and descriptor 2 is redirected."""
+LIBRARY_WORK = {
+    "encode": " with tokenizer.library_panics('tokenizer.json'):\n"
+    "  print('begins', flush=True); time.sleep(60)\n",
+    "check": " print('begins', flush=True)\n"
+    " tokenizer._in_child('tokenizer.json', 0, 1, lambda: time.sleep(60))\n",
+}
+
+
+@pytest.mark.parametrize("work", LIBRARY_WORK)
+def test_a_signal_while_the_tokenizers_library_works_prints_its_line(made, work):
+    """In an encode, and while a child process tries a tokenizer."""
     code = "import sys, time; from data_prep import cli, commands, tokenizer\n"
-    code += f"def work(argv):\n with tokenizer.{context}:\n"
-    code += "  print('begins', flush=True); time.sleep(60)\n"
+    code += f"def work(argv):\n{LIBRARY_WORK[work]}"
     code += "commands.run_command = work; sys.exit(cli.main())"
     process = start(["-c", code])
     assert process.stdout.readline() == "begins\n"

@@ -1,0 +1,146 @@
+"""A call in a forked child process, for calls of libraries that may crash, hang or fill memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from optimus.launch.signals import STOP_SIGNALS
+
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_RETURNED, _RAISED = b"r", b"e"
+_MESSAGE_BYTES = 4096
+"""Longest message of an exception; so many bytes are written to a pipe at once."""
+
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): the signal that a process receives when its parent ends."""
+_STOP_S = 1.0
+"""Time for this process to handle a stop signal that its process group received."""
+
+
+class CrashError(Exception):
+    """The call ended the process or exceeded `cpu_s`. The message says how."""
+
+
+class UnfinishedError(Exception):
+    """The process did not start, or ended for a reason that is not the call's. The message gives
+    the reason."""
+
+
+def run(
+    call: Callable[[], object], *, limit_s: float, cpu_s: int = 0, memory_bytes: int = 0
+) -> str | None:
+    """Call `call` in a forked child process, whose standard error is dropped.
+
+    Args:
+        call: It may not use locks that other threads of this process may hold.
+        limit_s: Limit of the time in seconds.
+        cpu_s: Limit of the processor time in seconds. 0: none.
+        memory_bytes: Limit of the memory that the child allocates. 0: none.
+
+    Returns:
+        None if `call` returned, else the message of its exception.
+
+    Raises:
+        CrashError: `call` ended the process or exceeded `cpu_s`.
+        UnfinishedError: The process cannot be started, has no result within `limit_s`, or ended for
+            another reason, such as a lack of memory.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            parent = os.getpid()
+            reader, writer = os.pipe()
+            pipe = stack.enter_context(open(reader, "rb", buffering=0))
+            with open(writer, "wb", buffering=0):
+                pid = os.fork()
+                if pid == 0:
+                    _run_and_exit(call, parent, writer, cpu_s, memory_bytes)
+        except OSError as error:
+            raise UnfinishedError(f"no process can be started ({error.strerror})") from None
+        ended = False
+        try:
+            poll = select.poll()
+            poll.register(pipe)
+            ended = bool(poll.poll(1000 * limit_s))
+            result = pipe.read(1 + _MESSAGE_BYTES) if ended else b""
+        finally:  # also if a handler of a signal raises
+            if not ended:
+                os.kill(pid, signal.SIGKILL)
+            status = 0
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: nothing to wait for
+                _, status = os.waitpid(pid, 0)
+    if result[:1] == _RETURNED:
+        return None
+    if result[:1] == _RAISED:
+        return result[1:].decode(errors="replace")
+    if not ended:
+        raise UnfinishedError(f"no result within {limit_s:.0f} s")
+    if not os.WIFSIGNALED(status):
+        raise UnfinishedError("something ended the process that reads it, or memory was short")
+    number = os.WTERMSIG(status)
+    if number == signal.SIGXCPU:
+        raise CrashError(f"it takes more than {cpu_s} s of processor time")
+    if number in _CRASHES:
+        raise CrashError(f"signal {number}")
+    if number in STOP_SIGNALS:
+        time.sleep(_STOP_S)
+    raise UnfinishedError(f"signal {number} ended the process that reads it, or memory was short")
+
+
+def _run_and_exit(
+    call: Callable[[], object], parent: int, writer: int, cpu_s: int, memory_bytes: int
+) -> NoReturn:
+    """Call `call`, write the result to the descriptor `writer` and end this process."""
+    result = b""
+    try:
+        with contextlib.suppress(OSError, AttributeError):  # Linux only
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it ended before
+            os._exit(0)
+        _isolate(cpu_s, memory_bytes)
+        call()
+        result = _RETURNED
+    except MemoryError:
+        if memory_bytes:
+            os.abort()
+    except BaseException as error:
+        result = _RAISED + str(error).encode(errors="replace")[:_MESSAGE_BYTES]
+    finally:
+        os.write(writer, result)
+        os._exit(0)
+
+
+def _isolate(cpu_s: int, memory_bytes: int) -> None:
+    """Set the limits of this child process, its handling of stop signals and its standard error."""
+    faulthandler.disable()
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+    _limit(resource.RLIMIT_CORE, 0)
+    if cpu_s:
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        _limit(resource.RLIMIT_CPU, cpu_s)
+    if memory_bytes:
+        with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+            _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_bytes)
+
+
+def _limit(kind: int, value: int) -> None:
+    """Lower a limit. Its hard limit stays, so that SIGXCPU comes before SIGKILL."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(kind, (value, hard))

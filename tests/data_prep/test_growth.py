@@ -1,0 +1,118 @@
+"""The bound of the growth of texts is not less than what the tokenizers library does."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+
+import pytest
+from tokenizers import Regex, normalizers
+
+from data_prep.growth import MAX_GROWTH, max_growth, max_growth_by_map
+
+SIMPLE = [
+    normalizers.NFC(),
+    normalizers.NFD(),
+    normalizers.NFKC(),
+    normalizers.NFKD(),
+    normalizers.Lowercase(),
+    normalizers.StripAccents(),
+    normalizers.Nmt(),
+    normalizers.BertNormalizer(),
+]
+LETTERS = (
+    "aAbB \u00e9E\u0301\u212b\ufdfa\u0644\u023e\u2c66\u4e2d\u2f800\uac01\u1100\u1161\u11a8\u3000"
+)
+
+
+def growth(*steps: object) -> float:
+    return max_growth(json.loads(normalizers.Sequence(list(steps)).__getstate__()))
+
+
+LOWERCASE_BOMB = [
+    normalizers.Replace("e", "BB"),
+    normalizers.Lowercase(),
+    normalizers.Replace("b", "EE"),
+    normalizers.Lowercase(),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (LOWERCASE_BOMB, "e"),
+        ([normalizers.Replace("\u0644", "\ufdfa"), normalizers.NFKD()], "\u0644"),
+        ([normalizers.Replace("a", "\u212b"), normalizers.NFC(), normalizers.NFD()], "a"),
+        ([normalizers.Replace("\u00e9", "eE"), normalizers.NFD(), normalizers.NFC()], "e\u0301"),
+    ],
+)
+def test_normalization_between_replacements_multiplies_their_growth(steps, text):
+    repeated = normalizers.Sequence(steps * 3).normalize_str(text * 9)
+    assert growth(*steps * 3) >= len(repeated.encode()) / len(text.encode() * 9)
+
+
+def test_normalization_after_replacements_does_not_hide_a_bomb():
+    assert growth(*LOWERCASE_BOMB * 13) == 2**26
+    bert = normalizers.BertNormalizer(clean_text=False, lowercase=False, strip_accents=False)
+    assert growth(*[bert, normalizers.Replace(" ", "\u4e2d")] * 8) > 6000
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [normalizers.NFC()],
+        [normalizers.NFKC(), normalizers.Lowercase()],
+        [normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()],
+        [normalizers.Nmt(), normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")],
+        [normalizers.NFKC(), normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")],
+        [normalizers.NFKC(), normalizers.BertNormalizer()],
+        [normalizers.BertNormalizer()],
+    ],
+)
+def test_usual_normalizers_are_within_the_limit(steps):
+    assert growth(*steps) <= MAX_GROWTH
+
+
+def test_growth_bounds_random_sequences_of_normalizers():
+    chance = random.Random(5)
+    for _ in range(150):
+        steps = []
+        for _ in range(chance.randrange(1, 5)):
+            content = "".join(chance.choices(LETTERS, k=chance.randrange(4)))
+            replace = normalizers.Replace(chance.choice(LETTERS), content)
+            steps.append(chance.choice([chance.choice(SIMPLE), replace]))
+        text = "".join(chance.choices(LETTERS, k=chance.randrange(1, 4))) * 9
+        longer = normalizers.Sequence(steps).normalize_str(text)
+        limit = growth(*steps) * 1.0001
+        assert len(longer.encode()) <= limit * len(text.encode()), [str(step) for step in steps]
+
+
+def test_step_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="its step Magic is not known"):
+        max_growth({"type": "Sequence", "normalizers": [{"type": "Magic"}]})
+
+
+def character_map(units: dict[int, int], content: bytes) -> bytes:
+    trie = struct.pack("<2048I", *[units.get(index, 0) for index in range(2048)])
+    return struct.pack("<I", len(trie)) + trie + content + b"\0"
+
+
+def test_key_of_six_letters_counts_for_sentencepiece():
+    """The tokenizers library looks up at most 5 bytes, sentencepiece any number."""
+    letter = ord("a")
+    units = {0: 256 << 10}
+    for depth in range(6):  # the children of unit 256 * (depth + 1) ^ "a"
+        index, last = 256 * (depth + 1) ^ letter, depth == 5
+        children = (256 * (depth + 2) if not last else 2047) ^ index
+        units[index] = children << 10 | last << 8 | letter
+    table = character_map(units, b"x" * 600)
+    assert max_growth_by_map(table) == 100
+
+
+def test_character_map_with_endless_keys_is_refused():
+    letter = ord("a")
+    index = 256 ^ letter
+    units = {0: 256 << 10, index: (256 ^ index) << 10 | letter}  # its own child
+    with pytest.raises(ValueError, match="its character map is too large"):
+        max_growth_by_map(character_map(units, b"x"))
