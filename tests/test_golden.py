@@ -115,7 +115,8 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 
 
 def same_bits(version: str) -> bool:
-    """Return True if updates must be bitwise equal to those of `version` on this machine."""
+    """Return True if updates on this machine must be bitwise equal to the golden values of this
+    version of Optimus."""
     return golden.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 

@@ -211,7 +211,7 @@ class Agreement:
 
     def leave(self, has_printed: bool) -> None:
         """Leave the agreement, as `RunEnded.leave` describes. `has_printed` is True if this rank
-        has printed the line."""
+        has printed the message that says why the run ended."""
 
         def ask() -> None:
             if has_printed:

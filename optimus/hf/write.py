@@ -138,7 +138,7 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
     for name, num_missing in missing.items():
         if num_missing:
             raise CheckpointError(
-                f"cannot write the weights: {name} is missing or has a wrong size (size in the "
-                f"model minus size of the weights = {counted(num_missing, 'element')}); "
-                "use weights of this model"
+                f"cannot write the weights: {name} is missing or has "
+                f"{counted(abs(num_missing), 'element')} too {'few' if num_missing > 0 else 'many'}"
+                "; use weights of this model"
             )

@@ -93,8 +93,8 @@ class TrainingHealth:
 
         Args:
             step: Number of the update.
-            expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum
-                experts].
+            expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, largest number
+                of experts of a layer].
             grad_norm: Gradient norm before clipping; NaN if an overflow skipped the update.
         """
         notices = self._norm.after_update(step, grad_norm)
