@@ -51,7 +51,7 @@ def _train(config: Config, world: World) -> tuple[int, dict[str, int]]:
     with KeptBytes(ours.part.model) as kept:
         ours.part.model.losses(own[0].tokens)
     two = 2 * max(one.grads.nbytes for one in states.chunks)
-    held = states.bytes_held()["total"]
+    held = states.state_bytes()["total"]
     return peak, {"states": held, "activations": kept.total, "two_chunks": two}
 
 

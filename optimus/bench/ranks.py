@@ -164,7 +164,13 @@ def _elements(states: ChunkEngine) -> tuple[int, int]:
 
 def _make_update(states: ChunkEngine, config: Config) -> Callable[[], None]:
     optimizer = AdamW(config.optim)
-    return lambda: optimizer.step(states.chunks, 1e-4, 1.0, lambda one: None)
+
+    def update() -> None:
+        optimizer.num_updates += 1
+        for state in states.chunks:
+            optimizer.update(state, 1e-4, 1.0)
+
+    return update
 
 
 def _make_step(states: ChunkEngine) -> Callable[[], None]:
@@ -175,7 +181,7 @@ def _make_step(states: ChunkEngine) -> Callable[[], None]:
         states.update(1e-4)
         states.wait()
 
-    states.gradients.start()
+    states.start_step()
     for one in states.chunks:
         one.grads.fill_(1e-3)
     return step

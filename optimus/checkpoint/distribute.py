@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.pieces import STRIPE, Held, Part, bounds, part_of
-from optimus.chunks.states import StateShard
+from optimus.chunks.buffers import StateShard
 from optimus.config.axes import AXES
 from optimus.distributed.collectives import Group, all_reduce_sum, broadcast
 from optimus.distributed.groups import Groups
@@ -58,7 +58,7 @@ def pass_to_far_end(
     if holder is None or groups.ends.size == 1:
         return
     slot = next(slot for slot in holder.chunk.slots if slot.name == name)
-    far = holder.home.far_copy
+    far = holder.groups.is_tied_copy
     low, high = max(slot.start, holder.first), min(slot.stop, _end(holder))
     for flat in holder.states.values():
         for start in range(slot.start, slot.stop, STRIPE):
@@ -69,7 +69,7 @@ def pass_to_far_end(
             if own is not None and not far:
                 stripe[a - start : b - start] = own
             if not far:
-                all_reduce_sum(_integers(stripe), holder.home.shards)
+                all_reduce_sum(_integers(stripe), holder.groups.shard_group)
             give(_integers(stripe), groups.ends, how)
             if own is not None and far:
                 own.copy_(stripe[a - start : b - start])

@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BaseModel, Field, InstanceOf, ValidationErr
 from optimus.checkpoint.index import INDEX, Index, decode
 from optimus.checkpoint.threads import Stop, in_threads
 from optimus.config.axes import AXES
-from optimus.config.sections import MAX_FROZEN, MAX_PATTERN_CHARS
+from optimus.config.sections import MAX_PATTERN_CHARS, MAX_PATTERNS
 from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.io import files, tensor_file
 
@@ -342,11 +342,11 @@ def _check_dependent(fields: _Fields) -> None:
         if not isinstance(fields.settings.get(key), kind | None):
             raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} is of another type")
     frozen = fields.settings.get(FROZEN) or ()
-    if len(frozen) > MAX_FROZEN or not all(
+    if len(frozen) > MAX_PATTERNS or not all(
         isinstance(pattern, str) and len(pattern) <= MAX_PATTERN_CHARS for pattern in frozen
     ):
         raise ValueError(
-            f"settings: {FROZEN} is not a list of at most {MAX_FROZEN:,} patterns of at most "
+            f"settings: {FROZEN} is not a list of at most {MAX_PATTERNS:,} patterns of at most "
             f"{MAX_PATTERN_CHARS} characters"
         )
     _check_listed(fields.kind, set(names))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.pieces import Box, Held, Span
+from optimus.chunks.buffers import StateShard
 from optimus.chunks.layout import STATES
-from optimus.chunks.states import StateShard
 from optimus.distributed.groups import Groups
 
 
@@ -30,7 +30,8 @@ class RankStates:
     @property
     def held(self) -> list[Held]:
         return [
-            Held(one.chunk, one.first, one.home.copies, one.home.far_copy) for one in self.shards
+            Held(one.chunk, one.first, one.groups.copy_axes, one.groups.is_tied_copy)
+            for one in self.shards
         ]
 
     @property

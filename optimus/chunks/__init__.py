@@ -1,1 +1,1 @@
-"""Model states in flat chunks: where they lie, who holds a shard, when they are resident."""
+"""Model states in flat chunks: layout, process groups, gradients, optimizer and parameters."""

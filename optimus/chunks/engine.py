@@ -1,6 +1,8 @@
-"""Model states in chunks: parameters and gradients are views of them, AdamW updates shards.
+"""The chunk engine: all model states of a rank in flat chunks, for any torch module.
 
-Serves any torch module: it is given parameters by name and told whose their gradients are.
+Parameters and gradients of the module become views of chunks. Backward adds to the gradients, the
+`GradReducer` sums them over ranks, the optimizer updates this rank's shards, and the `ParamStore`
+gathers the updated parameters.
 """
 
 from __future__ import annotations
@@ -10,30 +12,55 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from optimus.chunks.agree import check_alike, homes_of
-from optimus.chunks.arrivals import Arrivals
-from optimus.chunks.frozen import FrozenParameters
-from optimus.chunks.gradients import Gradients, by_first_use
-from optimus.chunks.layout import STATES, ChunkLayout, Parameter, Slot, lay_out
-from optimus.chunks.memory import Holder, count_bytes
+from optimus.chunks.buffers import (
+    ChunkState,
+    FrozenParams,
+    Memory,
+    ShardSlice,
+    StateOwner,
+    StateShard,
+    TiedUse,
+    count_bytes,
+)
+from optimus.chunks.grad_reducer import GradReducer, by_first_use
+from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
+from optimus.chunks.layout import STATES, Parameter, lay_out
 from optimus.chunks.norm import exact_norm, fast_norm
 from optimus.chunks.optimizer import AdamW
-from optimus.chunks.rcache import ChunkCache
-from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, visit_order
-from optimus.chunks.states import ChunkStates, Home, ShardPart, StateShard
-from optimus.chunks.storage import Memory
-from optimus.chunks.tied import Use
-from optimus.chunks.units import Unit
+from optimus.chunks.param_store import ParamStore
+from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, use_order
+from optimus.chunks.segments import ModelSegment, register_uses
 from optimus.distributed.collectives import ALONE, Group
 
 
 class ChunkEngine:
-    """Owns a rank's model states."""
+    """All model states of a rank.
+
+    Args:
+        named: Parameters by name in order of first use, with their values. They become views of
+            chunks.
+        groups_of: Returns the process groups of a parameter, or None if it has none.
+        optimizer: Updates the shards.
+        dtype: The training dtype.
+        chunk_length: Target length of a chunk, in elements.
+        deterministic: `train.deterministic`.
+        reduce_dtype: The dtype of gradient reductions.
+        grad_dtype: The dtype of gradient accumulation: fp32, or `dtype` unless the mode is
+            deterministic or gradients are freed.
+        everyone: All ranks.
+        compiled: True if torch.compile will trace the module.
+        overlap: Reduce gradients during the last backward of a step.
+        residency: The buffers that are not always whole; `attach` makes them so when needed.
+
+    Raises:
+        ConfigError: A parameter has no groups, or ranks that add up gradients have different
+            parameters. All ranks raise the same error for the latter.
+    """
 
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        home_of: Callable[[str], Home | None],
+        groups_of: Callable[[str], ParamProcessGroups | None],
         optimizer: AdamW,
         *,
         dtype: torch.dtype,
@@ -46,272 +73,270 @@ class ChunkEngine:
         overlap: bool = False,
         residency: Residency = ALL_RESIDENT,
     ) -> None:
-        """`named` parameters come in order of first use, with their values; they become views of
-        chunks of about `chunk_length` elements in `dtype`. Gradients add up in `grad_dtype`, fp32
-        or (but for deterministic, or in pieces) the parameters'. `compiled`: torch.compile will
-        trace the model; it takes no parameter whose gradient is of another dtype, so that each is
-        widened in a hook as on older torch. `overlap`: reductions go on beside the backward that
-        `last_backward` tells of, unless they are ordered. What is not always whole under
-        `residency` waits for `follow`; frozen ones always are.
-
-        Raises ConfigError naming a parameter without a home, or, alike on `everyone`, the first
-        that differs between ranks that add up gradients.
-        """
-        wide = deterministic or residency.divides_gradients
-        assert grad_dtype is torch.float32 or (grad_dtype is dtype and not wide), grad_dtype
-        homes = homes_of(named, home_of)
-        check_alike(named, homes, everyone)
-        self._device = device = next(iter(named.values())).device
-        frozen = {name: p for name, p in named.items() if homes[name].setting.frozen}
+        is_fp32 = deterministic or residency.divides_gradients
+        assert grad_dtype is torch.float32 or (grad_dtype is dtype and not is_fp32), grad_dtype
+        groups = groups_of_params(named, groups_of)
+        check_same_params(named, groups, everyone)
+        self._device = next(iter(named.values())).device
+        frozen = {name: p for name, p in named.items() if groups[name].options.frozen}
         named = {name: p for name, p in named.items() if name not in frozen}
-        self.frozen = FrozenParameters(frozen, homes, dtype, chunk_length)
-        self._named, self._home_of, self._everyone = dict(named), home_of, everyone
+        self.frozen = FrozenParams(frozen, groups, dtype, chunk_length)
+        self._named, self._groups_of, self._everyone = dict(named), groups_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
-        self.layout = _lay_out(named, homes, chunk_length)
+        self.layout = lay_out(
+            (
+                Parameter(name, tuple(p.shape), key, key.reduce_group.size, key.shard_group.size)
+                for name, p in named.items()
+                for key in (groups[name],)
+            ),
+            chunk_length,
+        )
         self.slots = {slot.name: slot for slot in self.layout.slots}
-        self.residency, self._memory = residency, Memory(residency.poison)
-        self.cache: ChunkCache | None = None
-        self.chunks: list[ChunkStates] = []
-        kind = (dtype, grad_dtype, device, residency.divides_parameters)
+        self.residency, memory = residency, Memory(residency.poison)
+        self.chunks: list[ChunkState] = []
         for chunk in self.layout.chunks:
-            assert isinstance(chunk.key, Home)
-            self.chunks.append(ChunkStates(chunk, chunk.key, *kind))
-            self._take_values(self.chunks[-1])
-        self._arrivals = Arrivals()
+            assert isinstance(chunk.key, ParamProcessGroups)
+            settings = (dtype, grad_dtype, self._device, residency.divides_parameters)
+            self.chunks.append(ChunkState(chunk, chunk.key, *settings))
+            self._take_values(self.chunks[-1], memory)
+        self.params = ParamStore(self.chunks, memory)
         self._by_first_use = by_first_use(self.chunks, named)
-        self.gradients = Gradients(
+        self.gradients = GradReducer(
             named,
             self.chunks,
-            self._memory,
+            memory,
             deterministic=deterministic,
             reduce_dtype=reduce_dtype,
             grad_dtype=grad_dtype,
             compiled=compiled,
             overlap=overlap,
-            in_pieces=residency.divides_gradients,
+            frees_buffers=residency.divides_gradients,
         )
 
-    def _take_values(self, one: ChunkStates) -> None:
-        """From the parameters, which become views of the chunk."""
-        for slot in one.chunk.slots:
+    def _take_values(self, state: ChunkState, memory: Memory) -> None:
+        """Copy the values of a chunk's parameters, and make the parameters views of the chunk."""
+        for slot in state.chunk.slots:
             parameter = self._named[slot.name]
             self.put("master", slot.name, parameter.data)
-            view = one.view(one.params, slot)
+            view = state.view(state.params, slot)
             view.copy_(parameter.data)
             parameter.data = view
-        if one.divided:
-            one.shard.copy_(one.params[one.own])
-            self._memory.free(one.params)
+        if state.is_sharded:
+            state.shard.copy_(state.params[state.shard_range])
+            memory.free(state.params)
 
-    # -- residency -------------------------------------------------------------------------------
+    # -- uses of the parameters ------------------------------------------------------------------
 
-    def follow(
+    def attach(
         self,
-        units: Sequence[Unit],
+        segments: Sequence[ModelSegment],
         passes: Sequence[Pass],
+        *,
         early: bool = True,
         regions: Sequence[range] = (),
+        overlap: bool = False,
     ) -> None:
-        """Give units what they need whenever they compute, where states are not always whole.
+        """Provide the segments of the model with their parameters and gradient buffers when they
+        compute.
 
-        `units` in order of first use, with every parameter and use in one of them; `passes`: this
-        rank's in a training step; `early`: as for Follower; `regions`: units that are recomputed
-        together. The cache has the slots that each of `needs` takes.
+        Args:
+            segments: All segments in order of first use. They contain all parameters and uses.
+            passes: The passes of this rank in a training step.
+            early: As for `GradReducer.attach`.
+            regions: Segments that are recomputed together.
+            overlap: Gather updated parameters until their first use.
         """
-        if not self.residency.divides_gradients:
-            return
-        divided = [one for one in self.chunks if one.divided]
-        if divided:
-            needs, chunk_of = self.needs(units), self._chunk_of()
-            trains = [any(name in chunk_of for name in unit.parameters) for unit in units]
-            visits = visit_order(
-                passes,
-                [unit.stage for unit in units],
-                needs,
-                [unit.stage > 0 or any(trains[: n + 1]) for n, unit in enumerate(units)],
-                regions,
-            )
-            slots = self.residency.slots or len(divided)
-            self.cache = ChunkCache(divided, needs, visits, slots, self._memory)
-        self.gradients.follow(units, self.cache, early)
+        if overlap:
+            self.params.overlap(self._needs(segments))
+        if any(state.is_sharded for state in self.chunks):
+            chunk_of, sharded = self._chunk_of(), self.sharded_needs(segments)
+            trains = [any(name in chunk_of for name in s.parameters) for s in segments]
+            stages = [segment.stage for segment in segments]
+            receives = [stage > 0 or any(trains[: n + 1]) for n, stage in enumerate(stages)]
+            uses = use_order(passes, stages, sharded, receives, regions)
+            slots = self.residency.slots or sum(state.is_sharded for state in self.chunks)
+            self.params.shard(self._needs(segments), uses, slots)
+        self.gradients.attach(segments, early)
+        frees_early = early and self.residency.divides_gradients
+        in_backward = frees_early or self.params.plan is not None
+        if overlap or in_backward:
+            register_uses(segments, self._on_use, in_backward)
 
-    def needs(self, units: Sequence[Unit]) -> list[frozenset[int]]:
-        """The chunks that must be whole while each unit computes, by number: of those divided."""
+    def _on_use(self, segment: int, backward: bool) -> None:
+        if backward:
+            self.gradients.before_segment_backward(segment)
+        self.params.use(segment, backward)
+
+    def sharded_needs(self, segments: Iterable[ModelSegment]) -> list[frozenset[int]]:
+        """Return the numbers of the sharded chunks that each segment needs."""
+        return [
+            frozenset(number for number in needs if self.chunks[number].is_sharded)
+            for needs in self._needs(segments)
+        ]
+
+    def _needs(self, segments: Iterable[ModelSegment]) -> list[frozenset[int]]:
         chunk_of = self._chunk_of()
-        needed = ({chunk_of[n] for n in unit.parameters if n in chunk_of} for unit in units)
-        return [frozenset(n for n in own if self.chunks[n].divided) for own in needed]
+        return [frozenset(chunk_of[n] for n in s.parameters if n in chunk_of) for s in segments]
 
     def _chunk_of(self) -> dict[str, int]:
-        """The chunk of each trained parameter and of each further use of one."""
+        """Return the chunk number of each trained parameter and of each further use."""
         chunk_of = {name: slot.chunk for name, slot in self.slots.items()}
-        return chunk_of | {use: chunk_of[own] for use, own in self.gradients.owner_of.items()}
+        return chunk_of | {use: chunk_of[name] for use, name in self.gradients.owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
-        """Make parameters whole for a use that is no visit of a unit, until the next visit. A
-        collective of the ranks that divide them."""
-        if self.cache is not None:
-            numbers = {self.slots[name].chunk for name in names if name in self.slots}
-            self.cache.hold({n for n in numbers if self.chunks[n].divided})
+        """Make parameters whole for a use outside of any segment, until the next use of a segment.
+        A collective of the ranks that shard them."""
+        self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
-    # -- gradients -------------------------------------------------------------------------------
+    def wait(self) -> None:
+        """Wait until all updated parameters are gathered."""
+        self.params.wait()
 
-    def add_use(self, use: Use) -> None:
-        """Give a further use of a parameter a gradient buffer of its own, if it is trained."""
+    # -- a step ----------------------------------------------------------------------------------
+
+    def add_use(self, use: TiedUse) -> None:
+        """Add a gradient buffer for a further use of a parameter, unless it is frozen."""
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
             return
-        home = self._home_of(use.name)
-        assert home is not None, use.name
-        self.gradients.add_use(use, home)
+        groups = self._groups_of(use.name)
+        assert groups is not None, use.name
+        self.gradients.add_use(use, groups)
 
     def gradient(self, name: str) -> Tensor:
-        """Where backward adds a parameter's gradient: for one that does so itself, past autograd.
-        To be asked for each time."""
-        return self._view(name, "grads")
+        """Return the view to which backward adds the gradient of a parameter, for modules that add
+        it without autograd. The view is valid until the next step."""
+        slot = self.slots[name]
+        state = self.chunks[slot.chunk]
+        return state.view(state.grads, slot)
 
-    # -- the update ------------------------------------------------------------------------------
+    def start_step(self) -> None:
+        """Clear the gradients and the cache of parameters before the first pass of a step."""
+        self.gradients.start()
+        if self.params.plan is not None:
+            self.params.start_step()
 
     def grad_norm(self) -> float:
-        """The global 2-norm: what several ranks hold counts once. In deterministic mode the same
-        bits on every layout that keeps parameters whole."""
-        counted = [one.grad for one in self.chunks if one.home.counts]
+        """Return the global 2-norm of the gradients, in which each parameter counts once. In
+        deterministic mode, all layouts that keep parameters whole give the same bits."""
+        counted = [state.grad for state in self.chunks if state.groups.counts]
         norm = exact_norm if self._deterministic else fast_norm
         return norm(counted, self._device, self._everyone)
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
-        """One AdamW update of this rank's shards from the gradients times `grad_scale` (clipping),
-        then of all parameters: begun, where `wait_in` was told who waits for them."""
-        self.wait()  # for what no forward pass has read since the update before
-        self._optimizer.step(self._by_first_use, lr, grad_scale, self._give_out)
+        """Update this rank's shards from the gradients times `grad_scale`, and gather the updated
+        parameters: until their first use if `attach` was called with `overlap`."""
+        self.wait()  # for parameters that no forward pass has read since the last update
+        self._optimizer.num_updates += 1
+        for state in self._by_first_use:
+            self._optimizer.update(state, lr, grad_scale)
+            self.params.gather_updated(state)
         self.gradients.release()
-        self._drop_old()
+        self.params.invalidate()
 
-    def _give_out(self, one: ChunkStates) -> None:
-        if not one.divided:
-            self._arrivals.gather(one)
-
-    def _drop_old(self) -> None:
-        if self.cache is not None:
-            self.cache.drop()  # whole chunks are out of date; their next visit gathers them
-
-    def wait_in(self, readers: Iterable[tuple[nn.Module, Collection[str]]]) -> None:
-        """Let updated parameters arrive while other things are computed: these modules wait for
-        what their call reads (watch_first_uses), as do this class's methods; others call `wait`."""
-        trained = ((module, [n for n in names if n in self.slots]) for module, names in readers)
-        self._arrivals.wait_in(trained, {name: slot.chunk for name, slot in self.slots.items()})
-
-    def wait(self) -> None:
-        """Until all parameters are updated."""
-        self._arrivals.wait()
-
-    def publish(self) -> None:
-        """Make the parameters what the masters say, on all ranks."""
+    def sync_params(self) -> None:
+        """Set the parameters of all ranks from the masters."""
         self.frozen.settle()
         self.wait()
-        for one in self._by_first_use:
-            own = one.shard
-            if own.data_ptr() != one.master.data_ptr():
-                own.copy_(one.master)
-            self._give_out(one)
-        self._drop_old()
+        for state in self._by_first_use:
+            if state.shard.data_ptr() != state.master.data_ptr():
+                state.shard.copy_(state.master)
+            self.params.gather_updated(state)
+        self.params.invalidate()
         self.wait()
 
     # -- states, for checkpoints -----------------------------------------------------------------
 
     def shards(self) -> list[StateShard]:
-        """What this rank holds of the states, chunk by chunk, as it lies in memory."""
+        """Return this rank's shards of the states, chunk by chunk."""
         return [
-            StateShard(one.chunk, one.own.start, one.home, {s: getattr(one, s) for s in STATES})
-            for one in self.chunks
+            StateShard(
+                state.chunk,
+                state.shard_range.start,
+                state.groups,
+                {name: getattr(state, name) for name in STATES},
+            )
+            for state in self.chunks
         ] + list(self.frozen.shards())
 
-    def put(self, state: str, name: str, part: Tensor, start: int = 0) -> None:
-        """Set what this rank's shard has of elements `start` and on of a flattened parameter, for a
-        state of STATES; a frozen one is its own master."""
-        part = part.reshape(-1)
+    def put(self, state: str, name: str, values: Tensor, start: int = 0) -> None:
+        """Set the elements of a state that are in this rank's shard.
+
+        Args:
+            state: One of STATES; "master" for a frozen parameter.
+            name: The parameter.
+            values: Elements of the flattened parameter.
+            start: Index of the first element of `values` in the flattened parameter.
+        """
+        values = values.reshape(-1)
         if name in self.frozen:
             assert state == "master", f"{name} is frozen and has no {state}"
-            self.frozen.put(name, part, start)
+            self.frozen.put(name, values, start)
             return
         slot = self.slots[name]
-        one = self.chunks[slot.chunk]
-        if (here := one.piece_of(getattr(one, state), slot)) is None:
+        chunk_state = self.chunks[slot.chunk]
+        if (local := chunk_state.local_slice(getattr(chunk_state, state), slot)) is None:
             return
-        own, where = here
-        low, high = max(where.start, start), min(where.stop, start + len(part))
+        shard, where = local
+        low, high = max(where.start, start), min(where.stop, start + len(values))
         if low < high:
-            own[low - where.start : high - where.start].copy_(part[low - start : high - start])
+            target = shard[low - where.start : high - where.start]
+            target.copy_(values[low - start : high - start])
 
-    def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> ShardPart | None:
-        """The first part of a parameter in this rank's shard that is bad; None if none is. Frozen
-        parameters are their own masters."""
+    def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> ShardSlice | None:
+        """Return the first slice of a parameter in this rank's shards for which `is_bad` is True;
+        None if there is none. A frozen parameter is its own master."""
         self.wait()
-        for one in self.chunks:
-            flat = getattr(one, state)
+        for chunk_state in self.chunks:
+            flat = getattr(chunk_state, state)
             if is_bad(flat):
-                for slot in one.chunk.slots:
-                    here = one.piece_of(flat, slot)
-                    if here is not None and is_bad(here[0]):
-                        return ShardPart(slot.name, slot.shape, here[1].start, here[0])
+                for slot in chunk_state.chunk.slots:
+                    local = chunk_state.local_slice(flat, slot)
+                    if local is not None and is_bad(local[0]):
+                        return ShardSlice(slot.name, slot.shape, local[1].start, local[0])
         if state == "master":
-            for name, held in self.frozen.parameters().items():
-                if is_bad(held):
-                    return ShardPart(name, tuple(held.shape), 0, held.view(-1))
+            for name, values in self.frozen.parameters().items():
+                if is_bad(values):
+                    return ShardSlice(name, tuple(values.shape), 0, values.view(-1))
         return None
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
-        """The first parameter that is bad as this rank holds it, be it but its shard; "" if none
-        is."""
+        """Return the name of the first parameter for which `is_bad` is True, "" if there is none.
+        Of a sharded parameter, this rank's shard is checked."""
         self.wait()
         for name, slot in self.slots.items():
-            one = self.chunks[slot.chunk]
-            if one.divided:
-                here = one.piece_of(one.shard, slot)
-                held = here[0] if here is not None else None
+            state = self.chunks[slot.chunk]
+            if state.is_sharded:
+                local = state.local_slice(state.shard, slot)
+                values = local[0] if local is not None else None
             else:
-                held = one.view(one.params, slot)
-            if held is not None and is_bad(held):
+                values = state.view(state.params, slot)
+            if values is not None and is_bad(values):
                 return name
         frozen = self.frozen.parameters().items()
-        return next((name for name, held in frozen if is_bad(held)), "")
+        return next((name for name, values in frozen if is_bad(values)), "")
 
-    def bytes_held(self) -> dict[str, int]:
-        """Bytes of all model states here, as `optimus.chunks.memory.count_bytes` splits them."""
-        holders: list[Holder] = [*self.chunks, self.gradients, self.frozen]
-        return count_bytes(piece for one in holders for piece in one.pieces())
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of all model states of this rank, as `count_bytes` divides them."""
+        owners: list[StateOwner] = [*self.chunks, self.gradients, self.frozen]
+        return count_bytes(tensor for owner in owners for tensor in owner.state_tensors())
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache of divided parameters takes, if the largest chunks are in it."""
-        sizes = sorted(one.params.nbytes for one in self.chunks if one.divided)
+        """Bytes of the cache of sharded parameters, if it contains the largest chunks."""
+        sizes = sorted(state.params.nbytes for state in self.chunks if state.is_sharded)
         return sum(sizes[-self.residency.slots :])
 
     @property
     def device(self) -> torch.device:
-        """Where the states are."""
+        """The device of the states."""
         return self._device
 
     @property
     def num_updates(self) -> int:
-        """Updates that AdamW has made; its bias correction depends on it."""
+        """Number of updates, which determines the bias correction of AdamW."""
         return self._optimizer.num_updates
 
     @num_updates.setter
     def num_updates(self, number: int) -> None:
         self._optimizer.num_updates = number
-
-    def _view(self, name: str, buffer: str) -> Tensor:
-        slot: Slot = self.slots[name]
-        one = self.chunks[slot.chunk]
-        return one.view(getattr(one, buffer), slot)
-
-
-def _lay_out(
-    named: Mapping[str, nn.Parameter], homes: Mapping[str, Home], chunk_length: int
-) -> ChunkLayout:
-    parameters = [
-        Parameter(name, tuple(p.shape), home, home.adders.size, home.shards.size)
-        for name, p in named.items()
-        for home in (homes[name],)
-    ]
-    return lay_out(parameters, chunk_length)

@@ -1,12 +1,13 @@
-"""Where every parameter lies in flat chunks: a pure function of names, shapes and groups.
+"""The layout of parameters in flat chunks: a pure function of names, shapes and groups.
 
-Parameters that the same ranks copy, shard and add up form a class; a class is laid out in order of
-first use into chunks of one length, which are reduced, updated, gathered and moved whole. A chunk's
-optimizer state is divided evenly over its shard group.
+Parameters with the same process groups and options form a class. A class is laid out in order of
+first use into chunks of equal length, and each chunk is reduced, updated, gathered and freed as a
+whole. The optimizer states of a chunk are divided evenly over its shard group.
 
-Lengths and offsets are in elements. Every parameter and every shard starts on a multiple of
-ALIGNMENT elements, which is 64 bytes in bf16, the narrowest type, and more in others: unaligned
-views change the rounding of matrix products, and a fused update may treat a ragged end another way.
+Lengths and offsets are in elements. Every parameter and every shard starts at a multiple of
+ALIGNMENT elements, which is 64 bytes in bf16, the narrowest dtype, and more in others: matrix
+products of unaligned views round differently, and a fused update may use another formula for an
+unaligned end.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT = 32
-"""Elements: 64 bytes of two-byte numbers."""
+"""Elements in 64 bytes of a two-byte dtype."""
 STATES = ("master", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of every element, in the order that a checkpoint's index has, too."""
+"""States of AdamW for each element, in the order of the index of a checkpoint."""
 MAX_WASTE = 0.01
-"""The search for a length is content with this share of padding."""
+"""Share of padding below which the search for a length ignores differences."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as a rank holds it. `key` stands for its groups and pipeline stage: parameters
-    of equal keys share chunks."""
+    """A parameter of a rank."""
 
     name: str
     shape: tuple[int, ...]
     key: Hashable = None
-    adders: int = 1
-    """Ranks that add up its gradient: a chunk divides evenly over them."""
-    shards: int = 1
-    """Ranks over which its optimizer state is divided, a divisor of `adders`."""
+    """Parameters with equal keys share chunks. The key contains the groups and the stage."""
+    reduce_size: int = 1
+    """Size of the reduce group, which divides the length of the chunk."""
+    shard_size: int = 1
+    """Size of the shard group, a divisor of `reduce_size`."""
 
     @property
     def size(self) -> int:
@@ -46,14 +47,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place."""
+    """The position of a parameter in its chunk."""
 
     name: str
     shape: tuple[int, ...]
     chunk: int
     """Number of the chunk in the layout."""
     start: int
-    """Within the chunk."""
+    """Index in the chunk of the first element."""
 
     @property
     def stop(self) -> int:
@@ -62,34 +63,34 @@ class Slot:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of memory that is treated as one."""
+    """A flat buffer of several parameters."""
 
     number: int
     key: Hashable
     length: int
-    """A multiple of `adders` * ALIGNMENT; equal for all chunks of a key but the last, which ends
-    where its parameters do."""
-    adders: int
-    shards: int
+    """A multiple of `reduce_size` * ALIGNMENT, equal for all chunks of a key except the last, which
+    ends after its parameters."""
+    reduce_size: int
+    shard_size: int
     slots: tuple[Slot, ...]
 
     @property
     def shard_length(self) -> int:
-        return self.length // self.shards
+        return self.length // self.shard_size
 
     @property
     def used(self) -> int:
-        """Elements of parameters."""
+        """Number of elements that belong to parameters."""
         return sum(slot.stop - slot.start for slot in self.slots)
 
     def slots_in(self, start: int, stop: int) -> tuple[Slot, ...]:
-        """The parameters that have elements in [start, stop)."""
+        """Return the parameters that have elements in [start, stop)."""
         starts, stops = self._limits
         return self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]
 
     @cached_property
     def _limits(self) -> tuple[list[int], list[int]]:
-        """Where each parameter starts and stops: plans for thousands of ranks ask often."""
+        """Starts and stops of the parameters, cached for plans of thousands of ranks."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
 
@@ -101,26 +102,29 @@ class ChunkLayout:
 
     @property
     def slots(self) -> list[Slot]:
-        """All parameters, in the order of their memory."""
+        """All parameters, in the order of their chunks."""
         return [slot for chunk in self.chunks for slot in chunk.slots]
 
     @property
     def length(self) -> int:
-        """Elements of all chunks, padding included."""
+        """Number of elements of all chunks, with padding."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
     def shard_length(self) -> int:
-        """Elements of optimizer state that this rank holds, padding included."""
+        """Number of elements of each optimizer state on this rank, with padding."""
         return sum(chunk.shard_length for chunk in self.chunks)
 
 
 def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
-    """Chunks of about `target_length` elements, at least as long as the largest parameter.
+    """Return chunks of about `target_length` elements, at least as long as the largest parameter.
 
-    `parameters` come in order of first use, each name once: a tied parameter is one parameter.
-    Lengths are chosen class by class to waste little. What is left over, and classes shorter than
-    the target, end in a chunk of just their length.
+    The length is chosen for each class so that little is padding. The last chunk of a class, and
+    the only chunk of a class below the target, has just the length that its parameters need.
+
+    Args:
+        parameters: The parameters in order of first use, each name once.
+        target_length: Elements of a chunk.
     """
     assert target_length >= 1, target_length
     classes: dict[Hashable, list[Parameter]] = {}
@@ -131,9 +135,9 @@ def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
     chunks: list[Chunk] = []
     for key, members in classes.items():
         first = members[0]
-        alike = all((p.adders, p.shards) == (first.adders, first.shards) for p in members)
-        assert alike and first.adders % first.shards == 0, f"{key}: one class, several groups"
-        length = best_length([p.size for p in members], target_length, first.adders)
+        sizes = {(p.reduce_size, p.shard_size) for p in members}
+        assert len(sizes) == 1 and first.reduce_size % first.shard_size == 0, f"{key}: {sizes}"
+        length = best_length([p.size for p in members], target_length, first.reduce_size)
         packs = _pack(members, length)
         for packed in packs[:-1]:
             chunks.append(_make_chunk(len(chunks), packed, length))
@@ -141,14 +145,14 @@ def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
     return ChunkLayout(tuple(chunks))
 
 
-def best_length(sizes: Sequence[int], target: int, adders: int) -> int:
-    """The length of a class's chunks: a multiple of adders * ALIGNMENT near `target` that wastes
-    least.
+def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
+    """Return the length of the chunks of a class: a multiple of `reduce_size` * ALIGNMENT near
+    `target` with the least padding.
 
-    Tried are the lengths at which some run of consecutive parameters, beginning with one of the
-    first, fits exactly: models repeat their layers, so what fits once fits again.
+    The lengths that are tried fit a run of consecutive parameters, which begins with one of the
+    first, exactly. Models repeat their layers, so a length that fits once fits again.
     """
-    step = adders * ALIGNMENT
+    step = reduce_size * ALIGNMENT
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
     least = _round_up(max(padded), step)
     target = max(target, least)
@@ -164,7 +168,7 @@ def best_length(sizes: Sequence[int], target: int, adders: int) -> int:
 
 
 _FIRSTS = 64
-"""Parameters from which runs are tried: several layers' worth."""
+"""Number of parameters with which a tried run may begin: those of several layers."""
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:
@@ -198,14 +202,14 @@ def _pack(members: Sequence[Parameter], length: int) -> list[list[Parameter]]:
 
 
 def _make_chunk(number: int, members: Sequence[Parameter], length: int) -> Chunk:
-    """A chunk of at least `length`."""
+    """Return a chunk of at least `length` elements."""
     first = members[0]
     slots, offset = [], 0
     for parameter in members:
         slots.append(Slot(parameter.name, parameter.shape, number, offset))
         offset += _round_up(parameter.size, ALIGNMENT)
-    length = max(length, _round_up(offset, first.adders * ALIGNMENT))
-    return Chunk(number, first.key, length, first.adders, first.shards, tuple(slots))
+    length = max(length, _round_up(offset, first.reduce_size * ALIGNMENT))
+    return Chunk(number, first.key, length, first.reduce_size, first.shard_size, tuple(slots))
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""The norm of what several ranks hold in pieces: fast, or the same bits however it is cut."""
+"""2-norms of sharded tensors: a fast norm, and a norm with the same bits for any shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1 << 16
 
 
 def fast_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> float:
-    """The 2-norm over the group's ranks of 1-D tensors."""
+    """Return the 2-norm of 1-D tensors over the ranks of a group."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for flat in flats:
         total += _square_sum(flat)
@@ -25,8 +25,11 @@ def fast_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> fl
 
 
 def exact_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> float:
-    """The 2-norm over the group's ranks of fp32 tensors, the same bits however they are cut at
-    multiples of 32 elements and spread over ranks. NaN if any value is not finite."""
+    """Return the 2-norm of fp32 tensors over the ranks of a group; NaN if a value is not finite.
+
+    The result has the same bits for all ways to cut the tensors at multiples of 32 elements and to
+    distribute them over ranks.
+    """
     bins = new_bins(device)
     for flat in flats:
         square_bins_(bins, flat)
@@ -35,10 +38,11 @@ def exact_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> f
 
 
 def _square_sum(flat: Tensor) -> Tensor:
-    """fp64 scalar: norms of blocks in fp32 (fast), squared and added in fp64."""
+    """Return the sum of squares as an fp64 scalar. The norms of blocks are computed in fp32, which
+    is fast, and squared and added in fp64."""
     norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
-    blocks = torch.stack([norm(part) for part in flat.split(_BLOCK)])
+    blocks = torch.stack([norm(block) for block in flat.split(_BLOCK)])
     total = blocks.double().square().sum()
     if math.isfinite(float(total)):
         return total
-    return flat.double().square().sum()  # squares beyond fp32, although each value may be finite
+    return flat.double().square().sum()  # finite values whose squares overflow fp32

@@ -1,21 +1,21 @@
-"""Which chunks are whole in memory when: a pure function of the order in which they are needed.
+"""The plan of the cache of sharded parameters: a pure function of the order of their uses.
 
-A training step visits the units of a model (embedding, blocks, head) in an order that the schedule
-of the pipeline gives before the run: forward through a stage's units, backward in reverse. A chunk
-whose parameters are divided over ranks is gathered before a visit that needs it and finds it
-missing, and freed to make room: the room is a number of slots, a chunk in each (the rCache of the
-Elixir papers). What goes is what is needed again last (Belady 1966), which fetches least.
+A training step uses the segments of a model (embedding, blocks, head) in an order that the pipeline
+schedule determines before the run: forward through the segments of a stage, backward in reverse. A
+chunk with sharded parameters is gathered before a use if it is not in the cache (the rCache of the
+Elixir papers). The cache has a fixed number of slots. If it is full, the chunk that is needed again
+last is freed. This rule (Belady 1966) minimises the gathers.
 
-Fetches of a step with n chunks, each in one unit, and B slots (`tests/chunks/test_residency.py`):
+Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks/test_residency.py):
 
     one microbatch                                         2n - min(B, n)
     k microbatches, forward and backward in turn           2kn - (2k-1)B, B <= n
-    recomputed regions of m > 1 units, B = 1               3n - 1
-      the same without a visit before a region's last unit 3n - n/m
+    recomputed regions of m > 1 segments, B = 1            3n - 1
+      the same without a use before a region's last one    3n - n/m
     recomputed regions, B >= m                             2n - B
 
-Fetches are begun as soon as their slot is free rather than when they are needed, one visit's at a
-time: with B >= 2 they travel beside the computation before, and there are as many.
+A gather begins as soon as its slot is free, not when the chunk is needed, for one use at a time.
+With B >= 2, gathers overlap with the computation before the use, and their number is the same.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Residency:
-    """What a rank keeps whole of chunks that are divided over ranks."""
+    """The buffers of sharded chunks that are always whole on a rank."""
 
     divides_gradients: bool = False
-    """Gradients are whole for one backward only (ZeRO-2)."""
+    """True if gradients are whole during one backward only (ZeRO-2)."""
     divides_parameters: bool = False
-    """Parameters are whole in the cache only (ZeRO-3); divides_gradients besides."""
+    """True if parameters are whole only in the cache (ZeRO-3). Requires `divides_gradients`."""
     slots: int = 0
-    """Chunks that the cache takes; 0: all."""
+    """Size of the cache, in chunks; 0: all chunks."""
     poison: bool = False
-    """For tests: what is freed becomes NaN instead."""
+    """For tests: a freed buffer is filled with NaN."""
 
     def __post_init__(self) -> None:
         assert self.divides_gradients or not self.divides_parameters, self
@@ -51,121 +51,130 @@ ALL_RESIDENT = Residency()
 
 
 class Pass(NamedTuple):
-    """A microbatch's way through one stage."""
+    """The forward or the backward of a microbatch through one stage."""
 
     stage: int
     backward: bool
 
 
-class Visit(NamedTuple):
-    """One unit, about to compute: the chunks of `need` are whole until the next visit."""
+class Use(NamedTuple):
+    """One use of a segment: the chunks of `need` are whole until the next use."""
 
-    unit: int
+    segment: int
     backward: bool
     need: frozenset[int]
 
 
 class Step(NamedTuple):
-    """What is done for a visit: first `evict`, then `gather`, which it waits for; then, while it
-    computes, room is made by `evict_early` and `prefetch` is begun."""
+    """Actions for one use: free `evict`, and gather `gather` and wait for it. While the segment
+    computes, free `evict_early` and begin to gather `prefetch`."""
 
-    visit: Visit
+    use: Use
     evict: tuple[int, ...] = ()
     gather: tuple[int, ...] = ()
     evict_early: tuple[int, ...] = ()
     prefetch: tuple[int, ...] = ()
     resident: frozenset[int] = frozenset()
-    """While it computes, what is on its way included."""
+    """Chunks in the cache while the segment computes, including those that are still gathered."""
 
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """All visits of a training step. It begins and ends with no chunk gathered."""
+    """All uses of a training step, which begins and ends with an empty cache."""
 
     steps: tuple[Step, ...]
     slots: int
 
 
-def visit_order(
+def use_order(
     passes: Iterable[Pass],
     stages: Sequence[int],
     needs: Sequence[frozenset[int]],
     learns: Sequence[bool],
     regions: Iterable[range] = (),
-) -> list[Visit]:
-    """The visits of a step. By unit, in order of first use: the stage it belongs to, the chunks it
-    needs, and whether backward comes by (not where it and all before it are frozen).
+) -> list[Use]:
+    """Return the uses of a step.
 
-    The units of a region are computed again together: backward, once it has come to the last of
-    them, visits all of them forward before it goes on.
+    The backward of the last segment of a region recomputes the forward of all segments of the
+    region.
+
+    Args:
+        passes: The passes of this rank.
+        stages: The stage of each segment, in order of first use.
+        needs: The chunks of each segment.
+        learns: True for each segment with a backward; False if it and all earlier segments are
+            frozen.
+        regions: Segments that are recomputed together.
     """
     again = {region[-1]: region for region in regions}
-    visits: list[Visit] = []
+    uses: list[Use] = []
 
-    def visit(units: Iterable[int], backward: bool) -> None:
-        visits.extend(Visit(unit, backward, needs[unit]) for unit in units)
+    def add(segments: Iterable[int], backward: bool) -> None:
+        uses.extend(Use(segment, backward, needs[segment]) for segment in segments)
 
     for stage, backward in passes:
-        units = [unit for unit, own in enumerate(stages) if own == stage]
+        segments = [segment for segment, number in enumerate(stages) if number == stage]
         if not backward:
-            visit(units, False)
+            add(segments, False)
             continue
-        for unit in reversed(units):
-            if learns[unit]:
-                visit([unit], True)
-                visit(again.get(unit, ()), False)
-    return visits
+        for segment in reversed(segments):
+            if learns[segment]:
+                add([segment], True)
+                add(again.get(segment, ()), False)
+    return uses
 
 
 def fewest_slots(needs: Iterable[Collection[int]]) -> int:
-    """Slots without which some visit could not compute."""
+    """Return the smallest number of slots with which every use can compute."""
     return max(map(len, needs), default=0)
 
 
-def plan_residency(visits: Sequence[Visit], slots: int) -> ResidencyPlan:
-    """Belady's replacement over known visits, fetches then begun as early as their slots allow."""
-    assert slots >= fewest_slots(visit.need for visit in visits), "a visit needs more slots"
-    future = Future(visits)
+def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
+    """Return Belady's replacement over the known uses, with gathers that begin as early as their
+    slots allow."""
+    assert slots >= fewest_slots(use.need for use in uses), "a use needs more slots"
+    future = Future(uses)
     on_demand: list[_Demand] = []
     resident: set[int] = set()
-    for now, visit in enumerate(visits):
+    for now, use in enumerate(uses):
         dead = tuple(sorted(c for c in resident if future.next_use(c, now) == NEVER))
         resident.difference_update(dead)
-        missing = tuple(sorted(visit.need - resident))
+        missing = tuple(sorted(use.need - resident))
         spare = len(resident) + len(missing) - slots
-        victims = farthest(resident - visit.need, spare, partial(future.next_use, now=now))
-        resident = (resident - set(victims)) | visit.need
+        victims = farthest(resident - use.need, spare, partial(future.next_use, now=now))
+        resident = (resident - set(victims)) | use.need
         on_demand.append(_Demand(dead, list(missing), list(victims)))
-    return ResidencyPlan(tuple(_begin_early(visits, on_demand, future, slots)), slots)
+    return ResidencyPlan(tuple(_begin_early(uses, on_demand, future, slots)), slots)
 
 
 def farthest(
     candidates: Collection[int], count: int, next_use: Callable[[int], float]
 ) -> tuple[int, ...]:
-    """The `count` candidates that are needed again last."""
+    """Return the `count` candidates that are needed again last."""
     ordered = sorted(candidates, key=lambda chunk: (-next_use(chunk), chunk))
     return tuple(ordered[: max(0, count)])
 
 
 class Future:
-    """When chunks are needed again."""
+    """The uses of each chunk."""
 
-    def __init__(self, visits: Sequence[Visit]) -> None:
-        self._places: dict[int, list[int]] = defaultdict(list)
-        for place, visit in enumerate(visits):
-            for chunk in visit.need:
-                self._places[chunk].append(place)
+    def __init__(self, uses: Sequence[Use]) -> None:
+        self._indices: dict[int, list[int]] = defaultdict(list)
+        for index, use in enumerate(uses):
+            for chunk in use.need:
+                self._indices[chunk].append(index)
 
     def next_use(self, chunk: int, now: int) -> float:
-        """The place of the first visit from `now` on that needs `chunk`."""
-        places = self._places[chunk]
-        at = bisect_left(places, now)
-        return places[at] if at < len(places) else NEVER
+        """Return the index of the first use from `now` that needs `chunk`, or NEVER."""
+        indices = self._indices[chunk]
+        at = bisect_left(indices, now)
+        return indices[at] if at < len(indices) else NEVER
 
 
 @dataclass
 class _Demand:
-    """What a visit finds dead, missing, and in the way, if nothing is fetched before its time."""
+    """For one use, without early gathers: chunks that are not needed any more, chunks to gather,
+    and chunks to free for them."""
 
     dead: tuple[int, ...]
     missing: list[int]
@@ -173,18 +182,18 @@ class _Demand:
 
 
 def _begin_early(
-    visits: Sequence[Visit], on_demand: list[_Demand], future: Future, slots: int
+    uses: Sequence[Use], on_demand: list[_Demand], future: Future, slots: int
 ) -> Iterable[Step]:
-    """Move each fetch to the first visit behind the fetch before it at which a slot is free, or
-    held by a victim that is not needed in between."""
-    waiting = [place for place, one in enumerate(on_demand) if one.missing]
+    """Move each gather to the first use, after the gather before it, at which a slot is free or
+    contains a victim that is not needed in between."""
+    waiting = [index for index, demand in enumerate(on_demand) if demand.missing]
     resident: set[int] = set()
-    for now, (visit, own) in enumerate(zip(visits, on_demand, strict=True)):
-        evict, gather = (*own.dead, *own.victims), tuple(own.missing)
+    for now, (use, demand) in enumerate(zip(uses, on_demand, strict=True)):
+        evict, gather = (*demand.dead, *demand.victims), tuple(demand.missing)
         resident = (resident - set(evict)) | set(gather)
         while waiting and waiting[0] <= now:
             waiting.pop(0)
-        evicted, begun = [], []
+        evicted, started = [], []
         if waiting:
             ahead = on_demand[waiting[0]]
             for chunk in list(ahead.missing):
@@ -197,5 +206,5 @@ def _begin_early(
                     evicted.append(idle[0])
                 ahead.missing.remove(chunk)
                 resident.add(chunk)
-                begun.append(chunk)
-        yield Step(visit, evict, gather, tuple(evicted), tuple(begun), frozenset(resident))
+                started.append(chunk)
+        yield Step(use, evict, gather, tuple(evicted), tuple(started), frozenset(resident))

@@ -10,8 +10,8 @@ import math
 
 from optimus.config.axes import WITHIN_BLOCK
 from optimus.config.sections import (
-    MAX_FROZEN,
     MAX_PATTERN_CHARS,
+    MAX_PATTERNS,
     ROPE_FIELDS,
     CheckpointConfig,
     Config,
@@ -41,7 +41,7 @@ def check(config: Config) -> None:
     _sequence(train, model)
     _batch(train)
     _schedule(optim, train)
-    _frozen(optim)
+    _patterns(optim)
     _determinism(config)
     _residency(optim, train)
     _loss_scale(optim, train)
@@ -274,15 +274,18 @@ def _schedule(optim: OptimConfig, train: TrainConfig) -> None:
         )
 
 
-def _frozen(optim: OptimConfig) -> None:
-    length = max(map(len, optim.frozen), default=0)
-    if len(optim.frozen) > MAX_FROZEN or length > MAX_PATTERN_CHARS:
-        patterns = counted(len(optim.frozen), "pattern")
-        raise ConfigError(
-            f"optim.frozen has {patterns} of up to {length:,} characters; use at most "
-            f"{MAX_FROZEN:,} patterns of at most {MAX_PATTERN_CHARS} characters (a * matches "
-            "several names)"
-        )
+def _patterns(optim: OptimConfig) -> None:
+    for key, patterns in (
+        ("optim.frozen", optim.frozen),
+        ("optim.groups", [group.pattern for group in optim.groups]),
+    ):
+        length = max(map(len, patterns), default=0)
+        if len(patterns) > MAX_PATTERNS or length > MAX_PATTERN_CHARS:
+            raise ConfigError(
+                f"{key} has {counted(len(patterns), 'pattern')} of up to {length:,} characters; "
+                f"use at most {MAX_PATTERNS:,} patterns of at most {MAX_PATTERN_CHARS} characters "
+                "(a * matches several names)"
+            )
 
 
 def _determinism(config: Config) -> None:

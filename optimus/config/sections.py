@@ -13,10 +13,10 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-MAX_FROZEN, MAX_PATTERN_CHARS = 1000, 256
-"""Maximum number of patterns in `optim.frozen`, and maximum number of characters of such a pattern.
-A checkpoint also has these patterns. The limits bound the time to match them with parameter
-names."""
+MAX_PATTERNS, MAX_PATTERN_CHARS = 1000, 256
+"""Maximum number of patterns in `optim.frozen` and in `optim.groups`, and maximum number of
+characters of a pattern. The limits bound the time to match the patterns with parameter names, also
+for a checkpoint from somebody else."""
 
 
 def _experts(value: Any) -> Any:
@@ -62,8 +62,8 @@ class RopeScaling(Section):
     """llama3: keep frequencies if their wavelength is below original_max_position_embeddings /
     high_freq_factor."""
     beta_fast: NonNegative = 0.0
-    """yarn: keep frequencies that make more than this number of rotations in the original context;
-    0: 32 rotations."""
+    """yarn: keep frequencies that make more than this number of rotations in the original context.
+    The value 0 means the usual number, 32."""
     beta_slow: NonNegative = 0.0
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context; 0: 1 rotation."""

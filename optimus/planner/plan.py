@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from optimus.chunks.memory import KINDS
+from optimus.chunks.buffers import KINDS
 from optimus.config import Config
 from optimus.config.axes import UNEQUAL
 from optimus.distributed.mesh import make_mesh

@@ -101,18 +101,18 @@ class RankModel:
         engine = make_states(
             config.optim, config.train, self.layout, self._groups, self.model, poison
         )
-        segments = segments_of(self.model, self.layout)
-        if config.optim.overlap:
-            owner = self.layout.owner_of  # a tied head reads the embedding
-            engine.wait_in((s.module, [*map(owner, s.unit.parameters)]) for s in segments)
         backward = {Kind.F: False, Kind.B: True, Kind.I: True}
         passes = [
             Pass(action.stage, backward[action.kind])
             for action in schedule.ranks[self._groups.coordinate.pp]
             if action.kind in backward
         ]
-        early = not (schedule.splits_backward or config.train.compile)
-        engine.follow([segment.unit for segment in segments], passes, early)
+        engine.attach(
+            segments_of(self.model, self.layout),
+            passes,
+            early=not (schedule.splits_backward or config.train.compile),
+            overlap=config.optim.overlap,
+        )
         return engine
 
     def keep_microbatches_apart(self) -> None:

@@ -17,11 +17,12 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save_model import DTYPE as MODEL_DTYPE
 from optimus.checkpoint.save_model import model_parts
 from optimus.checkpoint.staging import share_of, staging_bytes
-from optimus.chunks.engine import ChunkEngine, Use
+from optimus.chunks.buffers import TiedUse
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import make_optimizer
+from optimus.chunks.options import check_patterns, options_of
 from optimus.chunks.residency import Residency, fewest_slots
-from optimus.chunks.setting import check_patterns, setting_of
-from optimus.chunks.states import Home
 from optimus.config import Config, ModelConfig, OptimConfig
 from optimus.config.axes import UNEQUAL
 from optimus.config.sections import TrainConfig
@@ -59,7 +60,7 @@ def make_states(
     """
     engine = ChunkEngine(
         dict(model.named_parameters()),
-        lambda name: home_of(name, optim, layout, groups),
+        lambda name: groups_of_param(name, optim, layout, groups),
         make_optimizer(optim),
         dtype=dtype_of(train.dtype),
         chunk_length=optim.chunk_length,
@@ -78,7 +79,7 @@ def make_states(
     )
     model.separate_tied_uses()
     for name, leaf in model.tied_uses().items():
-        engine.add_use(Use(name, leaf, FURTHER_USES[name]))
+        engine.add_use(TiedUse(name, leaf, FURTHER_USES[name]))
     return engine
 
 
@@ -96,7 +97,9 @@ def states_of_rank(
     )
 
 
-def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Home | None:
+def groups_of_param(
+    name: str, optim: OptimConfig, layout: Layout, groups: Groups
+) -> ParamProcessGroups | None:
     """Return the process groups that reduce and shard a parameter, or None if this rank does not
     have it.
 
@@ -106,21 +109,22 @@ def home_of(name: str, optim: OptimConfig, layout: Layout, groups: Groups) -> Ho
     if not owner:
         return None
     kind = layout.placements[owner].kind
-    adding = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
-    setting = setting_of(owner, optim)
-    sharding = () if setting.frozen else shard_axes(kind, optim.sharding)
-    spread = tuple(axis for axis in adding if axis not in sharding)
+    # The sum over partial axes is a separate all-reduce: no group spans dp, ep and tp.
+    reducing = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
+    options = options_of(owner, optim)
+    sharding = () if options.frozen else shard_axes(kind, optim.sharding)
+    replicas = tuple(axis for axis in reducing if axis not in sharding)
     copies = copy_axes(kind, sharding)
-    return Home(
+    return ParamProcessGroups(
         stage=layout.stage_of(name),
-        adders=groups.over(*adding),
-        shards=groups.over(*sharding),
-        spread=groups.over(*spread),
-        partial_over=groups.over(*kind.partial),
-        copies=copies,
-        far_copy=layout.is_far_copy(owner),
-        setting=setting,
-        first_copy=not groups.mesh.number_of(groups.coordinate, copies),
+        reduce_group=groups.over(*reducing),
+        shard_group=groups.over(*sharding),
+        replica_group=groups.over(*replicas),
+        partial_group=groups.over(*kind.partial),
+        copy_axes=copies,
+        is_tied_copy=layout.is_far_copy(owner),
+        options=options,
+        is_first_copy=not groups.mesh.number_of(groups.coordinate, copies),
     )
 
 
@@ -169,7 +173,7 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
     model = build_model(config, layout, groups, torch.device("meta"))
     engine = make_states(config.optim, config.train, layout, groups, model)
-    fewest = fewest_slots(engine.needs([segment.unit for segment in segments_of(model, layout)]))
+    fewest = fewest_slots(engine.sharded_needs(segments_of(model, layout)))
     return PlannedRank(engine, layout, groups, fewest)
 
 
@@ -203,7 +207,7 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         if scatter == "paper":  # only ranks that write checkpoints have staging memory
             coordinate = coordinate._replace(dp=writer_in_paper(mesh, coordinate))
         planned = plan_rank(config, mesh, coordinate)
-        sizes, cache = planned.engine.bytes_held(), planned.engine.cache_bytes
+        sizes, cache = planned.engine.state_bytes(), planned.engine.cache_bytes
         staging = 0
         if config.checkpoint.async_save:
             of_rank = states_of_rank(config.model, planned.layout, planned.groups, planned.engine)

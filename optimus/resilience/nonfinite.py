@@ -10,9 +10,9 @@ from typing import NamedTuple, NoReturn
 import numpy
 import torch
 
+from optimus.chunks.buffers import GradBuffer
 from optimus.chunks.engine import ChunkEngine
-from optimus.chunks.pieces import Buffer
-from optimus.chunks.setting import setting_of
+from optimus.chunks.options import options_of
 from optimus.config import OptimConfig
 from optimus.config.sections import TrainConfig
 from optimus.data.loader import Microbatch
@@ -122,7 +122,7 @@ def refuse_bad_states(
 
 def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tuple[str, str]:
     """Return a description of the bad value, and advice for the user."""
-    is_wide = dtype == "fp32" or setting_of(bad.parameter, optim).frozen
+    is_wide = dtype == "fp32" or options_of(bad.parameter, optim).frozen
     label = "parameter" if bad.state == "master" and is_wide else _LABELS[bad.state]
     text = f"{label} {bad.parameter} is {bad.value} at element {bad.element}"
     if bad.state == "master" and max(optim.lr, bad.largest) >= _HUGE:
@@ -194,7 +194,7 @@ class Watch:
         """Discard the findings of the last update, and start to check update `step`."""
         self._step, self._bad_gradient, self._depth = step, "", 0
 
-    def look_at(self, buffer: Buffer) -> None:
+    def look_at(self, buffer: GradBuffer) -> None:
         """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
         buffers in the order of the backward pass, from the last layers to the first."""
         if not self._bad_gradient and not guards.is_finite(buffer.grads):
@@ -290,7 +290,7 @@ class Watch:
         states, sent = self._states, []
         bad_in_update, self._bad_gradient = self._bad_gradient, ""
         states.gradients.finish()  # wait for reductions in progress
-        states.gradients.start()
+        states.start_step()
         observing = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
         with uncompiled(self._train.compile), observing:
             self._rank_model.executor.run(

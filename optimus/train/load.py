@@ -77,7 +77,7 @@ def load_start(
             chunk.exp_avg_sq.zero_()
         opening = partial(open_weights, config.model, path)
         load_weights(layout, partial(states.put, "master"), opening, world, distribute, path)
-    states.publish()
+    states.sync_params()
     return plan
 
 

@@ -77,7 +77,7 @@ class Updater:
         if config.train.deterministic:
             rank_model.keep_microbatches_apart()
         self._watch = Watch(config.train, config.optim, groups, rank_model, states)
-        states.gradients.before_sum = self._watch.look_at
+        states.gradients.before_reduce = self._watch.look_at
         self._tied_stages = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
@@ -97,7 +97,7 @@ class Updater:
         on_device = self._rank_model.to_device(microbatches)
         lr = learning_rate(step, self._config.optim, self._config.train.max_steps)
         self._watch.start(step)
-        self._states.gradients.start()
+        self._states.start_step()
         terms = self._rank_model.executor.run(
             on_device,
             lambda stage, microbatch: self._states.gradients.reduce(stage),

@@ -25,8 +25,9 @@ from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.reshard import runs_between
 from optimus.checkpoint.save_model import ModelSaver
 from optimus.checkpoint.weights import open_weights
+from optimus.chunks.buffers import StateShard
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Parameter, lay_out
-from optimus.chunks.states import Home, StateShard
 from optimus.config import ModelConfig, make_config
 from optimus.distributed.groups import plan_groups
 from optimus.distributed.mesh import Mesh
@@ -54,7 +55,7 @@ LARGE |= {"model__intermediate_size": 512, "model__num_attention_heads": 4, "mod
 
 def masters_of(shapes: dict[str, tuple[int, ...]]) -> RankStates:
     """All of a model on one rank, which has no moments."""
-    home = Home()
+    home = ParamProcessGroups()
     chunks = lay_out([Parameter(name, shape) for name, shape in shapes.items()], 1 << 24).chunks
     shards = [StateShard(one, 0, home, {"master": torch.ones(one.length)}) for one in chunks]
     boxes = {name: whole_box(shape) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""The engine on one rank: views, exact updates, accumulation in fp32, tied uses, the norm."""
+"""The engine on one rank: parameters as views, updates, fp32 gradients, tied uses, the norm."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from optimus.chunks import gradients as gradients_module
-from optimus.chunks.engine import ChunkEngine, Use
-from optimus.chunks.frozen import FrozenParameters
+from optimus.chunks import grad_reducer
+from optimus.chunks.buffers import FrozenParams, TiedUse
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import ALIGNMENT
 from optimus.chunks.optimizer import AdamW
-from optimus.chunks.states import Home
 from optimus.config import OptimConfig
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
@@ -35,15 +35,15 @@ def make_model(**overrides) -> Transformer:
 def make_engine(model, dtype=torch.float32, chunk_length=4000) -> ChunkEngine:
     engine = ChunkEngine(
         dict(model.named_parameters()),
-        lambda name: Home(),
+        lambda name: ParamProcessGroups(),
         AdamW(OPTIM),
         dtype=dtype,
         chunk_length=chunk_length,
     )
     model.separate_tied_uses()
     for name, leaf in model.tied_uses().items():
-        engine.add_use(Use(name, leaf, "embed.weight"))
-    engine.gradients.start()
+        engine.add_use(TiedUse(name, leaf, "embed.weight"))
+    engine.start_step()
     return engine
 
 
@@ -52,18 +52,20 @@ def backward(model, seed=0):
     model.losses(tokens).ce_sum.backward()
 
 
-def complete(engine: ChunkEngine) -> None:
+def complete_gradients(engine: ChunkEngine) -> None:
     engine.gradients.reduce(0)
     engine.gradients.finish()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_become_aligned_views_with_the_same_values(dtype):
+    """Make the engine of a model whose parameters need several chunks. Each parameter has its value
+    in the training dtype, is in the memory of a chunk, and begins at a multiple of 64 bytes."""
     model = make_model(model__hidden_size=40)
     before = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
     engine = make_engine(model, dtype)
     assert len(engine.chunks) >= 3
-    memory = {one.params.untyped_storage().data_ptr() for one in engine.chunks}
+    memory = {state.params.untyped_storage().data_ptr() for state in engine.chunks}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.untyped_storage().data_ptr() in memory
@@ -71,40 +73,46 @@ def test_parameters_become_aligned_views_with_the_same_values(dtype):
 
 
 def test_update_equals_torch_adamw_to_the_last_bit():
+    """Train a model and its copy for three steps, the copy with torch's fused AdamW. The gradient
+    norms agree. The parameters have the same bits if their size is a multiple of ALIGNMENT, and are
+    close otherwise."""
     model = make_model()
-    plain = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     engine = make_engine(model)
     optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, weight_decay=0.1, fused=True
+        reference.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, weight_decay=0.1, fused=True
     )
     for step in range(3):
-        engine.gradients.start()
+        engine.start_step()
         optimizer.zero_grad()
         backward(model, step)
-        backward(plain, step)
-        complete(engine)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        backward(reference, step)
+        complete_gradients(engine)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
         assert engine.grad_norm() == pytest.approx(float(norm), rel=1e-6)
         engine.update(OPTIM.lr)
         optimizer.step()
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        # A tail shorter than a vector takes another formula in torch; ours never has one.
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        # torch uses another formula for the last elements that do not fill a vector. Chunks are
+        # padded, so the engine has no such elements.
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, msg=name)
         if theirs.numel() % ALIGNMENT == 0:
             assert torch.equal(ours, theirs), name
 
 
 def test_bf16_parameters_follow_fp32_masters():
+    """Update bf16 parameters with a small learning rate. The masters change by less than a bf16
+    step, and each parameter is its master in bf16."""
     model = make_model()
     engine = make_engine(model, torch.bfloat16)
     for seed in range(4):
         backward(model, seed)
-    complete(engine)
-    before = {name: one.clone() for name, one in whole_of(engine, "master").items()}
+    complete_gradients(engine)
+    before = {name: master.clone() for name, master in whole_of(engine, "master").items()}
     engine.update(1e-5)
     masters = whole_of(engine, "master")
-    moved = max(float((masters[name] - before[name]).abs().max()) for name in before)
-    assert 0 < moved < 2e-5  # far below a bf16 step of the weights: kept by the masters
+    change = max(float((masters[name] - before[name]).abs().max()) for name in before)
+    assert 0 < change < 2e-5  # far below the distance of neighbouring bf16 weights
     for name, parameter in model.named_parameters():
         assert parameter.dtype is torch.bfloat16
         assert torch.equal(parameter, masters[name].bfloat16())
@@ -112,9 +120,11 @@ def test_bf16_parameters_follow_fp32_masters():
 
 @pytest.mark.parametrize("natively", [True, False])
 def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
-    if natively and not gradients_module._WIDENS_NATIVELY:
+    """Run five microbatches of a bf16 model, with `Tensor.grad_dtype` or with a hook that widens.
+    The gradients are the fp32 sums of the bf16 gradients of each microbatch."""
+    if natively and not grad_reducer._WIDENS_NATIVELY:
         pytest.skip("this torch has no Tensor.grad_dtype")
-    monkeypatch.setattr(gradients_module, "_WIDENS_NATIVELY", natively)
+    monkeypatch.setattr(grad_reducer, "_WIDENS_NATIVELY", natively)
     model, reference = make_model(), make_model()
     engine = make_engine(model, torch.bfloat16)
     reference.to(torch.bfloat16)
@@ -125,44 +135,50 @@ def test_bf16_accumulation_over_microbatches_is_fp32(monkeypatch, natively):
         backward(reference, seed)
         for name, parameter in reference.named_parameters():
             total[name] += parameter.grad.float()
-    complete(engine)
+    complete_gradients(engine)
     for name, gradient in whole_of(engine, "grad").items():
         assert torch.equal(gradient, total[name]), name
 
 
-def test_tied_embedding_has_one_accumulator_per_use_added_once():
+def test_tied_embedding_gradients_of_both_uses_are_added_once():
+    """Run a step with tied embeddings. Each use has a gradient of its own, and the parameter has
+    their sum, which counts once in the norm. After the update, the model computes the same as a
+    model that loads its parameters."""
     model = make_model(model__tie_embeddings=True)
-    plain = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     engine = make_engine(model)
     backward(model)
-    backward(plain)
+    backward(reference)
     uses = [model.embed.weight, *model.tied_uses().values()]
     assert len(uses) == 2 and all(leaf.grad.abs().sum() > 0 for leaf in uses)
-    complete(engine)
-    together = plain.embed.weight.grad
+    complete_gradients(engine)
+    expected = reference.embed.weight.grad
     torch.testing.assert_close(
-        whole_of(engine, "grad")["embed.weight"], together, rtol=1e-5, atol=1e-6
+        whole_of(engine, "grad")["embed.weight"], expected, rtol=1e-5, atol=1e-6
     )
-    # The norm counts the owner alone, with both uses in it.
-    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters()))
+    # The norm counts the sum of both uses, and not the gradient of the head.
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in reference.parameters()))
     assert engine.grad_norm() == pytest.approx(norm, rel=1e-6)
     engine.update(OPTIM.lr)
     tokens = torch.randint(0, 320, (1, 8))
-    untouched = make_model(model__tie_embeddings=True)
-    untouched.load_state_dict(model.state_dict())
-    assert torch.equal(model(tokens), untouched(tokens))
+    loaded = make_model(model__tie_embeddings=True)
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(model(tokens), loaded(tokens))
 
 
-def test_what_is_put_into_frozen_parameters_counts_though_a_save_was_told_of_them():
+def test_frozen_parameters_put_after_shards_keep_the_new_values():
+    """A checkpoint reads the shards of a frozen parameter, and then a load sets two elements.
+    `settle` does not restore the old values."""
     named = {"a": nn.Parameter(torch.zeros(3))}
-    frozen = FrozenParameters(named, {"a": Home()}, torch.bfloat16, 4)
-    told = list(frozen.shards())
+    frozen = FrozenParams(named, {"a": ParamProcessGroups()}, torch.bfloat16, 4)
+    shards = list(frozen.shards())
     frozen.put("a", torch.ones(2), 1)
     frozen.settle()
-    assert told and named["a"].tolist() == [0, 1, 1]
+    assert shards and named["a"].tolist() == [0, 1, 1]
 
 
-def test_norm_survives_gradients_whose_squares_overflow():
+def test_norm_of_gradients_whose_squares_overflow_is_finite():
+    """The square of a gradient of 1e30 is above the fp32 maximum. The norm is still 1e30."""
     engine = make_engine(make_model())
     engine.chunks[0].grads[0] = 1e30
     assert engine.grad_norm() == pytest.approx(1e30)

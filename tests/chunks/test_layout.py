@@ -1,3 +1,5 @@
+"""The layout of parameters in chunks: alignment, order of first use, padding."""
+
 from __future__ import annotations
 
 import itertools
@@ -33,7 +35,10 @@ def random_parameters(seed: int) -> list[Parameter]:
 
 @pytest.mark.parametrize("target", [1, 1000, 10**6])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_parameter_has_one_aligned_place(seed, target):
+def test_each_parameter_has_an_aligned_slot(seed, target):
+    """Make the layout of random parameters of up to three keys. Each parameter has one slot, in a
+    chunk of its key. Slots and shards are aligned, and slots do not overlap. Chunks of a key have
+    the same length except the last, and the slots of a key are in order of first use."""
     parameters = random_parameters(seed)
     layout = lay_out(parameters, target)
     slots = {slot.name: slot for slot in layout.slots}
@@ -43,15 +48,15 @@ def test_every_parameter_has_one_aligned_place(seed, target):
         chunk = layout.chunks[slot.chunk]
         assert slot.shape == parameter.shape and slot.stop - slot.start == parameter.size
         assert slot.start % ALIGNMENT == 0 and slot.stop <= chunk.length
-        assert (chunk.key, chunk.adders, chunk.shards) == (
+        assert (chunk.key, chunk.reduce_size, chunk.shard_size) == (
             parameter.key,
-            parameter.adders,
-            parameter.shards,
+            parameter.reduce_size,
+            parameter.shard_size,
         )
     for number, chunk in enumerate(layout.chunks):
-        assert chunk.number == number and chunk.length % (chunk.adders * ALIGNMENT) == 0
+        assert chunk.number == number and chunk.length % (chunk.reduce_size * ALIGNMENT) == 0
         assert 2 * chunk.shard_length % 64 == 0  # bytes of bf16
-        assert chunk.shard_length * chunk.shards == chunk.length
+        assert chunk.shard_length * chunk.shard_size == chunk.length
         assert chunk.used == sum(math.prod(slot.shape) for slot in chunk.slots)
         for before, after in itertools.pairwise(chunk.slots):
             assert before.stop <= after.start
@@ -75,38 +80,44 @@ def test_every_parameter_has_one_aligned_place(seed, target):
     ],
 )
 @pytest.mark.parametrize("target", [1 << 24, 1 << 27])
-def test_little_is_wasted_on_real_models(model, mesh, target):
+def test_padding_of_real_models_is_at_most_max_waste(model, mesh, target):
+    """Make the layout of a rank's parameters for several models and meshes. The padding is at most
+    MAX_WASTE of the elements."""
     whole = whole_model(load_config(CONFIGS / f"{model}.toml").model)
     parameters = [
         Parameter(
             name,
-            one.local_shape,
-            "ep" in one.kind.divided,
-            mesh.dp if "ep" in one.kind.divided else mesh.dp * mesh.ep,
+            placement.local_shape,
+            "ep" in placement.kind.divided,
+            mesh.dp if "ep" in placement.kind.divided else mesh.dp * mesh.ep,
         )
-        for name, one in make_placements(whole, mesh, Coordinate(0, 0, 0, 0)).items()
+        for name, placement in make_placements(whole, mesh, Coordinate(0, 0, 0, 0)).items()
     ]
     layout = lay_out(parameters, target)
     assert layout.length / sum(chunk.used for chunk in layout.chunks) - 1 <= MAX_WASTE
 
 
-def test_of_lengths_that_waste_as_little_the_nearest_is_taken():
-    """What 32,000 elements waste counts in steps of 80."""
-    assert best_length([320] * 100, 16_032, 1) == 16_032  # 32 more than nothing
+def test_best_length_with_little_padding_is_the_nearest_to_the_target():
+    """For 32,000 elements, padding counts in steps of 80. A length with less padding is not
+    preferred if the difference is below one step."""
+    assert best_length([320] * 100, 16_032, 1) == 16_032  # 32 elements of padding
     assert best_length([320] * 100, 16_096, 1) == 16_000
 
 
-def test_a_name_given_twice_is_refused():
+def test_a_duplicate_name_is_an_error():
+    """Two parameters have the same name. The layout is refused."""
     with pytest.raises(AssertionError, match="given twice"):
         lay_out([Parameter("a", (4,)), Parameter("a", (4,))], 64)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_parameters_of_a_stretch(seed):
+def test_slots_of_a_range_are_those_that_overlap_it(seed):
+    """Draw random ranges of random chunks, and ranges that end where a slot begins. `slots_in`
+    returns the slots that have elements in the range."""
     draw = random.Random(seed)
     for chunk in lay_out(random_parameters(seed), 1000).chunks:
-        ends = [(0, slot.start) for slot in chunk.slots[1:]]  # a stretch ends where a slot begins
+        before = [(0, slot.start) for slot in chunk.slots[1:]]
         drawn = [sorted(draw.sample(range(chunk.length + 1), 2)) for _ in range(20)]
-        for start, stop in (*ends, *drawn):
-            met = [slot for slot in chunk.slots if slot.start < stop and slot.stop > start]
-            assert list(chunk.slots_in(start, stop)) == met
+        for start, stop in (*before, *drawn):
+            expected = [slot for slot in chunk.slots if slot.start < stop and slot.stop > start]
+            assert list(chunk.slots_in(start, stop)) == expected

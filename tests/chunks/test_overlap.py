@@ -1,13 +1,16 @@
-"""Communication beside computation: no bit changes, and it does begin early."""
+"""Overlap of communication with computation: the bits of results, and the time of launches."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 
 from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import AdamW
-from optimus.chunks.states import Home
+from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
 from optimus.observe.events import TrafficMeter
@@ -18,7 +21,7 @@ from tests.helpers.whole import whole_of
 from tests.helpers.worlds import everyone
 
 FAST = {
-    # What "auto" measures may come out otherwise in another run, and has other bits.
+    # "auto" measures times and may choose another implementation, with other bits, in another run.
     "kernels__grouped_gemm": "loop",
     "parallel__ep_dispatch": "allgather",
     "train__max_steps": 4,
@@ -88,110 +91,138 @@ INTERLEAVED = {
     ],
 )
 def test_overlap_changes_no_bit(ranks, tiny_data, tmp_path, size, run):
-    for name, overlap in (("beside", True), ("after", False)):
+    """Train with and without overlap, in several layouts. Metrics, checkpoints and evaluations are
+    the same."""
+    for name, overlap in (("overlap", True), ("serial", False)):
         settings = {**FAST, "train__eval_interval": 2, **run, "optim__overlap": overlap}
         train_on(ranks, size, tiny_tree(tiny_data, tmp_path / name, **settings))
-    assert_same_run(tmp_path / "beside", tmp_path / "after")
-    evaluations = [(tmp_path / name / "eval.jsonl").read_text() for name in ("beside", "after")]
+    assert_same_run(tmp_path / "overlap", tmp_path / "serial")
+    evaluations = [(tmp_path / name / "eval.jsonl").read_text() for name in ("overlap", "serial")]
     assert evaluations[0] and evaluations[0] == evaluations[1]
 
 
-def step_by_step() -> dict:
-    """Count what is begun when, on four layers of which the first has a weight that is not used."""
+def count_launches() -> dict:
+    """Run a step on four layers, of which the first also has a weight that is not used, and an
+    update. Return the collectives that each phase launches, and checks of the values."""
     torch.manual_seed(0)
     meter = TrafficMeter()
     group = everyone(recorder=meter)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
     model[0].unused = torch.nn.Parameter(torch.ones(8))
     optim = OptimConfig(lr=1e-2, min_lr=0.0)
-    home = Home(adders=group, shards=group)
+    groups = ParamProcessGroups(reduce_group=group, shard_group=group)
     engine = ChunkEngine(
-        dict(model.named_parameters()), lambda name: home, AdamW(optim),
+        dict(model.named_parameters()), lambda name: groups, AdamW(optim),
         dtype=torch.float32, chunk_length=1, overlap=True, everyone=group,
     )  # fmt: skip
-    engine.wait_in((layer, [f"{number}.weight"]) for number, layer in enumerate(model))
+    segments = [
+        ModelSegment(f"layer {number}", 0, (f"{number}.weight",), partial(register_module, layer))
+        for number, layer in enumerate(model)
+    ]
+    engine.attach(segments, [], overlap=True)
     counts = {}
 
-    def count(when: str, operation: str) -> None:
-        counts[when] = meter.counts.get((group.axes, operation), [0])[0]
+    def count(phase: str, operation: str) -> None:
+        counts[phase] = meter.counts.get((group.axes, operation), [0])[0]
         meter.clear()
 
     def backward() -> None:
         model(torch.full((1, 8), group.rank + 1.0)).sum().backward()
 
     meter.clear()
-    engine.gradients.start()
+    engine.start_step()
     backward()
     count("a backward before the last", "reduce_scatter")
     with engine.gradients.last_backward(0):
         backward()
-    count("within the last backward", "reduce_scatter")
+    count("in the last backward", "reduce_scatter")
     engine.gradients.reduce(0)
-    count("behind it", "reduce_scatter")
+    count("after the last backward", "reduce_scatter")
     engine.gradients.finish()
-    shared = {name: gradient.clone() for name, gradient in whole_of(engine, "grad").items()}
+    reduced = {name: gradient.clone() for name, gradient in whole_of(engine, "grad").items()}
     meter.clear()
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     engine.update(1e-2)
-    count("by the update", "all_gather")
-    counts["awaited"] = [len(engine._arrivals._under_way)]
+    count("in the update", "all_gather")
+    counts["in flight"] = [engine.params.num_in_flight]
     for layer in model:
         layer(torch.ones(1, 8))
-        counts["awaited"].append(len(engine._arrivals._under_way))
-    moved = all(not torch.equal(before[n], p) for n, p in model.named_parameters() if "un" not in n)
-    same = whole_of(engine, "master")
+        counts["in flight"].append(engine.params.num_in_flight)
+    updated = all(
+        not torch.equal(before[name], parameter)
+        for name, parameter in model.named_parameters()
+        if "un" not in name
+    )
+    masters = whole_of(engine, "master")
     engine.wait()
-    equal = all(torch.equal(same[name], p) for name, p in model.named_parameters())
-    twice = {n: 2 * 3 / (group.rank + 1) * p for n, p in gradients_alone(before, group).items()}
-    right = all(torch.allclose(shared[name], twice[name], rtol=1e-5) for name in twice)
-    return {**counts, "moved": moved, "equal": equal, "right": right, "unused": shared["0.unused"]}
+    gathered = all(torch.equal(masters[name], p) for name, p in model.named_parameters())
+    # The gradient of a rank is proportional to its input, rank + 1. The inputs of two microbatches
+    # on two ranks have the sum 2 * (1 + 2).
+    expected = {n: 2 * 3 / (group.rank + 1) * p for n, p in local_gradients(before, group).items()}
+    summed = all(torch.allclose(reduced[name], expected[name], rtol=1e-5) for name in expected)
+    return {
+        **counts,
+        "updated": updated,
+        "gathered": gathered,
+        "summed": summed,
+        "unused": reduced["0.unused"],
+    }
 
 
-def gradients_alone(weights: dict, group: Group) -> dict:
+def local_gradients(weights: dict, group: Group) -> dict:
+    """Return the gradients of one microbatch on this rank, without an engine."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
     model.load_state_dict({name: w for name, w in weights.items() if "unused" not in name})
     model(torch.full((1, 8), group.rank + 1.0)).sum().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_reductions_begin_within_backward_and_gathers_end_within_forward(ranks):
-    for told in ranks(2, step_by_step):
-        assert told["a backward before the last"] == 0
-        # Of five chunks (the unused weight has its own) the last three: the one without a gradient
-        # holds back the first. In the opposite order one chunk would be sent.
-        assert told["within the last backward"] == 3
-        assert told["behind it"] == 2
-        assert told["by the update"] == 5
-        assert told["awaited"] == [5, 4, 3, 2, 1]  # nobody reads the fifth
-        assert told["moved"] and told["equal"] and told["right"]
-        assert not told["unused"].any()
+def test_reductions_begin_in_backward_and_gathers_end_in_forward(ranks):
+    """Run a step of two microbatches and an update on two ranks. The last backward launches the
+    reductions that are complete, and each layer of the next forward waits for its own gather.
+    Gradients and parameters have the right values."""
+    for counts in ranks(2, count_launches):
+        assert counts["a backward before the last"] == 0
+        # There are five chunks, one of them for the unused weight. It has no gradient and delays
+        # the first chunk. In the opposite order, backward would launch only one reduction.
+        assert counts["in the last backward"] == 3
+        assert counts["after the last backward"] == 2
+        assert counts["in the update"] == 5
+        assert counts["in flight"] == [5, 4, 3, 2, 1]  # no layer reads the fifth chunk
+        assert counts["updated"] and counts["gathered"] and counts["summed"]
+        assert not counts["unused"].any()
 
 
 @pytest.mark.parametrize("layer", ["q_proj", "mlp_norm", "final_norm"])
-def test_a_nan_is_named_before_it_leaves(ranks, tiny_data, tmp_path, layer):
+def test_nan_in_a_gradient_is_reported_with_its_rank(ranks, tiny_data, tmp_path, layer):
+    """A gradient of rank 1 is NaN. The error of both ranks has its rank, step and parameter: it is
+    found before the reduction spreads it."""
     run = {"parallel__schedule": "1f1b", "parallel__pp": 1, "optim__sharding": "epso"}
     tree = tiny_tree(tiny_data, tmp_path, **{**FAST, **run})
-    words = ranks(2, poison, tree, 1, "gradient", layer, 2, start_world=False)
-    name, message = words[1].split("|")
-    assert f"|{message}" in words[0]
-    for part in ("rank 1", "step 2", f"the gradient of {name}"):
-        assert part in message
+    errors = ranks(2, poison, tree, 1, "gradient", layer, 2, start_world=False)
+    name, message = errors[1].split("|")
+    assert f"|{message}" in errors[0]
+    for text in ("rank 1", "step 2", f"the gradient of {name}"):
+        assert text in message
 
 
-def test_a_nan_is_named_under_zero_bubble(ranks, tiny_data, tmp_path):
+def test_nan_in_a_gradient_under_zero_bubble_is_reported_with_its_rank(ranks, tiny_data, tmp_path):
+    """A gradient of rank 1 is NaN, and weight gradients are deferred. The error has its rank and
+    parameter."""
     tree = tiny_tree(tiny_data, tmp_path, **{**FAST, **ZERO_BUBBLE})
-    words = ranks(4, poison, tree, 1, "gradient", "mlp_norm", 2, start_world=False)
-    name, message = words[1].split("|")
+    errors = ranks(4, poison, tree, 1, "gradient", "mlp_norm", 2, start_world=False)
+    name, message = errors[1].split("|")
     assert "rank 1" in message and f"the gradient of {name}" in message
 
 
-def test_bf16_gradients_follow_fp32_ones(ranks, tiny_data, tmp_path):
+def test_bf16_gradients_are_close_to_fp32_gradients(ranks, tiny_data, tmp_path):
+    """Train a bf16 model with fp32 and with bf16 gradients. Losses and norms differ, but little."""
     runs = {"fp32": "fp32", "bf16": "bf16"}
     for name, dtype in runs.items():
         settings = {**FAST, "train__dtype": "bf16", "optim__grad_dtype": dtype}
         train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / name, **settings))
-    a, b = (metrics_of(tmp_path / name) for name in runs)
-    assert a != b
-    for one, other in zip(a, b, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=2e-3)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
+    fp32, bf16 = (metrics_of(tmp_path / name) for name in runs)
+    assert fp32 != bf16
+    for reference, metrics in zip(fp32, bf16, strict=True):
+        assert metrics["loss"] == pytest.approx(reference["loss"], rel=2e-3)
+        assert metrics["grad_norm"] == pytest.approx(reference["grad_norm"], rel=2e-2)

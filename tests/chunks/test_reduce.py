@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks, in every way in which the engine takes them."""
+"""Sums of gradients over ranks, with all strategies of reduction and all kinds of groups."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as distributed
 from torch import nn
 
+from optimus.chunks.buffers import TiedUse
 from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Residency
-from optimus.chunks.states import Home
-from optimus.chunks.tied import Use
-from optimus.chunks.units import Unit, watch_module
+from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import ALONE, Group, group_of
 from tests.helpers.whole import whole_of
@@ -26,21 +26,21 @@ from tests.helpers.worlds import everyone
 SHAPE = (5, 7)
 
 
-class Way(NamedTuple):
-    """How an engine on four ranks adds up."""
+class Reduction(NamedTuple):
+    """Settings of the reduction of an engine on four ranks."""
 
-    home: str
-    """A key of `homes`."""
+    groups: str
+    """A key of `make_groups`."""
     deterministic: bool
     overlap: bool = False
-    in_pieces: bool = False
+    frees_buffers: bool = False
     reduce_dtype: torch.dtype = torch.float32
 
 
-WAYS = [
-    Way(home, *switches)
-    for home in ("whole", "divided", "divided twice", "partial")
-    for switches in (
+REDUCTIONS = [
+    Reduction(groups, *settings)
+    for groups in ("replicated", "sharded", "sharded and replicated", "partial")
+    for settings in (
         (True,),
         (False,),
         (False, True),
@@ -52,31 +52,38 @@ WAYS = [
 
 
 def pairs() -> tuple[Group, Group]:
-    """Of four ranks, this one's neighbour group ({0, 1} or {2, 3}) and the group across."""
+    """Return the group of this rank and its neighbour, {0, 1} or {2, 3}, and the group of this rank
+    and a rank of the other pair, {0, 2} or {1, 3}."""
     rank = distributed.get_rank()
-    groups = {one: distributed.new_group(one) for one in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    near, across = (group for one, group in groups.items() if rank in one)
+    groups = {pair: distributed.new_group(pair) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    near, across = (group for pair, group in groups.items() if rank in pair)
     return group_of(near, "ep"), group_of(across, "dp")
 
 
-def homes() -> dict[str, Home]:
-    """Groups of a parameter that all four ranks hold: its states whole, divided by four ranks or by
-    two, or gradients that are parts of a sum besides."""
+def make_groups() -> dict[str, ParamProcessGroups]:
+    """Return groups of a parameter that all four ranks have. Its states are replicated, sharded
+    over four ranks or over two; or two ranks reduce its gradients, which are partial sums over two
+    ranks."""
     world, (near, across) = everyone("dp"), pairs()
     return {
-        "whole": Home(adders=world, spread=world, first_copy=world.rank == 0),
-        "divided": Home(adders=world, shards=world),
-        "divided twice": Home(
-            adders=world, shards=across, spread=near, first_copy=near.rank == 0
+        "replicated": ParamProcessGroups(
+            reduce_group=world, replica_group=world, is_first_copy=world.rank == 0
         ),
-        "partial": Home(
-            adders=near, spread=near, partial_over=across, first_copy=world.rank == 0
+        "sharded": ParamProcessGroups(reduce_group=world, shard_group=world),
+        "sharded and replicated": ParamProcessGroups(
+            reduce_group=world, shard_group=across, replica_group=near, is_first_copy=near.rank == 0
         ),
-    }  # fmt: skip
+        "partial": ParamProcessGroups(
+            reduce_group=near,
+            replica_group=near,
+            partial_group=across,
+            is_first_copy=world.rank == 0,
+        ),
+    }
 
 
 class Layer(nn.Module):
-    """A parameter whose gradient is its input."""
+    """A layer whose weight has the input as its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,30 +94,31 @@ class Layer(nn.Module):
 
 
 def contribution(rank: int, microbatch: int) -> torch.Tensor:
-    """Numbers whose sums are exact in bf16 too, and other ones on each rank and microbatch."""
+    """Return a gradient that differs for each rank and microbatch. Sums of such gradients are exact
+    in bf16."""
     return torch.arange(35.0).view(SHAPE) % 4 + 4 * rank + 16 * microbatch
 
 
 def sums() -> list[tuple[torch.Tensor, float]]:
-    """In each way: the whole gradient after two microbatches, and its norm."""
+    """Return the whole gradient after two microbatches, and its norm, for each reduction."""
     torch.set_num_threads(1)
-    world, of_name, found = everyone(), homes(), []
-    for way in WAYS:
-        layer, home = Layer(), of_name[way.home]
+    world, of_name, results = everyone(), make_groups(), []
+    for reduction in REDUCTIONS:
+        layer, groups = Layer(), of_name[reduction.groups]
         engine = ChunkEngine(
             {"weight": layer.weight},
-            lambda name, home=home: home,
+            lambda name, groups=groups: groups,
             AdamW(OptimConfig()),
             dtype=torch.float32,
             chunk_length=1,
-            deterministic=way.deterministic,
-            reduce_dtype=way.reduce_dtype,
+            deterministic=reduction.deterministic,
+            reduce_dtype=reduction.reduce_dtype,
             everyone=world,
-            overlap=way.overlap,
-            residency=Residency(way.in_pieces, False, 0, False),
+            overlap=reduction.overlap,
+            residency=Residency(reduction.frees_buffers, False, 0, False),
         )
-        engine.follow([Unit("layer", 0, ("weight",), partial(watch_module, layer))], [])
-        engine.gradients.start()
+        engine.attach([ModelSegment("layer", 0, ("weight",), partial(register_module, layer))], [])
+        engine.start_step()
         for microbatch in (0, 1):
             x = contribution(world.rank, microbatch).requires_grad_()
             loss = layer(x)
@@ -120,40 +128,49 @@ def sums() -> list[tuple[torch.Tensor, float]]:
                     loss.backward()
             else:
                 loss.backward()
-            if way.deterministic or way.in_pieces or microbatch == 1:
+            if reduction.deterministic or reduction.frees_buffers or microbatch == 1:
                 engine.gradients.reduce(0)
         engine.gradients.finish()
-        found.append((whole_of(engine, "grad")["weight"].clone(), engine.grad_norm()))
-    return found
+        results.append((whole_of(engine, "grad")["weight"].clone(), engine.grad_norm()))
+    return results
+
+
+def sum_of_contributions() -> torch.Tensor:
+    return sum(contribution(*numbers) for numbers in itertools.product(range(4), (0, 1)))
 
 
 def test_gradients_are_sums_over_ranks_and_microbatches_and_count_once_in_the_norm(ranks):
-    every = itertools.product(range(4), (0, 1))
-    expected = sum(contribution(rank, microbatch) for rank, microbatch in every)
-    for told in ranks(4, sums):
-        for way, (gradient, norm) in zip(WAYS, told, strict=True):
-            assert torch.equal(gradient, expected), way
-            assert norm == pytest.approx(float(expected.norm()), rel=1e-6), way
+    """Run two microbatches on four ranks with each kind of reduction. All ranks have the sum of all
+    contributions, and each element counts once in the norm."""
+    expected = sum_of_contributions()
+    for results in ranks(4, sums):
+        for reduction, (gradient, norm) in zip(REDUCTIONS, results, strict=True):
+            assert torch.equal(gradient, expected), reduction
+            assert norm == pytest.approx(float(expected.norm()), rel=1e-6), reduction
 
 
 def tied_sums() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Tied embeddings on two stages of two ranks each, the stages {0, 1} and {2, 3}: whole and
-    divided, ordered and not. The gradient and the parameter after an update, and the norm."""
+    """Train tied embeddings on two stages of two ranks each, {0, 1} and {2, 3}.
+
+    Returns:
+        The gradient, the parameter after an update, and the norm; in deterministic mode or not,
+        with sharded or replicated states.
+    """
     torch.set_num_threads(1)
-    (stage, ends), world, found = pairs(), everyone(), []
-    is_last = ends.rank == 1
-    for deterministic, divided in itertools.product((True, False), (True, False)):
-        home = Home(
-            adders=stage,
-            shards=stage if divided else ALONE,
-            spread=ALONE if divided else stage,
-            far_copy=is_last,
-            first_copy=divided or stage.rank == 0,
+    (stage, tied), world, results = pairs(), everyone(), []
+    is_last = tied.rank == 1
+    for deterministic, is_sharded in itertools.product((True, False), (True, False)):
+        groups = ParamProcessGroups(
+            reduce_group=stage,
+            shard_group=stage if is_sharded else ALONE,
+            replica_group=ALONE if is_sharded else stage,
+            is_tied_copy=is_last,
+            is_first_copy=is_sharded or stage.rank == 0,
         )
         embed = nn.Parameter(torch.ones(SHAPE))
         engine = ChunkEngine(
             {"embed": embed},
-            lambda name, home=home: home,
+            lambda name, groups=groups: groups,
             AdamW(OptimConfig(lr=1e-2, weight_decay=0.0)),
             dtype=torch.float32,
             chunk_length=1,
@@ -162,28 +179,29 @@ def tied_sums() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
         )
         head = embed.detach().requires_grad_() if is_last else None
         if head is not None:
-            engine.add_use(Use("head", head, "embed"))
-        engine.gradients.start()
+            engine.add_use(TiedUse("head", head, "embed"))
+        engine.start_step()
         for microbatch in (0, 1):
             used = embed if head is None else head
             (used * contribution(world.rank, microbatch)).sum().backward()
             if deterministic or microbatch == 1:
                 engine.gradients.reduce(0)
-        engine.gradients.finish({"embed": ends})
+        engine.gradients.finish({"embed": tied})
         gradient = whole_of(engine, "grad")["embed"].clone()
         norm = engine.grad_norm()
         engine.update(1e-2)
         engine.wait()
-        found.append((gradient, embed.detach().clone(), norm))
-    return found
+        results.append((gradient, embed.detach().clone(), norm))
+    return results
 
 
-def test_both_ends_of_tied_parameters_take_the_sum_of_their_gradients(ranks):
-    every = itertools.product(range(4), (0, 1))
-    expected = sum(contribution(rank, microbatch) for rank, microbatch in every)
-    results = ranks(4, tied_sums)
-    for told in results:
-        for (gradient, embed, norm), (_, first, _) in zip(told, results[0], strict=True):
+def test_both_stages_of_a_tied_parameter_have_the_sum_of_its_gradients(ranks):
+    """The first stage uses a parameter as embedding, the last as head. Both have the sum of the
+    gradients, which counts once in the norm, and the same parameter after the update."""
+    expected = sum_of_contributions()
+    of_ranks = ranks(4, tied_sums)
+    for results in of_ranks:
+        for (gradient, embed, norm), (_, first, _) in zip(results, of_ranks[0], strict=True):
             assert torch.equal(gradient, expected)
             assert torch.equal(embed, first) and not torch.equal(embed, torch.ones(SHAPE))
             assert math.isclose(norm, float(expected.norm()), rel_tol=1e-6)

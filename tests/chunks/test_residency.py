@@ -1,4 +1,4 @@
-"""The plan of what is resident: Belady's fetches, the closed formulas, early fetches."""
+"""The plan of the cache: the fewest gathers, their number by formulas, and early gathers."""
 
 from __future__ import annotations
 
@@ -11,130 +11,143 @@ import pytest
 from optimus.chunks.residency import (
     Pass,
     ResidencyPlan,
-    Visit,
+    Use,
     fewest_slots,
     plan_residency,
-    visit_order,
+    use_order,
 )
-from tests.helpers.tower import fetched
+from tests.helpers.tower import planned_gathers
 
 F, B = Pass(0, False), Pass(0, True)
 
 
-def tower(n: int) -> list[frozenset[int]]:
-    """Units that need a chunk each."""
-    return [frozenset({unit}) for unit in range(n)]
+def tower_needs(n: int) -> list[frozenset[int]]:
+    """Return the needs of n segments, each of which needs a chunk of its own."""
+    return [frozenset({segment}) for segment in range(n)]
 
 
-def fetches(n: int, slots: int, passes: Sequence[Pass], regions=()) -> int:
-    visits = visit_order(passes, [0] * n, tower(n), [True] * n, regions)
-    return len(fetched(plan_residency(visits, slots)))
+def num_gathers(n: int, slots: int, passes: Sequence[Pass], regions=()) -> int:
+    uses = use_order(passes, [0] * n, tower_needs(n), [True] * n, regions)
+    return len(planned_gathers(plan_residency(uses, slots)))
 
 
-def trace_of(needs: Sequence[Sequence[int]]) -> list[Visit]:
-    return [Visit(place, False, frozenset(need)) for place, need in enumerate(needs)]
+def forward_uses(needs: Sequence[Sequence[int]]) -> list[Use]:
+    return [Use(segment, False, frozenset(need)) for segment, need in enumerate(needs)]
 
 
-def fewest_fetches(visits: Sequence[Visit], slots: int) -> int:
-    """Over every way to keep chunks: what is resident behind a visit, and its least cost."""
+def fewest_gathers(uses: Sequence[Use], slots: int) -> int:
+    """Return the minimum over all sequences of evictions.
+
+    For each set of chunks that can be in the cache after a use, the search keeps the least number
+    of gathers so far.
+    """
     reached = {frozenset(): 0}
-    for visit in visits:
+    for use in uses:
         following: dict[frozenset[int], int] = {}
         for resident, cost in reached.items():
-            cost += len(visit.need - resident)
-            rest = resident - visit.need
-            for count in range(min(len(rest), slots - len(visit.need)) + 1):
+            cost += len(use.need - resident)
+            rest = resident - use.need
+            for count in range(min(len(rest), slots - len(use.need)) + 1):
                 for kept in itertools.combinations(sorted(rest), count):
-                    state = visit.need | set(kept)
+                    state = use.need | set(kept)
                     following[state] = min(cost, following.get(state, cost))
         reached = following
     return min(reached.values())
 
 
-def replay(plan: ResidencyPlan) -> None:
-    """Hold a plan against its rules: needed chunks are there, slots suffice, nothing goes while it
-    is used or on its way, nothing is fetched twice or freed that is not there."""
+def check_plan(plan: ResidencyPlan) -> None:
+    """Check that each use has its chunks, that the slots suffice, that no chunk is freed while it
+    is used or gathered, and that no chunk is gathered twice or freed twice."""
     resident: set[int] = set()
-    on_the_way: set[int] = set()
+    in_flight: set[int] = set()
     for step in plan.steps:
-        assert not set(step.evict) & on_the_way
+        assert not set(step.evict) & in_flight
         for chunk in step.evict:
             resident.remove(chunk)
         assert not resident & set(step.gather)
         resident |= set(step.gather)
-        assert len(resident) <= plan.slots and step.visit.need <= resident
-        on_the_way -= step.visit.need
-        assert not set(step.evict_early) & (step.visit.need | on_the_way)
+        assert len(resident) <= plan.slots and step.use.need <= resident
+        in_flight -= step.use.need
+        assert not set(step.evict_early) & (step.use.need | in_flight)
         for chunk in step.evict_early:
             resident.remove(chunk)
         assert not resident & set(step.prefetch)
         resident |= set(step.prefetch)
-        on_the_way |= set(step.prefetch)
+        in_flight |= set(step.prefetch)
         assert len(resident) <= plan.slots and resident == step.resident
-        assert step.visit.need <= resident
-    assert not on_the_way
+        assert step.use.need <= resident
+    assert not in_flight
 
 
-def random_trace(draw: random.Random, chunks: int, length: int) -> list[Visit]:
-    return trace_of(
+def random_uses(draw: random.Random, chunks: int, length: int) -> list[Use]:
+    return forward_uses(
         [draw.sample(range(chunks), draw.randint(0, min(3, chunks))) for _ in range(length)]
     )
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_replacement_fetches_less(seed):
+def test_plan_of_random_uses_has_the_fewest_gathers(seed):
+    """Plan random uses for several sizes of the cache. No sequence of evictions needs fewer
+    gathers, and the plan has all uses and is valid."""
     draw = random.Random(seed)
-    visits = random_trace(draw, draw.randint(1, 6), draw.randint(1, 14))
-    least = max(1, fewest_slots(visit.need for visit in visits))
+    uses = random_uses(draw, draw.randint(1, 6), draw.randint(1, 14))
+    least = max(1, fewest_slots(use.need for use in uses))
     for slots in range(least, 7):
-        plan = plan_residency(visits, slots)
-        assert len(fetched(plan)) == fewest_fetches(visits, slots)
-        assert [step.visit for step in plan.steps] == visits
-        replay(plan)
+        plan = plan_residency(uses, slots)
+        assert len(planned_gathers(plan)) == fewest_gathers(uses, slots)
+        assert [step.use for step in plan.steps] == uses
+        check_plan(plan)
 
 
-def test_microbatches_in_turn():
+def test_gathers_of_microbatches_in_turn_equal_the_formula():
+    """Plan k microbatches, forward and backward in turn, on n segments."""
     for k, n in itertools.product(range(1, 6), range(1, 9)):
         for slots in range(1, n + 1):
-            assert fetches(n, slots, [F, B] * k) == 2 * k * n - (2 * k - 1) * slots
+            assert num_gathers(n, slots, [F, B] * k) == 2 * k * n - (2 * k - 1) * slots
 
 
-def test_recomputed_regions():
+def test_gathers_of_recomputed_regions_equal_the_formulas():
+    """Plan one microbatch on n segments, recomputed in regions of m segments. The number of gathers
+    is checked for one slot and for at least m slots."""
     for m, count in itertools.product(range(2, 5), range(1, 5)):
         n = m * count
         regions = [range(first, first + m) for first in range(0, n, m)]
-        assert fetches(n, 1, [F, B], regions) == 3 * n - 1
-        # Without a visit before the last unit of a region, which recomputation ends with anyway.
-        visits = visit_order([F, B], [0] * n, tower(n), [True] * n, regions)
+        assert num_gathers(n, 1, [F, B], regions) == 3 * n - 1
+        # Without the backward use of a region's last segment: the recomputation ends with it.
+        uses = use_order([F, B], [0] * n, tower_needs(n), [True] * n, regions)
         last = {region[-1] for region in regions}
-        fewer = [visit for visit in visits if not (visit.backward and visit.unit in last)]
-        assert len(fetched(plan_residency(fewer, 1))) == 3 * n - n // m
+        fewer = [use for use in uses if not (use.backward and use.segment in last)]
+        assert len(planned_gathers(plan_residency(fewer, 1))) == 3 * n - n // m
         for slots in range(m, n + 1):
-            assert fetches(n, slots, [F, B], regions) == 2 * n - slots
+            assert num_gathers(n, slots, [F, B], regions) == 2 * n - slots
 
 
-def test_fetches_travel_beside_computation():
-    """With two slots every fetch but the first and that at the turn's end is begun a visit ahead,
-    with one slot none."""
+def test_gathers_overlap_with_computation():
+    """Plan a forward and a backward. With one slot, each gather is waited for at once. With two or
+    more slots, only the first gather is, and the others begin at an earlier use."""
     n = 8
-    visits = visit_order([F, B], [0] * n, tower(n), [True] * n)
+    uses = use_order([F, B], [0] * n, tower_needs(n), [True] * n)
     for slots, waited_for in ((1, 2 * n - 1), (2, 1), (n, 1)):
-        plan = plan_residency(visits, slots)
+        plan = plan_residency(uses, slots)
         assert sum(len(step.gather) for step in plan.steps) == waited_for, slots
-        assert len({*fetched(plan)}) == n
+        assert len({*planned_gathers(plan)}) == n
 
 
-def test_what_is_not_needed_again_goes():
-    plan = plan_residency(visit_order([F, B], [0] * 4, tower(4), [True] * 4), 4)
+def test_chunks_that_are_not_needed_again_are_freed():
+    """Plan a forward and a backward of four segments with four slots. The chunk of a segment is
+    freed after the backward of the segment, although the cache is not full."""
+    plan = plan_residency(use_order([F, B], [0] * 4, tower_needs(4), [True] * 4), 4)
     backward = [step.resident for step in plan.steps[4:]]
-    assert backward == [set(range(unit + 1)) for unit in (3, 2, 1, 0)]
+    assert backward == [set(range(segment + 1)) for segment in (3, 2, 1, 0)]
     assert max(len(step.resident) for step in plan.steps) == 4
 
 
-def test_visits_follow_stages_and_skip_the_frozen_start():
+def test_use_order_follows_stages_and_skips_frozen_first_segments():
+    """Two stages of two segments, of which the first segment is frozen. The uses are in the order
+    of the passes, and the frozen segment has no backward."""
     passes = [Pass(0, False), Pass(1, False), Pass(1, True), Pass(0, True)]
-    visits = visit_order(passes, [0, 0, 1, 1], tower(4), [False, True, True, True])
-    assert [(visit.unit, visit.backward) for visit in visits] == [
-        *((unit, False) for unit in (0, 1, 2, 3)),
-        *((unit, True) for unit in (3, 2, 1)),
+    uses = use_order(passes, [0, 0, 1, 1], tower_needs(4), [False, True, True, True])
+    assert [(use.segment, use.backward) for use in uses] == [
+        *((segment, False) for segment in (0, 1, 2, 3)),
+        *((segment, True) for segment in (3, 2, 1)),
     ]

@@ -12,8 +12,9 @@ from optimus.checkpoint import manager
 from optimus.checkpoint.pieces import Scatter
 from optimus.checkpoint.rank_states import RankStates
 from optimus.checkpoint.save import FullSaver
+from optimus.chunks.buffers import StateShard
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import STATES, Parameter, lay_out
-from optimus.chunks.states import Home, StateShard
 from optimus.distributed.collectives import ALONE, Group
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Mesh
@@ -25,11 +26,11 @@ SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
 def make_states(step: int, group: Group = ALONE) -> RankStates:
     """States of which every element tells the step, divided over the group."""
     parameters = [
-        Parameter(name, shape, adders=group.size, shards=group.size)
+        Parameter(name, shape, reduce_size=group.size, shard_size=group.size)
         for name, shape in SHAPES.items()
     ]
     chunks = lay_out(parameters, 100).chunks
-    home = Home(adders=group, shards=group)
+    home = ParamProcessGroups(reduce_group=group, shard_group=group)
     shards = []
     for chunk in chunks:
         flat = torch.full((chunk.shard_length,), float(step))

@@ -1,5 +1,7 @@
-"""A tower of equal layers, a chunk each, trained by the engine on several ranks: what the formulas
-of residency are about, without a language model around it."""
+"""A tower of equal layers, each with its own chunk, that the engine trains on several ranks.
+
+It has what the formulas of `optimus/chunks/residency.py` describe, without a language model.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Pass, Residency, ResidencyPlan
-from optimus.chunks.states import Home
-from optimus.chunks.units import Unit, watch_module
+from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
 from optimus.distributed.world import start_world
@@ -26,12 +28,14 @@ from tests.helpers.whole import whole_of
 
 WIDTH = 32
 CHUNK = WIDTH * WIDTH
-"""Elements of a layer."""
+"""Number of elements of a layer, and of its chunk."""
 LR = 1e-2
+ALL_HOOKS = (-1, False)
+"""Value of `missing_hook` with which no hook is missing."""
 
 
-def fetched(plan: ResidencyPlan) -> list[int]:
-    """The chunks that a step gathers, in the order in which they are asked for."""
+def planned_gathers(plan: ResidencyPlan) -> list[int]:
+    """Return the chunks that a step gathers, in the order in which the gathers begin."""
     return [chunk for step in plan.steps for chunk in (*step.gather, *step.prefetch)]
 
 
@@ -45,7 +49,10 @@ class Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """x [..., WIDTH] through n layers, those of a region recomputed together in backward."""
+    """A sequence of n layers with an input x [..., WIDTH].
+
+    With `region`, backward recomputes that number of consecutive layers together.
+    """
 
     def __init__(self, n: int, region: int = 0) -> None:
         super().__init__()
@@ -65,16 +72,19 @@ class Tower(nn.Module):
 
 
 class Case(NamedTuple):
-    """A training run of a tower."""
+    """Settings of a training run of a tower."""
 
     n: int
+    """Number of layers."""
     slots: int = 0
+    """Size of the cache, in chunks; 0: all chunks."""
     microbatches: int = 1
     region: int = 0
+    """Number of layers that are recomputed together; 0: no recomputation."""
     gradients: bool = True
-    """Whether gradients are divided."""
+    """True if gradients are sharded."""
     parameters: bool = True
-    """Whether parameters are."""
+    """True if parameters are sharded."""
     deterministic: bool = True
     dtype: torch.dtype = torch.float32
     steps: int = 2
@@ -82,52 +92,64 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a rank saw."""
+    """Results of a run on one rank."""
 
     losses: list[float]
     weights: str
-    """A digest of the masters."""
+    """SHA-256 of the masters."""
     traffic: dict[str, list[int]]
     """Calls and bytes of the last step, by operation."""
     planned: int
-    """Fetches of a step."""
+    """Number of gathers in the plan of a step."""
     trace: list[tuple[int, bool, int]]
-    """Of the last step: unit, whether backward, resident bytes of parameters."""
+    """For each use of the last step: segment, True for backward, resident bytes of parameters."""
     plan: list[tuple[int, bool, int]]
-    """The same, as planned."""
+    """The same values according to the plan."""
     between: dict[str, int]
     """Resident bytes after the last update."""
     gradients: list[int]
     """Resident bytes of gradients before each reduction of the last step."""
 
 
-def units_of(tower: Tower, silent: tuple[int, bool] = (-1, False)) -> list[Unit]:
-    """A unit a layer. `silent`: one whose forward, or backward if true, goes unnoticed."""
-    units = []
+def segments_of(tower: Tower, missing_hook: tuple[int, bool] = ALL_HOOKS) -> list[ModelSegment]:
+    """Return a segment for each layer.
+
+    Args:
+        tower: The model.
+        missing_hook: The number of a layer of which one hook has no effect, and True for its
+            backward hook, False for its forward hook.
+    """
+    segments = []
     for number, layer in enumerate(tower.layers):
-        watch: Callable[..., None] = partial(watch_module, layer)
-        if number == silent[0]:
-            watch = partial(_watch_half, layer, silent[1])
+        register: Callable[..., None] = partial(register_module, layer)
+        if number == missing_hook[0]:
+            register = partial(_register_single_hook, layer, missing_hook[1])
         names = tuple(f"layers.{number}.{name}" for name, _ in layer.named_parameters())
-        units.append(Unit(f"layer {number}", 0, names, watch))
-    return units
+        segments.append(ModelSegment(f"layer {number}", 0, names, register))
+    return segments
 
 
-def _watch_half(layer: nn.Module, without_backward: bool, forward: Any, backward: Any) -> None:
+def _register_single_hook(
+    layer: nn.Module, without_backward: bool, before_forward: Any, before_backward: Any
+) -> None:
     def nothing() -> None:
         pass
 
-    watch_module(layer, *((forward, nothing) if without_backward else (nothing, backward)))
+    hooks = (before_forward, nothing) if without_backward else (nothing, before_backward)
+    register_module(layer, *hooks)
 
 
 def make_engine(
-    tower: Tower, case: Case, world: Group, silent: tuple[int, bool] = (-1, False)
+    tower: Tower, case: Case, world: Group, missing_hook: tuple[int, bool] = ALL_HOOKS
 ) -> ChunkEngine:
-    """All ranks of the world add gradients and divide states."""
-    home = Home(adders=replace(world, axes="dp"), shards=replace(world, axes="dp"))
+    """Return the engine of a tower whose gradients are reduced, and whose states are sharded, over
+    all ranks."""
+    groups = ParamProcessGroups(
+        reduce_group=replace(world, axes="dp"), shard_group=replace(world, axes="dp")
+    )
     engine = ChunkEngine(
         dict(tower.named_parameters()),
-        lambda name: home,
+        lambda name: groups,
         AdamW(OptimConfig(lr=LR, min_lr=0.0)),
         dtype=case.dtype,
         chunk_length=CHUNK,
@@ -137,35 +159,36 @@ def make_engine(
         residency=Residency(case.gradients, case.parameters, case.slots, case.poison),
     )
     passes = [Pass(0, False), Pass(0, True)] * case.microbatches
-    engine.follow(units_of(tower, silent), passes, regions=tower.regions)
+    engine.attach(segments_of(tower, missing_hook), passes, regions=tower.regions)
     return engine
 
 
 def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
-    """Memory of whole chunks at the moment: of `params` and of `grads`, those of uses too."""
-    uses = engine.gradients._uses
+    """Return the memory of whole chunks: of "params", and of "grads" with those of tied uses."""
+    tied = engine.gradients._tied
     flats = {
-        "params": [one.params for one in engine.chunks],
-        "grads": [one.grads for one in (*engine.chunks, *uses)],
+        "params": [state.params for state in engine.chunks],
+        "grads": [buffer.grads for buffer in (*engine.chunks, *tied)],
     }
     return {
-        kind: sum(flat.untyped_storage().nbytes() for flat in every)
-        for kind, every in flats.items()
+        kind: sum(flat.untyped_storage().nbytes() for flat in tensors)
+        for kind, tensors in flats.items()
     }
 
 
-def watch_visits(engine: ChunkEngine) -> list[tuple[int, bool, int]]:
-    """Unit, whether backward, and bytes of whole parameters, of every visit from now on."""
-    cache, seen = engine.cache, []
-    if cache is not None:
-        visit = cache.visit
+def watch_uses(engine: ChunkEngine) -> list[tuple[int, bool, int]]:
+    """Return a list to which each later use adds its segment, True for backward, and the resident
+    bytes of parameters. The list remains empty if no parameter is sharded."""
+    store, uses = engine.params, []
+    if store.plan is not None:
+        use = store.use
 
-        def noted(unit: int, backward: bool) -> None:
-            visit(unit, backward)
-            seen.append((unit, backward, resident_bytes(engine)["params"]))
+        def use_and_record(segment: int, backward: bool) -> None:
+            use(segment, backward)
+            uses.append((segment, backward, resident_bytes(engine)["params"]))
 
-        cache.visit = noted
-    return seen
+        store.use = use_and_record
+    return uses
 
 
 def batch(number: int, dtype: torch.dtype) -> Tensor:
@@ -173,7 +196,7 @@ def batch(number: int, dtype: torch.dtype) -> Tensor:
 
 
 def train_towers(cases: Sequence[Case]) -> list[Outcome]:
-    """Some updates of this rank's copy in each case."""
+    """Train a tower for each case, and return the results of this rank."""
     torch.set_num_threads(1)
     meter = TrafficMeter()
     world = replace(start_world(device="cpu").everyone, recorder=meter)
@@ -183,41 +206,41 @@ def train_towers(cases: Sequence[Case]) -> list[Outcome]:
 def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
     tower = Tower(case.n, case.region)
     engine = make_engine(tower, case, world)
-    each = case.deterministic or case.gradients
-    losses, gradients, visits = [], [], watch_visits(engine)
-    engine.gradients.before_sum = lambda one: gradients.append(resident_bytes(engine)["grads"])
+    reduces_each = case.deterministic or case.gradients
+    losses, gradients, uses = [], [], watch_uses(engine)
+    engine.gradients.before_reduce = lambda _: gradients.append(resident_bytes(engine)["grads"])
     for step in range(case.steps):
         gradients.clear()
         meter.clear()
-        engine.gradients.start()
+        engine.start_step()
         for microbatch in range(case.microbatches):
             number = (step * case.microbatches + microbatch) * world.size + world.rank
             loss = (tower(batch(number, case.dtype)) - 1).square().float().mean()
             (loss / (case.microbatches * world.size)).backward()
             losses.append(loss.item())
-            if each or microbatch == case.microbatches - 1:
+            if reduces_each or microbatch == case.microbatches - 1:
                 engine.gradients.reduce(0)
         engine.gradients.finish()
         engine.update(LR)
-    counted = {name: list(entry) for (_, name), entry in meter.counts.items()}
+    traffic = {name: list(count) for (_, name), count in meter.counts.items()}
     planned, trace, plan = 0, [], []
-    if engine.cache is not None:
+    if engine.params.plan is not None:
         size = CHUNK * case.dtype.itemsize
-        planned = len(fetched(engine.cache.plan))
-        trace = visits[-len(engine.cache.plan.steps) :]
+        planned = len(planned_gathers(engine.params.plan))
+        trace = uses[-len(engine.params.plan.steps) :]
         plan = [
-            (step.visit.unit, step.visit.backward, len(step.resident) * size)
-            for step in engine.cache.plan.steps
+            (step.use.segment, step.use.backward, len(step.resident) * size)
+            for step in engine.params.plan.steps
         ]
     between = resident_bytes(engine)
-    masters = torch.cat([one.flatten() for one in whole_of(engine, "master").values()])
+    masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
     digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
-    return Outcome(losses, digest, counted, planned, trace, plan, between, gradients)
+    return Outcome(losses, digest, traffic, planned, trace, plan, between, gradients)
 
 
-def fetches_of_passes(cases: Sequence[Case], passes: int) -> list[int]:
-    """How often a chunk is gathered by so many forward passes outside of a training step."""
-    meter, found = TrafficMeter(), []
+def count_gathers(cases: Sequence[Case], passes: int) -> list[int]:
+    """Return the number of gathers in `passes` forward passes outside of a step, for each case."""
+    meter, counts = TrafficMeter(), []
     world = replace(start_world(device="cpu").everyone, recorder=meter)
     for case in cases:
         tower = Tower(case.n)
@@ -226,21 +249,21 @@ def fetches_of_passes(cases: Sequence[Case], passes: int) -> list[int]:
         with torch.no_grad():
             for number in range(passes):
                 tower(batch(number, case.dtype))
-        found.append(meter.counts["dp", "all_gather"][0])
-    return found
+        counts.append(meter.counts["dp", "all_gather"][0])
+    return counts
 
 
-def use_with_silent_triggers(
-    case: Case, silent: Sequence[tuple[int, bool]]
+def run_with_missing_hooks(
+    case: Case, missing_hooks: Sequence[tuple[int, bool]]
 ) -> list[tuple[bool, bool]]:
-    """Whether the output and the input's gradient are finite, outside of a training step, with each
-    of some triggers silent."""
-    world, found = start_world(device="cpu").everyone, []
-    for one in silent:
+    """Run a forward and a backward outside of a step for each missing hook. Return True for a
+    finite output, and True for a finite gradient of the input."""
+    world, is_finite = start_world(device="cpu").everyone, []
+    for missing_hook in missing_hooks:
         tower = Tower(case.n, case.region)
-        make_engine(tower, case, world, one)
+        make_engine(tower, case, world, missing_hook)
         x = batch(0, case.dtype).requires_grad_()
         out = tower(x)
         (grad,) = torch.autograd.grad(out.float().sum(), x)
-        found.append((bool(out.isfinite().all()), bool(grad.isfinite().all())))
-    return found
+        is_finite.append((bool(out.isfinite().all()), bool(grad.isfinite().all())))
+    return is_finite

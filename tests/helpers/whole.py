@@ -30,7 +30,7 @@ def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
     engine.wait()
     out = {}
     for one in engine.chunks:
-        flat = one.whole(getattr(one, state))
+        flat = one.gather(getattr(one, state))
         out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
     if state == "master":
         out |= {name: view.float() for name, view in engine.frozen.parameters().items()}

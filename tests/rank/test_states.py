@@ -62,8 +62,8 @@ def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     for step in (1, 2):
         updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
     in_memory = all_memory(states, *shard.model.parameters(), *shard.model.tied_uses().values())
-    planned = plan_rank(config, groups.mesh, groups.coordinate).engine.bytes_held()
-    return planned, states.bytes_held(), in_memory
+    planned = plan_rank(config, groups.mesh, groups.coordinate).engine.state_bytes()
+    return planned, states.state_bytes(), in_memory
 
 
 TIED = {"model__tie_embeddings": True}
@@ -154,7 +154,7 @@ def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
             tiny_tree("d", "r", train__dtype=dtype, optim__sharding=sharding, **FAST)
         )
         x, n = share_of(config, mesh)
-        memory = plan_rank(config, mesh, Coordinate(0, 0, 0, 0)).engine.bytes_held()
+        memory = plan_rank(config, mesh, Coordinate(0, 0, 0, 0)).engine.state_bytes()
         exact = {
             "none": width * (x + n),
             "so": width * (x + n) / mesh.dp,
@@ -174,7 +174,7 @@ def test_ranks_of_a_kind_have_equal_bytes():
     kinds = {(rank.pp, rank.tp): sizes for rank, sizes in plan_ranks(config, mesh)}
     none = {"cache": 0, "staging": 0}
     for pp, dp, ep, tp in itertools.product(range(2), repeat=4):
-        sizes = plan_rank(config, mesh, Coordinate(pp, dp, ep, tp)).engine.bytes_held()
+        sizes = plan_rank(config, mesh, Coordinate(pp, dp, ep, tp)).engine.state_bytes()
         assert sizes | none == kinds[pp, tp]
 
 

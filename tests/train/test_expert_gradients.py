@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from optimus.chunks import gradients as gradients_module
+from optimus.chunks import grad_reducer
 from optimus.distributed.world import World, start_world
 from optimus.errors import NonFiniteError
 from optimus.rank.model import RankModel
@@ -35,7 +35,7 @@ def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
     both results in this order. If `natively` is False, Optimus converts bf16 gradients to fp32, as
     it must for versions of torch before 2.9."""
     torch.set_num_threads(1)
-    gradients_module._WIDENS_NATIVELY &= natively
+    grad_reducer._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")
     by_autograd = run_updates(tree, world, lambda shard, states: None)
     return run_updates(tree, world, RankModel.write_gradients_to_chunks), by_autograd

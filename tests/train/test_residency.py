@@ -19,7 +19,7 @@ from tests.helpers.layouts import run_several
 from tests.helpers.rank_pool import RanksFailed
 from tests.helpers.runs import assert_same_run, metrics_of, told_by, train_on
 from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
-from tests.helpers.tower import fetched, resident_bytes, watch_visits
+from tests.helpers.tower import planned_gathers, resident_bytes, watch_uses
 from tests.helpers.updates import make_updater, numbered
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
@@ -182,14 +182,14 @@ def count_step(tree: dict) -> dict:
     and the planned and actual bytes of resident parameters."""
     meter = TrafficMeter()
     _, _, _, plan, _, states, updater = make_updater(tree, recorder=meter)
-    cache, visits = states.cache, watch_visits(states)
+    cache, visits = states.params, watch_uses(states)
     for step in (1, 2):
         meter.clear()
         updater.run(step, [numbered(0)] * plan.microbatches_per_rank)
     sizes = {c.chunk.number: c.params.numel() * c.params.itemsize for c in states.chunks}
     return {
         "traffic": {name: count for (axes, name), count in meter.counts.items() if axes == "dp"},
-        "fetched": [sizes[number] for number in fetched(cache.plan)],
+        "fetched": [sizes[number] for number in planned_gathers(cache.plan)],
         "reduced": plan.microbatches_per_rank * sum(4 * c.chunk.length for c in states.chunks),
         "reductions": plan.microbatches_per_rank * len(states.chunks),
         "bytes": [resident for *_, resident in visits[-len(cache.plan.steps) :]],

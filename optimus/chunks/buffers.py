@@ -1,0 +1,341 @@
+"""Flat buffers of model states: chunks, gradients of tied uses, frozen parameters, and their bytes.
+
+Parameters and gradients are views of flat buffers, and autograd saves such views. Therefore a
+buffer that is not needed gives back the memory of its storage and keeps the storage object: when
+the storage has memory again, all views are valid. (To replace `.data` of the views instead would
+miss the views that autograd or a recomputation has saved.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.layout import Chunk, ChunkLayout, Parameter, Slot, lay_out
+from optimus.distributed.collectives import ALONE, all_gather
+
+KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
+"""Uses of states: parameters in the training dtype; gradients, of chunks and of shards; masters and
+both moments of AdamW; sums in microbatch order (deterministic mode); gradients of further uses of
+tied parameters."""
+
+
+class StateTensor(NamedTuple):
+    """A tensor with model states."""
+
+    kind: str
+    """One of KINDS."""
+    tensor: Tensor
+    chunk: Chunk | None = None
+    """The chunk to which it belongs, for the share of padding."""
+
+
+class StateOwner(Protocol):
+    """An object that has model states."""
+
+    def state_tensors(self) -> Iterable[StateTensor]:
+        """Return all tensors of the object."""
+
+
+class Memory:
+    """Frees and allocates the memory of flat buffers.
+
+    To read a freed buffer crashes the process. With `poison`, for tests, a freed buffer keeps its
+    memory and is filled with NaN, so that results show a read of it.
+    """
+
+    def __init__(self, poison: bool = False) -> None:
+        self.poison = poison
+        self._freed: set[int] = set()
+
+    def free(self, flat: Tensor) -> None:
+        """Free the memory of a buffer; its values are lost."""
+        storage = flat.untyped_storage()
+        self._freed.add(storage._cdata)
+        if self.poison:
+            flat.fill_(torch.nan)
+        else:
+            storage.resize_(0)
+
+    def allocate(self, flat: Tensor) -> None:
+        """Allocate memory for a freed buffer; its values are undefined."""
+        storage = flat.untyped_storage()
+        self._freed.discard(storage._cdata)
+        if not self.poison:
+            storage.resize_(flat.numel() * flat.itemsize)
+
+    def has(self, flat: Tensor) -> bool:
+        """Return whether a buffer has memory (with `poison`: would have it)."""
+        return flat.untyped_storage()._cdata not in self._freed
+
+
+class ZeroedMemory(Memory):
+    """Memory that is kept: to free a buffer sets it to zero."""
+
+    def free(self, flat: Tensor) -> None:
+        flat.zero_()
+
+    def allocate(self, flat: Tensor) -> None:
+        """Do nothing: the buffer has memory."""
+
+    def has(self, flat: Tensor) -> bool:
+        return True
+
+
+class GradBuffer(Protocol):
+    """Gradients that are reduced together: those of a chunk, or of a further use of a parameter."""
+
+    groups: ParamProcessGroups
+    grads: Tensor
+    """[L] to which backward adds."""
+    grad: Tensor
+    """fp32 [L / shards]: the sum for the update; `grads` itself if it is not sharded."""
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the views of `grads` by parameter, in order of first use."""
+
+
+class ChunkState:
+    """States of a chunk of L elements on one rank, which has a shard of L / shards elements.
+
+    Attributes:
+        chunk: The layout of the chunk.
+        groups: Process groups of its parameters.
+        is_sharded: True if this rank keeps only its shard of the parameters between uses; `params`
+            then has memory only while the chunk is gathered.
+        shard_range: The elements of the chunk that are this rank's shard.
+        params: [L] in the training dtype. Parameters are views of it.
+        grads: [L] in the dtype of gradients. Backward adds to it.
+        shard: [L / shards], this rank's shard of the parameters: a view of `params`, or a tensor of
+            its own if `is_sharded`.
+        master: fp32 [L / shards]; `shard` itself in fp32 training.
+        exp_avg, exp_avg_sq: fp32 [L / shards], the moments of AdamW.
+        grad: fp32 [L / shards], the summed gradient; `grads` itself if it is not sharded.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        groups: ParamProcessGroups,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+        shards_params: bool = False,
+    ) -> None:
+        self.chunk, self.groups = chunk, groups
+        shards = groups.shard_group.size
+        self.is_sharded = shards_params and shards > 1
+        self.params = torch.zeros(chunk.length, dtype=dtype, device=device)
+        self.grads = torch.zeros(chunk.length, dtype=grad_dtype, device=device)
+        self.grad = self.grads
+        if shards > 1:
+            self.grad = torch.zeros(chunk.shard_length, dtype=torch.float32, device=device)
+        first = groups.shard_group.rank * chunk.shard_length
+        self.shard_range = slice(first, first + chunk.shard_length)
+        self.shard = self.params[self.shard_range]
+        if self.is_sharded:
+            self.shard = torch.zeros(chunk.shard_length, dtype=dtype, device=device)
+        self.master = self.shard
+        if dtype is not torch.float32:
+            self.master = torch.zeros(chunk.shard_length, dtype=torch.float32, device=device)
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.master) for _ in range(2))
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield all tensors of this chunk."""
+        yield StateTensor("parameters", self.params, self.chunk)
+        yield StateTensor("parameters", self.shard, self.chunk)
+        yield StateTensor("gradients", self.grads, self.chunk)
+        yield StateTensor("gradients", self.grad, self.chunk)
+        yield StateTensor("masters", self.master, self.chunk)
+        yield StateTensor("moments", self.exp_avg, self.chunk)
+        yield StateTensor("moments", self.exp_avg_sq, self.chunk)
+
+    def view(self, flat: Tensor, slot: Slot) -> Tensor:
+        """Return a parameter's view of a flat [L] buffer."""
+        return flat[slot.start : slot.stop].view(slot.shape)
+
+    def gather(self, flat: Tensor) -> Tensor:
+        """Return the [L] values of a [L / shards] buffer; the buffer itself if it is not sharded. A
+        collective of the shard group."""
+        if self.groups.shard_group.size == 1:
+            return flat
+        out = flat.new_empty(self.chunk.length)
+        all_gather(out, flat, self.groups.shard_group)
+        return out
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients to which backward adds, by parameter."""
+        for slot in self.chunk.slots:
+            yield slot.name, self.view(self.grads, slot)
+
+    def local_slice(self, flat: Tensor, slot: Slot) -> tuple[Tensor, slice] | None:
+        """Return the elements of a parameter that are in this rank's shard.
+
+        Args:
+            flat: A [L / shards] buffer.
+            slot: The parameter.
+
+        Returns:
+            The elements, as a view of `flat`, and their range in the flattened parameter; None if
+            the shard has no element of the parameter.
+        """
+        first = self.shard_range.start
+        start, stop = max(slot.start, first), min(slot.stop, self.shard_range.stop)
+        if start >= stop:
+            return None
+        return flat[start - first : stop - first], slice(start - slot.start, stop - slot.start)
+
+
+@dataclass(frozen=True)
+class TiedUse:
+    """A further use of a parameter, such as the output head of tied embeddings."""
+
+    name: str
+    leaf: Tensor
+    """A leaf of its own over the parameter's memory, so that each use has its own gradient."""
+    owner: str
+    """Name of the parameter."""
+
+
+class TiedGradBuffer:
+    """Gradient of a further use of a parameter. It is reduced like that of a chunk without shards,
+    since every rank of the reduce group needs the whole sum."""
+
+    def __init__(self, use: TiedUse, groups: ParamProcessGroups, dtype: torch.dtype) -> None:
+        self.use = use
+        self.groups = replace(groups, shard_group=ALONE, replica_group=groups.reduce_group)
+        shape, ranks = tuple(use.leaf.shape), groups.reduce_group.size
+        (chunk,) = lay_out([Parameter(use.name, shape, None, ranks)], 1).chunks
+        (slot,) = chunk.slots
+        self.grads = self.grad = torch.zeros(chunk.length, dtype=dtype, device=use.leaf.device)
+        self.total = self.grads[slot.start : slot.stop].view(shape)
+        """View of `grads` with the shape of the leaf."""
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield the tensor of this buffer."""
+        yield StateTensor("tied", self.grads)
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        yield self.use.name, self.total
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """This rank's shard of the states of one chunk, for checkpoints."""
+
+    chunk: Chunk
+    first: int
+    """Index in the chunk of the shard's first element."""
+    groups: ParamProcessGroups
+    states: Mapping[str, Tensor]
+    """Flat fp32 [L / shards] by name: the memory that the optimizer updates."""
+
+
+class ShardSlice(NamedTuple):
+    """The elements of a parameter in this rank's shard of a state."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the parameter on this rank."""
+    start: int
+    """Index of the first element in the flattened parameter."""
+    values: Tensor
+    """1-D."""
+
+
+class FrozenParams:
+    """Frozen parameters in flat chunks of the training dtype, whole on every rank. They have no
+    gradients, and their values are their masters."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        groups_of: Mapping[str, ParamProcessGroups],
+        dtype: torch.dtype,
+        chunk_length: int,
+    ) -> None:
+        """Make the parameters views of chunks, with their values.
+
+        Args:
+            named: The frozen parameters in order of first use.
+            groups_of: Groups by name, which determine the ranks that have copies.
+            dtype: The training dtype.
+            chunk_length: Target length of a chunk, in elements.
+        """
+        parameters = [Parameter(n, tuple(p.shape), groups_of[n]) for n, p in named.items()]
+        self.layout: ChunkLayout = lay_out(parameters, chunk_length)
+        self._flats: list[Tensor] = []
+        self._wide: list[Tensor] = []
+        self._views: dict[str, Tensor] = {}
+        for chunk in self.layout.chunks:
+            device = named[chunk.slots[0].name].device
+            flat = torch.zeros(chunk.length, dtype=dtype, device=device)
+            self._flats.append(flat)
+            for slot in chunk.slots:
+                parameter = named[slot.name]
+                view = flat[slot.start : slot.stop].view(slot.shape)
+                view.copy_(parameter.data)
+                parameter.data = self._views[slot.name] = view
+                parameter.requires_grad_(False)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._views
+
+    def put(self, name: str, values: Tensor, start: int) -> None:
+        """Set elements of a flattened parameter, from index `start`."""
+        self.settle()  # otherwise values of an earlier `shards` would replace these later
+        self._views[name].view(-1)[start : start + len(values)].copy_(values)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters by name."""
+        return dict(self._views)
+
+    def shards(self) -> Iterator[StateShard]:
+        """Yield the values in fp32, for checkpoints. Values that are written to these tensors take
+        effect in `settle`."""
+        self._wide = [flat.float() for flat in self._flats]
+        for chunk, flat in zip(self.layout.chunks, self._wide, strict=True):
+            assert isinstance(chunk.key, ParamProcessGroups)
+            yield StateShard(chunk, 0, chunk.key, {"master": flat})
+
+    def settle(self) -> None:
+        """Copy the tensors of `shards` to the parameters and free them."""
+        for flat, wide in zip(self._flats, self._wide, strict=False):
+            if wide is not flat:
+                flat.copy_(wide)
+        self._wide = []
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield the tensors of all frozen parameters."""
+        for chunk, flat in zip(self.layout.chunks, self._flats, strict=True):
+            yield StateTensor("parameters", flat, chunk)
+
+
+def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
+    """Return the bytes by kind, their "total", and the share of "padding", rounded up by chunk.
+
+    Storage that several tensors share counts once, for the first tensor.
+    """
+    sizes = dict.fromkeys(KINDS, 0)
+    in_chunk: dict[int, int] = {}
+    chunks: dict[int, Chunk] = {}
+    seen = set()
+    for kind, tensor, chunk in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        sizes[kind] += storage.nbytes()
+        if chunk is not None:
+            chunks[chunk.number] = chunk
+            in_chunk[chunk.number] = in_chunk.get(chunk.number, 0) + storage.nbytes()
+    padding = sum(
+        -(-in_chunk[number] * (chunk.length - chunk.used) // chunk.length)
+        for number, chunk in chunks.items()
+    )
+    return {**sizes, "total": sum(sizes.values()), "padding": padding}

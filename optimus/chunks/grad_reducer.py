@@ -1,0 +1,509 @@
+"""Gradients of a rank from backward to the update: accumulation, reduction over ranks, tied uses.
+
+The loss contains the global scale, so every reduction is a plain sum. If the states are sharded,
+each of the n ranks of the reduce group receives 1/n of the summed chunk, and these pieces are
+gathered over the replica group to the shard that the rank updates.
+
+The collectives of a group must be launched in the same order on all ranks. Buckets of a stage are
+therefore launched in the reverse order of first use, in which backward completes them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from optimus.chunks.buffers import (
+    ChunkState,
+    GradBuffer,
+    Memory,
+    StateTensor,
+    TiedGradBuffer,
+    TiedUse,
+    ZeroedMemory,
+)
+from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.layout import Slot
+from optimus.chunks.segments import ModelSegment
+from optimus.distributed.collectives import (
+    Group,
+    Transfer,
+    all_gather,
+    all_reduce_sum,
+    all_to_all,
+    begin_all_reduce_sum,
+    begin_reduce_scatter_sum,
+    reduce_scatter_sum,
+)
+
+_WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")
+"""True for torch 2.9 and later, where a bf16 parameter may have an fp32 `.grad`."""
+_MAX_IN_FLIGHT = 2
+"""Buffers that are reduced at the same time: a backend may have a copy of each."""
+
+
+@dataclass(eq=False)
+class GradBucket:
+    """Gradients that are reduced by one collective."""
+
+    buffer: GradBuffer
+    leaves: dict[str, tuple[Tensor, Tensor]]
+    """Leaves with their views of the buffer, by name, in order of first use."""
+    missing: set[str] = field(default_factory=set)
+    """Leaves whose last gradient of the step has not come. Empty outside of `last_backward`."""
+    is_ready: bool = False
+    is_launched: bool = False
+
+
+class _ReduceOnce:
+    """Microbatches add up locally, and each buffer is reduced once per step. With `overlap` the
+    reductions continue during backward, until `finish`.
+
+    A buffer without shards is reduced in place. Only another dtype, or a shard of several pieces,
+    takes memory for the transfer.
+    """
+
+    def __init__(self, dtype: torch.dtype, overlap: bool) -> None:
+        self._buffers: list[GradBuffer] = []
+        self._dtype = dtype
+        self._max_in_flight = _MAX_IN_FLIGHT if overlap else 0
+        self._in_flight: deque[tuple[GradBuffer, Transfer]] = deque()
+        self._pieces: list[tuple[GradBuffer, Tensor]] = []
+
+    def add(self, buffer: GradBuffer) -> None:
+        self._buffers.append(buffer)
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield nothing: the strategy has no memory between steps."""
+        return iter(())
+
+    def start(self) -> None:
+        self._wait(0)  # for the reductions of a step that was abandoned
+        self._pieces.clear()
+        for buffer in self._buffers:
+            buffer.grads.zero_()
+
+    def reduce(self, buffer: GradBuffer) -> None:
+        """Reduce a buffer after the last backward of the step that adds to it."""
+        group = buffer.groups.reduce_group
+        if group.size == 1:
+            return
+        self._wait(max(0, self._max_in_flight - 1))
+        sent = buffer.grads.to(self._dtype)
+        if buffer.groups.shard_group.size == 1:
+            transfer = begin_all_reduce_sum(sent, group)
+        else:
+            is_shard = buffer.groups.replica_group.size == 1 and buffer.grad.dtype is self._dtype
+            piece = buffer.grad if is_shard else sent.new_empty(len(sent) // group.size)
+            transfer = begin_reduce_scatter_sum(piece, sent, group)
+        self._in_flight.append((buffer, transfer))
+        self._wait(self._max_in_flight)
+
+    def finish(self) -> None:
+        self._wait(0)
+        for buffer, piece in self._pieces:
+            all_gather(buffer.grad, piece.to(buffer.grad.dtype), buffer.groups.replica_group)
+        self._pieces.clear()
+        for buffer in self._buffers:
+            all_reduce_sum(buffer.grad, buffer.groups.partial_group)
+
+    def _wait(self, remaining: int) -> None:
+        """Wait for reductions, the oldest first, until only `remaining` are in flight."""
+        while len(self._in_flight) > remaining:
+            buffer, transfer = self._in_flight.popleft()
+            result = transfer.wait()
+            into = buffer.grads if buffer.groups.shard_group.size == 1 else buffer.grad
+            if result.data_ptr() == into.data_ptr():
+                continue
+            if len(result) == len(into):
+                into.copy_(result)
+            else:  # `finish` gathers the other pieces, so that all ranks do it at the same time
+                self._pieces.append((buffer, result))
+
+
+class _ReducePerMicrobatch:
+    """Each backward's gradient is reduced as soon as it is complete. A rank keeps 1/n of the sum
+    over n ranks, and `memory` frees the buffer until the next backward (ZeRO-2) or clears it.
+
+    With `is_ordered`, the contributions are exchanged and added in the order of microbatch numbers,
+    so that no layout changes a bit: microbatch i of data rank d of w has number i * w + d, so after
+    each backward every rank adds the contributions of ranks 0, 1, ..., w-1 in this order. Otherwise
+    the collective adds them, in `dtype`. Buffers that only one rank adds to stay as they are.
+    """
+
+    def __init__(self, is_ordered: bool, dtype: torch.dtype, memory: Memory) -> None:
+        self._is_ordered, self._dtype, self.memory = is_ordered, dtype, memory
+        self._buffers: list[GradBuffer] = []
+        self._pieces: dict[GradBuffer, Tensor] = {}
+
+    def add(self, buffer: GradBuffer) -> None:
+        self._buffers.append(buffer)
+        if (count := buffer.groups.reduce_group.size) > 1:
+            piece = buffer.grad
+            if buffer.groups.replica_group.size > 1:
+                piece = buffer.grads.new_zeros(len(buffer.grads) // count)
+            self._pieces[buffer] = piece
+            self.memory.free(buffer.grads)
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield the pieces of the sums, which exist between steps."""
+        kept = "deterministic" if isinstance(self.memory, ZeroedMemory) else "gradients"
+        for buffer, piece in self._pieces.items():
+            chunk = buffer.chunk if isinstance(buffer, ChunkState) else None
+            yield StateTensor("tied" if chunk is None else kept, piece, chunk)
+
+    def start(self) -> None:
+        self.release()
+        for buffer in self._buffers:
+            self._pieces.get(buffer, buffer.grads).zero_()
+
+    def allocate(self, buffer: GradBuffer) -> None:
+        """Give a buffer memory, with zeros, before a backward adds to it."""
+        if not self.memory.has(buffer.grads):
+            self.memory.allocate(buffer.grads)
+            buffer.grads.zero_()
+
+    def reduce(self, buffer: GradBuffer) -> None:
+        """Add a buffer to the sum after a backward, and free it."""
+        if buffer not in self._pieces or not self.memory.has(buffer.grads):
+            return
+        piece, group = self._pieces[buffer], buffer.groups.reduce_group
+        if self._is_ordered:
+            received = torch.empty_like(buffer.grads)
+            all_to_all(received, buffer.grads, group)
+            for contribution in received.chunk(group.size):
+                piece.add_(contribution)
+        else:
+            sent = buffer.grads.to(self._dtype)
+            received = sent.new_empty(len(piece))
+            reduce_scatter_sum(received, sent, group)
+            piece.add_(received)
+        self.memory.free(buffer.grads)
+
+    def finish(self) -> None:
+        for buffer in self._buffers:
+            if buffer in self._pieces:
+                if buffer.grad is buffer.grads:
+                    self.memory.allocate(buffer.grads)
+                all_gather(buffer.grad, self._pieces[buffer], buffer.groups.replica_group)
+            all_reduce_sum(buffer.grad, buffer.groups.partial_group)
+
+    def release(self) -> None:
+        """Free buffers that are whole for the update."""
+        for buffer in self._pieces:
+            if self.memory.has(buffer.grads):
+                self.memory.free(buffer.grads)
+
+
+class GradReducer:
+    """Adds up the gradients of a rank's chunks over microbatches and ranks.
+
+    Backward adds to views of the chunks, and to a separate buffer for each further use of a
+    parameter. The reductions follow one of three strategies: once per step, during the last
+    backward with `overlap`; after each microbatch; or after each microbatch in the order of
+    microbatch numbers (deterministic mode).
+
+    Args:
+        named: Trained parameters in order of first use, views of the chunks.
+        chunk_states: The chunks.
+        memory: Frees and allocates gradients if `frees_buffers`.
+        deterministic: `train.deterministic`.
+        reduce_dtype: The dtype of reductions; deterministic mode always uses fp32.
+        grad_dtype: The dtype of accumulation.
+        compiled: True if torch.compile traces the model. It supports no gradient of another dtype
+            than its parameter, so a hook widens gradients, as on torch before 2.9.
+        overlap: `optim.overlap`.
+        frees_buffers: True if gradients have memory only between a backward and its reduction.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        chunk_states: Sequence[ChunkState],
+        memory: Memory,
+        *,
+        deterministic: bool,
+        reduce_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        compiled: bool,
+        overlap: bool,
+        frees_buffers: bool,
+    ) -> None:
+        self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
+        """Called with each buffer before its sum over ranks, which would hide the origin of a
+        NaN."""
+        self._by_name: dict[str, tuple[ChunkState, Slot]] = {
+            slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
+        }
+        self._tied: list[TiedGradBuffer] = []
+        self._grad_dtype = grad_dtype
+        same_dtype = all(parameter.dtype is grad_dtype for parameter in named.values())
+        self._accumulates_natively = same_dtype or (_WIDENS_NATIVELY and not compiled)
+        self._frees_buffers = frees_buffers
+        several = any(state.groups.reduce_group.size > 1 for state in chunk_states)
+        self._strategy: _ReduceOnce | _ReducePerMicrobatch
+        if frees_buffers or (deterministic and several):
+            kept = memory if frees_buffers else ZeroedMemory()
+            self._strategy = _ReducePerMicrobatch(deterministic, reduce_dtype, kept)
+        else:
+            self._strategy = _ReduceOnce(reduce_dtype, overlap)
+        self._overlaps = overlap and several and not (deterministic or frees_buffers)
+        self._buckets: dict[int, list[GradBucket]] = {}
+        """Buckets of each stage in the order of their launch."""
+        self._num_launched: dict[int, int] = {}
+        # A view cannot be made of freed memory.
+        views = {
+            name: state.view(state.grads, slot) for name, (state, slot) in self._by_name.items()
+        }
+        for state in chunk_states:
+            self._strategy.add(state)
+        for state in by_first_use(chunk_states, named):
+            names = [slot.name for slot in state.chunk.slots]
+            self._add_bucket(state, {name: (named[name], views[name]) for name in names})
+        self._segment_buffers: list[tuple[GradBuffer, ...]] = []
+        self._segment_stages: list[int] = []
+        self._first_segment: dict[GradBuffer, int] = {}
+        self._frees_early = False
+        self._allocated: dict[GradBuffer, None] = {}
+        self._in_step = False
+
+    # -- setup -----------------------------------------------------------------------------------
+
+    def add_use(self, use: TiedUse, groups: ParamProcessGroups) -> None:
+        """Add a buffer for a further use of a parameter."""
+        buffer = TiedGradBuffer(use, groups, self._grad_dtype)
+        self._strategy.add(buffer)
+        self._tied.append(buffer)
+        self._add_bucket(buffer, {use.name: (use.leaf, buffer.total)})
+
+    def attach(self, segments: Sequence[ModelSegment], early: bool) -> None:
+        """Free and allocate buffers as segments are used, if this reducer frees them.
+
+        Before the backward of a segment, the gradients of all later segments are complete: buffers
+        that no earlier segment adds to are reduced and freed, and those of the segment are
+        allocated. Without `early`, the buffers of a stage have memory from its backward to
+        `reduce`; this is necessary if weight gradients come after the backward of their segment,
+        or if uses cannot be observed.
+
+        Args:
+            segments: All segments in order of first use.
+            early: As described above.
+        """
+        if not self._frees_buffers:
+            return
+        buffer_of: dict[str, GradBuffer] = {
+            name: state for name, (state, _) in self._by_name.items()
+        }
+        buffer_of |= {buffer.use.name: buffer for buffer in self._tied}
+        for index, segment in enumerate(segments):
+            buffers = (buffer_of[name] for name in segment.parameters if name in buffer_of)
+            self._segment_buffers.append(tuple(dict.fromkeys(buffers)))
+            self._segment_stages.append(segment.stage)
+            for buffer in self._segment_buffers[-1]:
+                self._first_segment.setdefault(buffer, index)
+        self._frees_early = early
+
+    def _add_bucket(self, buffer: GradBuffer, leaves: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Let backward add into a buffer. Buckets are added in order of first use."""
+        bucket = GradBucket(buffer, leaves)
+        for name, (leaf, view) in leaves.items():
+            self._accumulate(leaf, view)
+            if self._overlaps and leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(
+                    lambda leaf, name=name: self._on_grad(bucket, name)
+                )
+        self._buckets.setdefault(buffer.groups.stage, []).insert(0, bucket)
+        self._num_launched[buffer.groups.stage] = 0
+
+    def _accumulate(self, leaf: Tensor, view: Tensor) -> None:
+        """Let backward add the gradient of a leaf into `view`, in the dtype of `view`."""
+        if self._accumulates_natively:
+            if leaf.dtype is not view.dtype:
+                leaf.grad_dtype = view.dtype
+            leaf.grad = view
+            return
+
+        def widen(leaf: Tensor) -> None:
+            if leaf.grad is not None:  # None if it is deferred, or written without autograd
+                view.add_(leaf.grad)
+                leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(widen)
+
+    @property
+    def owner_of(self) -> dict[str, str]:
+        """Parameters of further uses, by the name of the use."""
+        return {buffer.use.name: buffer.use.owner for buffer in self._tied}
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield all tensors in addition to those of the chunks."""
+        yield from self._strategy.state_tensors()
+        for buffer in self._tied:
+            yield from buffer.state_tensors()
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Clear all gradients. Call this before the first backward of a step."""
+        self._strategy.start()
+        self._allocated.clear()  # not empty after a step that was abandoned
+        for stage, buckets in self._buckets.items():
+            self._num_launched[stage] = 0
+            for bucket in buckets:
+                bucket.is_ready = bucket.is_launched = False
+        self._in_step = True
+
+    def before_backward(self, stage: int) -> None:
+        """Prepare for a backward of the stage, or for the part that computes weight gradients."""
+        if not self._frees_early:
+            for index, buffers in enumerate(self._segment_buffers):
+                if self._segment_stages[index] == stage:
+                    self._allocate(buffers)
+
+    def before_segment_backward(self, segment: int) -> None:
+        """Reduce what is complete before the backward of a segment, and allocate its buffers."""
+        if self._frees_early and self._in_step:
+            later = [b for b in self._allocated if self._first_segment[b] > segment]
+            self._reduce_allocated(later)
+            self._allocate(self._segment_buffers[segment])
+
+    @contextmanager
+    def last_backward(
+        self, stage: int, expected: Collection[Tensor] | None = None
+    ) -> Iterator[None]:
+        """Return a context for the last backward of a stage in a step: with overlap, a bucket is
+        reduced as soon as its gradients are complete.
+
+        Args:
+            stage: The stage.
+            expected: The leaves that receive a gradient in this context; None if all may. Buckets
+                without any of them are complete at once. (The hooks of other leaves may have run
+                when their gradients were deferred.)
+        """
+        buckets = self._buckets.get(stage, []) if self._overlaps else []
+        wanted = None if expected is None else set(map(id, expected))
+        for bucket in buckets:
+            bucket.missing = {
+                name
+                for name, (leaf, _) in bucket.leaves.items()
+                if leaf.requires_grad and (wanted is None or id(leaf) in wanted)
+            }
+            bucket.is_ready = not bucket.missing
+        try:
+            self._launch_ready(stage)
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.missing.clear()
+
+    def reduce(self, stage: int) -> None:
+        """Reduce the rest of a stage: after each backward in deterministic mode or if buffers are
+        freed, otherwise after the last backward of a step."""
+        for bucket in self._buckets.get(stage, []):
+            self._check_views(bucket)
+        if self._frees_buffers:
+            self._reduce_allocated([b for b in self._allocated if b.groups.stage == stage])
+            return
+        for bucket in self._buckets.get(stage, []):
+            bucket.is_ready = True
+        self._launch_ready(stage)
+        self._num_launched[stage] = 0
+        for bucket in self._buckets.get(stage, []):
+            bucket.is_ready = False
+
+    def finish(self, tied_groups: Mapping[str, Group] | None = None) -> None:
+        """Complete all gradients before the update.
+
+        Args:
+            tied_groups: Groups of the stages that use a tied parameter, by its name. Each rank of
+                such a group has the whole gradient of one use, and all receive the sum.
+        """
+        assert not self._allocated, "a gradient was not reduced"
+        self._in_step = False
+        self._strategy.finish()
+        tied_groups = tied_groups or {}
+        for name, group in tied_groups.items():
+            if group.size > 1 and name in self._by_name:
+                self._add_other_stage(name, group)
+        for buffer in self._tied:
+            owner = buffer.use.owner
+            if owner not in tied_groups or tied_groups[owner].size == 1:
+                state, slot = self._by_name[owner]
+                if (local := state.local_slice(state.grad, slot)) is not None:
+                    local[0].add_(buffer.total.flatten()[local[1]])
+
+    def release(self) -> None:
+        """Free the gradients after the update, if this reducer frees them."""
+        if self._frees_buffers:
+            assert isinstance(self._strategy, _ReducePerMicrobatch)
+            self._strategy.release()
+
+    def _on_grad(self, bucket: GradBucket, name: str) -> None:
+        """Note that backward has added the gradient of a leaf; launch what is complete."""
+        assert not bucket.is_launched, f"the gradient of {name} came after its bucket was reduced"
+        if name in bucket.missing:
+            bucket.missing.discard(name)
+            if not bucket.missing:
+                bucket.is_ready = True
+                self._launch_ready(bucket.buffer.groups.stage)
+
+    def _launch_ready(self, stage: int) -> None:
+        """Launch the buckets of a stage in their order, up to the first that is not ready."""
+        buckets = self._buckets.get(stage, [])
+        for bucket in buckets[self._num_launched.get(stage, 0) :]:
+            if not bucket.is_ready:
+                return
+            self._num_launched[stage] += 1  # before the launch: if it fails, it is not repeated
+            self._check_views(bucket)
+            self.before_reduce(bucket.buffer)
+            bucket.is_launched = self._overlaps
+            self._strategy.reduce(bucket.buffer)
+
+    def _check_views(self, bucket: GradBucket) -> None:
+        """Assert that no `.grad` was replaced, since its values would be lost."""
+        if not self._accumulates_natively:
+            return
+        for name, (leaf, view) in bucket.leaves.items():
+            in_place = leaf.grad is not None and _share_memory(leaf.grad, view)
+            assert in_place, f"the gradient of {name} was replaced; it must accumulate in place"
+
+    def _allocate(self, buffers: Sequence[GradBuffer]) -> None:
+        assert isinstance(self._strategy, _ReducePerMicrobatch)
+        for buffer in buffers:
+            self._strategy.allocate(buffer)
+            self._allocated[buffer] = None
+
+    def _reduce_allocated(self, buffers: Sequence[GradBuffer]) -> None:
+        for buffer in buffers:
+            self.before_reduce(buffer)
+            self._strategy.reduce(buffer)
+            del self._allocated[buffer]
+
+    def _add_other_stage(self, name: str, group: Group) -> None:
+        """Add the gradient of a tied parameter's use on another stage, which has all of it."""
+        uses = [buffer.total for buffer in self._tied if buffer.use.owner == name]
+        state, slot = self._by_name[name]
+        gradient = uses[0] if uses else state.view(state.gather(state.grad), slot)
+        total = gradient.to(torch.float32, copy=True)
+        all_reduce_sum(total, group)
+        if (local := state.local_slice(state.grad, slot)) is not None:
+            local[0].copy_(total.flatten()[local[1]])
+
+
+def by_first_use(
+    chunk_states: Sequence[ChunkState], named: Mapping[str, Tensor]
+) -> list[ChunkState]:
+    """Return the chunks in the order in which a forward pass first uses them."""
+    position = {name: number for number, name in enumerate(named)}
+    return sorted(chunk_states, key=lambda state: position[state.chunk.slots[0].name])
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same storage, which may be freed, and offset."""
+    same = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return same and first.storage_offset() == second.storage_offset()

@@ -1,0 +1,127 @@
+"""Process groups of parameters, and the check that ranks of a group have the same parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from optimus.chunks.options import DEFAULT_OPTIONS, ParamOptions
+from optimus.distributed.collectives import ALONE, Group, all_gather_objects, ranks_of
+from optimus.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParamProcessGroups:
+    """Process groups of a parameter. Parameters with equal groups share chunks, so all ranks of
+    `reduce_group` divide their parameters into chunks in the same way.
+
+    The rank within `reduce_group` is the rank within `shard_group` times the size of
+    `replica_group` plus the rank within `replica_group`.
+    """
+
+    stage: int = 0
+    """Pipeline stage whose backward completes the gradient."""
+    reduce_group: Group = ALONE
+    """Ranks that have a copy of the parameter and add up its gradient, in rank order."""
+    shard_group: Group = ALONE
+    """Ranks that divide the optimizer states."""
+    replica_group: Group = ALONE
+    """Ranks of `reduce_group` that have the same shard of the states."""
+    partial_group: Group = ALONE
+    """Tensor-parallel ranks whose gradients of a copied parameter, such as a norm, are addends of
+    one gradient."""
+    copy_axes: tuple[str, ...] = ()
+    """Mesh axes along which ranks have the same shard of the states."""
+    is_tied_copy: bool = False
+    """True if the parameter also belongs to another stage, whose copy counts."""
+    options: ParamOptions = DEFAULT_OPTIONS
+    is_first_copy: bool = field(default=True, compare=False)
+    """True on the first of the ranks that have the same shard of the states."""
+
+    @property
+    def counts(self) -> bool:
+        """True on the one rank of all copies whose shard counts in the gradient norm."""
+        return self.is_first_copy and not self.is_tied_copy
+
+
+def groups_of_params(
+    names: Iterable[str], groups_of: Callable[[str], ParamProcessGroups | None]
+) -> dict[str, ParamProcessGroups]:
+    """Return the groups of each parameter. Raises ConfigError for a parameter without groups."""
+    result = {}
+    for name in names:
+        groups = groups_of(name)
+        if groups is None:
+            raise ConfigError(
+                f"parameter {name} has no groups: nothing says which ranks add up its gradient and "
+                "share its optimizer state; give it a placement"
+            )
+        result[name] = groups
+    return result
+
+
+def check_same_params(
+    named: Mapping[str, Tensor],
+    groups_of: Mapping[str, ParamProcessGroups],
+    everyone: Group,
+) -> None:
+    """Check that ranks that add up gradients have the same parameters in the same order.
+
+    A collective of all ranks, which exchange a few hashes. On the meta device there is one rank.
+
+    Raises:
+        ConfigError: The ranks differ. The message, the same on all ranks, names the first
+            parameter that differs.
+    """
+    if everyone.size == 1 or any(parameter.is_meta for parameter in named.values()):
+        return
+    params: dict[str, list[str]] = {}
+    sizes = {}
+    for name, groups in groups_of.items():
+        reduce_group = groups.reduce_group
+        if reduce_group.size > 1:
+            first = ranks_of(reduce_group)[0]
+            label = f"{reduce_group.axes} from rank {first}, stage {groups.stage}"
+            line = f"{name} {list(named[name].shape)} {groups.options}"
+            params.setdefault(label, []).append(line)
+            sizes[label] = reduce_group.size
+    local = {label: (sizes[label], _digest(lines)) for label, lines in params.items()}
+    of_ranks = all_gather_objects(local, everyone, dict[str, tuple[int, str]])
+    labels = sorted({label for digests in of_ranks for label in digests})
+    different = next((label for label in labels if _differ(label, of_ranks)), None)
+    if different is not None:
+        lines_of_ranks = all_gather_objects(params.get(different), everyone, list[str] | None)
+        _refuse(different, lines_of_ranks)
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _differ(label: str, of_ranks: list[dict[str, tuple[int, str]]]) -> bool:
+    digests = [local[label] for local in of_ranks if label in local]
+    return len(digests) != digests[0][0] or len(set(digests)) > 1
+
+
+def _refuse(label: str, of_ranks: list[list[str] | None]) -> None:
+    """Raise ConfigError for the first difference. `of_ranks`: each rank's parameters with this
+    label; None for a rank without any."""
+    present = [(rank, lines) for rank, lines in enumerate(of_ranks) if lines is not None]
+    first, reference = present[0]
+    remedy = "give all ranks the same parameters in the same order"
+    for rank, lines in present[1:]:
+        for index in range(max(len(lines), len(reference))):
+            ours, theirs = (some[index : index + 1] for some in (reference, lines))
+            if ours != theirs:
+                raise ConfigError(
+                    f"parameter {(ours or theirs)[0]}: of rank {first}, and rank {rank} has "
+                    f"{theirs[0] if ours and theirs else 'none'} in its place, although both "
+                    f"add up gradients ({label}); {remedy}",
+                )
+    raise ConfigError(
+        f"parameter {reference[0]}: of rank {first}, but not all ranks that should add up its "
+        f"gradient have it ({label}); {remedy}",
+    )

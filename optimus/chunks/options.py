@@ -1,0 +1,87 @@
+"""Options of the optimizer for single parameters: a pure function of names and configuration."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from optimus.config import OptimConfig
+from optimus.config.sections import MAX_PATTERNS
+from optimus.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParamOptions:
+    """Options of the optimizer for a parameter, the same for all parameters of a chunk."""
+
+    weight_decay: float | None = None
+    """None: `optim.weight_decay`."""
+    lr_scale: float = 1.0
+    """Factor of the learning rate."""
+    frozen: bool = False
+    """True for a parameter that is not trained; it has neither gradient nor optimizer state."""
+
+
+DEFAULT_OPTIONS = ParamOptions()
+
+
+def options_of(name: str, optim: OptimConfig) -> ParamOptions:
+    """Return the options of the parameter `name`: frozen if a pattern of `optim.frozen` matches,
+    else those of the first entry of `optim.groups` whose pattern matches, else the default."""
+    if any(_matches(pattern, name) for pattern in optim.frozen):
+        return ParamOptions(frozen=True)
+    for group in optim.groups:
+        if _matches(group.pattern, name):
+            return ParamOptions(group.weight_decay, group.lr_scale)
+    return DEFAULT_OPTIONS
+
+
+def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
+    """Check the patterns of `optim.frozen` and `optim.groups` against the names of all parameters.
+
+    Raises:
+        ConfigError: A pattern has no effect, or no parameter is left to train.
+    """
+    known = ", ".join(sorted({_any_layer(name) for name in names}))
+    left = list(names)
+    for pattern in optim.frozen:
+        if not any(_matches(pattern, name) for name in names):
+            raise ConfigError(
+                f"optim.frozen names {pattern!r}, which matches no parameter; they are called "
+                f"{known}"
+            )
+        left = [name for name in left if not _matches(pattern, name)]
+    trained = bool(left)
+    for index, group in enumerate(optim.groups):
+        key = f"optim.groups[{index}].pattern = {group.pattern!r}"
+        if not any(_matches(group.pattern, name) for name in names):
+            raise ConfigError(f"{key} matches no parameter; they are called {known}")
+        rest = [name for name in left if not _matches(group.pattern, name)]
+        if len(rest) == len(left):
+            raise ConfigError(
+                f"{key}: optim.frozen or groups before it take all that it matches; leave it out, "
+                "or put it first"
+            )
+        left = rest
+    if not trained:
+        raise ConfigError(
+            f"optim.frozen = {list(optim.frozen)} leaves nothing to train; name fewer parameters"
+        )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return _compiled(pattern).match(name) is not None
+
+
+@functools.lru_cache(maxsize=4 * MAX_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a pattern. fnmatch itself keeps only 256 of them."""
+    return re.compile(fnmatch.translate(pattern))
+
+
+def _any_layer(name: str) -> str:
+    """Return the name with N for each number, such as blocks.N.mlp.down_proj.weight."""
+    return ".".join("N" if word.isdigit() else word for word in name.split("."))

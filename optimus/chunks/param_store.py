@@ -1,0 +1,151 @@
+"""Parameters of chunks: which are gathered, which are on their way, and when they are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from optimus.chunks.buffers import ChunkState, Memory
+from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
+from optimus.distributed.collectives import Transfer, begin_all_gather
+
+
+class ParamStore:
+    """Gathers the parameters of chunks from their shards before they are used.
+
+    There are two cases. A chunk whose parameters are kept whole is gathered once after each update;
+    with `overlap` the gather continues until the first use. A sharded chunk is gathered before each
+    use that needs it, into a cache of a fixed number of chunks (the rCache of the Elixir papers),
+    and freed later.
+
+    In a training step the uses of sharded chunks follow the plan; any other use is a bug. Outside
+    of a step, forward passes are assumed to follow each other, and the chunk that such a pass needs
+    last is freed first. A use is a collective of the ranks that shard the missing chunks, in the
+    same order on each of them.
+
+    Args:
+        chunk_states: All chunks of this rank.
+        memory: Frees and allocates the parameters of sharded chunks.
+    """
+
+    def __init__(self, chunk_states: Sequence[ChunkState], memory: Memory) -> None:
+        self._chunks = {state.chunk.number: state for state in chunk_states}
+        self._memory = memory
+        self._in_flight: dict[int, Transfer] = {}
+        self._overlaps = False
+        self._needs: Sequence[frozenset[int]] = ()
+        """Chunks of each segment."""
+        self.plan: ResidencyPlan | None = None
+        """Plan of a training step; None if no chunk is sharded."""
+        self._next = 0
+        """Index of the next planned use; the number of planned uses outside of a step."""
+        self._cached: set[int] = set()
+
+    def overlap(self, needs: Sequence[frozenset[int]]) -> None:
+        """Let gathers after an update continue until `use` or `wait`.
+
+        Args:
+            needs: All chunks that each segment reads.
+        """
+        self._needs, self._overlaps = needs, True
+
+    def shard(self, needs: Sequence[frozenset[int]], uses: Sequence[Use], slots: int) -> None:
+        """Gather sharded chunks in `use`, at most `slots` of them at a time.
+
+        Args:
+            needs: All chunks that each segment reads.
+            uses: The uses of sharded chunks in a training step.
+            slots: Size of the cache, in chunks.
+        """
+        self._needs, self.plan = needs, plan_residency(uses, slots)
+        self._next = len(self.plan.steps)
+        sharded = (number for number, state in self._chunks.items() if state.is_sharded)
+        self._cached = {n for n in sharded if self._memory.has(self._chunks[n].params)}
+
+    def start_step(self) -> None:
+        """Follow the plan from its first use. Call this before each training step."""
+        self.invalidate()
+        self._next = 0
+
+    def use(self, segment: int, backward: bool) -> None:
+        """Make the parameters of a segment whole before it computes."""
+        if self.plan is None:
+            if self._overlaps:
+                self._wait_for(self._needs[segment])
+            return
+        if self._next == len(self.plan.steps):
+            self.gather(self._needs[segment], segment)
+            return
+        step = self.plan.steps[self._next]
+        self._next += 1
+        assert step.use[:2] == (segment, backward), f"used {segment, backward}, not {step.use}"
+        self._evict(step.evict)
+        self._begin_gather(step.gather)
+        self._wait_for(self._needs[segment])
+        self._evict(step.evict_early)
+        self._begin_gather(step.prefetch)
+        assert self._cached == step.resident, "the cache differs from its plan"
+
+    def gather(self, numbers: Collection[int], segment: int = 0) -> None:
+        """Make chunks whole until the next use, outside of a training step.
+
+        Args:
+            numbers: The chunks.
+            segment: The segment that is used.
+        """
+        needed = {number for number in numbers if self._chunks[number].is_sharded}
+        if self.plan is not None:
+            missing, others = sorted(needed - self._cached), self._cached - needed
+            excess = len(self._cached) + len(missing) - self.plan.slots
+            self._evict(farthest(others, excess, lambda chunk: self._distance(chunk, segment)))
+            self._begin_gather(missing)
+        self._wait_for(numbers)
+
+    def gather_updated(self, state: ChunkState) -> None:
+        """Gather a chunk after the update of its shards, unless its parameters are sharded. A
+        collective of the shard group; all ranks gather chunks in the same order."""
+        if state.is_sharded:
+            return
+        transfer = begin_all_gather(state.params, state.shard, state.groups.shard_group)
+        self._in_flight[state.chunk.number] = transfer
+        if not self._overlaps:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all gathers have completed."""
+        self._wait_for(list(self._in_flight))
+
+    def invalidate(self) -> None:
+        """Free all gathered chunks, because they are out of date or not needed any more."""
+        self._evict(sorted(self._cached))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of chunks whose gather has not been waited for."""
+        return len(self._in_flight)
+
+    def _wait_for(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            if (transfer := self._in_flight.pop(number, None)) is not None:
+                transfer.wait()
+
+    def _distance(self, chunk: int, segment: int) -> int:
+        """Return the number of segments until a forward pass that is at `segment`, and is followed
+        by another one, needs a chunk."""
+        count = len(self._needs)
+        users = [index for index, need in enumerate(self._needs) if chunk in need]
+        return min(((index - segment - 1) % count for index in users), default=count)
+
+    def _begin_gather(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            state = self._chunks[number]
+            self._memory.allocate(state.params)
+            self._in_flight[number] = begin_all_gather(
+                state.params, state.shard, state.groups.shard_group
+            )
+            self._cached.add(number)
+
+    def _evict(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            assert number not in self._in_flight, f"chunk {number} is still gathered"
+            self._memory.free(self._chunks[number].params)
+            self._cached.remove(number)

@@ -1,0 +1,76 @@
+"""Segments of a model, and the hooks that report when one of them is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Hook = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class ModelSegment:
+    """Modules whose parameters are needed at the same time: an embedding, a block, or a head."""
+
+    name: str
+    stage: int
+    parameters: tuple[str, ...]
+    """Names of the parameters, and of further uses of tied parameters."""
+    register: Callable[[Hook, Hook | None], None]
+    """Registers a hook that runs before each forward and, unless it is None, a hook that runs
+    before each backward."""
+
+
+def register_uses(
+    segments: Sequence[ModelSegment], on_use: Callable[[int, bool], None], in_backward: bool
+) -> None:
+    """Call `on_use(index, False)` before each forward of each segment and, if `in_backward`,
+    `on_use(index, True)` before each backward."""
+    for index, segment in enumerate(segments):
+        before_backward = partial(on_use, index, True) if in_backward else None
+        segment.register(partial(on_use, index, False), before_backward)
+
+
+def register_module(module: nn.Module, before_forward: Hook, before_backward: Hook | None) -> None:
+    """Register the hooks of a segment that is one module.
+
+    Backward starts with the first gradient of the module's outputs. A recomputation inside the
+    module is part of its backward. Modules that are recomputed together report a forward each.
+    """
+    module.register_forward_pre_hook(lambda *_: before_forward())
+    if before_backward is not None:
+        module.register_forward_hook(lambda module, inputs, out: on_gradient(out, before_backward))
+
+
+def on_gradient(outputs: Any, hook: Hook) -> None:
+    """Call `hook` once, before the backward of the operations that made `outputs`.
+
+    Autograd runs operations in the reverse order of their creation. Therefore the backward of all
+    later modules has ended by then, and none of it follows.
+    """
+    if not torch.is_grad_enabled():
+        return
+    waiting = [hook]
+
+    def first(grad: Tensor) -> None:
+        if waiting:
+            waiting.pop()()
+
+    for tensor in _tensors(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(first)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for element in value:
+            yield from _tensors(element)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,127 @@
+"""Sharded parameters and gradients: the bits of whole states, the planned gathers, and the bytes of
+the Elixir papers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.chunks.test_residency import fewest_gathers, forward_uses
+from tests.helpers.tower import (
+    ALL_HOOKS,
+    CHUNK,
+    Case,
+    Outcome,
+    count_gathers,
+    run_with_missing_hooks,
+    train_towers,
+)
+
+FP32, BF16 = torch.float32, torch.bfloat16
+WHOLE = {"gradients": False, "parameters": False}
+
+
+def train_on_two(ranks, *cases: Case) -> list[list[Outcome]]:
+    """Return the outcomes of two ranks for each case."""
+    return list(zip(*ranks(2, train_towers, cases, start_world=False), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("slots", "microbatches", "region"),
+    [(1, 1, 0), (2, 3, 0), (0, 2, 0), (1, 2, 3), (2, 1, 3), (3, 2, 3)],
+)
+def test_sharded_states_train_to_the_bits_of_whole_states(
+    ranks, dtype, slots, microbatches, region
+):
+    """Train with whole states, with sharded gradients, and with sharded parameters, also with freed
+    buffers that are filled with NaN. Losses and masters have the same bits."""
+    case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
+    changes = (
+        WHOLE,
+        {},
+        {"poison": True},
+        {"parameters": False},
+        {"parameters": False, "poison": True},
+    )
+    whole, *sharded = train_on_two(ranks, *(case._replace(**change) for change in changes))
+    for outcomes in sharded:
+        for outcome, expected in zip(outcomes, whole, strict=True):
+            assert outcome.losses == expected.losses and outcome.weights == expected.weights
+
+
+CASES = [
+    *(Case(n, slots) for n, slots in itertools.product((1, 4), (1, 2, 4, 5))),
+    *(Case(4, slots, microbatches=3) for slots in (1, 2, 4)),
+    *(Case(6, slots, region=3) for slots in (1, 3, 5)),
+    Case(6, 2, microbatches=2, region=2),
+]
+
+
+def test_gathers_and_reductions_equal_the_formulas(ranks):
+    """Train towers with several numbers of slots, microbatches and recomputed layers. The traffic
+    equals the formulas, and the uses and resident bytes are those of the plan."""
+    for case, outcomes in zip(CASES, train_on_two(ranks, *CASES), strict=True):
+        n, slots, k, m = case.n, min(case.slots, case.n), case.microbatches, case.region
+        gathers = 2 * k * n - (2 * k - 1) * slots
+        if m and slots < m:
+            gathers = 3 * n - 1
+        size = 4 * CHUNK
+        for outcome in outcomes:
+            assert outcome.traffic["all_gather"] == [gathers, gathers * size], case
+            assert outcome.traffic["all_to_all"] == [k * n, k * n * size], case
+            assert outcome.planned == gathers
+            assert outcome.trace == outcome.plan
+            assert max(resident for *_, resident in outcome.trace) <= slots * size
+
+
+def test_forward_passes_outside_of_a_step_have_the_fewest_gathers(ranks):
+    """Run three forward passes without a plan. The store assumes that each pass is followed by
+    another one, and the number of gathers is the minimum."""
+    cases = [Case(n, slots) for n, slots in ((6, 1), (6, 3), (5, 4), (4, 4))]
+    uses = [forward_uses([[segment] for segment in range(case.n)] * 3) for case in cases]
+    fewest = [
+        fewest_gathers(of_case, case.slots) for of_case, case in zip(uses, cases, strict=True)
+    ]
+    assert ranks(2, count_gathers, cases, 3, start_world=False) == [fewest] * 2
+
+
+@pytest.mark.parametrize("region", [0, 2])
+def test_traffic_equals_table_1_of_the_second_elixir_paper(ranks, region):
+    """Train S = n*C elements in bf16 (L_c = 2 bytes), with all chunks in the cache (rCache-max) and
+    with one (rCache-min). The payload between ranks is 2 L_c S, and at most 4 L_c S."""
+    case = Case(6, 0, region=region, dtype=BF16, deterministic=False)
+    largest, least = (
+        sum(size for _, size in outcomes[0].traffic.values())
+        for outcomes in train_on_two(ranks, case, case._replace(slots=1))
+    )
+    whole = 2 * 6 * CHUNK
+    assert largest == 2 * whole
+    assert least == ((3 if region else 2) * 6 - 1) * 2 * CHUNK + whole <= 4 * whole
+
+
+def test_only_shards_have_memory_between_updates(ranks):
+    """Train with whole states, with sharded gradients, and also with sharded parameters. After an
+    update, whole buffers of sharded states have no memory. In backward, sharded gradients are whole
+    for one layer at a time."""
+    size = 4 * 4 * CHUNK
+    changes = (WHOLE, {"parameters": False}, {})
+    resident = ((size, size), (size, 0), (0, 0))
+    of_changes = train_on_two(ranks, *(Case(4, 2)._replace(**change) for change in changes))
+    for (params, grads), outcomes in zip(resident, of_changes, strict=True):
+        for outcome in outcomes:
+            assert outcome.between == {"params": params, "grads": grads}
+            assert outcome.gradients == [grads or 4 * CHUNK] * 4
+
+
+@pytest.mark.parametrize("region", [0, 3])
+def test_a_use_of_an_evicted_chunk_has_nan_results(ranks, region):
+    """Run a forward and a backward with all hooks, without a forward hook, and without a backward
+    hook, where freed buffers are filled with NaN. Outputs and gradients are finite only with the
+    hooks that they need."""
+    case = Case(6, 1, region=region, poison=True)
+    missing_hooks = [ALL_HOOKS, (1, False), (1, True)]
+    is_finite = ranks(2, run_with_missing_hooks, case, missing_hooks, start_world=False)[0]
+    assert is_finite == [(True, True), (False, False), (True, False)]
