@@ -175,7 +175,8 @@ def _backward_to(
     operands: Operands,
     h: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dweights. Write or defer the weight gradients, as `destination` requests."""
+    """Return the gradients of x and of the routing weights. Write or defer the gradients of gate_up
+    and down, as `destination` requests."""
     if isinstance(destination, WeightGrads):
         return _backward_into(grad, *operands, h, *destination)
     implementation = _implementation(operands.x, operands.gate_up)

@@ -76,7 +76,7 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raise DataError if held-out documents may be mixed with training documents."""
+    """Raise DataError if a held-out document of a source could be a training document of another."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:

@@ -5,7 +5,7 @@ rank writes one of the published Outcomes to the store as the decision. All rank
 decision. Only the rank of the chosen Outcome prints it.
 
 The decision prefers a cause, such as a data error, to the loss of a peer. It prefers Outcomes of
-rank 0 to those of other ranks. This module imports no torch.
+rank 0 to those of other ranks. This module imports no torch: callers pass the store.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags for opening a file to append. With them, opening a symbolic link fails: another user may
 have created the link."""
 _BATCH_BYTES = 1 << 16
-"""New lines are collected in memory, and written to the copy when they have this many bytes."""
+"""New lines for the copy of a metrics file are collected in memory, and written when they have this
+many bytes."""
 
 
 class MetricsFiles(Recorder):

@@ -77,12 +77,12 @@ class RunDirectory:
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
         """Write config.toml and open the files of metrics and evaluations.
 
-        If the directory has checkpoints or metrics of steps after the run's start, the method moves
-        these to subdirectories. Call it only after the start is loaded, so that a failed start
-        changes nothing.
+        Checkpoints and metrics of steps after the step at which the run starts are moved to
+        subdirectories. Call this after the initial states are loaded, so that a failed load changes
+        nothing.
 
         Args:
-            config: The run's configuration, with the choices that ranks measured.
+            config: The run's configuration, with the settings that ranks chose by measurement.
             plan: The run's plan.
             last_step: The step at which this command ends.
 

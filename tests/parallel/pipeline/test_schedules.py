@@ -59,7 +59,8 @@ def test_an_evaluation_has_only_forwards():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_travels_while_the_action_before_its_use_is_computed(name):
-    """Each receive is posted at least one compute action before the action that needs the data."""
+    """Between the posting of a receive and the action that needs its data, there is at least one
+    other compute action."""
     for stages in stages_of(name):
         for actions in make_schedule(name, 4, stages, 8).ranks:
             computed, posted_at = 0, {}
