@@ -76,7 +76,7 @@ class MixedDataset:
 
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
-    """Raise DataError if a held-out document of a source could be a training document of another."""
+    """Raise DataError if a held-out document of one source could be training data of another."""
     first = sources[0]
     for source in sources[1:]:
         if source.split != first.split:

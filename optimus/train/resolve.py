@@ -429,7 +429,7 @@ def _check_trainable(key: str, dataset: TokenDataset) -> None:
     if dataset.split == PARTS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()
-        remedy = parent if has_data else "the data set that it came with"
+        remedy = parent if has_data else "the data set that contains it"
         raise DataError(
             f"{key} = {dataset.path} is the held-out part of a data set and must not be trained "
             f"on; set {key} to {remedy}, and data.eval_path to the held-out part"
