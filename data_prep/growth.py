@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_GROWTH = 16
+MAX_GROWTH = 32
 """Of the bytes of a text; sentencepiece's character map, its space and a prefix give 16."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
 """Regular expression that matches some characters, of which the last may be repeated."""

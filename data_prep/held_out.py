@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep import layout
 from data_prep.blend import read_any_order
 from data_prep.manifest import Manifest
 from data_prep.token_plan import TokenPlan, is_import, read_plan
@@ -30,8 +31,10 @@ def held_out_of_dataset(dataset: Path, manifest: Manifest) -> HeldOut | None:
     them is gone or no longer has the plan whose hash is in the order of the blend."""
     if not manifest.blend:
         return held_out_of(manifest)
+    if not (dataset / layout.ORDER).exists():  # only shards and manifest were copied here
+        return None
+    source = read_any_order(dataset).sources[0]
     try:
-        source = read_any_order(dataset).sources[0]
         return held_out_of(read_plan(dataset / source.tokens_dir, source.plan))
     except DataError:
         return None

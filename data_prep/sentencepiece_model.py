@@ -117,6 +117,8 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
     while offset < len(message):
         key = varint()
         number, wire = key >> 3, key & 7
+        if not 0 < key >> 3 < 1 << 29:  # protobuf's own parser would drop the upper bits
+            raise ValueError(f"field {number} has a number out of range")
         if wire == 0:
             yield number, varint()
             continue
@@ -142,4 +144,6 @@ def _max_growth(model: bytes) -> float:
         for key, charsmap in fields(spec)
         if key == _CHARSMAP and isinstance(charsmap, bytes)
     ]
+    if len(maps) > 2:  # one to normalize and one to undo it; each takes a second to follow
+        raise ValueError(f"it has {len(maps)} character maps")
     return max(map(max_growth_by_map, maps), default=1.0)

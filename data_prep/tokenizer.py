@@ -92,6 +92,8 @@ def open_tokenizer(
         raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # It adds special tokens, which no text gets. A template could also repeat the text.
+    tokenizer.post_processor = None
     tokenizer.encode_special_tokens = True
     if check:
         _in_child(path, len(content), _TEXT_CPU_S, lambda: _try_short_text(path, tokenizer))

@@ -94,7 +94,7 @@ class Repairs:
     def of_shards(self, *paths: Path) -> str:
         """Of shards, the manifest and quarantine.jsonl: what `shard` makes of token arrays."""
         assert self._order is not None
-        has_tokens = any(map(_is_inside, self._order.sources))
+        has_tokens = any(map(self._is_inside, self._order.sources))
         if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):
             return _repair(paths, self._again("run --fused"))
         return _repair(paths, shlex.join(["optimus-data", "shard", str(self._out)]))
@@ -110,7 +110,7 @@ class Repairs:
         """Of the copy of the tokenizer."""
         if isinstance(self._order, BlendOrder):
             return _repair([path], self._again("blend"))
-        foreign = self._order is not None and not _is_inside(self._order)
+        foreign = self._order is not None and not self._is_inside(self._order)
         return _repair([path], self._again("shuffle" if foreign else _makers(self._dataset)))
 
     def of_tokens(self, source: Order, *paths: Path) -> str:
@@ -119,7 +119,7 @@ class Repairs:
         The folder may be any folder of the user if it is outside the data set, so that nothing in
         it is to be removed.
         """
-        if not _is_inside(source):
+        if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)
             command = shlex.join(["optimus-data", "verify", out])
             return f"repair: {command}, or the same command that made the token arrays there"
@@ -130,6 +130,13 @@ class Repairs:
     def _again(self, makers: str) -> str:
         return _again(makers, self._out)
 
+    def _is_inside(self, source: Order | BlendOrder) -> bool:
+        """Return whether the token arrays are inside the data set: no other name is written there.
+        A link may lead to the token arrays of another data set."""
+        if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
+            return False
+        return not (self._dataset / layout.TOKENS_DIR).is_symlink()
+
 
 def _output_of(dataset: Path) -> Path:
     """What a command named as its output, of which `dataset` may be the held-out part."""
@@ -137,11 +144,6 @@ def _output_of(dataset: Path) -> Path:
     above = dataset.parent
     whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
     return above if dataset.name == layout.EVAL_DIR and whole else dataset
-
-
-def _is_inside(source: Order) -> bool:
-    """Return whether the token arrays are inside the data set: no other name is written there."""
-    return source.tokens_dir == layout.TOKENS_DIR
 
 
 def _makers(dataset: Path) -> str:

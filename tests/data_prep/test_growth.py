@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Regex, normalizers
 
 from data_prep.growth import MAX_GROWTH, max_growth, max_growth_by_map
+from data_prep.sentencepiece_model import _max_growth, fields
 
 SIMPLE = [
     normalizers.NFC(),
@@ -116,3 +117,16 @@ def test_character_map_with_endless_keys_is_refused():
     units = {0: 256 << 10, index: (256 ^ index) << 10 | letter}  # its own child
     with pytest.raises(ValueError, match="its character map is too large"):
         max_growth_by_map(character_map(units, b"x"))
+
+
+def test_field_number_that_protobuf_would_shorten_is_refused():
+    """The library keeps the low 32 bits of this key: field 3, the normalizer with its map."""
+    with pytest.raises(ValueError, match="number out of range"):
+        list(fields(b"\x9a\x80\x80\x80\x10" + b"\x00"))
+
+
+def test_model_with_several_character_maps_is_refused():
+    """Each map takes about a second to follow."""
+    spec = b"\x12\x01x"  # NormalizerSpec with a character map
+    with pytest.raises(ValueError, match="it has 3 character maps"):
+        _max_growth((b"\x1a" + bytes([len(spec)]) + spec) * 3)

@@ -287,6 +287,9 @@ def test_the_folder_that_a_blend_names_is_read_only_with_its_plan(made, tmp_path
     assert TokenDataset(blend).held_out() == TokenDataset(made.data).held_out()
     write(blend / "order.json", {"blended.0.order.tokens_dir": "../outside"})
     assert TokenDataset(blend).held_out() is None
+    (blend / "order.json").write_text("{}")
+    with pytest.raises(DataError, match="order.json"):
+        TokenDataset(blend).held_out()
     (blend / "order.json").unlink()
     assert TokenDataset(blend).held_out() is None
 

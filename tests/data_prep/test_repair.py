@@ -225,3 +225,14 @@ def test_a_file_larger_than_what_is_hashed_at_a_start_is_checked_alone():
     sizes = 100 * [large // 10]
     assert start_check.sample(sizes, "a") == start_check.sample(sizes, "a")
     assert start_check.sample(sizes, "a") != start_check.sample(sizes, "b")
+
+
+def test_no_repair_removes_files_of_a_linked_folder(made, tmp_path):
+    """Token arrays that a link leads to may belong to another data set."""
+    dataset = tmp_path / "data"
+    shutil.copytree(made.data, dataset)
+    shutil.move(dataset / "tokens", tmp_path / "elsewhere")
+    (dataset / "tokens").symlink_to(tmp_path / "elsewhere")
+    flip(tmp_path / "elsewhere" / "plan.json", 0.6)
+    lines = list(verify(dataset))
+    assert lines and not any("rm -f" in line and "tokens/" in line for line in lines), lines

@@ -116,3 +116,16 @@ def test_sentencepiece_model_that_makes_texts_much_longer_is_refused(tmp_path):
     (tmp_path / "decode.model").write_bytes(content.replace(b"\x1a", b"\x2a"))
     with pytest.raises(DataError, match="decode.model: "):
         SentencePieceTokenizer(tmp_path / "decode.model")
+
+
+def test_template_that_repeats_the_text_is_not_applied(tmp_path):
+    """A file of 41 kB could repeat the ids of each text a thousand times."""
+
+    def repeat(tree: dict) -> dict:
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        pair = [text, {"Sequence": {"id": "B", "type_id": 1}}]
+        template = {"type": "TemplateProcessing", "single": [text] * 1000, "pair": pair}
+        return tree | {"post_processor": template | {"special_tokens": {}}}
+
+    path = write(tmp_path / "repeats.json", repeat)
+    assert open_tokenizer(path).encode("ab", add_special_tokens=False).ids == [0, 1]
