@@ -84,7 +84,7 @@ def open_tokenizer(
     if check:
         _in_child(path, len(content), load_cpu_s, lambda: _try_steps(path, content))
     try:
-        with library_panics(path):
+        with library_panics(path), _without_stderr():
             tokenizer = Tokenizer.from_buffer(content)
     except DataError:
         raise
@@ -163,6 +163,24 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
             f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "
             f"with at most {MAX_GROWTH}"
         )
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Return a context without standard error, to which the library prints its panics. Lines that
+    other threads print meanwhile are lost; messages of stop signals use another descriptor."""
+    try:
+        saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # standard error is closed, or no descriptor is left
+        yield
+        return
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -129,3 +129,16 @@ def test_template_that_repeats_the_text_is_not_applied(tmp_path):
 
     path = write(tmp_path / "repeats.json", repeat)
     assert open_tokenizer(path).encode("ab", add_special_tokens=False).ids == [0, 1]
+
+
+def test_panic_of_the_library_at_loading_prints_nothing(tmp_path, capfd):
+    """The prefix of continuing subwords is longer than a token of the vocabulary."""
+
+    def prefix(tree: dict) -> dict:
+        tree["model"] |= {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+        tree["model"]["continuing_subword_prefix"] = "train"
+        return tree
+
+    with pytest.raises(DataError, match="panics.json: "):
+        open_tokenizer(write(tmp_path / "panics.json", prefix))
+    assert capfd.readouterr().err == ""
