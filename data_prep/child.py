@@ -9,8 +9,9 @@ import os
 import resource
 import select
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from optimus.launch.signals import STOP_SIGNALS
@@ -55,27 +56,35 @@ def run(
             another reason, such as a lack of memory.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_child_statuses())
         try:
             parent = os.getpid()
             reader, writer = os.pipe()
             pipe = stack.enter_context(open(reader, "rb", buffering=0))
-            with open(writer, "wb", buffering=0):
+            with open(writer, "wb", buffering=0), _blocked_signals() as mask:
                 pid = os.fork()
                 if pid == 0:
-                    _run_and_exit(call, parent, writer, cpu_s, memory_bytes)
+                    _run_and_exit(call, parent, writer, mask, cpu_s, memory_bytes)
         except OSError as error:
             raise UnfinishedError(f"no process can be started ({error.strerror})") from None
         ended = False
+        result = b""
         try:
             poll = select.poll()
-            poll.register(pipe)
+            poll.register(pipe, select.POLLIN)
+            # A process that another thread forked may keep the pipe open after the child's end.
+            with contextlib.suppress(OSError, AttributeError):  # Linux 5.3 or newer
+                process = os.pidfd_open(pid)
+                stack.callback(os.close, process)
+                poll.register(process, select.POLLIN)
             ended = bool(poll.poll(1000 * limit_s))
-            result = pipe.read(1 + _MESSAGE_BYTES) if ended else b""
+            os.set_blocking(pipe.fileno(), False)
+            result = pipe.read(1 + _MESSAGE_BYTES) or b""
         finally:  # also if a handler of a signal raises
-            if not ended:
-                os.kill(pid, signal.SIGKILL)
             status = 0
-            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: nothing to wait for
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # no status is kept
+                if not ended:
+                    os.kill(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
     if result[:1] == _RETURNED:
         return None
@@ -95,8 +104,42 @@ def run(
     raise UnfinishedError(f"signal {number} ended the process that reads it, or memory was short")
 
 
+@contextlib.contextmanager
+def _child_statuses() -> Iterator[None]:
+    """Return a context in which the system keeps the status of an ended child process.
+
+    It does not if this process inherited that SIGCHLD is ignored. Only the main thread can change
+    that; elsewhere a crash is reported as a lack of memory.
+    """
+    is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if not is_ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[set[int]]:
+    """Return a context in which this thread receives no signals, and the mask that it had. A forked
+    child could otherwise call a handler of its parent."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _run_and_exit(
-    call: Callable[[], object], parent: int, writer: int, cpu_s: int, memory_bytes: int
+    call: Callable[[], object],
+    parent: int,
+    writer: int,
+    mask: set[int],
+    cpu_s: int,
+    memory_bytes: int,
 ) -> NoReturn:
     """Call `call`, write the result to the descriptor `writer` and end this process."""
     result = b""
@@ -106,6 +149,7 @@ def _run_and_exit(
         if os.getppid() != parent:  # it ended before
             os._exit(0)
         _isolate(cpu_s, memory_bytes)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         call()
         result = _RETURNED
     except MemoryError:

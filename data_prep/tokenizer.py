@@ -69,13 +69,17 @@ def open_tokenizer(
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: Try a tokenizer.json in child processes first. Set False in a process that has used a
+        check: Try the file in child processes first. Set False in a process that has used a
             GPU or the network, where a fork is not safe, for a file that was checked before.
 
     Raises:
         DataError: The file is not a tokenizer, or it crashes, hangs or fills memory.
     """
     if is_sentencepiece(path):
+        if check:
+            size = os.stat(path).st_size
+            cpu_s = _LOAD_CPU_S + size // _LOAD_BYTES_PER_S
+            _in_child(path, size, cpu_s, lambda: SentencePieceTokenizer(path).encode(SAMPLES))
         return SentencePieceTokenizer(path)
     from tokenizers import Tokenizer
 
@@ -104,8 +108,17 @@ def _in_child(path: str | os.PathLike, size: int, cpu_s: int, work: Callable[[],
     """Call `work` in a child process with limits of processor time and, for a file of `size` bytes,
     of memory. Raise DataError if it raises an exception, crashes or exceeds them."""
     memory_bytes = _CHECK_BYTES + _BYTES_PER_BYTE * size
+
+    def call() -> None:
+        try:
+            work()
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:
+            raise DataError(_failure(path, error)) from None
+
     try:
-        problem = child.run(work, limit_s=_CHECK_S, cpu_s=cpu_s, memory_bytes=memory_bytes)
+        problem = child.run(call, limit_s=_CHECK_S, cpu_s=cpu_s, memory_bytes=memory_bytes)
     except child.CrashError as error:
         problem = _failure(path, error)
     except child.UnfinishedError as error:
@@ -199,8 +212,9 @@ def library_panics(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _failure(path: str | os.PathLike, error: BaseException) -> str:
+    library = "sentencepiece" if is_sentencepiece(path) else "tokenizers"
     return (
-        f"{path}: the tokenizers library fails with this tokenizer: {one_line(error)}; use "
+        f"{path}: the {library} library fails with this tokenizer: {one_line(error)}; use "
         "another tokenizer"
     )
 

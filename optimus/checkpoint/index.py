@@ -22,6 +22,7 @@ import numpy
 from optimus.checkpoint.pieces import Box
 from optimus.checkpoint.reshard import Stored
 from optimus.checkpoint.shards import (
+    ALIGNED_BYTES,
     BLOCK_BYTES,
     HASH_CHARS,
     HEADER_BYTES,
@@ -101,9 +102,11 @@ class Index:
             raise ValueError("a row leads out of its box")
         offsets = rows[:, 4:]
         last = self._shard_sizes[shard] - (stop - start) * ITEMSIZE
-        right = (offsets >= HEADER_BYTES) & (offsets <= last[:, None]) & (offsets & 3 == 0)
+        right = (offsets >= HEADER_BYTES) & (offsets <= last[:, None])
         if not (right | (offsets == -1)).all():
             raise ValueError("a row leads out of its shard file")
+        if (offsets[offsets >= 0] % ALIGNED_BYTES).any():
+            raise ValueError(f"a row begins at a byte that is no multiple of {ALIGNED_BYTES}")
         # A frozen parameter has a master alone.
         if (offsets[:, 0] < 0).any() or (
             (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
@@ -115,23 +118,37 @@ class Index:
         return numpy.array([shard.size for shard in self.shards], dtype=numpy.int64)
 
     def check_rows(self, frozen: Sequence[str] = ()) -> None:
-        """Check that every parameter lies in the shard files in whole, with all states unless a
-        pattern of `frozen` matches its name, and that no two stretches of the files overlap. Raises
-        CheckpointError."""
+        """Check the rows of all parameters against each other.
+
+        Every parameter is stored completely, with all states unless a pattern of `frozen` matches
+        its name. No two rows overlap, and the states of neighboring rows of a shard file are
+        equally far apart, as `write_shard` places them. Raises CheckpointError.
+        """
         matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
-        found = [numpy.empty((0, 3), dtype=numpy.int64)]
+        found = [numpy.empty((0, _COLUMNS), dtype=numpy.int64)]
         for name in self.lines:
             rows = self.stored(name).rows
             is_partial = (rows[:, 4:] < 0).any()
             if is_partial and not any(match(name) for match in matchers):
                 raise CheckpointError(f"{INDEX}: parameter {name} has not all of its states")
-            length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
-            for offset in rows[:, 4:].T:
-                kept = offset >= 0
-                found.append(numpy.stack([rows[:, 0], offset, offset + length], 1)[kept])
-        every = numpy.concatenate(found)
-        every = every[numpy.lexsort((every[:, 1], every[:, 0]))]
-        shard, start, stop = every.T
+            found.append(rows)
+        rows = numpy.concatenate(found)
+        rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
+        # A frozen row has a master alone: behind it, the distance between the states is another.
+        has_all = rows[:, 5] >= 0
+        neighbors = (rows[1:, 0] == rows[:-1, 0]) & has_all[1:] & has_all[:-1]
+        distances = numpy.diff(rows[:, 4:], axis=1)
+        if (distances[1:] != distances[:-1])[neighbors].any():
+            raise CheckpointError(
+                f"{INDEX}: the states of two neighboring rows are not equally far apart"
+            )
+        length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
+        ranges = [
+            numpy.stack([rows[:, 0], offset, offset + length], 1)[offset >= 0]
+            for offset in rows[:, 4:].T
+        ]
+        every = numpy.concatenate(ranges)
+        shard, start, stop = every[numpy.lexsort((every[:, 1], every[:, 0]))].T
         if ((shard[1:] == shard[:-1]) & (start[1:] < stop[:-1])).any():
             raise CheckpointError(f"{INDEX}: two rows lead to the same bytes of a shard file")
 

@@ -1,0 +1,114 @@
+"""Calls in a forked child process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from data_prep import child, tokenizer
+from optimus.errors import DataError
+
+
+def test_results_and_exceptions_are_returned():
+    assert child.run(lambda: None, limit_s=30) is None
+    assert child.run(lambda: [][0], limit_s=30) == "list index out of range"
+    assert child.run(lambda: print(end="x" * 99), limit_s=30) is None
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_crash_is_told_from_an_end_without_a_result(is_ignored):
+    """Also if the process inherited that SIGCHLD is ignored, where the system keeps no status."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        with pytest.raises(child.CrashError, match=f"signal {int(signal.SIGSEGV)}"):
+            child.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), limit_s=30)
+        with pytest.raises(child.UnfinishedError, match="signal 9 ended the process"):
+            child.run(lambda: os.kill(os.getpid(), signal.SIGKILL), limit_s=30)
+        with pytest.raises(child.UnfinishedError, match="no result within 0 s"):
+            child.run(signal.pause, limit_s=0.2)
+        assert (signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN) == is_ignored
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def test_call_in_a_thread_with_sigchld_ignored_ends():
+    """Only the main thread may set handlers: the status is lost, and no exception says so."""
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        for work in (lambda: os._exit(9), signal.pause):
+            try:
+                child.run(work, limit_s=0.2)
+            except BaseException as error:
+                errors.append(error)
+
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(30)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert [type(error) for error in errors] == [child.UnfinishedError] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
+def test_crash_is_seen_while_another_process_keeps_the_pipe_open(monkeypatch):
+    """A process that another thread forks between the pipe and the fork of the child inherits the
+    end of the pipe to which the child writes."""
+    fork, others = os.fork, []
+
+    def fork_twice() -> int:
+        if other := fork():
+            others.append(other)
+        else:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            time.sleep(30)
+            os._exit(0)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fork_twice)
+    start = time.monotonic()
+    try:
+        with pytest.raises(child.CrashError):
+            child.run(os.abort, limit_s=20)
+        assert time.monotonic() - start < 15
+    finally:
+        for other in others:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
+
+
+def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
+    """A signal that arrives at once after the fork ends the child."""
+    fork = os.fork
+    path = tmp_path / "called"
+
+    def fork_and_send() -> int:
+        pid = fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(1000))  # the interpreter calls handlers between instructions
+        return pid
+
+    handler = signal.signal(signal.SIGTERM, lambda *_: path.write_text(str(os.getpid())))
+    monkeypatch.setattr(os, "fork", fork_and_send)
+    try:
+        with pytest.raises(child.UnfinishedError, match="signal 15"):
+            child.run(lambda: None, limit_s=30)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert not path.exists()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_any_exception_of_a_check_names_the_file(tmp_path):
+    """An error that the check of a tokenizer does not expect has no path in its message."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json: the tokenizers library fails .*: no"):
+        tokenizer._in_child(path, 2, 5, lambda: (_ for _ in ()).throw(RuntimeError("no")))
