@@ -25,7 +25,7 @@ from optimus.errors import (
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that SIGPIPE ended
 _STALL_S = 5.0
-"""Maximum seconds that a write to standard error waits for its reader."""
+"""Maximum time in seconds that a write to standard error waits until the stream accepts data."""
 _SLOW_TO_START = (["train"], ["eval"], ["generate"], ["bench"])
 """Commands that import torch. On a terminal they first print that they are starting."""
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -105,8 +105,8 @@ class _Stderr:
     """Standard error that drops text instead of raising an error or blocking.
 
     If nobody reads the output, the first write waits for at most _STALL_S seconds. Later writes
-    drop their text at once, until the output is read again. The wait is short because the other
-    ranks treat a rank that waits long as lost.
+    drop their text at once, until the output is read again. The wait must be short, because the
+    other ranks consider a rank lost if they wait too long for it.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -52,7 +52,7 @@ _EXIT_STATUS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run or a command, as one rank reports it.
+    """Report from one rank about the end of a run or a command.
 
     Attributes:
         kind: Way in which the run ends; determines the exit status.

@@ -265,7 +265,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
         private: Refuse a file that another user owns or can change.
 
     Returns:
-        The peak. If the file does not exist, None. If the file cannot be used, the reason.
+        The peak; None if the file does not exist; the reason as a str if it cannot be used.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -351,7 +351,7 @@ class RunPeak:
 
         Args:
             run_dir: Run directory.
-            resumed: True if the run continues after step 0.
+            resumed: True if the run starts at a step after 0.
             device, dtype, library, log: As for `find_peak`. `log` also receives the peak in use.
         """
         self._path, self._log, self._was_too_low = run_dir / "peak.json", log, False

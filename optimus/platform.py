@@ -49,7 +49,7 @@ def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
         if local_rank >= count:
             raise ConfigError(
                 f"local rank {local_rank} has no {kind} device: torch finds {count} on this node; "
-                f"start at most {count} per node, or set train.device=cpu"
+                "start only one rank per device, or set train.device=cpu"
             )
         device = torch.device(kind, local_rank)
         module.set_device(device)
@@ -160,9 +160,9 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
     """Set the number of intra-op threads of torch in this process.
 
     Args:
-        threads: `train.threads`. If it is 0 and `deterministic` is True, the number is 1. If it is
-            0 otherwise, the number is OMP_NUM_THREADS or, if that is not set, the number of
-            available cores / `local_world_size`.
+        threads: `train.threads`; 0 selects a default. The default is 1 if `deterministic` is True.
+            Otherwise it is the value of OMP_NUM_THREADS. If this variable is not set, it is the
+            number of available cores / `local_world_size`.
         deterministic: `train.deterministic`.
         local_world_size: Number of ranks on this node.
 

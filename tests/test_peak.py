@@ -1,5 +1,5 @@
-"""Tests of the measured peak FLOP/s, of which MFU is a fraction. The peak is measured once, and
-cached only if the measurement is reliable."""
+"""Tests of the measured peak FLOP/s, the denominator of MFU. The peak is measured once, and cached
+only if the measurement is reliable."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ CHOICES = ("auto", "sycl", "cuda", "cpu", "torch")
 DEVICE_OF = {"sycl": "xpu", "cuda": "cuda", "cpu": "cpu"}
 _BACKEND_OF = {device: backend for backend, device in DEVICE_OF.items()}
 MAX_BUILDING_WORLD = 16
-"""Largest size of a run, in ranks, that may compile kernels. Larger runs only load libraries from
-the cache."""
+"""Number of ranks up to which a run may compile kernels. A run with more ranks only loads libraries
+from the cache."""
 
 _WORLD_SIZES = (
     *("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -246,10 +246,11 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return the reason if `backend` has no cache entry, or "" if `entry` can be used.
+    """Return "" if `entry` can be used. If it is None, return that the library is not built yet.
 
     Raises:
-        KernelError: the library of `entry` cannot be loaded, or a missing one cannot be compiled.
+        KernelError: the library of `entry` cannot be loaded. If `entry` is None: no compiler or no
+            source file was found.
     """
     if entry is None:
         build.plan(backend)

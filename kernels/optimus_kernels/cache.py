@@ -4,7 +4,7 @@ The entry CACHE/<backend>-<key>/ contains the library and `info.json` with the i
 A process writes both files to a temporary folder under a file lock, and then renames the folder.
 
 Loading a library runs its code. An entry is therefore used only if no untrusted user can have
-written it. This user, root and the owner of the cache folder are trusted.
+written it. Trusted users are root, the user of this process and the owner of the cache folder.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ def _rename(work: Path, final: Path) -> None:
 
 def _raise_failure_since(root: Path, name: str, started: float) -> None:
     """Raise KernelError if another process failed to compile the entry `name` after the time
-    `started`. The message is that of the failure."""
+    `started`. The message is copied from the error of that process."""
     failure = root / f".{name}.failed"
     with contextlib.suppress(FileNotFoundError):
         if failure.stat().st_mtime >= started:

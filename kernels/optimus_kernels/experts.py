@@ -91,8 +91,9 @@ def experts(
         save_input_only: do not save the pre-activation, but recompute it in backward. This saves
             memory.
         weight_grads: function that backward calls once to get the destination of the weight
-            gradients. Unless it returns None, autograd receives no gradient for gate_up and down.
-            torch.compile does not support this argument.
+            gradients. If it returns None, the gradients of gate_up and down go to autograd. If it
+            returns another destination, they go only there. torch.compile does not support this
+            argument.
 
     Returns:
         [T, D] of x's dtype.

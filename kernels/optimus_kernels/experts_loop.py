@@ -163,8 +163,8 @@ def weight_grads(
 def _backward_views(
     both: Tensor, da: Tensor, dh: Tensor, rows: int, start: int
 ) -> tuple[Tensor, ...]:
-    """Return views of one expert's rows in the buffers: first the copies of rows of x, and then
-    dy, dy^T, da, dh and dh^T."""
+    """Return views of one expert's rows in the buffers: the copied rows of x, dy, dy^T, da, dh and
+    dh^T, in this order."""
     copies, dy = both.narrow(1, 0, rows).unbind(0)
     dh = dh.narrow(0, start, rows)
     return copies, dy, dy.t(), da.narrow(0, start, rows), dh, dh.t()

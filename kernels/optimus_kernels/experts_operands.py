@@ -72,7 +72,7 @@ def check(op: str, operands: Operands, **more: Tensor) -> None:
     if operands.token.dim() != 1 or operands.token.shape != operands.slot.shape:
         raise ValueError(
             f"{op}: rows.token {list(operands.token.shape)} and rows.slot "
-            f"{list(operands.slot.shape)} must have one dim of the same size; shorten both or none"
+            f"{list(operands.slot.shape)} must be 1-D and of the same size; shorten both or neither"
         )
     indices = zip(("offsets", "token", "slot", "row"), rows, strict=True)
     check_operands(op, {**named, **more}, {f"rows.{name}": index for name, index in indices})

@@ -1,7 +1,7 @@
 """Grouped matrix products: each expert's rows times that expert's weights, and the weight gradient.
 
-Expert e has rows offsets[e] to offsets[e+1] - 1. Rows of the result after the last expert are
-undefined.
+Expert e has rows offsets[e] to offsets[e+1] - 1. In the result, all rows after those of the
+last expert are undefined.
 
 There are two implementations. "torch" is torch's grouped_mm. "loop" is one torch.mm per expert; it
 is faster on CPUs and supports every dtype.

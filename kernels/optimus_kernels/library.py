@@ -40,8 +40,11 @@ class Native:
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
-        """Launch optimus_<name> on the current stream of `on`'s device. Raises RuntimeError on an
-        error."""
+        """Launch optimus_<name> on the current stream of the device that has the tensor `on`.
+
+        Raises:
+            RuntimeError: the launch failed.
+        """
         if self._device == "cpu":
             code = self._functions[name](*arguments, None)
         else:

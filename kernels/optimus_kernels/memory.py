@@ -32,7 +32,8 @@ _SPARE = 1.5
 """Limit of the total size of all buffers, as a multiple of the peak size of the buffers in use.
 Above the limit, free buffers are released."""
 _MAX_IDLE_REQUESTS = 4096
-"""Number of requests for buffers after which a free buffer that served none of them is released."""
+"""If a free buffer has not been used for more than this number of requests, it is released when the
+next new buffer is created."""
 
 _lock = threading.Lock()
 _buffers: list[_Buffer] = []

@@ -41,7 +41,7 @@ def reduce_rows_backward(
         grad: [T, D], the gradient of the output.
         y: [R, D].
         weights: [T, K].
-        slot: int32 [R], the slot t*K + k of each row r: the k-th expert of token t.
+        slot: int32 [R]. slot[r] is t*K + k if row r belongs to the k-th expert of token t.
 
     Returns:
         dy [R, D], with dy[r] = weights[t, k] * grad[t], and dweights [T, K], the dot products of

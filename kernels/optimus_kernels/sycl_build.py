@@ -130,8 +130,9 @@ def main(arguments: Sequence[str]) -> None:
     """Build the extension and write the library to the work folder.
 
     Args:
-        arguments: The last two words of the command line that `command` returns: JSON with the
-            extension, sources and include folder, and the path of the work folder.
+        arguments: The last two arguments of the command that `command` returns. The first is JSON
+            with the extension, the sources and the include folder. The second is the path of the
+            work folder.
     """
     from setuptools import setup
 

@@ -175,6 +175,8 @@ class _ReducePerMicrobatch:
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
         if self._is_ordered:
             received = torch.empty_like(buffer.grads)
+            # On Intel GPUs, all-to-all has killed processes under expert parallelism (autotune.py).
+            # This use is not known to be safe there; check on the first run.
             all_to_all(received, buffer.grads, group)
             for contribution in received.chunk(group.size):
                 piece.add_(contribution)

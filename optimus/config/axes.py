@@ -33,7 +33,11 @@ class Axis(NamedTuple):
 
 AXES = {
     "pp": Axis("other layers"),
+    # Sharding "so" needs dp outside ep: the gradient reduction gathers a shard from pieces on the
+    # ranks along ep, and these pieces are adjacent in the chunk only in this order.
     "dp": Axis("other data"),
+    # ep divides only experts and copies all other parameters, as dp does. Ranks along ep therefore
+    # read different data, and a batch is divided over dp * ep ranks.
     "ep": Axis("other data", divides=("model.num_experts",)),
     "tp": Axis(
         "the same data",

@@ -302,8 +302,8 @@ def _determinism(config: Config) -> None:
             )
         if config.optim.resident != "all":
             raise ConfigError(
-                f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', not "
-                f"{config.optim.resident!r}, which sums shards of gradients in fp32; use "
+                f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', "
+                f"because {config.optim.resident!r} sums gradients in fp32; use "
                 "optim.resident = 'all' or leave optim.grad_dtype at 'fp32'"
             )
         if config.train.dtype != config.optim.grad_dtype:
@@ -380,8 +380,8 @@ def _pipeline(parallel: ParallelConfig, model: ModelConfig) -> None:
     stages = parallel.pp * parallel.virtual_stages
     if model.aux_loss_form == "hf" and stages > 1:
         raise ConfigError(
-            f"model.aux_loss_form = 'hf' couples all layers, but there are {stages} pipeline "
-            "stages; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
+            "model.aux_loss_form = 'hf' needs all layers on one pipeline stage, but there are "
+            f"{stages} stages; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
         )
 
 

@@ -185,14 +185,14 @@ def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) 
 
     Args:
         path: The TOML file.
-        children: Files that inherit from `path`. Each names the next one as a base.
+        children: Chain of files that led to `path`. Each file names the next file as a base, and
+            the last file names `path`.
         trees: Cache of the results for files that have been read.
     """
     path = path.resolve()
     if path in children:
         raise ConfigError(
-            f"{path}: the file inherits from itself, because its bases lead to {children[-1]}, "
-            "which names the file as a base; remove one of these bases"
+            f"{path}: the file inherits from itself; remove it from the key base of {children[-1]}"
         )
     # Without the cache, 25 files that each name the next file twice would take 2^25 reads.
     if path in trees:
@@ -336,10 +336,10 @@ def _hint(location: Sequence[str], value: Any) -> str:
 
 
 def _synonymous(wrong: str, section: str) -> list[str]:
-    """Return the settings with the name `wrong` or, if there are none, with the synonym `wrong`.
+    """Return the settings whose name is `wrong` or, if there are none, whose synonym is `wrong`.
 
-    If some of these settings are in `section`, only these are returned. A setting is written as
-    in `optim.lr`.
+    If some of these settings are in `section`, only they are returned. Each setting is returned
+    with its section, such as `optim.lr`.
     """
     wrong = wrong.lower().replace("-", "_")
     same = [

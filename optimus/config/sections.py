@@ -15,8 +15,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1000, 256
 """Maximum number of patterns in `optim.frozen` and in `optim.groups`, and maximum number of
-characters of a pattern. The limits bound the time to match the patterns with parameter names, also
-for a checkpoint from somebody else."""
+characters in a pattern. The limits bound the time to match patterns with parameter names. They also
+apply to patterns from a checkpoint, which may be untrusted."""
 
 
 def _experts(value: Any) -> Any:
@@ -66,7 +66,7 @@ class RopeScaling(Section):
     The value 0 means the usual number, 32."""
     beta_slow: NonNegative = 0.0
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
-    original context; 0: 1 rotation."""
+    original context. The value 0 means the usual number, 1."""
     truncate: bool = True
     """yarn: round the limits of the transition from unchanged to divided frequencies to integer
     indices. The lower limit is rounded down, the upper limit up."""
@@ -108,7 +108,7 @@ class ModelConfig(Section):
     """Architecture, sizes and auxiliary losses of the model, a decoder."""
 
     architecture: Literal["olmo", "olmoe"]
-    """`olmo`: dense, with LayerNorm without weights. `olmoe`: sparse MoE, with RMSNorm and
+    """`olmo`: dense, with non-parametric LayerNorm. `olmoe`: sparse MoE, with RMSNorm and
     q/k-norm. Both have SwiGLU."""
     num_layers: Annotated[Count, Field(le=4096)]
     """Number of decoder blocks."""
@@ -160,15 +160,15 @@ class ModelConfig(Section):
     """Standard deviation of the initial weights. Their normal distribution is truncated at three
     standard deviations."""
     embedding_init_std: NonNegative = 0.0
-    """Standard deviation of the initial embedding; 0: init_std. With a small embedding, the router
-    may send all tokens to the same experts early in training."""
+    """Standard deviation of the initial embedding; 0: init_std. If the value is too small,
+    the router may send all tokens to the same experts early in training."""
     aux_loss_coef: NonNegative = 0.01
     """Coefficient of the load-balancing loss in the training objective."""
     z_loss_coef: NonNegative = 0.001
     """Coefficient of the router z-loss in the training objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
     """Form of the load-balancing loss. `olmo`: the loss is computed per layer and averaged over
-    layers. It is 1 if the experts are balanced. `hf`: the loss is computed once from the tokens of
+    layers. A balanced load gives 1. `hf`: the loss is computed once from the tokens of
     all layers, for comparison with transformers."""
 
     @property
@@ -434,8 +434,8 @@ class CheckpointConfig(Section):
     0: keep only the newest."""
     scatter: Literal["balanced", "paper"] = "balanced"
     """Ranks that write a state if several ranks have a copy of it. `balanced`: each of these ranks
-    writes an equal share. `paper`: one of them writes the whole state; the dp replicas take
-    turns."""
+    writes an equal share. `paper`: a single rank writes the whole state, as in the Optimus
+    paper."""
     distribute: Literal["broadcast", "all_reduce"] = "broadcast"
     """Collective that sends a loaded state from the rank that reads it to the other ranks."""
     async_save: bool = False
@@ -450,8 +450,8 @@ class CheckpointConfig(Section):
     """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
     save after the last update always ends the run with this status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of settings that a resumed run must normally keep, but may change if they are listed
-    here. An example is `optim.weight_decay`."""
+    """Names of settings, such as `optim.weight_decay`, that a resumed run may change. If such a
+    setting is not listed here, a change of it is an error."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face

@@ -18,8 +18,8 @@ from data_prep.reader import ShardReader
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Number of consecutive positions of an epoch for which one call of `_permute_block` computes the
-stored rows. These rows are cached, because several microbatches use them."""
+"""Size of a block of consecutive positions in an epoch. `_permute_block` computes the stored rows
+of a whole block. The rows are cached, because several microbatches use them."""
 _CACHED_BLOCKS = 4
 
 
@@ -79,8 +79,8 @@ class TokenDataset:
         if manifest.num_instances == 0:
             raise DataError(
                 f"{path} has {counted(manifest.tokens, 'token')}, fewer than one instance of "
-                f"{manifest.context} tokens; prepare the data set from more text, or use a larger "
-                "--eval-fraction if it is held-out data"
+                f"{manifest.context} tokens; prepare the data set from more text or, for held-out "
+                "data, with a larger --eval-fraction"
             )
         self.num_instances = manifest.num_instances
         """Instances per epoch."""

@@ -20,8 +20,8 @@ from optimus.io import files
 _PREFETCH = 2  # groups of updates: one in use and one in reserve hide a slow read
 _GROUP_BYTES = 1 << 21
 """Maximum size in bytes of the tokens in a group of updates. A group of one update may be larger.
-The loader's thread delivers a group at once, because each delivery wakes the thread that waits for
-microbatches."""
+The loader's thread delivers all updates of a group together, because each delivery wakes the thread
+that waits for microbatches."""
 
 
 def microbatch_starts(

@@ -188,7 +188,7 @@ def _fields_of(message: object, types: Mapping[int, type]) -> dict[int, Any]:
         ValueError: `message` is not a message, or the value of a field is not of its type.
     """
     if not isinstance(message, bytes):
-        raise ValueError("a number is in the place of a message")
+        raise ValueError("a field contains a number instead of a message")
     values = {number: value for number, value in fields(message) if number in types}
     for number, value in values.items():
         if not isinstance(value, types[number]):

@@ -100,8 +100,8 @@ class RunEnded(OptimusError):
 def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
     """Return the RunEnded of a rank that has no store and so cannot agree with other ranks.
 
-    If `error` is a LaunchError that all ranks of the machine have, this rank prints it only if
-    `prints_for_machine` returns True. This rank prints any other error.
+    If all ranks of the machine raise the same LaunchError, this rank prints it only if
+    `prints_for_machine` returns True. This rank always prints any other error.
     """
     if isinstance(error, RunEnded):
         return error

@@ -20,8 +20,8 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels of a pipeline rank to and from its neighbours. If the rank has no such neighbour,
-    the channel is ALONE.
+    """Channels of a pipeline rank to and from its neighbours. If a neighbour does not exist, its
+    channels are `ALONE`, a Group that does not communicate.
 
     With several stages per rank, the first and the last rank are neighbours, too.
 

@@ -112,8 +112,7 @@ def _no_listener(error: OSError, where: SplitResult) -> LaunchError:
             of_rank=True,
         )
     return LaunchError(
-        f"MASTER_ADDR: {where.hostname} is not the machine of rank 0, which is "
-        f"{socket.gethostname()} "
+        f"MASTER_ADDR: {where.hostname} is not the machine of rank 0 "
         f"({error.strerror}); export MASTER_ADDR={socket.gethostname()}",
         of_rank=True,
     )

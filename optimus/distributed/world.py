@@ -92,7 +92,7 @@ def start_world(
         The world. In a run of a single rank it has no process group.
 
     Raises:
-        OptimusError: The run has only this rank, which has a `failure` or no usable device.
+        OptimusError: This rank cannot start, and the run has no other ranks.
         LaunchError: Rank 0 of several ranks cannot listen at the rendezvous address.
         RunEnded: One of several ranks cannot start. Every rank raises it.
     """

@@ -258,7 +258,7 @@ def _architecture(content: Mapping[str, Any], source: str) -> str:
     kind, classes = content.get("model_type"), content.get("architectures") or []
     if type(kind) is not str or kind not in _ARCHITECTURES:
         raise ConfigError(
-            f"{source}: model_type = {kind!r} is not supported; supported are 'olmo' and 'olmoe'"
+            f"{source}: model_type = {kind!r} is not supported; convert an 'olmo' or 'olmoe' model"
         )
     if classes and (type(classes) is not list or _ARCHITECTURES[kind] not in classes):
         raise ConfigError(
@@ -285,7 +285,7 @@ def _refuse(fields: _Fields, default_head_dim: int, source: str) -> None:
         if refused:
             raise ConfigError(
                 f"{source}: {key} = {getattr(fields, key)!r} is not supported by Optimus; "
-                "convert a model without it"
+                "convert a model without this setting"
             )
 
 
@@ -316,7 +316,7 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Return the settings of `[model]` that come from fields that only an OLMoE model has."""
+    """Return the settings of `[model]` whose fields in config.json exist only for OLMoE."""
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,

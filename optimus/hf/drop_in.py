@@ -220,8 +220,8 @@ def _check(block: _HfModule) -> None:
     if isinstance(experts, nn.ModuleList):
         if name not in BY_MODULE:
             raise ConfigError(
-                f"use_fast_moe does not support {name}: among blocks with one module per expert, "
-                f"it supports {', '.join(BY_MODULE)}; use transformers 5, which merges the experts"
+                f"use_fast_moe does not support {name} with one module per expert; use "
+                "transformers 5, which merges the experts"
             )
         for expert in experts:
             _check_modules(name, expert)
@@ -230,8 +230,8 @@ def _check(block: _HfModule) -> None:
         class_name = type(experts).__name__
         if class_name not in MERGED:
             raise ConfigError(
-                f"use_fast_moe does not support the experts {class_name} of {name}; supported are "
-                f"{', '.join(MERGED)}"
+                f"use_fast_moe does not support the experts {class_name} of {name}; use a "
+                f"model with experts of class {', '.join(MERGED)}"
             )
         if getattr(experts, "_is_expert_parallel", False):
             raise ConfigError(
@@ -248,8 +248,8 @@ def _check(block: _HfModule) -> None:
     if len(kinds) != 1 or not parameters[0].is_floating_point() or parameters[0].is_meta:
         raise ConfigError(
             f"the experts of {name} have parameters with (dtype, device, requires_grad) = "
-            f"{sorted(map(str, kinds))}; all parameters must have the same values, a "
-            "floating-point dtype, and a device other than meta"
+            f"{sorted(map(str, kinds))}; use the same for all parameters, with a floating-point "
+            "dtype and a device other than meta"
         )
 
 

@@ -78,8 +78,8 @@ def write_hf(
             element, values).
         dtypes: dtype in which each Optimus parameter is written, by parameter name.
         file_bytes: limit of tensor bytes per file. A larger tensor gets a separate file.
-        add_files: function that writes further files to a directory. Its argument is the directory
-            under its temporary name.
+        add_files: function that writes further files. Its argument is the temporary path of the new
+            directory.
 
     Raises:
         ConfigError: the directory exists, or transformers does not support the model.

@@ -21,8 +21,8 @@ DTYPES = {
 
 
 class TensorFiles:
-    """Tensors in the safetensors files of a directory. The only file is model.safetensors if it
-    exists. Otherwise, the index file names the files.
+    """Tensors in the safetensors files of a directory. If model.safetensors exists, only this file
+    is read. Otherwise, the files that the index names are read.
 
     Files are opened on demand. Methods raise CheckpointError if a file cannot be read.
     """

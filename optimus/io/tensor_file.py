@@ -24,8 +24,8 @@ JSON parser."""
 INDEX_BYTES = 64 << 20
 """Size limit of an index file, enough for the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""Limit of sizes and offsets in a header. Below it, a number of bytes fits in the 64-bit integers
-in which torch counts them."""
+"""Limit of sizes and offsets in a header. Torch counts the bytes of a tensor in a signed 64-bit
+integer, which a size below this limit cannot overflow."""
 
 traffic = {"opens": 0, "bytes": 0}
 """Number of files that `TensorFile` has opened, and number of bytes that it has read. Tests set

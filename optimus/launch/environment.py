@@ -179,10 +179,10 @@ def read_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def prints_for_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process prints errors that all ranks of its machine have. Never raises.
+    """Return True if this process prints errors that all ranks of its machine raise. Never raises.
 
-    Usually, only the process with local rank 0 prints them. But if the user, and no launcher, has
-    set RANK, every process prints them.
+    Usually, only the process with local rank 0 prints them. If the user has set RANK without a
+    launcher, every process prints them.
     """
     launcher = _launcher_of(environ)
     if launcher is _BY_HAND and RENDEZVOUS not in environ and _AGENT_STORE not in environ:
@@ -258,7 +258,7 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
     if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[names[0]]:
         raise LaunchError(
             f"WORLD_SIZE={environ['WORLD_SIZE']}, but the launcher has set {names[0]}="
-            f"{environ[names[0]]}; unset WORLD_SIZE or start as many ranks",
+            f"{environ[names[0]]}; unset WORLD_SIZE or change the number of ranks",
         )
     return _job_rank(environ, launcher.rank, names[0])
 

@@ -29,8 +29,8 @@ _GRACE_S = 5.0
 """Seconds from the failure of a rank until the other ranks are killed."""
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of causes that end a run. If ranks end with different kinds, the first of them in this
-order gives the exit status of the run. The loss of a peer comes after all causes."""
+"""Causes that end a run, in order of precedence. If ranks end with different causes, the first of
+these causes gives the exit status of the run. The loss of a peer has the lowest precedence."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:

@@ -36,8 +36,8 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return this rank's slice of the weight of one expert, for a parameter whose first dim
-        counts experts. The slice is the same for all experts."""
+        """Return this rank's slice of a single expert's weight, which is the same for all experts.
+        The first dim of the parameter must be the number of experts."""
 
 
 def initialise_(

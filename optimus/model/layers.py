@@ -122,8 +122,8 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Embedding look-up whose backward sums the gradients of repeated tokens in fp32. The look-up
-    of torch sums them in the dtype of the table on a CPU."""
+    """Embedding look-up whose backward sums the gradients of repeated tokens in fp32. On a
+    CPU, torch's look-up sums them in the dtype of the table."""
 
     @staticmethod
     def forward(

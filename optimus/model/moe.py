@@ -114,8 +114,11 @@ class Experts(nn.Module):
         return trained and not torch.compiler.is_compiling()
 
     def _destination(self) -> kernels.Destination:
-        """Return the destination of the weight gradients of the current backward pass: the function
-        that defers them, the tensors to which they are written, or None for `.grad`."""
+        """Return the destination of the weight gradients in the current backward pass.
+
+        The destination is a function that defers the gradients, the tensors to which they are
+        written, or None if they are accumulated into `.grad`.
+        """
         # The op calls this method in backward, because the forward pass cannot know if a
         # `DeferredGradients` context will be active.
         deferred = deferred_gradients.active_deferral()

@@ -128,8 +128,8 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
-    """Return the index, as a fraction, of the pair that makes `turns` rotations in the original
-    context length."""
+    """Return the index of the pair that makes `turns` rotations in the original context length. The
+    index need not be an integer."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
 

@@ -99,8 +99,8 @@ def layer_losses(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the auxiliary losses and the token counts of the layers with experts.
 
-    To get one auxiliary loss of the model, sum it over the layers of all pipeline stages and divide
-    by the number of layers with experts.
+    To get the load-balancing loss or the z-loss of the model, sum the losses over the layers of all
+    pipeline stages and divide by the number of layers with experts.
 
     Args:
         config: the configuration of the model.
@@ -108,8 +108,8 @@ def layer_losses(
 
     Returns:
         The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
-        layer. In the Hugging Face form, the load-balancing losses have the shape [1]: the value is
-        the loss of all layers times the number of layers with experts.
+        layer. The Hugging Face form has a single load-balancing loss of all layers, fp32 [1]. It is
+        multiplied by the number of layers with experts, because the caller divides by this number.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []

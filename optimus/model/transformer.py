@@ -55,7 +55,7 @@ class Block(nn.Module):
         return run(x, rope, documents)
 
     def compile_run(self) -> None:
-        """Wrap `run` with torch.compile(fullgraph=True). The block's hooks remain outside it."""
+        """Wrap `run` with torch.compile(fullgraph=True). Hooks of the block are not compiled."""
         self._compiled = torch.compile(self.run, fullgraph=True)
 
     def run(
@@ -80,8 +80,8 @@ class Transformer(nn.Module):
     The constructor does not initialise the weights: call `optimus.model.init.initialise_` or load
     weights. On a pipeline stage, `keep_stages` deletes the modules of other stages.
 
-    `document_ids` are integers [B, S] that divide sequences into documents, preferably on the CPU.
-    A document starts where the id changes, and tokens attend only within their document.
+    `document_ids` are integers [B, S], preferably on the CPU. They divide sequences into documents:
+    a document starts where the id changes, and tokens attend only within their document.
     """
 
     def __init__(self, config: ModelConfig) -> None:

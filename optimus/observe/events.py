@@ -18,7 +18,8 @@ Value = int | float | str | None
 class MoeFigures:
     """Router losses and expert loads of one update.
 
-    The load of an expert is its number of rows divided by the mean of its layer.
+    The load of an expert is the number of tokens routed to it, divided by the mean of this number
+    over the experts of its layer.
     """
 
     aux_loss: float | None
@@ -63,7 +64,8 @@ class StepRecord:
     mfu: float | None
     """Model FLOP/s divided by the peak FLOP/s of the device; None if above 1."""
     mem_bytes: int
-    """Peak bytes of tensors on the first rank's accelerator, or of its process on a CPU."""
+    """Peak memory of the first rank in bytes. On an accelerator, this is the memory of the tensors;
+    on a CPU, that of the process."""
     moe: MoeFigures | None = None
     """None for a dense model."""
     loss_scaling: LossScaleFigures | None = None
@@ -107,7 +109,8 @@ class EvalRecord:
 class LayerLoad(NamedTuple):
     """Smallest and largest expert load of one MoE layer.
 
-    The load of an expert is its number of rows divided by the mean of the layer.
+    The load of an expert is the number of tokens routed to it, divided by the mean of this number
+    over the experts of the layer.
     """
 
     layer: int
@@ -149,8 +152,8 @@ class PipelineTimes(NamedTuple):
 
     step: int
     seconds_by_kind: dict[str, float]
-    """Seconds for each kind of action, without waiting. The key `wait` has the seconds that all
-    actions together waited for other stages."""
+    """Seconds for each kind of action, without waiting. The key `wait` has the total time that the
+    actions waited for other stages."""
 
 
 class StartUpRecord(NamedTuple):

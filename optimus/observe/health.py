@@ -25,8 +25,8 @@ _CALM = 2.0
 """A spike has ended when the norm is at most this multiple of the median."""
 
 _UPDATES = 10
-"""Number of recent updates from which a layer is judged. Also the number of consecutive balanced
-updates after which a recovery is reported."""
+"""Number of recent updates in which a layer is checked for imbalance. A recovery is reported after
+the same number of consecutive balanced updates."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert with less than this fraction of an equal share of the rows is idle."""
@@ -41,7 +41,8 @@ _FIRST_PAUSE = 100
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
     """Return the load of each expert.
 
-    The load is the expert's number of rows divided by the mean of the experts in its layer.
+    The load is the number of tokens routed to the expert, divided by the mean of this number over
+    the experts of its layer.
 
     Args:
         expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum experts].

@@ -33,8 +33,8 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags for opening a file to append. With them, opening a symbolic link fails: another user may
 have created the link."""
 _BATCH_BYTES = 1 << 16
-"""New lines for the copy of a metrics file are collected in memory, and written when they have this
-many bytes."""
+"""Size in bytes of a batch of new lines for the copy of a metrics file. The lines are collected in
+memory until they reach this size, and are then written."""
 
 
 class MetricsFiles(Recorder):
@@ -102,8 +102,8 @@ def metrics_paths(run_dir: Path, name: str) -> tuple[Path, Path]:
 class JsonLines:
     """Appends JSON objects to a file, one per line, without a buffer.
 
-    If a write fails, the lines stay in memory until a later write succeeds. The same lines are
-    appended to the file `copy`, but in batches.
+    If a write fails, the lines stay in memory until a later write succeeds. All lines are
+    also appended to the file `copy`, but in batches.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:

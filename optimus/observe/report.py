@@ -121,7 +121,8 @@ def _root_as_cwd() -> Iterator[None]:
     When matplotlib is imported, it prefers a file `matplotlibrc` in the working directory to the
     file that MATPLOTLIBRC names. Another user may have written the file in the working directory.
 
-    The way back uses a file descriptor, because a deleted working directory has no path.
+    A file descriptor is used to return to the original directory, which has no path if it has been
+    deleted.
     """
     cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:

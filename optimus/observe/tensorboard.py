@@ -28,8 +28,8 @@ class TensorBoard(Recorder):
 
         Args:
             directory: The directory `tb/` of the run.
-            first_step: Step at which the run starts. TensorBoard hides the events of later steps
-                that were written before this resume.
+            first_step: Step at which the run starts. If this is a resume, TensorBoard hides the
+                earlier events of all later steps.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -80,7 +80,7 @@ class TensorBoard(Recorder):
     def _end(self, error: OSError) -> None:
         self._writer = None
         logger.warning(
-            "tb/: %s; TensorBoard events end here, metrics.jsonl continues", error.strerror
+            "tb/: %s; TensorBoard events end here, but metrics.jsonl continues", error.strerror
         )
 
 

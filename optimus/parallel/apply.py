@@ -30,8 +30,8 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Mapping from a mesh axis to the function that yields one rank's slices along this axis. It yields
-the slices of all parameters of a module that the axis divides."""
+"""Mapping from a mesh axis to a function. For one module, the function yields this rank's slice of
+each parameter that the axis divides."""
 
 
 class ParallelStyle(Protocol):

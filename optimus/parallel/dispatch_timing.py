@@ -41,11 +41,13 @@ def time_dispatchers(
         seed: the seed of the input and the routing. All ranks of a tp group pass the same seed.
 
     Returns:
-        A dict from dispatcher name to the dispatcher's time in seconds. In each round, the slowest
-        rank determines the time. The result has the median of all rounds. All ranks return the same
-        dict.
+        A dict from dispatcher name to the dispatcher's time in seconds. The time of a round is that
+        of the slowest rank, and the dict contains the median over all rounds. All ranks return the
+        same dict.
     """
     device = next(model.parameters()).device
+    # All MoE layers have the same T, D and K and will use the same dispatcher. Only the numbers of
+    # experts may differ between layers.
     layers = [module for module in model.modules() if isinstance(module, FastSparseMoE)][:1]
     seconds = torch.zeros(_WARMUP + _ROUNDS, len(DISPATCHERS), dtype=torch.float64)
     for turn in range(_WARMUP + _ROUNDS):

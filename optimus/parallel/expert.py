@@ -158,13 +158,15 @@ class AllGatherDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends a token only to the ranks that have at least one of its experts.
 
-    The token's own rank sums the results. In `run`, the host waits for the device until it knows
-    the number of tokens that this rank receives from each rank.
+    The token's own rank sums the results. In `run`, the host waits for the device, because it
+    needs the number of tokens that this rank receives from each rank.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         group = self._group
         tokens, counts = self._destinations(chosen)
+        # The counts are exchanged first, because they are the sizes of the other exchanges.
+        # `chosen`, unlike x and the weights, is int64 and has no gradient.
         arriving = torch.empty_like(counts)
         all_to_all(arriving, counts, group)
         sent, received = torch.stack([counts, arriving]).tolist()
@@ -174,9 +176,10 @@ class AllToAllDispatcher(Dispatcher):
         return torch.zeros_like(x).index_add(0, tokens, back)
 
     def _destinations(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens to send and the number of tokens to send to each rank.
+        """Return the indices of the tokens to send, and the number of tokens to send to each rank.
 
-        The tokens are indices, ordered by destination rank. An index occurs once per destination.
+        The indices are ordered by destination rank. The index of a token that is sent to several
+        ranks occurs once for each of them.
         """
         size = self._group.size
         rank_of = torch.div(chosen * size, self._num_experts, rounding_mode="floor")

@@ -118,9 +118,10 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _NormOutput:
-    """Output of a norm. Forward drops the output, but keeps the norm's input.
+    """Output of a norm. Forward keeps the norm's input for backward, but not the output.
 
-    Backward recomputes the output once. All views that forward dropped then share its memory.
+    Backward recomputes the output once. All views of the output that backward needs are views of
+    the recomputed tensor.
     """
 
     def __init__(

@@ -139,8 +139,8 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 def sees_share_of_sequence(name: str) -> bool:
     """Return whether a rank uses the parameter `name` only on a share of the sequence.
 
-    The result assumes sequence parallelism. If it is true, each rank has only a partial gradient of
-    the parameter.
+    The function assumes that sequence parallelism is on. If it returns True, each rank computes
+    only a partial gradient of the parameter.
     """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]

@@ -150,8 +150,8 @@ def check_slots(config: Config, mesh: Mesh) -> None:
         least = max(plan_rank(config, mesh, rank).fewest_slots for rank in _kinds(mesh))
     if least > slots:
         raise ConfigError(
-            f"optim.cache_chunks = {slots}: some block or the embedding or the head needs "
-            f"{counted(least, 'chunk')} at once; use {least} or more, or a larger "
+            f"optim.cache_chunks = {slots}: the largest of the embedding, the blocks and the "
+            f"head needs {counted(least, 'chunk')} at once; use {least} or more, or a larger "
             "optim.chunk_length",
         )
 

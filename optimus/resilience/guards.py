@@ -31,7 +31,7 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
 class ForwardWatch:
     """Finds the first module of this rank that computes a non-finite value from finite inputs.
 
-    Collectives spread non-finite values to other ranks. Of the ranks of a pipeline stage that find
+    Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
     such a module, the rank with the smallest `when` computed the first non-finite value.
     """
 

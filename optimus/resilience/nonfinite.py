@@ -28,8 +28,8 @@ from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience import guards
 
 _HUGE = 1e18
-"""Smallest magnitude of a value for which calculations in fp32, such as its square, are assumed to
-overflow."""
+"""If a value has at least this magnitude, a calculation with it in fp32, such as its square, is
+assumed to overflow."""
 _LABELS = {
     "exp_avg": "exp_avg (first moment) of",
     "exp_avg_sq": "exp_avg_sq (second moment) of",
@@ -94,8 +94,8 @@ def refuse_bad_states(
         optim: `[optim]`, for the advice in the message.
         states: Optimizer states of this rank.
         everyone: Group of all ranks.
-        step: Number of the step for the message and the file.
-        updated: Number of the step that made the last update.
+        step: Number of the current step, for the message and the file.
+        updated: Number of the last step that has updated the weights: `step` or `step` - 1.
 
     Raises:
         NonFiniteError: An optimizer state of a rank is not finite.
@@ -144,8 +144,8 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
 
 
 class Finding(NamedTuple):
-    """A non-finite value that a rank has found. The smallest Finding of all ranks, compared as
-    tuples, is nearest to the cause.
+    """A non-finite value that a rank has found. Findings are compared as tuples. The smallest
+    Finding of all ranks is nearest to the cause.
 
     Attributes:
         distance: 0 for a parameter, 1 for an output computed from finite inputs, 2 for a gradient,

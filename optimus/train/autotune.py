@@ -251,8 +251,8 @@ def _form_setting(config: Config) -> str:
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the grouped GEMM that the configuration selects. If this is "auto", return the one
-    that the checkpoint's settings `stored` record, or "auto" if they record none."""
+    """Return the grouped GEMM that the configuration selects. If this is "auto", return the value
+    in the checkpoint's settings `stored`, or "auto" if they have no value."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
@@ -441,6 +441,8 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
         recorded: The result of `_recorded_dispatch`: a dispatcher, or "auto" if the checkpoint
             records none for this layout.
     """
+    # Measurements in two runs can select different dispatchers, which may add results in different
+    # orders. Deterministic mode therefore fixes the choice, as for the grouped GEMM.
     if deterministic:
         return DispatchChoice("allgather", "selected by train.deterministic")
     if device_type == "xpu":

@@ -46,8 +46,8 @@ class LossScale:
         return self._dynamic and self.scale > self._least
 
     def at_its_least(self) -> str:
-        """Return text for the end of the error message of an overflow. The text says that the loss
-        scale is at its minimum. In dtypes other than fp16, it is ""."""
+        """Return text for the end of an overflow's error message. The text says that the loss scale
+        is at its minimum; for other dtypes than fp16, the text is empty."""
         return f"; the loss scale is at its minimum, {self.scale:g}" if self._dynamic else ""
 
     def after_update(self) -> None:

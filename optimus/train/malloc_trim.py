@@ -25,8 +25,8 @@ class MallocTrim:
         """Updates since the last trim. The initial value allows a trim after the first update."""
 
     def after_update(self) -> None:
-        """Trim the heap if this process uses over an eighth more memory than after the last trim,
-        and if this trim was more than _MIN_UPDATES updates ago."""
+        """Trim the heap if the memory of this process has grown by more than an eighth since the
+        last trim. At least _MIN_UPDATES updates pass between two trims."""
         if self._trim is None or not (used := private_bytes()):
             return
         self._updates += 1

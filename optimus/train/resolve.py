@@ -46,9 +46,9 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that must not change when a run resumes, unless the configuration allows a change that
-is in CHANGEABLE. All settings in `[model]` must not change, either. `train.batch_tokens` is the
-actual number of tokens per update."""
+"""Settings that must not change when a run resumes. The same holds for all settings in `[model]`.
+However, the configuration can allow changes of the settings in CHANGEABLE. `train.batch_tokens` is
+the actual number of tokens per update."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
 """Settings that, together with the step, determine the instances that an update reads."""
@@ -277,6 +277,8 @@ def network_warnings(
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
+    # Bytes that the allgather dispatcher gathers for a token in forward. The formulas at the top of
+    # parallel/expert.py instead count all bytes that a rank receives in forward and backward.
     routed_bytes = token_bytes + model.num_experts_per_tok * (width + 8)
     # tp all-reduces [tokens, hidden size] after attention and after the feed-forward layer.
     costs = {

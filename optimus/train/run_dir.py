@@ -77,7 +77,7 @@ class RunDirectory:
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
         """Write config.toml and open the files of metrics and evaluations.
 
-        Checkpoints and metrics of steps after the step at which the run starts are moved to
+        If the run starts at step n, checkpoints and metrics of later steps are moved to
         subdirectories. Call this after the initial states are loaded, so that a failed load changes
         nothing.
 

@@ -36,13 +36,13 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Number of saves. If the free disk space suffices for fewer saves than this, `Saves` repeats its
-warning about directories that cannot be removed each time that the number becomes smaller."""
+"""Number of saves below which free disk space is low. While some directory cannot be removed and
+space is low, `Saves` repeats its warning each time that there is space for fewer saves."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
-    """Check that a run's initial weights fit the model and that it can save model-only checkpoints.
-    Builds no model.
+    """Check that a run's initial weights fit the model, and that a model-only checkpoint of the
+    model is possible. Builds no model.
 
     Args:
         model: The run's model.
@@ -246,9 +246,12 @@ class Saves:
             self._handle_failure(pending, outcome.step, outcome.failure.what)
 
     def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
-        """Count and log a failed save. If it is the last of `checkpoint.max_failures` failures in a
-        row, raise OptimusError. Only store the error of a save of the last step; `after` raises
-        it."""
+        """Count and log a failed save. Raise OptimusError if `checkpoint.max_failures` saves in a
+        row have failed.
+
+        If the failed save is of the last step, only store the error. `after` raises it when all
+        saves have ended.
+        """
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
         message = f"step {step} is not saved: {reason}; the newest checkpoint is {self._newest}"

@@ -148,8 +148,11 @@ def ids_of(name: str, out: Path) -> np.ndarray:
 
 
 def same_ids(name: str, ids: np.ndarray, expected: np.ndarray, eos: int) -> str:
-    """Compare `ids` with `expected`. Return "equal", or "equal, other order" if only the order of
-    the documents differs, else a text that contains both numbers of ids."""
+    """Compare `ids` with `expected` and return the result as text.
+
+    The text is "equal", or "equal, other order" if only the order of documents differs. Otherwise
+    it contains the number of ids in each array.
+    """
     if np.array_equal(ids, expected):
         return "equal"
     ours, theirs = (  # documents in any order, because dolma writes them in another order

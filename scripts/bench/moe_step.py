@@ -1,10 +1,10 @@
-"""Measure the training speed-up of a model by our MoE block, and predict it from block times.
+"""Measure how much faster a model trains with our experts than with those of peer libraries.
 
     python scripts/bench/moe_step.py --model configs/model/mula-7b-a1b.toml --layers 1
 
 Our experts and the experts of each peer library run in turn in the same model. A pass is forward,
-loss and backward of one microbatch. For the prediction, the time of the peer's blocks in a pass is
-replaced by the time of our blocks.
+loss and backward of one microbatch. The script also predicts the speed-up of a pass from the times
+of single MoE blocks with our experts and with the peer's experts.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return each library's median times, and the factor by which a pass with our MoE block is
-    faster than a pass with the library's, both as measured and as predicted."""
+    """Return the median times of each library. Also return the speed-up of a pass if our experts
+    replace those of the library: the measured speed-up and the predicted one."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

@@ -218,7 +218,7 @@ def test_synonyms_belong_to_keys_and_lead_to_them():
 
 
 def test_error_names_the_file_or_the_command_line_that_set_the_value(tmp_path, model_file):
-    """If a file and the command line set a key, the error names the command line."""
+    """If both a file and the command line set a key, the error names the command line."""
     run = tmp_path / "run.toml"
     run.write_text(f'base = "{model_file.name}"\n[optim]\nlr = -1.0\nlrr = 2.0\n')
     for overrides, message in (
@@ -264,7 +264,7 @@ BF16_GRADIENTS = {"train__dtype": "bf16", "optim__grad_dtype": "bf16"}
         ({"optim__grad_reduce_dtype": "bf16"}, r"grad_reduce_dtype = 'bf16' cannot be exact"),
         (
             {"model__aux_loss_form": "hf", "parallel__pp": 2},
-            r"aux_loss_form = 'hf' couples all layers, .* 2 pipeline stages",
+            r"aux_loss_form = 'hf' needs all layers on one pipeline stage, .* 2 stages",
         ),
         ({"parallel__ep_dispatch": "alltoall"}, r"ep_dispatch = 'alltoall': .* 'allgather'"),
         (DENSE | {"recompute__modules": ["moe"]}, r"recompute.modules names 'moe': .* 'block'"),

@@ -1,4 +1,5 @@
-"""Tests of TokenDataset: order of instances in an epoch, identity, refusal of damaged files."""
+"""Tests of TokenDataset: order of instances in an epoch, hash of the instances (`identity`), and
+refusal of damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of MixedDataset: exact share of each source, reads in any order, identity, refusals."""
+"""Tests of MixedDataset: exact share of each source, reads in any order, the hash `identity`, and
+refused mixtures."""
 
 from __future__ import annotations
 

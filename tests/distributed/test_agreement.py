@@ -74,8 +74,8 @@ def agreement_of(rank: int, size: int, store: Any, local_size: int | None = None
 
 
 def ended_with(open_store, errors: dict[int, OptimusError], size: int = 3) -> list[RunEnded]:
-    """End each rank in `errors` with its error. Return each rank's RunEnded; None for other
-    ranks."""
+    """End each rank in `errors` with its error. Return a list with the RunEnded of each of these
+    ranks and None for all other ranks."""
 
     def end(rank: int) -> RunEnded:
         outcome = outcome_of(errors[rank], rank, "training", step=7)
@@ -163,7 +163,7 @@ def test_a_missing_rank_is_printed_once_and_ends_all(open_store):
 
 
 def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
-    """Ranks wait until the line is printed, since Open MPI ends all ranks when the first exits."""
+    """Ranks wait until one has printed the error. Open MPI ends all ranks when the first ends."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 60.0)
     times: dict[int, float] = {}
 

@@ -2,9 +2,9 @@
 
     python tests/golden/make.py v1 COMMIT
 
-The script writes the directory tests/golden/v1, which must not exist. The file `expected.json` in
-it has values such as hashes and losses. tests/test_golden.py checks that later versions get the
-same values from the other files.
+The script writes the directory tests/golden/v1, which must not exist. Its file `expected.json` has
+values such as hashes and losses. tests/test_golden.py checks that later versions of Optimus compute
+the same values from the other files of the directory.
 """
 
 from __future__ import annotations

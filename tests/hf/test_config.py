@@ -137,7 +137,7 @@ def test_unsupported_field_is_refused_by_name_in_a_single_line(key):
     assert message.startswith("DIR/config.json: ") and "\n" not in message
     assert key.removeprefix("rope_") in message and mentioned in message
     if key in FIELDS_OF_OTHER_MODELS:  # every value is refused
-        assert message.endswith("convert a model without it")
+        assert message.endswith("convert a model without this setting")
 
 
 @pytest.mark.parametrize(

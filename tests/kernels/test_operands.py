@@ -1,5 +1,5 @@
-"""Tests of the operands of ops. Ops must refuse wrong operands and accept any strides. A gradient
-of an op without a backward formula must be an error."""
+"""Tests of the operands of ops. Ops must refuse wrong operands and accept any strides. The backward
+pass of an op without a backward formula must raise an error."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """The copy is deleted, because earlier versions of Optimus wrote none.
+    """The copy is deleted, as in a run of an earlier Optimus version, which wrote no copy.
 
     A warning names the steps whose lines are lost.
     """

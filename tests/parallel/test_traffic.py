@@ -145,7 +145,7 @@ def test_expert_parallelism_by_alltoall(ranks):
 
 
 def test_axes_together_add_up(ranks):
-    """With dp = 2, a rank has half as many microbatches and half as many bytes over tp."""
+    """With dp = 2, a rank has half the microbatches of dp = 1, and half the bytes over tp."""
     alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
     counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}

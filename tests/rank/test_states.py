@@ -143,9 +143,9 @@ def share_of(config, mesh: Mesh) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), (8, 4)])
 def test_optimizer_states_are_the_formulas_plus_padding(dtype, sizes):
-    """A parameter has 12 bytes of optimizer states.
+    """A bf16 or fp16 parameter has 12 bytes of optimizer states: a master and two moments.
 
-    In fp32 it has 8 bytes, because fp32 has no master weights.
+    An fp32 parameter has 8 bytes, because it needs no separate master.
     """
     mesh = Mesh(dp=sizes[0], ep=sizes[1])
     width = 8 if dtype == "fp32" else 12

@@ -53,8 +53,8 @@ def build(tree: dict[str, Any]) -> Built:
 
 
 def whole(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of random values for a state of a parameter. Each state and name has other
-    values. Some values are -0.0."""
+    """Return a tensor of random values for a state of a parameter. The values
+    differ between states and between names. Some values are -0.0."""
     seed = zlib.crc32(f"{state}.{name}".encode())
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     tensor.view(-1)[:: max(1, tensor.numel() // 7)] = -0.0  # adding 0.0 would change it
@@ -128,8 +128,8 @@ def test_each_byte_is_read_once_by_the_whole_job(
 
 @pytest.mark.parametrize("method", ["broadcast", "all_reduce"])
 def test_tied_embeddings_of_both_end_stages_are_loaded_bit_for_bit(ranks, tmp_path, method):
-    """The first and the last stage load the same embedding, but each divides it into different
-    shards."""
+    """The first and the last stage load the same embedding, but their optimizer shards contain
+    different ranges of it."""
     tied = {"model__tie_embeddings": True, "parallel__pp": 2, "checkpoint__distribute": method}
     saved = tiny_tree("d", "r", parallel__tp=2, optim__sharding="so", **tied)
     loaded = tiny_tree("d", "r", parallel__dp=2, optim__sharding="epso", **tied)

@@ -33,7 +33,7 @@ def is_frozen(name: str) -> bool:
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1])
 def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
-    """Compare two updates with torch.optim.AdamW. One norm clips the gradients of all groups."""
+    """Compare two updates with torch.optim.AdamW. Clipping uses the norm over all groups."""
     run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
     tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
     config, _, _, _, shard, _, updater = make_updater(tree)

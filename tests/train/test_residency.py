@@ -229,13 +229,13 @@ def test_too_few_slots_are_refused_by_plan(layout):
             with pytest.raises(ConfigError) as refused:
                 list(plan_ranks(config, mesh))
             message = str(refused.value)
-            assert message.startswith(f"optim.cache_chunks = {slots}: some block ")
+            assert message.startswith(f"optim.cache_chunks = {slots}: the largest of ")
             assert f"use {enough} or more" in message and "\n" not in message
 
 
 def test_too_few_slots_are_refused_before_the_rendezvous(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", **SMALL, **SHARDINGS[2])
     tree["optim"]["cache_chunks"] = 1
-    with pytest.raises(RanksFailed, match="ConfigError: optim.cache_chunks = 1: some block"):
+    with pytest.raises(RanksFailed, match="ConfigError: optim.cache_chunks = 1: the largest of"):
         train_on(ranks, 2, tree)
     assert not (tmp_path / "run").exists()

@@ -269,7 +269,7 @@ def test_activations_and_gradients_need_a_communicator_each(name, stages):
 def test_a_ring_of_stages_needs_a_communicator_for_each_pair_of_neighbours(name):
     """All activations share one communicator, and all gradients share another.
 
-    Since not each pair of neighbours has its own communicators, the proof reports a deadlock.
+    The proof reports a deadlock, because different pairs of neighbours share a communicator.
     """
     schedule = make_schedule(name, 3, 2, 6)
     with pytest.raises(AssertionError, match="deadlock"):

@@ -33,8 +33,8 @@ class Seen(NamedTuple):
     alive: int
     """Largest number of deferred computations that exist at the same time."""
     most_alive: int
-    """Largest number of microbatches whose activations this rank keeps at the same time. `validate`
-    returns this number."""
+    """Largest number of microbatches whose activations this rank keeps at the same time. The value
+    comes from `validate`."""
     most_waiting: int
     """Largest number of microbatches that wait for action W at the same time. The wait starts after
     action I."""
