@@ -12,7 +12,6 @@ from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
 from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.world import World
-from optimus.model.init import initialise_
 from optimus.observe.events import NO_RECORDER, Recorder
 from optimus.rank.model import RankModel
 from optimus.train.resolve import divide
@@ -52,5 +51,4 @@ def make_ours(config: Config, world: World, recorder: Recorder = NO_RECORDER) ->
     mesh, plan = divide(config, world.size)
     groups = join_groups(mesh, world, config.parallel.virtual_stages, recorder)
     part = RankModel(config, groups, plan, world.device)
-    initialise_(part.model, config.train.seed, part.layout.placements)
     return Ours(config, world, groups, plan, part, part.make_states())

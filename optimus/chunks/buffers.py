@@ -8,7 +8,7 @@ miss the views that autograd or a recomputation has saved.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -111,6 +111,7 @@ class ChunkState:
         shard_range: The elements of the chunk that are this rank's shard.
         params: [L] in the training dtype. Parameters are views of it.
         grads: [L] in the dtype of gradients. Backward adds to it.
+        grad_views: Views of `grads` by parameter. They are valid whenever `grads` has memory.
         shard: [L / shards], this rank's shard of the parameters: a view of `params`, or a tensor of
             its own if `is_sharded`.
         master: fp32 [L / shards]; `shard` itself in fp32 training.
@@ -132,6 +133,8 @@ class ChunkState:
         self.is_sharded = shards_params and shards > 1
         self.params = torch.zeros(chunk.length, dtype=dtype, device=device)
         self.grads = torch.zeros(chunk.length, dtype=grad_dtype, device=device)
+        # Made here, since a view of freed memory cannot be made.
+        self.grad_views = {slot.name: self.view(self.grads, slot) for slot in chunk.slots}
         self.grad = self.grads
         if shards > 1:
             self.grad = torch.zeros(chunk.shard_length, dtype=torch.float32, device=device)
@@ -170,8 +173,7 @@ class ChunkState:
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients to which backward adds, by parameter."""
-        for slot in self.chunk.slots:
-            yield slot.name, self.view(self.grads, slot)
+        yield from self.grad_views.items()
 
     def local_slice(self, flat: Tensor, slot: Slot) -> tuple[Tensor, slice] | None:
         """Return the elements of a parameter that are in this rank's shard.
@@ -256,14 +258,16 @@ class FrozenParams:
         self,
         named: Mapping[str, nn.Parameter],
         groups_of: Mapping[str, ParamProcessGroups],
+        initial: Callable[[str], Tensor],
         dtype: torch.dtype,
         chunk_length: int,
     ) -> None:
-        """Make the parameters views of chunks, with their values.
+        """Make the parameters views of chunks, with their initial values.
 
         Args:
             named: The frozen parameters in order of first use.
             groups_of: Groups by name, which determine the ranks that have copies.
+            initial: Returns the initial value of a parameter.
             dtype: The training dtype.
             chunk_length: Target length of a chunk, in elements.
         """
@@ -279,7 +283,7 @@ class FrozenParams:
             for slot in chunk.slots:
                 parameter = named[slot.name]
                 view = flat[slot.start : slot.stop].view(slot.shape)
-                view.copy_(parameter.data)
+                view.copy_(initial(slot.name))
                 parameter.data = self._views[slot.name] = view
                 parameter.requires_grad_(False)
 

@@ -37,10 +37,12 @@ class ChunkEngine:
     """All model states of a rank.
 
     Args:
-        named: Parameters by name in order of first use, with their values. They become views of
-            chunks.
+        named: Parameters by name in order of first use. They become views of chunks.
         groups_of: Returns the process groups of a parameter, or None if it has none.
         optimizer: Updates the shards.
+        initial: Returns the initial value of a parameter, on any device. By default, parameters
+            keep their values. Chunks are created one after the other, and each asks for the values
+            of its parameters, so that no more than one value is needed at a time.
         dtype: The training dtype.
         chunk_length: Target length of a chunk, in elements.
         deterministic: `train.deterministic`.
@@ -63,6 +65,7 @@ class ChunkEngine:
         groups_of: Callable[[str], ParamProcessGroups | None],
         optimizer: AdamW,
         *,
+        initial: Callable[[str], Tensor] | None = None,
         dtype: torch.dtype,
         chunk_length: int,
         deterministic: bool = False,
@@ -78,9 +81,10 @@ class ChunkEngine:
         groups = groups_of_params(named, groups_of)
         check_same_params(named, groups, everyone)
         self._device = next(iter(named.values())).device
+        initial = initial or {name: p.data for name, p in named.items()}.__getitem__
         frozen = {name: p for name, p in named.items() if groups[name].options.frozen}
+        self.frozen = FrozenParams(frozen, groups, initial, dtype, chunk_length)
         named = {name: p for name, p in named.items() if name not in frozen}
-        self.frozen = FrozenParams(frozen, groups, dtype, chunk_length)
         self._named, self._groups_of, self._everyone = dict(named), groups_of, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
         self.layout = lay_out(
@@ -98,7 +102,9 @@ class ChunkEngine:
             assert isinstance(chunk.key, ParamProcessGroups)
             settings = (dtype, grad_dtype, self._device, residency.divides_parameters)
             self.chunks.append(ChunkState(chunk, chunk.key, *settings))
-            self._take_values(self.chunks[-1], memory)
+            self._fill(self.chunks[-1], initial, memory)
+            if residency.divides_gradients and chunk.reduce_size > 1:
+                memory.free(self.chunks[-1].grads)
         self.params = ParamStore(self.chunks, memory)
         self._by_first_use = by_first_use(self.chunks, named)
         self.gradients = GradReducer(
@@ -113,14 +119,14 @@ class ChunkEngine:
             frees_buffers=residency.divides_gradients,
         )
 
-    def _take_values(self, state: ChunkState, memory: Memory) -> None:
-        """Copy the values of a chunk's parameters, and make the parameters views of the chunk."""
+    def _fill(self, state: ChunkState, initial: Callable[[str], Tensor], memory: Memory) -> None:
+        """Set a chunk to the initial values of its parameters, which become views of the chunk."""
         for slot in state.chunk.slots:
-            parameter = self._named[slot.name]
-            self.put("master", slot.name, parameter.data)
-            view = state.view(state.params, slot)
-            view.copy_(parameter.data)
-            parameter.data = view
+            value, view = initial(slot.name), state.view(state.params, slot)
+            self.put("master", slot.name, value)
+            view.copy_(value)
+            del value  # before the next value is made
+            self._named[slot.name].data = view
         if state.is_sharded:
             state.shard.copy_(state.params[state.shard_range])
             memory.free(state.params)
@@ -207,8 +213,7 @@ class ChunkEngine:
         """Return the view to which backward adds the gradient of a parameter, for modules that add
         it without autograd. The view is valid until the next step."""
         slot = self.slots[name]
-        state = self.chunks[slot.chunk]
-        return state.view(state.grads, slot)
+        return self.chunks[slot.chunk].grad_views[name]
 
     def start_step(self) -> None:
         """Clear the gradients and the cache of parameters before the first pass of a step."""

@@ -258,15 +258,11 @@ class GradReducer:
         self._buckets: dict[int, list[GradBucket]] = {}
         """Buckets of each stage in the order of their launch."""
         self._num_launched: dict[int, int] = {}
-        # A view cannot be made of freed memory.
-        views = {
-            name: state.view(state.grads, slot) for name, (state, slot) in self._by_name.items()
-        }
         for state in chunk_states:
             self._strategy.add(state)
         for state in by_first_use(chunk_states, named):
-            names = [slot.name for slot in state.chunk.slots]
-            self._add_bucket(state, {name: (named[name], views[name]) for name in names})
+            views = state.grad_views.items()
+            self._add_bucket(state, {name: (named[name], view) for name, view in views})
         self._segment_buffers: list[tuple[GradBuffer, ...]] = []
         self._segment_stages: list[int] = []
         self._first_segment: dict[GradBuffer, int] = {}

@@ -43,34 +43,54 @@ class ParamSlice(Protocol):
 def initialise_(
     model: nn.Module, seed: int, slices: Mapping[str, ParamSlice] | None = None
 ) -> None:
-    """Initialise all parameters in place.
-
-    Norm weights are 1 and biases are 0. Other weights have a normal distribution, truncated at
-    three standard deviations as in OLMoE. `init_std` and `embedding_init_std` set the standard
-    deviations.
+    """Set all parameters to their initial values in place.
 
     Args:
         model: a whole Transformer, or this rank's part of one.
         seed: `train.seed`.
         slices: for each parameter that is divided among ranks, its name and this rank's slice.
     """
+    slices = slices or {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(model, name, seed, slices.get(name)))
+
+
+def initial_value(
+    model: nn.Module, name: str, seed: int, rank_slice: ParamSlice | None = None
+) -> Tensor:
+    """Return the initial value of a parameter, in fp32 on the CPU.
+
+    Norm weights are 1 and biases are 0. Other weights have a normal distribution, truncated at
+    three standard deviations as in OLMoE. `init_std` and `embedding_init_std` set the standard
+    deviations.
+
+    Args:
+        model: the Transformer of the parameter, of which only shapes are read.
+        name: the parameter.
+        seed: `train.seed`.
+        rank_slice: this rank's slice, if the parameter is divided among ranks.
+    """
     config = model.config
     assert isinstance(config, ModelConfig)
-    std, slices = config.init_std, slices or {}
-    with torch.no_grad():
-        for prefix, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                full_name = f"{prefix}.{name}"
-                rank_slice = slices.get(full_name) or _Whole(parameter.shape)
-                if isinstance(module, Experts):
-                    entry = rank_slice.of_entry()
-                    for expert, target in enumerate(parameter, start=module.first_expert):
-                        whole = draw(entry.shape, std, seed, full_name, expert)
-                        target.copy_(entry.slice_of(whole))
-                else:
-                    is_embedding = isinstance(module, Embedding)
-                    own_std = config.embedding_init_std if is_embedding else 0.0
-                    _fill(module, name, parameter, rank_slice, own_std or std, seed, full_name)
+    module, shape = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name).shape
+    rank_slice = rank_slice or _Whole(shape)
+    if isinstance(module, RMSNorm):
+        return torch.ones(shape)
+    if isinstance(module, nn.Linear) and name.endswith(".bias"):
+        return torch.zeros(shape)
+    if isinstance(module, Experts):
+        entry, value = rank_slice.of_entry(), torch.empty(shape)
+        for expert, target in enumerate(value, start=module.first_expert):
+            target.copy_(entry.slice_of(draw(entry.shape, config.init_std, seed, name, expert)))
+        return value
+    assert isinstance(module, (nn.Linear, Embedding, Router)), f"no initial value of {name}"
+    is_embedding = isinstance(module, Embedding)
+    std = (config.embedding_init_std if is_embedding else 0.0) or config.init_std
+    whole = draw(rank_slice.shape, std, seed, name)
+    if isinstance(module, Embedding) and module.padding >= 0:
+        whole[module.padding] = 0
+    return rank_slice.slice_of(whole)
 
 
 class _Whole:
@@ -104,25 +124,3 @@ def draw(
         source.random(dtype=np.float32, out=block.numpy())
         block.mul_(2).sub_(1).mul_(bound).erfinv_().mul_(std * math.sqrt(2))
     return out.clamp_(-_CUT * std, _CUT * std).view(shape)
-
-
-def _fill(
-    module: nn.Module,
-    name: str,
-    parameter: Tensor,
-    rank_slice: ParamSlice,
-    std: float,
-    seed: int,
-    full_name: str,
-) -> None:
-    if isinstance(module, RMSNorm):
-        parameter.fill_(1)
-    elif isinstance(module, nn.Linear) and name == "bias":
-        parameter.fill_(0)
-    else:
-        known = isinstance(module, (nn.Linear, Embedding, Router))
-        assert known, f"no initial value is known for {full_name}"
-        whole = draw(rank_slice.shape, std, seed, full_name)
-        if isinstance(module, Embedding) and module.padding >= 0:
-            whole[module.padding] = 0
-        parameter.copy_(rank_slice.slice_of(whole))

@@ -5,7 +5,7 @@ has three steps:
 
 1. Delete the modules of other ranks' pipeline stages.
 2. Apply parallel styles. A style replaces modules by parallel versions.
-3. Allocate memory for this rank's slices of the parameters.
+3. Put this rank's slices of the parameters on the device, still without memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class ParallelStyle(Protocol):
 def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
-    """Return this rank's model with uninitialised fp32 parameters on `device`."""
+    """Return this rank's model with fp32 parameters on `device` that have no memory yet: see
+    `materialise`."""
     model = _model_of_stages(config.model, layout)
     with torch.device("meta"):
         for style in _styles(config.parallel, config.recompute.modules, layout, groups):

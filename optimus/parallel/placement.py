@@ -62,11 +62,15 @@ def share(size: int, index: int, count: int) -> tuple[int, int]:
 
 
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
-    """Replace the meta parameters of a model by uninitialised slices on `device`."""
+    """Replace the meta parameters of a model by this rank's slices on `device`.
+
+    All elements of a slice are 0 and have the same memory address, so that the model needs no
+    memory until its parameters are views of chunks.
+    """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
-            empty = torch.empty(placements[full].local_shape, device=device)
-            module.register_parameter(name, nn.Parameter(empty))
+            zeros = torch.zeros((), device=device).expand(placements[full].local_shape)
+            module.register_parameter(name, nn.Parameter(zeros))
         for name, buffer in module.named_buffers(recurse=False):
             assert buffer.device.type != "meta", f"buffer {prefix}.{name} has no value on meta"

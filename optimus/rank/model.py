@@ -88,18 +88,17 @@ class RankModel:
             schedule, stages, groups.channels, boundary_shape, dtype, groups.recorder
         )
 
-    def make_states(self, poison: bool = False) -> ChunkEngine:
-        """Create the model's states from the current values of its parameters.
-
-        The parameters become views of chunks, the flat buffers of the states. All ranks must call
+    def make_states(self, initial: bool = True, poison: bool = False) -> ChunkEngine:
+        """Create the model's states. Before, the parameters have no memory. All ranks must call
         this.
 
         Args:
+            initial: Set the parameters to the initial values of `train.seed`, otherwise to zero.
             poison: Fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule
         engine = make_states(
-            config.optim, config.train, self.layout, self._groups, self.model, poison
+            config.optim, config.train, self.layout, self._groups, self.model, initial, poison
         )
         backward = {Kind.F: False, Kind.B: True, Kind.I: True}
         passes = [

@@ -30,6 +30,7 @@ from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
 from optimus.errors import ConfigError, counted
+from optimus.model.init import initial_value
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
@@ -45,9 +46,10 @@ def make_states(
     layout: Layout,
     groups: Groups,
     model: Transformer,
+    initial: bool = False,
     poison: bool = False,
 ) -> ChunkEngine:
-    """Create the states of a rank's model from the current values of its parameters.
+    """Create the states of a rank's model, chunk by chunk.
 
     The parameters become views of chunks, the flat buffers of the states.
 
@@ -56,12 +58,15 @@ def make_states(
         layout: Layout of the rank.
         groups: Process groups of the rank.
         model: Model of the rank, from `build_model`.
+        initial: Set the parameters to the initial values of `train.seed`, otherwise to zero.
         poison: Fill freed chunks with NaN, for tests.
     """
+    slices, seed = layout.placements, train.seed
     engine = ChunkEngine(
         dict(model.named_parameters()),
         lambda name: groups_of_param(name, optim, layout, groups),
         make_optimizer(optim),
+        initial=(lambda name: initial_value(model, name, seed, slices[name])) if initial else None,
         dtype=dtype_of(train.dtype),
         chunk_length=optim.chunk_length,
         deterministic=train.deterministic,

@@ -32,7 +32,6 @@ from optimus.evaluate.generate import sample_text
 from optimus.evaluate.held_out import held_out_loss
 from optimus.launch.environment import LaunchEnv
 from optimus.model.flops import flops_per_token
-from optimus.model.init import initialise_
 from optimus.observe.events import (
     ActionTrace,
     EvalRecord,
@@ -191,9 +190,7 @@ class Run:
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
         self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
-        if plan.start.path is None:
-            initialise_(self.model, config.train.seed, layout.placements)
-        self.states = self.rank_model.make_states()
+        self.states = self.rank_model.make_states(initial=plan.start.path is None)
         dispatch = autotune_dispatch(config, self.groups, self.model, self.states, plan.start.full)
         config = MeasuredChoices(kernels, dispatch.name).record_in(config)
         self.config = config

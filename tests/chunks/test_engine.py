@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from optimus.chunks import grad_reducer
-from optimus.chunks.buffers import FrozenParams, TiedUse
+from optimus.chunks.buffers import ChunkState, FrozenParams, TiedUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import ALIGNMENT
 from optimus.chunks.optimizer import AdamW
+from optimus.chunks.options import ParamOptions
+from optimus.chunks.residency import Residency
 from optimus.config import OptimConfig
+from optimus.distributed.collectives import Group
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.helpers.tiny import tiny_config
@@ -170,11 +174,78 @@ def test_frozen_parameters_put_after_shards_keep_the_new_values():
     """A checkpoint reads the shards of a frozen parameter, and then a load sets two elements.
     `settle` does not restore the old values."""
     named = {"a": nn.Parameter(torch.zeros(3))}
-    frozen = FrozenParams(named, {"a": ParamProcessGroups()}, torch.bfloat16, 4)
+    groups = {"a": ParamProcessGroups()}
+    frozen = FrozenParams(named, groups, lambda name: torch.zeros(3), torch.bfloat16, 4)
     shards = list(frozen.shards())
     frozen.put("a", torch.ones(2), 1)
     frozen.settle()
     assert shards and named["a"].tolist() == [0, 1, 1]
+
+
+def test_initial_values_do_not_exist_together():
+    """The engine asks for the values chunk by chunk, and keeps none of them. Frozen parameters
+    included, every value is asked for once."""
+    model = make_model()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    frozen = [name for name in values if name.endswith("norm.weight")]
+    asked: list[str] = []
+    last: list[weakref.ref] = []
+
+    def initial(name: str) -> torch.Tensor:
+        assert not last or last[0]() is None, f"{asked[-1]} still has memory"
+        asked.append(name)
+        value = values[name].clone()
+        last[:] = [weakref.ref(value)]
+        return value
+
+    groups = {
+        True: ParamProcessGroups(options=ParamOptions(frozen=True)),
+        False: ParamProcessGroups(),
+    }
+    named = dict(model.named_parameters())
+    for parameter in named.values():
+        parameter.data = torch.zeros(()).expand(parameter.shape)
+    engine = ChunkEngine(
+        named,
+        lambda name: groups[name in frozen],
+        AdamW(OPTIM),
+        initial=initial,
+        dtype=torch.float32,
+        chunk_length=4000,
+    )
+    assert sorted(asked) == sorted(values) and len(engine.chunks) > 2
+    for name, parameter in named.items():
+        assert torch.equal(parameter, values[name]), name
+
+
+def test_sharded_chunks_do_not_exist_together(monkeypatch):
+    """While a chunk is filled, the whole buffers of the chunks before it have no memory."""
+    made: list[ChunkState] = []
+    create = ChunkState.__init__
+
+    def note(state: ChunkState, *args, **kwargs) -> None:
+        create(state, *args, **kwargs)
+        made.append(state)
+
+    def initial(name: str) -> torch.Tensor:
+        for state in made[:-1]:
+            assert not state.params.untyped_storage().nbytes()
+            assert not state.grads.untyped_storage().nbytes()
+        return named[name].detach().clone()
+
+    monkeypatch.setattr(ChunkState, "__init__", note)
+    named = dict(make_model().named_parameters())
+    group = Group(2, 0)
+    ChunkEngine(
+        named,
+        lambda name: ParamProcessGroups(reduce_group=group, shard_group=group),
+        AdamW(OPTIM),
+        initial=initial,
+        dtype=torch.bfloat16,
+        chunk_length=4000,
+        residency=Residency(divides_gradients=True, divides_parameters=True, slots=1),
+    )
+    assert len(made) > 2
 
 
 def test_norm_of_gradients_whose_squares_overflow_is_finite():

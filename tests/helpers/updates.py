@@ -13,7 +13,6 @@ from optimus.data.loader import Microbatch
 from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.mesh import make_mesh
 from optimus.distributed.world import World, start_world
-from optimus.model.init import initialise_
 from optimus.observe.events import NO_RECORDER, Recorder
 from optimus.rank.model import RankModel
 from optimus.train.update import Updater
@@ -55,8 +54,8 @@ class Made(NamedTuple):
 def make_shard(
     tree: dict[str, Any], world: World | None = None, recorder: Recorder = NO_RECORDER
 ) -> MadeShard:
-    """On a rank of the pool, started without a world if none is given; parameters are those of the
-    run's seed. `recorder` receives collectives and pipeline actions."""
+    """On a rank of the pool, started without a world if none is given. `recorder` receives
+    collectives and pipeline actions."""
     torch.set_num_threads(1)
     config = make_config(tree)
     world, parallel = world or start_world(device="cpu"), config.parallel
@@ -64,7 +63,6 @@ def make_shard(
     groups = join_groups(mesh, world, parallel.virtual_stages, recorder)
     plan = plan_batch(config.train, mesh.num_data_ranks)
     shard = RankModel(config, groups, plan, world.device)
-    initialise_(shard.model, config.train.seed, shard.layout.placements)
     return MadeShard(config, world, groups, plan, shard)
 
 
@@ -76,6 +74,6 @@ def make_updater(
 ) -> Made:
     """The same with what updates it; `poison` as in `RankModel.make_states`."""
     made = make_shard(tree, world, recorder)
-    states = made.shard.make_states(poison)
+    states = made.shard.make_states(poison=poison)
     updater = Updater(made.config, made.groups, made.shard, states, made.plan, made.world.device)
     return Made(*made, states, updater)

@@ -8,7 +8,7 @@ import torch
 from optimus.config import make_config
 from optimus.distributed.collectives import Group
 from optimus.distributed.mesh import Mesh
-from optimus.model.init import initialise_
+from optimus.model.init import initial_value
 from optimus.parallel.apply import make_layout, make_placements
 from optimus.parallel.expert import ExpertParallel
 from optimus.parallel.placement import materialise, whole_model
@@ -72,9 +72,10 @@ def test_ranks_start_with_slices_of_the_same_weights(mesh):
     config = config_for(mesh, BIAS)
     alone = make_layout(config_for(Mesh(), BIAS), Mesh(), Mesh().coordinate(0), 4)
     whole = whole_model(config.model)
-    materialise(whole, alone.placements, torch.device("cpu"))
-    initialise_(whole, 3, alone.placements)
-    weights = dict(whole.named_parameters())
+    weights = {
+        name: initial_value(whole, name, 3, placement)
+        for name, placement in alone.placements.items()
+    }
     for rank in range(mesh.world_size):
         coordinate = mesh.coordinate(rank)
         placements = make_placements(whole_model(config.model), mesh, coordinate)
@@ -82,9 +83,10 @@ def test_ranks_start_with_slices_of_the_same_weights(mesh):
         with torch.device("meta"):
             ExpertParallel(Group(mesh.ep, coordinate.ep), "allgather").apply(local)
         materialise(local, placements, torch.device("cpu"))
-        initialise_(local, 3, placements)
         for name, parameter in local.named_parameters():
-            assert torch.equal(parameter, placements[name].slice_of(weights[name])), name
+            value = initial_value(local, name, 3, placements[name])
+            assert torch.equal(value, placements[name].slice_of(weights[name])), name
+            assert parameter.shape == value.shape and parameter.untyped_storage().nbytes() == 4
 
 
 def test_experts_are_divided_gate_with_gate_and_up_with_up():

@@ -46,9 +46,7 @@ def build(tree: dict[str, Any]) -> Built:
     shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK
     distribute.STRIPE = 3000
     config, _, groups, _, shard = make_shard(tree)
-    for parameter in shard.model.parameters():
-        parameter.data.zero_()
-    engine = shard.make_states()
+    engine = shard.make_states(initial=False)
     return Built(states_of_rank(config.model, shard.layout, groups, engine), shard)
 
 

@@ -46,9 +46,9 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     read bytes, and the whole masters."""
     piecewise(size)
     config, world, groups, _, shard = make_shard(tree)
-    for parameter in shard.model.parameters():
-        parameter.data.fill_(torch.nan)
-    states = shard.make_states()
+    states = shard.make_states(initial=False)
+    for state in states.chunks:
+        state.master.fill_(torch.nan)
     for traffic in (tensor_file.traffic, shards.traffic):
         traffic.update(opens=0, bytes=0)
     opening = partial(open_weights, config.model, Path(path))
@@ -194,7 +194,9 @@ def refused_by_its_configuration(tree: dict[str, Any]) -> str:
         raise ConfigError("of its configuration")
 
     with pytest.raises(ConfigError) as refusal:
-        load_weights(shard.layout, partial(shard.make_states().put, "master"), opening, world)
+        load_weights(
+            shard.layout, partial(shard.make_states(initial=False).put, "master"), opening, world
+        )
     return str(refusal.value)
 
 

@@ -31,7 +31,7 @@ def build_stages(path: str) -> list[tuple[dict[str, int], int, int]]:
         shard = RankModel(config, join_groups(mesh, world), batch, META)
         sizes = {name: p.numel() for name, p in shard.model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if "experts" in name)
-        states = shard.make_states()
+        states = shard.make_states(initial=False)
         stages.append((states.state_bytes(), experts, sum(sizes.values()) - experts))
         torch.distributed.destroy_process_group()
     return stages
