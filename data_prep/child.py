@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import os
 import resource
 import select
@@ -55,21 +56,17 @@ def run(
         UnfinishedError: The process cannot be started, has no result within `limit_s`, or ended for
             another reason, such as a lack of memory.
     """
+    pid, status, ended, result = 0, 0, False, b""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_child_statuses())
         try:
             parent = os.getpid()
-            reader, writer = os.pipe()
+            reader, writer = _pipe()
             pipe = stack.enter_context(open(reader, "rb", buffering=0))
             with open(writer, "wb", buffering=0), _blocked_signals() as mask:
                 pid = os.fork()
                 if pid == 0:
                     _run_and_exit(call, parent, writer, mask, cpu_s, memory_bytes)
-        except OSError as error:
-            raise UnfinishedError(f"no process can be started ({error.strerror})") from None
-        ended = False
-        result = b""
-        try:
             poll = select.poll()
             poll.register(pipe, select.POLLIN)
             # A process that another thread forked may keep the pipe open after the child's end.
@@ -80,12 +77,14 @@ def run(
             ended = bool(poll.poll(1000 * limit_s))
             os.set_blocking(pipe.fileno(), False)
             result = pipe.read(1 + _MESSAGE_BYTES) or b""
+        except OSError as error:
+            raise UnfinishedError(f"no process can be started ({error.strerror})") from None
         finally:  # also if a handler of a signal raises
-            status = 0
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # no status is kept
-                if not ended:
+                if pid and not ended:
                     os.kill(pid, signal.SIGKILL)
-                _, status = os.waitpid(pid, 0)
+                if pid:
+                    _, status = os.waitpid(pid, 0)
     if result[:1] == _RETURNED:
         return None
     if result[:1] == _RAISED:
@@ -104,12 +103,26 @@ def run(
     raise UnfinishedError(f"signal {number} ended the process that reads it, or memory was short")
 
 
+def _pipe() -> tuple[int, int]:
+    """Return the ends of a pipe. The number of the second end is above 2, since a child closes its
+    standard error, which this process may not have."""
+    reader, writer = os.pipe()
+    try:
+        return reader, fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, 3)
+    except OSError:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+
+
 @contextlib.contextmanager
 def _child_statuses() -> Iterator[None]:
     """Return a context in which the system keeps the status of an ended child process.
 
     It does not if this process inherited that SIGCHLD is ignored. Only the main thread can change
-    that; elsewhere a crash is reported as a lack of memory.
+    that; elsewhere a crash is reported as a lack of memory. Another child that ends in the context
+    stays a zombie.
     """
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if not is_ignored or threading.current_thread() is not threading.main_thread():

@@ -109,10 +109,6 @@ class _StopSignals:
         and training a tokenizer is one call of minutes.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
-        try:
-            self._stderr = os.dup(2)  # the check of a tokenizer redirects descriptor 2 for a moment
-        except OSError:  # it was closed before the start
-            self._stderr = 2
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -135,9 +131,9 @@ class _StopSignals:
         try:
             kept = _kill_and_clean()
             # After a progress bar or the terminal's ^C.
-            start = "\n" if os.isatty(self._stderr) else ""
+            start = "\n" if os.isatty(2) else ""
             line = f"{start}{_stop_line(number, kept)}\n"
-            os.write(self._stderr, line.encode(errors="backslashreplace"))
+            os.write(2, line.encode(errors="backslashreplace"))
         finally:
             os._exit(_INTERRUPTED)
 

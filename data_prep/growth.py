@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 MAX_GROWTH = 32
-"""Of the bytes of a text; sentencepiece's character map, its space and a prefix give 16."""
+"""Largest factor of the bytes of a text. The bound of usual tokenizers is at most 16, for a
+sentencepiece model with its character map, its space and a prefix."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
 """Regular expression that matches some characters, of which the last may be repeated."""
 _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")

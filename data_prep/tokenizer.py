@@ -34,10 +34,10 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Spellings of the end-of-document token that are recognised without `--eos`."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
-"""Limits of each check of a tokenizer.json: time, and memory in addition to that of the file."""
-_LOAD_CPU_S, _LOAD_BYTES_PER_S, _TEXT_CPU_S = 1, 4 << 20, 3
-"""Limits of processor time: to load the steps, which is done twice, and to try a short text; with a
-small file, together 5 s."""
+"""Limits of the check of a tokenizer: time, and memory in addition to that of the file."""
+_CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
+"""Limits of processor time: of the check of a small file, and of each of two loads of a large
+one."""
 _BYTES_PER_BYTE = 32
 """Memory that the library takes to load a byte of a tokenizer.json; measured: 11."""
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
@@ -69,7 +69,7 @@ def open_tokenizer(
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: Try the file in child processes first. Set False in a process that has used a
+        check: Try the file in a child process first. Set False in a process that has used a
             GPU or the network, where a fork is not safe, for a file that was checked before.
 
     Raises:
@@ -78,17 +78,20 @@ def open_tokenizer(
     if is_sentencepiece(path):
         if check:
             size = os.stat(path).st_size
-            cpu_s = _LOAD_CPU_S + size // _LOAD_BYTES_PER_S
-            _in_child(path, size, cpu_s, lambda: SentencePieceTokenizer(path).encode(SAMPLES))
+            _in_child(path, size, lambda: SentencePieceTokenizer(path).encode(SAMPLES))
         return SentencePieceTokenizer(path)
+    content = read_bytes(path, TOKENIZER_BYTES)
+    if check:
+        _in_child(path, len(content), lambda: _try(path, content))
+    return _load(path, content)
+
+
+def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json with this content. Raises DataError."""
     from tokenizers import Tokenizer
 
-    content = read_bytes(path, TOKENIZER_BYTES)
-    load_cpu_s = _LOAD_CPU_S + len(content) // _LOAD_BYTES_PER_S
-    if check:
-        _in_child(path, len(content), load_cpu_s, lambda: _try_steps(path, content))
     try:
-        with library_panics(path), _without_stderr():
+        with library_panics(path):
             tokenizer = Tokenizer.from_buffer(content)
     except DataError:
         raise
@@ -99,15 +102,12 @@ def open_tokenizer(
     # It adds special tokens, which no text gets. A template could also repeat the text.
     tokenizer.post_processor = None
     tokenizer.encode_special_tokens = True
-    if check:
-        _in_child(path, len(content), _TEXT_CPU_S, lambda: _try_short_text(path, tokenizer))
     return tokenizer
 
 
-def _in_child(path: str | os.PathLike, size: int, cpu_s: int, work: Callable[[], object]) -> None:
-    """Call `work` in a child process with limits of processor time and, for a file of `size` bytes,
-    of memory. Raise DataError if it raises an exception, crashes or exceeds them."""
-    memory_bytes = _CHECK_BYTES + _BYTES_PER_BYTE * size
+def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) -> None:
+    """Call `work` in a child process with limits of processor time and of memory for a file of
+    `size` bytes. Raise DataError if it raises an exception, crashes or exceeds them."""
 
     def call() -> None:
         try:
@@ -117,6 +117,8 @@ def _in_child(path: str | os.PathLike, size: int, cpu_s: int, work: Callable[[],
         except Exception as error:
             raise DataError(_failure(path, error)) from None
 
+    cpu_s = _CHECK_CPU_S + 2 * size // _LOAD_BYTES_PER_S
+    memory_bytes = _CHECK_BYTES + _BYTES_PER_BYTE * size
     try:
         problem = child.run(call, limit_s=_CHECK_S, cpu_s=cpu_s, memory_bytes=memory_bytes)
     except child.CrashError as error:
@@ -130,19 +132,24 @@ def _in_child(path: str | os.PathLike, size: int, cpu_s: int, work: Callable[[],
         raise DataError(problem)
 
 
-def _try_steps(path: str | os.PathLike, content: bytes) -> None:
-    """Load a tokenizer.json, without its model where that is known, and raise DataError if one of
-    its steps makes texts much longer. The library normalizes added tokens as it loads them."""
+def _try(path: str | os.PathLike, content: bytes) -> None:
+    """Load a tokenizer.json and try it on a short text. Raise DataError if that fails or if one of
+    its steps makes texts much longer."""
     from tokenizers import Tokenizer
 
-    with library_panics(path):
-        try:
-            tokenizer = Tokenizer.from_buffer(_without_model(content))
-        except Exception:  # the whole file is loaded next, which reports it
-            return
-    _check_growth(path, "normalizer", tokenizer.normalizer)
-    _check_growth(path, "pre-tokenizer", tokenizer.pre_tokenizer)
-    _check_growth(path, "decoder", tokenizer.decoder)
+    # The steps come first, without the model where it is known: the library normalizes added
+    # tokens as it loads them, which a step that makes texts longer multiplies.
+    steps = None
+    with library_panics(path), contextlib.suppress(Exception):  # `_load` reports an exception
+        steps = Tokenizer.from_buffer(_without_model(content))
+    if steps is not None:
+        _check_growth(path, "normalizer", steps.normalizer)
+        _check_growth(path, "pre-tokenizer", steps.pre_tokenizer)
+        _check_growth(path, "decoder", steps.decoder)
+    tokenizer = _load(path, content)
+    with library_panics(path), contextlib.suppress(Exception):
+        ids = tokenizer.encode("".join(SAMPLES), add_special_tokens=False).ids
+        tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _without_model(content: bytes) -> bytes:
@@ -179,24 +186,6 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 
 
 @contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Return a context without standard error, to which the library prints its panics. Lines that
-    other threads print meanwhile are lost; messages of stop signals use another descriptor."""
-    try:
-        saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    except OSError:  # standard error is closed, or no descriptor is left
-        yield
-        return
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)
-
-
-@contextlib.contextmanager
 def library_panics(path: str | os.PathLike) -> Iterator[None]:
     """Raise DataError where the tokenizers library panics on the file at `path` or on a text.
 
@@ -217,13 +206,6 @@ def _failure(path: str | os.PathLike, error: BaseException) -> str:
         f"{path}: the {library} library fails with this tokenizer: {one_line(error)}; use "
         "another tokenizer"
     )
-
-
-def _try_short_text(path: str | os.PathLike, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the library panics on a short text with this tokenizer."""
-    with library_panics(path), contextlib.suppress(Exception):
-        ids = tokenizer.encode("".join(SAMPLES), add_special_tokens=False).ids
-        tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:

@@ -30,7 +30,7 @@ from optimus.checkpoint.shards import (
     ShardFile,
     ShardReader,
 )
-from optimus.chunks.layout import STATES
+from optimus.chunks.layout import ALIGNMENT, STATES
 from optimus.errors import CheckpointError, one_line
 
 INDEX = "index.jsonl"
@@ -112,6 +112,9 @@ class Index:
             (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
         ).any():
             raise ValueError(f"a row without some of {', '.join(STATES)}")
+        full = offsets[offsets[:, 1] >= 0]
+        if (full[:, 1:] <= full[:, :-1]).any():  # a writer writes state by state
+            raise ValueError(f"a row whose states are not in the order {', '.join(STATES)}")
 
     @functools.cached_property
     def _shard_sizes(self) -> numpy.ndarray:
@@ -121,8 +124,9 @@ class Index:
         """Check the rows of all parameters against each other.
 
         Every parameter is stored completely, with all states unless a pattern of `frozen` matches
-        its name. No two rows overlap, and the states of neighboring rows of a shard file are
-        equally far apart, as `write_shard` places them. Raises CheckpointError.
+        its name. The rows are where `write_shard` places them: they do not overlap, they leave out
+        only the padding of the shard files, and the states of neighboring rows are equally far
+        apart. Raises CheckpointError.
         """
         matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
         found = [numpy.empty((0, _COLUMNS), dtype=numpy.int64)]
@@ -133,24 +137,35 @@ class Index:
                 raise CheckpointError(f"{INDEX}: parameter {name} has not all of its states")
             found.append(rows)
         rows = numpy.concatenate(found)
+        length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
+        # Shard, start and stop of the headers, of all states, and of the ends of the files.
+        files = numpy.arange(len(self.shards))
+        ranges = [
+            numpy.stack([files, 0 * files, 0 * files + HEADER_BYTES], 1),
+            numpy.stack([files, self._shard_sizes, self._shard_sizes], 1),
+        ]
+        for offset in rows[:, 4:].T:
+            ranges.append(numpy.stack([rows[:, 0], offset, offset + length], 1)[offset >= 0])
+        every = numpy.concatenate(ranges)
+        shard, start, stop = every[numpy.lexsort((every[:, 1], every[:, 0]))].T
+        gap = (start[1:] - stop[:-1])[shard[1:] == shard[:-1]]
+        if (gap < 0).any():
+            raise CheckpointError(f"{INDEX}: two rows lead to the same bytes of a shard file")
+        if (gap >= ALIGNMENT * ITEMSIZE).any():
+            raise CheckpointError(f"{INDEX}: a shard file has bytes to which no row leads")
+        # Frozen rows have a master alone. They change the distance from the masters to exp_avg,
+        # but not that from exp_avg to exp_avg_sq.
         rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
-        # A frozen row has a master alone: behind it, the distance between the states is another.
-        has_all = rows[:, 5] >= 0
-        neighbors = (rows[1:, 0] == rows[:-1, 0]) & has_all[1:] & has_all[:-1]
-        distances = numpy.diff(rows[:, 4:], axis=1)
-        if (distances[1:] != distances[:-1])[neighbors].any():
+        is_frozen = rows[:, 5] < 0
+        compared = (rows[1:, 0] == rows[:-1, 0]) & ~is_frozen[1:] & ~is_frozen[:-1]
+        differs = rows[1:, 5] - rows[1:, 4] != rows[:-1, 5] - rows[:-1, 4]
+        full = rows[~is_frozen]
+        distance, same_shard = full[:, 6] - full[:, 5], full[1:, 0] == full[:-1, 0]
+        wrong = (distance[1:] != distance[:-1]) | (full[1:, 5] <= full[:-1, 5])
+        if (differs & compared).any() or (wrong & same_shard).any():
             raise CheckpointError(
                 f"{INDEX}: the states of two neighboring rows are not equally far apart"
             )
-        length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
-        ranges = [
-            numpy.stack([rows[:, 0], offset, offset + length], 1)[offset >= 0]
-            for offset in rows[:, 4:].T
-        ]
-        every = numpy.concatenate(ranges)
-        shard, start, stop = every[numpy.lexsort((every[:, 1], every[:, 0]))].T
-        if ((shard[1:] == shard[:-1]) & (start[1:] < stop[:-1])).any():
-            raise CheckpointError(f"{INDEX}: two rows lead to the same bytes of a shard file")
 
     def open(self, directory: Path, number: int) -> ShardReader:
         """Shard file `number` of `shards`; CheckpointError if it is not as this index says."""

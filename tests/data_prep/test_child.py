@@ -11,6 +11,7 @@ import pytest
 
 from data_prep import child, tokenizer
 from optimus.errors import DataError
+from tests.helpers.programs import python
 
 
 def test_results_and_exceptions_are_returned():
@@ -35,8 +36,11 @@ def test_crash_is_told_from_an_end_without_a_result(is_ignored):
         signal.signal(signal.SIGCHLD, handler)
 
 
-def test_call_in_a_thread_with_sigchld_ignored_ends():
+@pytest.mark.parametrize("has_pidfd", [False, True])
+def test_call_in_a_thread_with_sigchld_ignored_ends(monkeypatch, has_pidfd):
     """Only the main thread may set handlers: the status is lost, and no exception says so."""
+    if not has_pidfd:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -106,9 +110,55 @@ def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_child_ends_if_a_handler_raises_at_the_fork(monkeypatch):
+    """The handler of the parent runs as soon as its signals are not blocked any more."""
+    fork, pids = os.fork, []
+
+    def fork_and_send() -> int:
+        if pid := fork():
+            pids.append(pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return pid
+
+    def stop(*_) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGTERM, stop)
+    monkeypatch.setattr(os, "fork", fork_and_send)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            child.run(signal.pause, limit_s=30)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+CLOSED = """
+import os, sys
+from data_prep import child
+os.closerange(int(sys.argv[1]), 3)
+assert child.run(lambda: [][0], limit_s=30) == "list index out of range"
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("first", ["1", "2"])
+def test_result_arrives_if_standard_descriptors_are_closed(first):
+    assert python("-c", CLOSED, first).returncode == 7
+
+
+def test_sentencepiece_model_that_crashes_the_library_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "x.model"
+    path.write_bytes(b"\n\x09\n\x04text")
+    monkeypatch.setattr(tokenizer, "SentencePieceTokenizer", lambda path: os.abort())
+    with pytest.raises(DataError, match="x.model: the sentencepiece library fails .*: signal 6"):
+        tokenizer.open_tokenizer(path)
+
+
 def test_any_exception_of_a_check_names_the_file(tmp_path):
     """An error that the check of a tokenizer does not expect has no path in its message."""
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer.json: the tokenizers library fails .*: no"):
-        tokenizer._in_child(path, 2, 5, lambda: (_ for _ in ()).throw(RuntimeError("no")))
+        tokenizer._in_child(path, 2, lambda: (_ for _ in ()).throw(RuntimeError("no")))

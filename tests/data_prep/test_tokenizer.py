@@ -36,7 +36,7 @@ SLOW = pre_tokenizers.Sequence(
 
 def test_slow_pattern_is_refused_and_blocks_no_signals(tmp_path, monkeypatch):
     path = write(tmp_path / "slow.json", pre_tokenizer=SLOW)
-    monkeypatch.setattr(module, "_TEXT_CPU_S", 1)
+    monkeypatch.setattr(module, "_CHECK_CPU_S", 1)
     received = []
     before = signal.signal(signal.SIGUSR1, lambda *_: received.append(True))
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
