@@ -287,7 +287,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
         try:
             return _parse(file.read(1 << 16))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return f"{path}: damaged: {one_line(error)}"
+            return f"{path}: damaged: {one_line(error).removeprefix('damaged: ')}"
 
 
 def _parse(data: bytes) -> Peak:
@@ -346,8 +346,8 @@ class RunPeak:
     ) -> None:
         """Read the peak from the run directory, or find a new peak and write it there.
 
-        The peak in the run directory is used only if the run is resumed and the Setup of that peak
-        equals the Setup of this rank.
+        The peak in the run directory is used only if the run is resumed, the Setup of that peak
+        equals the Setup of this rank, and the peak is reliable.
 
         Args:
             run_dir: Run directory.
@@ -357,7 +357,7 @@ class RunPeak:
         self._path, self._log, self._was_too_low = run_dir / "peak.json", log, False
         setup = setup_of(device, dtype, library)
         recorded = read_peak(self._path, private=False) if resumed else None
-        if isinstance(recorded, Peak) and recorded.setup == setup:
+        if isinstance(recorded, Peak) and recorded.setup == setup and recorded.is_reliable:
             self.peak = recorded
             log(f"MFU refers to {recorded}, as before in this run")
             return

@@ -191,6 +191,15 @@ def test_resumed_run_keeps_its_peak(measured, cache, tmp_path):
     assert "MFU refers to 3 TFLOP/s" in lines[-1] and "before it was 2 TFLOP/s" in lines[-1]
 
 
+def test_resumed_run_does_not_keep_an_unreliable_peak(measured, cache, tmp_path):
+    """A peak of a busy machine may be too high, so that the MFU of the run would stay too low."""
+    lines: list[str] = []
+    poor = Peak(setup_of(*FP32), 9e12, 1.0, "measured", "2026-01-01T00:00:00Z")
+    write_peak(tmp_path / "peak.json", poor)
+    assert RunPeak(tmp_path, True, *FP32, lines.append).peak.flops == 1e12
+    assert "before it was 9 TFLOP/s" in lines[-1]
+
+
 def test_rate_above_the_peak_raises_it_and_is_logged_once(measured, cache, tmp_path):
     lines: list[str] = []
     run = RunPeak(tmp_path, False, *FP32, lines.append)
@@ -213,7 +222,7 @@ def test_run_writes_null_for_an_mfu_above_unity(tiny_data, tmp_path, cache, monk
     assert values[0] is None and all(value is None or value <= 1 for value in values)
 
 
-def test_resumed_run_logs_the_same_peak(tiny_data, tmp_path):
+def test_resumed_run_logs_the_same_peak(measured, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
     tree["train"]["stop_at_step"] = 2
     run_tree(tree)
