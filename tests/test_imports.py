@@ -226,8 +226,6 @@ def test_dependencies_are_those_that_are_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.match(r"[\w-]+", text)[0] for text in project["dependencies"]}
     optional = {"oneccl_bindings_for_pytorch", "intel_extension_for_pytorch"}
-    optional |= {"transformers", "liger_kernel", "scattermoe"}  # `optimus bench moe`'s peers
-    optional |= {"deepspeed"}  # `optimus bench optimizer`'s peer
     optional |= {"setuptools"}  # for the SYCL build; a build requirement
     extra = {re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"]["data"]}
     optional |= extra

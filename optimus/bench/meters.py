@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optimus import platform
-from optimus.distributed.collectives import all_reduce_max, barrier
-from optimus.distributed.world import World
 from optimus_kernels import product
 
 GEMMS = (
@@ -27,11 +22,6 @@ GEMMS = (
     "aten::mkldnn_linear",
     "optimus::product",
 )
-_PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "scattermoe")
-
-
-class Absent(Exception):
-    """A peer that cannot run here; the message says why."""
 
 
 def clocked(
@@ -57,29 +47,6 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
             yield number, name
-
-
-def race(
-    contestants: Mapping[str, Callable[[], object]],
-    rounds: int,
-    world: World,
-    clock: Callable[[], float] = time.perf_counter,
-    before: Mapping[str, Callable[[], object]] | None = None,
-) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, by contestant and round; what is done `before` each does not
-    count. A collective of all ranks."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for number, name in turns(contestants, rounds):
-        if before is not None:
-            before[name]()
-        barrier(world.everyone)
-        start = clock()
-        contestants[name]()
-        taken = torch.tensor([clock() - start], dtype=torch.float64)
-        all_reduce_max(taken, world.everyone)
-        if number:
-            times[name].append(taken.item())
-    return times
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
@@ -113,18 +80,7 @@ class PeakGemm:
         return min(found)
 
 
-@contextlib.contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    """Within, so many threads compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def forget(block: nn.Module, x: Tensor) -> None:
+def clear_gradients(block: nn.Module, x: Tensor) -> None:
     """Let go of the gradients of a pass."""
     x.grad = None
     block.zero_grad(set_to_none=True)
@@ -157,7 +113,7 @@ def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.devi
     with torch.profiler.profile(activities=activities) as profiler:
         block(x).backward(grad)
         platform.synchronize(device)
-    forget(block, x)
+    clear_gradients(block, x)
     return _share_of_others(profiler.key_averages(), device.type)
 
 
@@ -178,27 +134,3 @@ def _share_of_others(events: Iterable, kind: str) -> float:
         total = sum(event.self_device_time_total for event in rest)
         products = sum(event.self_device_time_total for event in ops if event.key in GEMMS)
     return 1 - products / total if total else float("nan")
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that a figure depends on, where installed."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that can be had now; where nobody can tell, more than anyone asks for."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return 1 << 62
-    table = Path("/proc/meminfo")
-    if table.exists():
-        lines = dict(line.split(":") for line in table.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -33,7 +33,7 @@ _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, Outcom
 these causes gives the exit status of the run. The loss of a peer has the lowest precedence."""
 
 
-def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None) -> int:
+def spawn_local(arguments: Sequence[str], nproc: int) -> int:
     """Run `optimus ARGUMENTS` as `nproc` local ranks and wait until all have ended.
 
     Stop signals are passed on to the ranks. A second Ctrl-C kills the ranks. If a rank fails, the
@@ -42,7 +42,6 @@ def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None)
     Args:
         arguments: Arguments of the command `optimus`.
         nproc: Number of ranks.
-        stdout: File descriptor for the ranks' standard output; None to inherit standard output.
 
     Returns:
         The exit status of the run.
@@ -53,16 +52,14 @@ def spawn_local(arguments: Sequence[str], nproc: int, stdout: int | None = None)
         _passing_signals(ranks) as passed,
     ):
         for rank in range(nproc):
-            ranks.append(_start(arguments, rank, nproc, Path(directory), stdout))
+            ranks.append(_start(arguments, rank, nproc, Path(directory)))
         if passed:  # a signal arrived while ranks were being started
             _send(ranks, signal.SIGTERM)
         code = _watch(ranks, passed)
         return report_early_stop(passed[0]) if passed and _ended_early(ranks) else code
 
 
-def _start(
-    arguments: Sequence[str], rank: int, nproc: int, directory: Path, stdout: int | None
-) -> subprocess.Popen:
+def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> subprocess.Popen:
     environ = {
         "OMP_NUM_THREADS": str(max(1, available_cores() // nproc)),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -80,7 +77,6 @@ def _start(
     return subprocess.Popen(
         command,
         env=environ,
-        stdout=stdout,
         start_new_session=True,
         preexec_fn=partial(_prepare_rank, os.getpid()),
     )

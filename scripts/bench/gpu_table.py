@@ -6,17 +6,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+import common
+import moe
 import moe_step
 
-from optimus.bench import meters, moe, step
+from optimus.bench import step
 
 
 def page(folder: Path) -> tuple[str, str]:
@@ -32,7 +29,7 @@ def page(folder: Path) -> tuple[str, str]:
             header.setdefault("date", result.get("date"))
             bodies.append(f"## {name}\n\n{_body(result)}")
     device = header.get("device", "unknown device")
-    versions = ", ".join(f"{name} {version}" for name, version in meters.versions().items())
+    versions = ", ".join(f"{name} {version}" for name, version in common.versions().items())
     lines = [
         f"# All GPU benchmarks on {device}",
         "",
@@ -64,11 +61,15 @@ def _last(folder: Path, name: str) -> str:
     return f": {text[:120].replace('|', '/')}" if text else ""
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--docs", type=Path, help="also write DEVICE.md to this directory")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     device, text = page(args.folder)
     (args.folder / "table.md").write_text(text)
     print(text)

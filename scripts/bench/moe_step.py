@@ -16,18 +16,17 @@ import statistics
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
+from moe_peers import PEERS
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
-
 from optimus import platform
-from optimus.bench.meters import Absent, clocked, forget, versions
-from optimus.bench.moe_peers import PEERS
+from optimus.bench.meters import clear_gradients, clocked
 from optimus.config import ModelConfig, make_config
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
@@ -59,8 +58,8 @@ class Contest:
                     )
                     for layer in self._layers
                 ]
-            except Absent as why:
-                self.absent[name] = str(why)
+            except common.Absent as reason:
+                self.absent[name] = str(reason)
 
     @property
     def names(self) -> list[str]:
@@ -95,7 +94,7 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
     losses: dict[str, float] = {}
     for number in range(rounds + 1):
         # Each timed pass has new tokens and follows an untimed pass with other tokens;
-        # optimus.bench.moe gives the reason, oneDNN's cache of compiled products.
+        # moe.py gives the reason, oneDNN's cache of compiled products.
         before, tokens = (
             torch.randint(config.vocab_size, batch, generator=generator).to(device)
             for _ in range(2)
@@ -106,10 +105,10 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
             if not number:  # the first round warms up
                 losses[name] = float(contest.loss(tokens).detach())
             contest.loss(before).backward()
-            forget(contest.model, x)
+            clear_gradients(contest.model, x)
             _, whole = clocked(functools.partial(contest.loss, tokens), device, unit_grad)
             _, block = clocked(functools.partial(contest.block, x), device, torch.ones_like(x))
-            forget(contest.model, x)
+            clear_gradients(contest.model, x)
             if number:
                 times[name]["pass"].append(whole)
                 times[name]["block"].append(block)
@@ -166,14 +165,14 @@ def table(result: dict[str, Any]) -> str:
             f"| {name} | {row['pass_s']:.4f} | {row['block_s']:.4f} | {row['block_ratio']:.2f} "
             f"| {row['speed_up']:.2f} ({low:.2f} to {high:.2f}) | {row['predicted']:.2f} |"
         )
-    lines += [f"\n{name}: {why}" for name, why in result["absent"].items()]
+    lines += [f"\n{name}: {reason}" for name, reason in result["absent"].items()]
     return "\n".join(lines)
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="configs/model/demo.toml")
-    parser.add_argument("--layers", type=int, default=0, help="0: as many as the model has")
+    parser.add_argument("--layers", type=int, default=0, help="0: all layers of the model")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16"))
@@ -182,7 +181,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", default="hf-grouped,loop,three-grouped,liger,scattermoe")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    args = parser.parse_args()
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     device = platform.pick_device(0, args.device)
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
@@ -200,7 +203,7 @@ def main() -> None:
         "batch": batch,
         "device": platform.device_name(device),
         "threads": args.threads,
-        "versions": versions(),
+        "versions": common.versions(),
         "date": time.strftime("%Y-%m-%d"),
         "absent": contest.absent,
         **summary(contest, times, clock, args.seq_len),
@@ -209,4 +212,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(common.run_script(main))

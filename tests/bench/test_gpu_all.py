@@ -1,7 +1,8 @@
-"""scripts/bench/gpu_all.sh as far as it goes without a GPU: its commands, its table."""
+"""scripts/bench/gpu_all.sh without a GPU: its commands and its table."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -25,39 +26,43 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("mode", [[], ["--rehearse"]])
-def test_its_commands_exist(mode):
+def test_commands_exist(mode):
     done = run("--dry-run", *mode)
     assert done.returncode == 0, done.stderr
-    parts = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert {name.split()[0] for name in parts} >= {"build", "tests", "pass_demo", "step", "table"}
-    for command in parts.values():
+    commands = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    names = {name.split()[0] for name in commands}
+    assert names >= {"build", "tests", "pass_demo", "step", "table"}
+    assert any("scripts/bench/moe.py" in command for command in commands.values())
+    for command in commands.values():
         words = shlex.split(command)
         if "optimus.cli" in words:
-            _parse(words[words.index("optimus.cli") + 1 :])  # ends the process if it is wrong
+            _parse(words[words.index("optimus.cli") + 1 :])  # ends the process on a mistake
+        if words[1].startswith("scripts/bench/"):
+            importlib.import_module(Path(words[1]).stem).make_parser().parse_args(words[2:])
         for word in words[1:]:
             if "/" in word and not word.startswith("/"):
                 assert (ROOT / word.partition("=")[2] or word).exists(), word
 
 
-def test_it_says_what_is_missing(tmp_path):
+def test_mistakes_are_refused(tmp_path):
     done = run("--out", str(tmp_path))
     assert done.returncode == 2 and "finds no CUDA device" in done.stderr
     assert run("--budget", "ten").returncode == 2
     assert run("--fast").returncode == 2
 
 
-def test_it_removes_its_own_files_alone(tmp_path):
-    """With no time for any part: what an earlier run left is gone, what is not ours is there."""
+def test_only_files_of_an_earlier_run_are_removed(tmp_path):
+    """With too little time for all benchmarks: the files of an earlier run are removed."""
     for name in ("notes.json", "train.log", "build.log", "step.json", "step.err.log", "parts.tsv"):
         (tmp_path / name).write_text("old\n")
     done = run("--rehearse", "--budget", "1", "--out", str(tmp_path))
     assert done.returncode == 1
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["notes.json", "parts.tsv", "table.md", "train.log"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["notes.json", "parts.tsv", "table.md", "train.log"]
     assert "old" not in (tmp_path / "parts.tsv").read_text()
 
 
-def test_the_table_names_parts_that_failed(tmp_path):
+def test_table_names_failed_benchmarks(tmp_path):
     (tmp_path / "parts.tsv").write_text("build\t9\tdone\ntests\t3\tfailed with status 1\n")
     (tmp_path / "tests.log").write_text("..F\n1 failed, 2 passed in 1 s\n\n")
     (tmp_path / "build.log").write_text("built\n")
@@ -68,7 +73,7 @@ def test_the_table_names_parts_that_failed(tmp_path):
     assert "| tests | 3 | failed with status 1: 1 failed, 2 passed in 1 s |" in text
 
 
-def test_the_table_shows_figures(tmp_path):
+def test_table_shows_figures(tmp_path):
     row = {"forward_s": [1, 1], "backward_s": [2, 2], "forward_backward_s": [3, 3], "tflops": 500.0}
     row |= {"of_peak": 0.63, "ours_is_faster": 1.0, "ours_is_faster_paired": [1, 1, 1]}
     case = {"name": "x-bf16", "hidden": 1, "inner": 1, "experts": 1, "top_k": 1, "tokens": 1}

@@ -1,4 +1,4 @@
-"""`optimus bench moe`: every block computes the same, and the figures are what they say."""
+"""scripts/bench/moe.py: all blocks compute the same, and the figures are right."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import tomllib
 from pathlib import Path
 
+import common
+import moe
 import pytest
 import torch
 import torch.nn.functional as F
+from common import Absent
+from moe import SHAPES, Case, make_case
+from moe_peers import PEERS
 
-from optimus.bench import moe
 from optimus.bench.meters import saved_bytes
-from optimus.bench.moe_cases import SHAPES, Case, make_case
-from optimus.bench.moe_peers import PEERS, Absent
-from optimus.cli import main
 from optimus.errors import OptimusError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
@@ -23,41 +24,41 @@ TINY = Case("tiny-fp32", "fp32", hidden=32, inner=16, experts=6, top_k=2, tokens
 
 def test_shapes_are_those_of_the_configurations():
     fields = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
-    found = {}
+    shapes = {}
     for path in CONFIGS.glob("mula-*.toml"):
         model = tomllib.loads(path.read_text())["model"]
         if "num_experts" in model:
-            found[path.stem] = tuple(model[field] for field in fields)
-    assert found == {name: shape for name, shape in SHAPES.items() if name != "small"}
+            shapes[path.stem] = tuple(model[field] for field in fields)
+    assert shapes == {name: shape for name, shape in SHAPES.items() if name != "small"}
 
 
 @pytest.mark.parametrize("name", ["hf-grouped", "hf-eager", "three-grouped"])
-def test_peers_compute_what_the_loop_does(name):
+def test_peer_computes_the_result_of_the_loop(name):
     device = torch.device("cpu")
     weights, x, grad = moe.make_tensors(TINY, device)
     try:
-        peer = moe.Theirs(TINY, weights, PEERS[name])
-    except Absent as why:
-        pytest.skip(str(why))
-    blocks = {"ours": moe.Ours(TINY, weights), name: peer}
+        peer = moe.PeerBlock(TINY, weights, PEERS[name])
+    except Absent as reason:
+        pytest.skip(str(reason))
+    blocks = {"ours": moe.OurBlock(TINY, weights), name: peer}
     absent: dict[str, str] = {}
     errors, _ = moe._check(TINY, weights, blocks, x, grad, absent)
     assert not absent and max(errors.values()) < 1e-5
 
 
-def test_a_wrong_block_of_ours_ends_it(monkeypatch):
+def test_wrong_block_of_ours_is_refused(monkeypatch):
     weights, x, grad = moe.make_tensors(TINY, torch.device("cpu"))
-    ours = moe.Ours(TINY, weights)
+    ours = moe.OurBlock(TINY, weights)
     monkeypatch.setattr(ours.block.router, "normalise", True)
-    with pytest.raises(OptimusError, match="tiny-fp32: ours is off"):
+    with pytest.raises(OptimusError, match="tiny-fp32: our block differs"):
         moe._check(TINY, weights, {"ours": ours}, x, grad, {})
 
 
-def test_a_peer_that_fails_is_named():
+def test_peer_that_fails_is_reported():
     weights, x, grad = moe.make_tensors(TINY, torch.device("cpu"))
-    broken = moe.Theirs(TINY, weights, PEERS["loop"])
+    broken = moe.PeerBlock(TINY, weights, PEERS["loop"])
     broken.top_k = 7  # of 6 experts
-    blocks, absent = {"ours": moe.Ours(TINY, weights), "broken": broken}, {}
+    blocks, absent = {"ours": moe.OurBlock(TINY, weights), "broken": broken}, {}
     moe._check(TINY, weights, blocks, x, grad, absent)
     assert list(blocks) == ["ours"] and absent["broken"].startswith("failed: ")
 
@@ -75,11 +76,11 @@ def test_saved_bytes_are_counted_once_and_without_weights():
     assert saved_bytes(Two(), x) == 2 * 4 * 8 * 4
 
 
-def test_the_command_gives_json_and_leaves_threads_alone(capsys, monkeypatch):
+def test_moe_prints_json_and_restores_threads(capsys, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", (64, 32, 4, 2))
     before = torch.get_num_threads()
     arguments = ["--case", "tiny-fp32", "--tokens", "32", "--rounds", "2", "--threads", "1"]
-    assert main(["bench", "moe", *arguments, "--peers", "loop,liger", "--json"]) == 0
+    moe.main([*arguments, "--peers", "loop,liger", "--json"])
     assert torch.get_num_threads() == before
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert case["tokens"] == 32 and case["threads"] == 1 and case["clock"] == "cpu"
@@ -92,12 +93,12 @@ def test_the_command_gives_json_and_leaves_threads_alone(capsys, monkeypatch):
 
 
 def test_a_case_that_does_not_fit_is_skipped(monkeypatch):
-    monkeypatch.setattr(moe, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(common, "free_bytes", lambda device: 10**9)
     result = moe.bench_moe(["mula-220b-a10b-bf16"], threads=(1,), rounds=1, device="cpu")
     assert "GB" in result["cases"][0]["skipped"]
     assert "skipped" in moe.format_result(result)
 
 
-def test_operations_of_olmoe_are_those_of_the_facts():
+def test_flops_of_olmoe():
     case = make_case("mula-7b-a1b-bf16", 1, on_cpu=True)
     assert 3 * case.forward_flops == pytest.approx(302e6, rel=0.01)

@@ -1,20 +1,20 @@
-"""`optimus bench optimizer`: contestants do the same step, and wrong ones end it."""
+"""scripts/bench/optimizer.py and scripts/bench/sharding.py."""
 
 from __future__ import annotations
 
 import json
 
+import optimizer
 import pytest
+import sharding
 import torch
 
-from optimus.bench import optimizer
-from optimus.cli import main
 from optimus.errors import OptimusError
 
 
-def test_it_prints_json(capsys):
-    arguments = "bench optimizer --size 4096 --threads 1 --rounds 2 --peers torch --json --ranks 0"
-    assert main(arguments.split()) == 0
+def test_optimizer_prints_json(capsys):
+    arguments = "--size 4096 --threads 1 --rounds 2 --peers torch --json"
+    optimizer.main(arguments.split())
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert set(case["contestants"]) == {"ours", "torch", "bound"}
     for row in case["contestants"].values():
@@ -23,23 +23,22 @@ def test_it_prints_json(capsys):
     assert case["norm"]["ours_is_faster_paired"]["twin"][0] > 0
 
 
-def test_on_ranks(capfd):
-    arguments = "bench optimizer --size 4096 --threads 1 --rounds 1 --peers torch --json"
-    assert main([*arguments.split(), "--ranks", "2", "--hidden", "64"]) == 0
-    (found,) = json.loads(capfd.readouterr().out)["ranks"]
-    assert found["ranks"] == 2
-    for row in found["shardings"]:
+def test_sharding_on_two_ranks(capfd):
+    sharding.main(["--ranks", "2", "--hidden", "64", "--rounds", "1", "--json"])
+    (result,) = json.loads(capfd.readouterr().out)["ranks"]
+    assert result["ranks"] == 2
+    for row in result["shardings"]:
         so, epso = row["shard_elements"]
         assert epso / so == pytest.approx(row["predicted"], rel=0.02)
         assert row["experts"] * row["ep"] / row["others"] == pytest.approx(13.5, rel=0.15)
         assert min(row["update"]["paired"] + row["step"]["paired"]) > 0
-    assert found["fsdp"]["losses_differ_by"] < 1e-3
-    assert 0 < found["peak"]["parts"]["activations"] < found["peak"]["formula"]
+    assert result["fsdp"]["losses_differ_by"] < 1e-3
+    assert 0 < result["peak"]["parts"]["activations"] < result["peak"]["formula"]
 
 
-def test_a_wrong_step_ends_it():
+def test_wrong_step_is_refused():
     def wrong(chunk):
         return lambda: chunk.master.mul_(1.5)
 
-    with pytest.raises(OptimusError, match="mine is off by"):
+    with pytest.raises(OptimusError, match="mine differs from AdamW"):
         optimizer._check("mine", wrong, torch.device("cpu"))

@@ -1,25 +1,28 @@
-"""Ranks of a benchmark end together."""
+"""Ranks of a benchmark in scripts/bench end together."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from optimus.bench.ranks import be_a_rank
+import pytest
+from common import measure_on_rank
+
 from optimus.distributed.agreement import RunEnded
 from optimus.errors import ConfigError, OutcomeKind
+from optimus.launch.environment import read_launch_env
 
 
-def refused(result: str) -> bool:
+def refuse(folder: str) -> bool:
     """Fail as all ranks do; return whether this rank prints the line."""
 
     def measure(*arguments: object) -> dict:
         raise ConfigError("no such size")
 
     with pytest.raises(RunEnded, match="no such size") as ended:
-        be_a_rank(measure, 64, 1, result)
+        measure_on_rank(read_launch_env(), Path(folder), measure, ())
     assert ended.value.kind is OutcomeKind.USAGE
     return ended.value.prints
 
 
 def test_error_of_all_ranks_is_printed_once(ranks, tmp_path):
-    assert ranks(2, refused, str(tmp_path / "result"), start_world=False) == [True, False]
+    assert ranks(2, refuse, str(tmp_path), start_world=False) == [True, False]

@@ -1,45 +1,62 @@
-"""FastSparseMoE against other MoE blocks: forward and backward with the router, in one process.
+#!/usr/bin/env python3
+"""Compare FastSparseMoE, including its router, with the MoE blocks of other libraries.
 
-All contestants share weights and input and take turns, so that a noisy machine disturbs all alike.
-Each is first held against a plain loop over the experts; a wrong one of ours ends the benchmark.
+    python scripts/bench/moe.py [--case SHAPE-DTYPE] [--peers A,B] [--threads N] [--json]
+
+A pass is forward and backward. All blocks have the same weights and input and take turns. Before,
+the result of each is compared with a loop over the experts. If our block differs, the script ends.
+A peer that differs or fails is reported. The peers are in moe_peers.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import common
 import torch
 import torch.nn.functional as F
+from moe_peers import PEERS, Peer, gradient_of
 from torch import Tensor, nn
 
 from optimus import platform
 from optimus.bench.meters import (
-    Absent,
     PeakGemm,
+    clear_gradients,
     clocked,
-    forget,
-    free_bytes,
     non_gemm_share,
-    on_threads,
     paired,
     saved_bytes,
     turns,
-    versions,
 )
-from optimus.bench.moe_cases import CPU_CASES, GPU_CASES, Case, make_case
-from optimus.bench.moe_peers import PEERS, Peer, gradient_of
 from optimus.config import make_config
 from optimus.errors import ConfigError, OptimusError, counted
 from optimus.model.moe import FastSparseMoE
 
+# As in configs/model: hidden size, intermediate size of an expert, experts, experts per token.
+SHAPES = {
+    "small": (512, 256, 64, 8),
+    "mula-7b-a1b": (2048, 1024, 64, 8),
+    "mula-20b-a2b": (2048, 1024, 96, 8),
+    "mula-100b-a7b": (3072, 1536, 144, 8),
+    "mula-220b-a10b": (3072, 1536, 240, 8),
+}
+CPU_CASES = ("small-fp32", "mula-7b-a1b-fp32", "small-bf16", "mula-7b-a1b-bf16")
+GPU_CASES = tuple(f"{shape}-bf16" for shape in SHAPES if shape != "small")
+_CPU_TOKENS = {"small": 2048}
+_GPU_TOKENS = 16384
 _SLOW_S = 15.0
-"""A contestant that takes longer for a pass is timed once only."""
+"""A block whose pass takes longer than this number of seconds is timed in one round only."""
 _TOO_SLOW_ON_A_CPU = "hf-eager"
-"""35 s a pass at the size of Mula-7B: left out there unless asked for."""
+"""This peer needs 35 s for a pass at the size of Mula-7B. On a CPU it is left out for large shapes,
+unless --peers contains it."""
 _COLUMNS = (
     "block",
     "forward ms",
@@ -56,8 +73,51 @@ _COLUMNS = (
 _LIMITS = {"fp32": 1e-5, "bf16": 1e-2}
 
 
+@dataclass(frozen=True)
+class Case:
+    """Sizes and dtype of one MoE block, and the number of tokens in a batch."""
+
+    name: str
+    dtype: str
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    tokens: int
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of the experts' three products and of the router, two per multiply-add."""
+        slots = self.tokens * self.top_k
+        return 2.0 * (
+            3 * slots * self.hidden * self.inner + self.tokens * self.hidden * self.experts
+        )
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of the weights, of two sets of their gradients, and of a batch."""
+        size = 4 if self.dtype == "fp32" else 2
+        weights = 3 * self.experts * self.hidden * self.inner
+        slots = self.tokens * self.top_k * (4 * self.hidden + 6 * self.inner)
+        return size * (3 * weights + 2 * slots)
+
+
+def make_case(name: str, tokens: int, on_cpu: bool) -> Case:
+    """Return the case with the name SHAPE-DTYPE. If `tokens` is 0, a batch has 1024 tokens on a CPU
+    (2048 for the shape `small`) and 16384 on an accelerator."""
+    shape, _, dtype = name.rpartition("-")
+    if shape not in SHAPES or dtype not in ("fp32", "bf16"):
+        raise ConfigError(
+            f"--case {name} must be SHAPE-fp32 or SHAPE-bf16 with SHAPE one of {', '.join(SHAPES)}"
+        )
+    if tokens < 0:
+        raise ConfigError(f"--tokens {tokens} must be at least 1")
+    default = _CPU_TOKENS.get(shape, 1024) if on_cpu else _GPU_TOKENS
+    return Case(name, dtype, *SHAPES[shape], tokens or default)
+
+
 def make_block(case: Case) -> FastSparseMoE:
-    """Our block at a case's sizes, on the meta device."""
+    """Return our block with the sizes of a case, on the meta device."""
     model = {
         "architecture": "olmoe",
         "num_layers": 1,
@@ -72,8 +132,8 @@ def make_block(case: Case) -> FastSparseMoE:
         return FastSparseMoE(make_config({"model": model}).model)
 
 
-class Ours(nn.Module):
-    """Our block, router and its statistics included."""
+class OurBlock(nn.Module):
+    """Our block with its router and the router's statistics."""
 
     def __init__(self, case: Case, weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -90,8 +150,8 @@ class Ours(nn.Module):
         return gradient_of(experts.gate_up), gradient_of(experts.down)
 
 
-class Theirs(nn.Module):
-    """A peer behind the plain router of OLMoE."""
+class PeerBlock(nn.Module):
+    """The experts of a peer, with a plain implementation of OLMoE's router."""
 
     def __init__(self, case: Case, weights: dict[str, Tensor], make: Callable[..., Peer]) -> None:
         super().__init__()
@@ -113,53 +173,69 @@ def bench_moe(
     tokens: int = 0,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure each case with each number of threads (on a CPU); the result is ready for JSON.
+    """Measure each case with each number of threads.
 
-    Seconds are [best, median] a pass. ConfigError for an unknown case or peer.
+    Args:
+        cases: Names SHAPE-DTYPE; empty for the default cases of the device.
+        peers: Names of PEERS; empty for all.
+        threads: Numbers of threads, for a CPU.
+        rounds: Number of timed rounds.
+        tokens: Tokens in a batch; 0 for the default of the case.
+        device: Name of the device, or `auto`.
+
+    Returns:
+        The conditions and the figures of each case, ready for JSON. Seconds are [best, median] per
+        pass.
+
+    Raises:
+        ConfigError: A case or a peer is unknown, or a number is too small.
+        OptimusError: Our block differs from the loop over the experts.
     """
     chosen_device = platform.pick_device(0, device)
     on_cpu = chosen_device.type == "cpu"
     if unknown := [name for name in peers if name not in PEERS]:
-        raise ConfigError(f"--peers {','.join(unknown)}: known are {', '.join(PEERS)}")
+        raise ConfigError(f"--peers {','.join(unknown)} is unknown; use {', '.join(PEERS)}")
     if rounds < 1 or min(threads, default=0) < 1:
         raise ConfigError("--rounds and --threads must be at least 1")
     result: dict[str, Any] = {
         "device": platform.device_name(chosen_device),
         "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
+        "versions": common.versions(),
         "rounds": rounds,
         "cases": [],
     }
     for name in cases or (CPU_CASES if on_cpu else GPU_CASES):
         case = make_case(name, tokens, on_cpu)
-        names = peers or _standard_peers(case, on_cpu)
+        names = peers or _default_peers(case, on_cpu)
         for count in threads if on_cpu else threads[:1]:
-            with on_threads(count):
-                measured = _bench_case(case, names, rounds, chosen_device)
+            with common.on_threads(count):
+                measured = _measure_case(case, names, rounds, chosen_device)
             result["cases"].append({**vars(case), "threads": count, **measured})
     return result
 
 
-def _standard_peers(case: Case, on_cpu: bool) -> list[str]:
+def _default_peers(case: Case, on_cpu: bool) -> list[str]:
     slow = on_cpu and case.inner * case.hidden > 1 << 20
     return [name for name in PEERS if not slow or name != _TOO_SLOW_ON_A_CPU]
 
 
-def _bench_case(
+def _measure_case(
     case: Case, peers: Sequence[str], rounds: int, device: torch.device
 ) -> dict[str, Any]:
-    if (free := free_bytes(device)) < case.bytes_needed:
-        return {"skipped": f"needs {case.bytes_needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"}
+    if (free := common.free_bytes(device)) < case.bytes_needed:
+        return {
+            "skipped": f"needs {case.bytes_needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free"
+        }
     weights, x, grad = make_tensors(case, device)
-    blocks: dict[str, Ours | Theirs] = {"ours": Ours(case, weights)}
+    blocks: dict[str, OurBlock | PeerBlock] = {"ours": OurBlock(case, weights)}
     absent: dict[str, str] = {}
     for name in peers:
         try:
-            blocks[name] = Theirs(case, weights, PEERS[name])
-        except Absent as error:
+            blocks[name] = PeerBlock(case, weights, PEERS[name])
+        except common.Absent as error:
             absent[name] = str(error)
     errors, first = _check(case, weights, blocks, x, grad, absent)
-    facts = {
+    properties = {
         name: {
             "relative_error": errors[name],
             "saved_bytes_per_token": saved_bytes(block, x) / case.tokens,
@@ -169,11 +245,12 @@ def _bench_case(
         if first[name] < _SLOW_S or name == "ours"
     }
     times, peak = _race(case, blocks, first, rounds, x, grad, device)
-    return {"absent": absent, **_summary(case, facts, times, peak, device)}
+    return {"absent": absent, **_summary(case, properties, times, peak, device)}
 
 
 def make_tensors(case: Case, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Weights by name, an input [T, D] that learns, and the gradient of the output."""
+    """Return weights by name, an input [T, D] that requires a gradient, and the gradient of the
+    output."""
     dtype = platform.dtype_of(case.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -193,20 +270,26 @@ def make_tensors(case: Case, device: torch.device) -> tuple[dict[str, Tensor], T
 def _check(
     case: Case,
     weights: dict[str, Tensor],
-    blocks: dict[str, Ours | Theirs],
+    blocks: dict[str, OurBlock | PeerBlock],
     x: Tensor,
     grad: Tensor,
     absent: dict[str, str],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Largest relative error of output and gradients to the loop, and seconds of the second pass.
+    """Compare the output and the gradients of each block with those of the loop over the experts.
 
-    A peer that fails is taken out of `blocks` and named in `absent`; ours may not fail.
+    A peer that fails is removed from `blocks`, and `absent` gets the reason.
+
+    Returns:
+        For each block, the greatest relative error, and the seconds of its second pass.
+
+    Raises:
+        OptimusError: The error of our block is above the limit for the dtype.
     """
-    reference = _outputs(Theirs(case, weights, PEERS["loop"]), x, grad)
+    reference = _outputs(PeerBlock(case, weights, PEERS["loop"]), x, grad)
     errors, first = {}, {}
     for name, block in list(blocks.items()):
         try:
-            found = _outputs(block, x, grad)
+            outputs = _outputs(block, x, grad)
             first[name] = _seconds(block, x, grad)
         except Exception as error:
             if name == "ours":
@@ -215,27 +298,30 @@ def _check(
             del blocks[name]
             continue
         finally:
-            forget(block, x)
-        errors[name] = max(map(_relative, found, reference))
+            clear_gradients(block, x)
+        errors[name] = max(map(_relative_error, outputs, reference))
     if not errors["ours"] <= _LIMITS[case.dtype]:
-        raise OptimusError(f"{case.name}: ours is off by {errors['ours']:.1e} from the plain loop")
+        raise OptimusError(
+            f"{case.name}: our block differs by {errors['ours']:.1e} from the loop over the experts"
+        )
     return errors, first
 
 
 def _seconds(block: nn.Module, x: Tensor, grad: Tensor) -> float:
-    """A pass in seconds, on a CPU of the processor. Not the first, in which Triton may compile."""
+    """Return the seconds of a pass, in CPU time on a CPU. In the first pass Triton may compile, so
+    call this after it."""
     return clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
 
 
-def _outputs(block: Ours | Theirs, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+def _outputs(block: OurBlock | PeerBlock, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     out = block(x)
     out.backward(grad)
     result = (out.detach(), gradient_of(x), gradient_of(block.router), *block.gradients())
-    forget(block, x)
+    clear_gradients(block, x)
     return result
 
 
-def _relative(value: Tensor, reference: Tensor) -> float:
+def _relative_error(value: Tensor, reference: Tensor) -> float:
     size = torch.linalg.vector_norm(reference, dtype=torch.float32)
     return float(torch.linalg.vector_norm(value - reference, dtype=torch.float32) / size)
 
@@ -248,21 +334,23 @@ def _batch(like: Tensor, seed: int) -> Tensor:
 
 def _race(
     case: Case,
-    blocks: Mapping[str, Ours | Theirs],
+    blocks: Mapping[str, OurBlock | PeerBlock],
     first: Mapping[str, float],
     rounds: int,
     x: Tensor,
     grad: Tensor,
     device: torch.device,
 ) -> tuple[dict, list]:
-    """By block and round (wall, cpu) of forward and of the whole pass; FLOPs and (wall, cpu) of
-    the peak's product.
+    """Time all blocks and a large matrix product in turn.
 
-    Every round has a batch of its own, and before it each block passes over another one untimed:
-    oneDNN compiles for shapes, and in training each step routes differently. With one batch for
-    all rounds the unrounded shapes of the peers would be compiled once, and blocks would push
-    each other's out of its cache.
+    Returns:
+        For each block and round, the pairs (wall-clock seconds, CPU seconds) of forward and of the
+        whole pass. Then the FLOPs of the matrix product, and its pair for each round.
     """
+    # Each timed pass has a new batch and follows an untimed pass with another batch. oneDNN
+    # compiles products for each shape, and in training each step has other numbers of rows. With
+    # one batch for all rounds, the shapes of the peers would be compiled only once, and the blocks
+    # would remove each other's products from oneDNN's cache.
     peak = PeakGemm(x.dtype, device)
     times: dict[str, list] = {name: [] for name in blocks}
     peaks = []
@@ -273,10 +361,10 @@ def _race(
         if first[name] > _SLOW_S and number != 1:
             continue
         blocks[name](_batch(x, 2 * number)).backward(grad)
-        forget(blocks[name], x)
+        clear_gradients(blocks[name], x)
         timed = _batch(x, 2 * number + 1)
         measured = clocked(functools.partial(blocks[name], timed), device, grad)
-        forget(blocks[name], x)
+        clear_gradients(blocks[name], x)
         if number:
             times[name].append(measured)
     return times, [peak.flops, peaks[1:]]
@@ -284,14 +372,14 @@ def _race(
 
 def _summary(
     case: Case,
-    facts: Mapping[str, dict[str, Any]],
+    properties: Mapping[str, dict[str, Any]],
     times: Mapping[str, list],
     peak: Sequence,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Figures of each block by the clock to trust: processor time of one thread, else wall."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = int(alone)
+    """Return the figures of each block: in CPU time for one thread on a CPU, else in wall-clock
+    time."""
+    clock = int(device.type == "cpu" and torch.get_num_threads() == 1)
     flops, peaks = peak
     peak_flops = flops / min(seconds[clock] for seconds in peaks)
     ours = [whole[clock] for _, whole in times["ours"]]
@@ -299,10 +387,10 @@ def _summary(
     for name, pairs in times.items():
         whole = [pair[1][clock] for pair in pairs]
         forward = [pair[0][clock] for pair in pairs]
-        backward = [both - one for one, both in zip(forward, whole, strict=True)]
+        backward = [both - first for first, both in zip(forward, whole, strict=True)]
         speed = 3 * case.forward_flops / min(whole)
         rows[name] = {
-            **facts.get(name, {}),
+            **properties.get(name, {}),
             "rounds": len(pairs),
             "forward_s": [min(forward), statistics.median(forward)],
             "backward_s": [min(backward), statistics.median(backward)],
@@ -313,14 +401,14 @@ def _summary(
             "ours_is_faster_paired": paired(whole, ours),
         }
     return {
-        "clock": "cpu" if alone else "wall",
+        "clock": ("wall", "cpu")[clock],
         "peak_tflops": peak_flops / 1e12,
         "blocks": rows,
     }
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """A table a case, in Markdown."""
+    """Return a table for each case, in Markdown."""
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
         f"{result['device']}, {packages}, {result['date']}, {counted(result['rounds'], 'round')}"
@@ -338,12 +426,12 @@ def format_result(result: dict[str, Any]) -> str:
             "|---" * len(_COLUMNS) + "|",
         ]
         lines += [_row(name, block) for name, block in case["blocks"].items()]
-        lines += [f"\n{name}: {why}" for name, why in case["absent"].items()]
+        lines += [f"\n{name}: {reason}" for name, reason in case["absent"].items()]
     return "\n".join(lines)
 
 
 def _row(name: str, block: dict[str, Any]) -> str:
-    def fact(key: str, form: str) -> str:
+    def cell(key: str, form: str) -> str:
         return format(block[key], form) if key in block else "-"
 
     both = block["forward_backward_s"]
@@ -356,9 +444,44 @@ def _row(name: str, block: dict[str, Any]) -> str:
         f"{both[1] * 1e3:.1f}",
         f"{block['tflops']:.3g}",
         f"{block['of_peak']:.0%}",
-        fact("non_gemm_share", ".0%"),
-        fact("saved_bytes_per_token", ",.0f"),
-        fact("relative_error", ".1e"),
+        cell("non_gemm_share", ".0%"),
+        cell("saved_bytes_per_token", ",.0f"),
+        cell("relative_error", ".1e"),
         f"{block['ours_is_faster']:.2f} ({least:.2f}, {median:.2f}, {most:.2f})",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="SHAPE-DTYPE",
+        help="such as small-bf16; may be repeated (all of the device)",
+    )
+    parser.add_argument("--peers", default="", metavar="A,B", help="only these of all peers")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (5)")
+    parser.add_argument(
+        "--threads", type=int, action="append", help="on a CPU; may be repeated (1, 2)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="tokens in a batch (0: by case and device)"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, xpu or auto")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    peers = [name for name in args.peers.split(",") if name]
+    result = bench_moe(
+        args.case, peers, args.threads or (1, 2), args.rounds, args.tokens, args.device
+    )
+    print(json.dumps(result) if args.json else format_result(result))
+
+
+if __name__ == "__main__":
+    sys.exit(common.run_script(main))

@@ -1,7 +1,8 @@
-"""The MoE blocks that ours is measured against, all over the same weights.
+"""Experts of other libraries, for moe.py and moe_step.py. All use the same weights.
 
 Dims: T tokens, D hidden, F intermediate of an expert, E experts, K experts per token, N = T*K.
-Each takes x [T, D], routing weights [T, K] of x's dtype and chosen int64 [T, K], and gives [T, D].
+Inputs are x [T, D], the routing weights [T, K] in the dtype of x, and the chosen experts [T, K] in
+int64. The output is [T, D].
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import importlib
 from collections.abc import Callable
 from types import ModuleType
 
+import common
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.bench.meters import Absent
 from optimus_kernels.grouped_mm import torch_form_works, torch_grouped_mm
 
 
@@ -25,9 +26,10 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 class Peer(nn.Module):
-    """Over gate_up [E, 2F, D] and down [E, D, F], shared rather than copied where layouts allow.
+    """Experts of a peer with the weights gate_up [E, 2F, D] and down [E, D, F].
 
-    `gradients` gives those of gate_up and down in our layout.
+    The weights are shared with our block, unless the peer needs another layout. `gradients` returns
+    the gradients of gate_up and down in our layout.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, top_k: int) -> None:
@@ -43,13 +45,13 @@ class Peer(nn.Module):
 
 
 class Loop(Peer):
-    """A module an expert, visited in turn, as in transformers 4."""
+    """Loop over the experts, each with separate weights, as in transformers 4."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         inner = down.shape[2]
-        self.gates = nn.ParameterList(nn.Parameter(one[:inner]) for one in gate_up)
-        self.ups = nn.ParameterList(nn.Parameter(one[inner:]) for one in gate_up)
-        self.downs = nn.ParameterList(nn.Parameter(one) for one in down)
+        self.gates = nn.ParameterList(nn.Parameter(rows[:inner]) for rows in gate_up)
+        self.ups = nn.ParameterList(nn.Parameter(rows[inner:]) for rows in gate_up)
+        self.downs = nn.ParameterList(nn.Parameter(rows) for rows in down)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -69,11 +71,13 @@ class Loop(Peer):
 
 
 class ThreeGrouped(Peer):
-    """Sorted copies and three grouped products, gate and up apart, as in torchtitan."""
+    """Sorted rows and three grouped matrix products, for gate, up and down, as in torchtitan."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not torch_form_works(down.device.type, down.dtype):
-            raise Absent(f"torch {torch.__version__} has no grouped product for {down.device.type}")
+            raise common.Absent(
+                f"torch {torch.__version__} has no grouped product for {down.device.type}"
+            )
         self.gate = nn.Parameter(gate_up[:, : down.shape[2]])
         self.up = nn.Parameter(gate_up[:, down.shape[2] :])
         self.down = nn.Parameter(down)
@@ -96,14 +100,14 @@ class ThreeGrouped(Peer):
 
 
 class HuggingFace(Peer):
-    """transformers' own merged experts, by one of its implementations."""
+    """Merged experts of transformers, with the implementation `implementation`."""
 
     implementation = "grouped_mm"
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         olmoe = _library("transformers.models.olmoe.modeling_olmoe")
         if not hasattr(olmoe, "OlmoeExperts"):
-            raise Absent("transformers is older than 5: experts are not merged")
+            raise common.Absent("transformers is older than version 5, which merged the experts")
         experts, hidden, inner = down.shape
         config = _library("transformers").OlmoeConfig(
             hidden_size=hidden, intermediate_size=inner, num_experts=experts
@@ -130,7 +134,7 @@ class Liger(Peer):
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:
-            raise Absent("Triton kernels run on GPUs")
+            raise common.Absent("its Triton kernels need a GPU")
         self.function = _library("liger_kernel.ops").LigerFusedMoEFunction
         super().build(gate_up, down)
 
@@ -139,11 +143,11 @@ class Liger(Peer):
 
 
 class ScatterMoE(Peer):
-    """scattermoe's GLUMLP; it wants up rows above gate rows, so gate_up is copied."""
+    """GLUMLP of scattermoe. It needs the rows of up before those of gate, so gate_up is copied."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:
-            raise Absent("Triton kernels run on GPUs")
+            raise common.Absent("its Triton kernels need a GPU")
         experts, hidden, inner = down.shape
         with torch.device("meta"):
             self.mlp = _library("scattermoe.mlp").GLUMLP(hidden, inner, experts, self.top_k)
@@ -164,7 +168,7 @@ def _library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Absent(f"{name.partition('.')[0]} cannot be imported: {error}") from None
+        raise common.Absent(f"{name.partition('.')[0]} cannot be imported: {error}") from None
 
 
 PEERS: dict[str, Callable[[Tensor, Tensor, int], Peer]] = {

@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Measure the sharded optimizer on several ranks: EPSO by SO, Optimus by FSDP2, peak of memory.
+
+    python scripts/bench/sharding.py [--ranks N] [--hidden N] [--rounds N] [--json]
+
+The local ranks train a model in which experts and other parameters have the proportions of
+Mula-7B-A1B. The contestants take turns, and each time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from torch import Tensor, nn
+
+from optimus.bench.meters import paired
+from optimus.bench.ours import make_ours
+from optimus.bench.step import PlainLoop
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.optimizer import AdamW
+from optimus.config import Config
+from optimus.data.batch import BatchPlan
+from optimus.data.loader import Microbatch
+from optimus.distributed.collectives import all_gather_objects, all_reduce_sum
+from optimus.distributed.world import World
+from optimus.errors import ConfigError, OptimusError, counted
+from optimus.model.init import initialise_
+from optimus.model.transformer import Transformer
+from optimus.parallel.recompute import KeptBytes
+
+_WARMUP = 2
+
+
+class FsdpLoop(PlainLoop):
+    """Training loop in which FSDP2 shards each block and the rest of the model.
+
+    Parameters stay gathered between forward and backward. This is the faster of FSDP2's two modes,
+    and the one that is closer to Optimus.
+    """
+
+    def __init__(self, config: Config, plan: BatchPlan, world: World) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        model, self._world = Transformer(config.model), world
+        initialise_(model, 0)
+        mesh = init_device_mesh("cpu", (world.size,))
+        for module in (*model.blocks.values(), model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=False)
+            assert isinstance(module, FSDPModule)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            module.set_gradient_divide_factor(1.0)  # the loss has the scale
+        super().__init__(config, model, plan, world.device)
+        root: nn.Module = model
+        root.forward = super().objective
+
+    def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._model(tokens)  # runs the hooks of FSDP2
+
+    def run(self, microbatches: list[Microbatch]) -> float:
+        """Run an update. Return the mean cross-entropy over the tokens of all ranks."""
+        loss = torch.tensor([super().run(microbatches)])
+        all_reduce_sum(loss, self._world.everyone)
+        return float(loss)
+
+
+def measure_ranks(world: World, folder: Path, hidden: int, rounds: int) -> dict[str, Any]:
+    """Run all measurements on the ranks of `world`. A collective of all ranks."""
+    size = world.size
+    peak = measure_peak(
+        common.mula_config(hidden, size, sharding="epso"),
+        common.mula_config(64, size, sharding="epso"),
+        world,
+    )
+    shardings = []
+    for ep in dict.fromkeys((2, size // 2)):
+        so, epso = (common.mula_config(hidden, size, ep, sharding=name) for name in ("so", "epso"))
+        shardings.append(compare_shardings(so, epso, world, rounds))
+    fsdp = compare_fsdp(common.mula_config(hidden, size, sharding="epso"), world, rounds)
+    return {
+        "ranks": size, "torch": torch.__version__,
+        "peak": peak, "shardings": shardings, "fsdp": fsdp,
+    }  # fmt: skip
+
+
+def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
+    """Measure the peak of resident memory in a training step. A collective of all ranks.
+
+    Args:
+        config: Configuration of the model.
+        small: Configuration of a small model, which is trained first. Memory that libraries and
+            process groups allocate once is then allocated before the measurement.
+        world: All ranks.
+
+    Returns:
+        `measured`: Bytes at the peak of a step, minus the bytes before the model was built, on the
+        rank with the greatest difference. `formula`: Sum of `parts`, the bytes that rank 0 needs
+        for states, activations and two chunks of gradients.
+    """
+    meter = common.MemoryMeter()
+    _train(small, world, meter)
+    before = meter.start()
+    peak, terms = _train(config, world, meter)
+    worst = max(all_gather_objects(peak - before, world.everyone, int))
+    return {"measured": worst, "formula": sum(terms.values()), "parts": terms}
+
+
+def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int, dict[str, int]]:
+    """Return the peak of resident memory in the last of three updates, and the terms of the
+    formula."""
+    ours = make_ours(config, world)
+    states, microbatches, updater = ours.states, ours.microbatches(), ours.updater()
+    for step in range(1, 1 + _WARMUP):
+        updater.run(step, microbatches)
+    states.wait()
+    meter.reset_peak()
+    updater.run(1 + _WARMUP, microbatches)
+    states.wait()
+    peak = meter.peak()
+    with KeptBytes(ours.part.model) as kept:
+        ours.part.model.losses(microbatches[0].tokens)
+    two_chunks = 2 * max(chunk.grads.nbytes for chunk in states.chunks)
+    state_bytes = states.state_bytes()["total"]
+    return peak, {"states": state_bytes, "activations": kept.total, "two_chunks": two_chunks}
+
+
+def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> dict[str, Any]:
+    """Compare EPSO with SO. A collective of all ranks.
+
+    Returns:
+        `update`: CPU seconds of AdamW over the shards. `step`: wall-clock seconds of all work
+        between backward and the next forward: reduction, norm, update and gather. Both with the
+        ratios EPSO / SO. `predicted`: the ratio of the shards' sizes.
+    """
+    ranks = {"so": make_ours(so, world), "epso": make_ours(epso, world)}
+    updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
+    steps = {name: _make_step(rank.states) for name, rank in ranks.items()}
+    update_s = common.race(updates, rounds, world, time.thread_time)
+    step_s = common.race(steps, rounds, world)
+    sizes = {name: slot.stop - slot.start for name, slot in ranks["so"].states.slots.items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - experts
+    dp, ep = ranks["so"].groups.mesh.dp, ranks["so"].groups.mesh.ep
+    return {
+        "dp": dp,
+        "ep": ep,
+        "experts": experts,
+        "others": others,
+        "predicted": (experts / dp + others / (dp * ep)) / (experts / dp + others / dp),
+        "shard_elements": [rank.states.layout.shard_length for rank in ranks.values()],
+        "update": _with_ratios(update_s),
+        "step": _with_ratios(step_s),
+    }
+
+
+def _with_ratios(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    so, epso = seconds["so"], seconds["epso"]
+    return {"so_s": so, "epso_s": epso, "paired": paired(epso, so)}
+
+
+def _make_update(states: ChunkEngine, config: Config) -> Callable[[], None]:
+    optimizer = AdamW(config.optim)
+
+    def update() -> None:
+        optimizer.num_updates += 1
+        for chunk in states.chunks:
+            optimizer.update(chunk, 1e-4, 1.0)
+
+    return update
+
+
+def _make_step(states: ChunkEngine) -> Callable[[], None]:
+    def step() -> None:
+        states.gradients.reduce(0)
+        states.gradients.finish()
+        states.grad_norm()
+        states.update(1e-4)
+        states.wait()
+
+    states.start_step()
+    for chunk in states.chunks:
+        chunk.grads.fill_(1e-3)
+    return step
+
+
+def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
+    """Compare a whole update with FSDP2. A collective of all ranks.
+
+    Returns:
+        Seconds of both, and the ratios Optimus / FSDP2.
+
+    Raises:
+        OptimusError: The losses of the two differ by 1e-3 or more.
+    """
+    ours = make_ours(config, world)
+    updater, microbatches = ours.updater(), ours.microbatches()
+    fsdp = FsdpLoop(config, ours.plan, world)
+    losses: tuple[list[float], list[float]] = ([], [])
+    contestants = {
+        "ours": lambda: losses[0].append(updater.run(len(losses[0]) + 1, microbatches).loss),
+        "fsdp2": lambda: losses[1].append(fsdp.run(microbatches)),
+    }
+    seconds = common.race(contestants, rounds, world)
+    difference = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
+    if not difference < 1e-3:
+        raise OptimusError(
+            f"the losses of Optimus and FSDP2 differ by {difference:.1e} after "
+            f"{counted(rounds, 'update')}"
+        )
+    return {
+        "ours_s": seconds["ours"], "fsdp2_s": seconds["fsdp2"],
+        "paired": paired(seconds["ours"], seconds["fsdp2"]), "losses_differ_by": difference,
+    }  # fmt: skip
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """Return a table in Markdown. A cell with ratios has the least, the median and the greatest."""
+    lines = [
+        "| ranks | dp x ep | EPSO by SO: update alone (predicted) | with collectives | "
+        "ours by FSDP2, a step | peak by formula |",
+        "|---|---|---|---|---|---|",
+    ]
+    for measured in result["ranks"]:
+        fsdp, peak = measured["fsdp"], measured["peak"]
+        for row in measured["shardings"]:
+            update, step, whole = (
+                ", ".join(f"{ratio:.3f}" for ratio in timed["paired"])
+                for timed in (row["update"], row["step"], fsdp)
+            )
+            lines.append(
+                f"| {measured['ranks']} | {row['dp']} x {row['ep']} | {update} "
+                f"({row['predicted']:.3f}) | {step} | {whole} | "
+                f"{peak['measured'] / peak['formula']:.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--ranks", type=int, action="append", help="number of local ranks; may be repeated (4, 8)"
+    )
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (256)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (7)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    counts = args.ranks or (4, 8)
+    if args.hidden < 64 or args.hidden % 64 or any(count < 2 or count % 2 for count in counts):
+        raise ConfigError("--ranks must be even numbers, and --hidden a multiple of 64")
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds {args.rounds} must be at least 1")
+    result = {
+        "versions": common.versions(),
+        "ranks": [
+            common.run_ranks(count, measure_ranks, args.hidden, args.rounds) for count in counts
+        ],
+    }
+    print(json.dumps(result) if args.json else format_result(result))
+
+
+if __name__ == "__main__":
+    sys.exit(common.run_script(main))

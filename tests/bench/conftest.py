@@ -1,0 +1,8 @@
+"""Adds scripts/bench to the module path: the scripts import each other by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
