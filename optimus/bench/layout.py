@@ -1,9 +1,9 @@
-"""An update on several ranks: its time, what travelled along each axis, how idle a pipeline was.
+"""`optimus bench step --nproc N`: time, traffic and pipeline bubble of an update on several ranks.
 
-Times are the slowest rank's. Bytes are payloads of the rank that moved most, as counted by a
-`TrafficMeter`. The bubble is measured from the executor's actions, waits for other stages taken
-out, and simulated on the same lists: with the mean times measured, and with
-a backward of twice a forward, which gives (p-1)/(m*v) for even stages of 1F1B.
+Times are those of the slowest rank. Traffic is the payload of the rank with the most bytes. The
+pipeline bubble is measured from the actions of the executor, and simulated with the same schedule:
+with the mean measured times, and with equal stages whose backward takes twice as long as forward.
+The latter gives (p-1)/(m*v) for 1F1B.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from optimus import platform
-from optimus.bench.ours import make_ours
+from optimus.bench.step import make_rank
 from optimus.config import Config
 from optimus.distributed.collectives import all_gather_objects, barrier
 from optimus.distributed.groups import Groups
@@ -33,11 +33,23 @@ from optimus.train.resolve import divide
 _WARMUP = 2
 
 Traffic = dict[str, dict[str, list[int]]]
-"""By axes and operation: calls and payload bytes."""
+"""For each set of axes and each operation, the number of calls and the bytes of payload."""
 
 
 def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any] | None:
-    """Time `steps` updates on random tokens on the ranks of `launch`; None except on rank 0."""
+    """Time updates on random tokens. All ranks of the run call this.
+
+    Args:
+        config: Configuration of the run.
+        steps: Number of timed updates.
+        launch: This rank.
+
+    Returns:
+        The conditions and the figures on rank 0; None on other ranks.
+
+    Raises:
+        RunEnded: A rank raised an OptimusError. Every rank raises it.
+    """
     failure: OptimusError | None = None
     try:
         check_slots(config, divide(config, launch.world_size)[0])
@@ -53,36 +65,36 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
 
 
 def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
-    """Return the result of `bench_layout`, on every rank."""
+    """Return the figures on every rank."""
     mesh, plan = divide(config, world.size)
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, world.launch.local_world_size
     )
     autotune_kernels(config, world, None)
     meter, trace = TrafficMeter(), ActionTrace()
-    ours = make_ours(config, world, Recorders(meter, trace))
-    groups, part, schedule = ours.groups, ours.part, ours.part.layout.schedule
-    dispatch = autotune_dispatch(config, groups, part.model, ours.states, None)
-    updater, own = ours.updater(), ours.microbatches()
+    rank = make_rank(config, world, Recorders(meter, trace))
+    groups, schedule = rank.groups, rank.local.layout.schedule
+    dispatch = autotune_dispatch(config, groups, rank.local.model, rank.states, None)
+    updater, microbatches = rank.updater(), rank.microbatches()
     seconds, bubbles, costs = [], [], defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
         meter.clear()
         trace.events.clear()
         barrier(world.everyone)
         start = time.perf_counter()
-        updater.run(step, own)
+        updater.run(step, microbatches)
         platform.synchronize(world.device)
-        taken = time.perf_counter() - start
+        elapsed_s = time.perf_counter() - start
         if step <= _WARMUP:
             continue
-        seconds.append(max(all_gather_objects(taken, world.everyone, float)))
+        seconds.append(max(all_gather_objects(elapsed_s, world.everyone, float)))
         bubbles.append(_measured_bubble(trace.events, groups))
         for event in trace.events:
             costs[Kind[event.kind], event.stage].append(event.busy_ns / 1e9)
-    counted = all_gather_objects(_by_axes(meter.counts), groups.everyone, Traffic)
+    traffic = all_gather_objects(_by_axes(meter.counts), groups.everyone, Traffic)
     means = [(*key, statistics.fmean(values)) for key, values in costs.items()]
     by_stage = all_gather_objects(means, groups.over("pp"), list[tuple[int, int, float]])
-    everywhere = {(kind, stage): mean for part in by_stage for kind, stage, mean in part}
+    all_means = {(kind, stage): mean for stages in by_stage for kind, stage, mean in stages}
     ordered = sorted(seconds)
     return {
         "device": str(world.device),
@@ -98,40 +110,43 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
         "updates": steps,
         "step_s": statistics.median(seconds),
         "step_s_quartiles": [ordered[steps // 4], ordered[-1 - steps // 4]],
-        "traffic": max(counted, key=_total),
-        "bubble": _bubbles(schedule, bubbles, everywhere),
+        "traffic": max(traffic, key=_total_bytes),
+        "bubble": _bubbles(schedule, bubbles, all_means),
     }
 
 
-def _by_axes(counted: dict[tuple[str, str], list[int]]) -> Traffic:
-    out: Traffic = {}
-    for (axes, operation), entry in counted.items():
-        out.setdefault(axes, {})[operation] = list(entry)
-    return out
+def _by_axes(counts: dict[tuple[str, str], list[int]]) -> Traffic:
+    traffic: Traffic = {}
+    for (axes, operation), count in counts.items():
+        traffic.setdefault(axes, {})[operation] = list(count)
+    return traffic
 
 
-def _total(counted: Traffic) -> int:
-    return sum(size for operations in counted.values() for _, size in operations.values())
+def _total_bytes(traffic: Traffic) -> int:
+    return sum(size for operations in traffic.values() for _, size in operations.values())
 
 
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
-    """Idle time by useful time of the step just done: from the first action to the last of the
-    slowest pipeline rank, reductions and the update taken out."""
+    """Return the ratio of idle time to compute time in a step.
+
+    The span is that from the first action of a pipeline rank to its last, without reductions and
+    the update. The slowest pipeline rank counts. The compute time is the mean over pipeline ranks.
+    """
     others = (Kind.REDUCE_GRAD, Kind.OPT_STEP)
     busy = sum(event.busy_ns for event in events if Kind[event.kind] in COMPUTE)
     last = max(event.end_ns for event in events if Kind[event.kind] not in others)
     within = (event for event in events if event.end_ns <= last)
     reducing = sum(event.busy_ns for event in within if Kind[event.kind] is Kind.REDUCE_GRAD)
     times = (last - events[0].start_ns - reducing, busy)
-    every = all_gather_objects(times, groups.over("pp"), tuple[int, int])
-    span = max(span for span, _ in every)
-    return span / statistics.fmean([busy for _, busy in every]) - 1
+    of_ranks = all_gather_objects(times, groups.over("pp"), tuple[int, int])
+    span = max(span for span, _ in of_ranks)
+    return span / statistics.fmean([busy for _, busy in of_ranks]) - 1
 
 
 def _bubbles(
     schedule: Schedule, measured: list[float], means: dict[tuple[Kind, int], float]
 ) -> dict[str, float]:
-    """bubble_ratio and bubble_fraction, measured and simulated."""
+    """Return bubble_ratio and bubble_fraction, measured and simulated."""
 
     def cost(action: Action) -> float:
         return means.get((action.kind, action.stage), 0.0) if action.kind in COMPUTE else 0.0
@@ -148,7 +163,7 @@ def _bubbles(
 
 
 def format_layout(result: dict[str, Any]) -> str:
-    """The result in a few lines."""
+    """Return the result of `bench_layout` in a few lines."""
     mesh = " ".join(f"{axis}={size}" for axis, size in result["mesh"].items() if size > 1)
     low, high = result["step_s_quartiles"]
     lines = [
@@ -160,8 +175,8 @@ def format_layout(result: dict[str, Any]) -> str:
         f"step {result['step_s']:.4f} s (quartiles {low:.4f} to {high:.4f})",
     ]
     for axes, operations in result["traffic"].items():
-        told = (f"{name} {size:,} bytes in {n} calls" for name, (n, size) in operations.items())
-        lines.append(f"{axes}: {', '.join(told)}")
+        texts = (f"{name} {size:,} bytes in {n} calls" for name, (n, size) in operations.items())
+        lines.append(f"{axes}: {', '.join(texts)}")
     if result["mesh"]["pp"] > 1:
         bubble = result["bubble"]
         lines.append(

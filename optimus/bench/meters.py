@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: clocks, turns, the machine's peak, memory."""
+"""Measurement of time, peak FLOP/s and saved activations, for benchmarks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,22 @@ GEMMS = (
     "aten::mkldnn_linear",
     "optimus::product",
 )
+"""Names of the matrix products in a profile."""
 
 
 def clocked(
     run: Callable[[], Any], device: torch.device, grad: Tensor | None = None
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(wall, processor) seconds of run(), and of it with its backward."""
+    """Time a function and, if `grad` is given, the backward pass of its result.
+
+    Args:
+        run: Function to time. With `grad`, it returns a tensor.
+        device: Device on which the function runs.
+        grad: Gradient of the result.
+
+    Returns:
+        Two pairs (wall-clock seconds, CPU seconds): for `run`, and for `run` with backward.
+    """
     platform.synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     out = run()
@@ -40,8 +50,12 @@ def clocked(
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Who runs when, by round: all once in each, and each in its turn the first, so that a noisy
-    machine disturbs all alike. Round 0 comes before the others, to warm up."""
+    """Yield the order in which contestants run, as pairs (round, name).
+
+    Each contestant runs once in each round, so that other load on the machine affects all of them.
+    The first contestant of a round changes from round to round. Round 0 is for warm-up; `rounds`
+    rounds follow it.
+    """
     names = list(names)
     for number in range(rounds + 1):
         first = number % len(names)
@@ -50,16 +64,20 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Least, median and greatest ratio of times of one round; a slow one may have fewer rounds."""
+    """Return the least, the median and the greatest ratio ours / theirs of a round. If a contestant
+    has fewer rounds, because it is slow, only these rounds count."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=False))
     return [ratios[0], statistics.median(ratios), ratios[-1]]
 
 
 class PeakGemm:
-    """A large product of the case's dtype, timed in turn with the blocks: the machine's peak.
+    """Large matrix product, whose speed is taken as the peak FLOP/s of the device.
 
-    In fp32 on a CPU both of torch's libraries are tried, and the faster one counts, if it computes
-    in fp32 (oneDNN does not on machines with AMX).
+    In fp32 on a CPU, both libraries of torch are timed, and the faster counts. oneDNN is left out
+    if it does not compute in fp32, as on CPUs with AMX.
+
+    Attributes:
+        flops: FLOPs of the product.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,45 +85,45 @@ class PeakGemm:
         self.flops = 2.0 * size**3
         self._a, self._b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         self._out = torch.empty_like(self._a)
-        self._ways: list[Callable] = [contextlib.nullcontext]
+        self._libraries: list[Callable] = [contextlib.nullcontext]
         if device.type == "cpu" and dtype is torch.float32 and product.onednn_is_exact():
-            self._ways.append(product.onednn)
+            self._libraries.append(product.onednn)
 
     def time(self, device: torch.device) -> tuple[float, float]:
-        """Wall and processor seconds of the faster way."""
-        found = []
-        for way in self._ways:
-            with way():
-                found.append(clocked(lambda: torch.mm(self._a, self._b, out=self._out), device)[1])
-        return min(found)
+        """Return wall-clock and CPU seconds of the product with the faster library."""
+        times = []
+        for library in self._libraries:
+            with library():
+                times.append(clocked(lambda: torch.mm(self._a, self._b, out=self._out), device)[1])
+        return min(times)
 
 
 def clear_gradients(block: nn.Module, x: Tensor) -> None:
-    """Let go of the gradients of a pass."""
+    """Free the gradients of a block and of its input."""
     x.grad = None
     block.zero_grad(set_to_none=True)
 
 
 def saved_bytes(block: nn.Module, x: Tensor) -> int:
-    """Bytes of what autograd keeps from forward for backward, parameters apart, x included."""
+    """Return the bytes that autograd saves for backward in `block(x)`. Parameters are not counted;
+    `x` is."""
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage().data_ptr()
         if storage not in weights:
-            kept[storage] = tensor.detach()
+            saved[storage] = tensor.detach()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = block(x)
-    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    del out
-    return total
+        block(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.device) -> float:
-    """Share of a pass outside of torch's matrix products, by torch's profiler."""
+    """Profile a forward and backward pass of `block`. Return the share of its time that is not
+    spent in matrix products."""
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CPU]
     if device.type != "cpu":
@@ -114,19 +132,16 @@ def non_gemm_share(block: nn.Module, x: Tensor, grad: Tensor, device: torch.devi
         block(x).backward(grad)
         platform.synchronize(device)
     clear_gradients(block, x)
-    return _share_of_others(profiler.key_averages(), device.type)
+    return _non_gemm_share(profiler.key_averages(), device.type)
 
 
-def _share_of_others(events: Iterable, kind: str) -> float:
-    """Of torch's profiler's averages: the share that is not torch's matrix products.
-
-    On a device an op and the kernels it launched both show the kernels' time. It is counted at the
-    ops, whose names are known, and the whole at the kernels: our launchers are called past torch's
-    ops, and some of theirs come from no op.
-    """
+def _non_gemm_share(events: Iterable, device_type: str) -> float:
+    # On an accelerator, an op and its kernels both have the time of the kernels. Matrix products
+    # are counted by their ops, whose names are known. The total is counted by kernels, because
+    # some kernels of Optimus are started without an op.
     on_cpu = torch.autograd.DeviceType.CPU
     ops = [event for event in events if event.device_type == on_cpu]
-    if kind == "cpu":
+    if device_type == "cpu":
         total = sum(event.self_cpu_time_total for event in ops)
         products = sum(event.self_cpu_time_total for event in ops if event.key in GEMMS)
     else:

@@ -1,10 +1,11 @@
-"""Where an update's time goes: by phase, and by part of the model beside what the machine can do.
+"""`optimus bench step --profile`: time of an update by phase and by component of the model.
 
-Phases are the executor's actions, timed without a profiler. Parts come from one more update under
-torch's profiler, whose events are told apart by the module that ran them; a backward's by the
-module whose forward made them. The bound of a part is the time its products take at the peak of a
-large product, or what it must read and write at the speed of a triad, each measured in this run.
-On a CPU, in one process.
+Phases are the actions of the executor, timed without a profiler. The times of components come from
+one more update under torch's profiler. An event belongs to the component whose module ran it; in
+backward, to the component whose forward made the node of the graph. The bound of a component is the
+time of its matrix products at the peak FLOP/s, or the time to read and write its data at the
+bandwidth of a triad. Peak and bandwidth are measured in the same run. The measurement needs a CPU
+and one process.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from optimus import platform
 from optimus.bench.meters import GEMMS, PeakGemm
-from optimus.bench.ours import make_ours
+from optimus.bench.step import make_rank
 from optimus.config import Config
 from optimus.data.batch import BatchPlan
 from optimus.distributed.world import start_world
@@ -50,56 +51,51 @@ _MODULES: tuple[tuple[type, str], ...] = (
     (nn.Linear, "projections"),
     (Attention, "rotary"),
 )
-"""Of the innermost module around an op; what no module and no name below claims is `other`."""
-_NAMES = {
+"""Component of an op, by the type of the innermost module around it."""
+_OPS = {
     "aten::_scaled_dot_product": "attention",
     "_CrossEntropySum": "cross-entropy",
     "optimus::adamw_": "AdamW",
     "torch::autograd::AccumulateGrad": "gradients added",
 }
+"""Component of an op and of the ops that it calls, by its name. It overrides _MODULES."""
 _PHASES = {"F": "forward", "REDUCE_GRAD": "checks and reduction", "OPT_STEP": "norm and update"}
 _DISPATCH, _NORM = "Python and dispatch", "norm of gradients"
-_PREFIX = "part: "
+_PREFIX = "component: "
 _RANGES = re.compile(rf"{_PREFIX}|autograd::|[A-Z_]+\(stage")
 _VIEWS = re.compile(
     "aten::(t|to|transpose|permute|slice|select|narrow|split|unbind|expand|alias|detach|squeeze|"
     "unsqueeze|view|reshape|flatten|unflatten|linear|matmul|as_strided|_unsafe_view|_reshape_alias|"
     "empty|empty_like|empty_strided|new_empty)"
 )
-"""What only leads to other ops, or looks at memory in another way."""
-
-
-class Row(NamedTuple):
-    """A part of the model."""
-
-    part: str
-    forward_s: float
-    backward_s: float
-    """With what is computed again in it."""
-    update_s: float
-    """And all else outside of the passes."""
-    bound_s: float | None
-    """None where the part has none."""
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_s + self.backward_s + self.update_s
+"""Names of ops that only call other ops, return views, or allocate memory."""
 
 
 def profile_step(config: Config, steps: int) -> dict[str, Any]:
-    """Phases as the median of `steps` updates on random tokens, parts of one under the profiler.
+    """Measure phases and components in updates on random tokens.
 
-    Raises ConfigError where the model is not computed on a CPU.
+    Args:
+        config: Configuration of the run.
+        steps: Number of timed updates.
+
+    Returns:
+        The conditions, the median seconds of each phase, and `parts`: for each component the
+        seconds in forward, backward and the rest of an update, and the bound, which is None for
+        some components. Recomputation counts as backward.
+
+    Raises:
+        ConfigError: The device is not a CPU.
     """
     world = start_world(SINGLE, device=config.train.device)
     if world.device.type != "cpu":
-        raise ConfigError(f"--profile is of CPUs, and this is {world.device}; set train.device=cpu")
+        raise ConfigError(
+            f"--profile needs a CPU, but the device is {world.device}; set train.device=cpu"
+        )
     threads = fix_arithmetic(config.train, world.launch.local_world_size)
     trace = ActionTrace()
-    ours = make_ours(config, world, trace)
-    plan, part, microbatches = ours.plan, ours.part, ours.microbatches()
-    updater = ours.updater()
-    taken: list[float] = []
+    rank = make_rank(config, world, trace)
+    microbatches, updater = rank.microbatches(), rank.updater()
+    step_s: list[float] = []
     phases: dict[str, list[float]] = defaultdict(list)
     for step in range(1, steps + 1 + _WARMUP):
         trace.events.clear()
@@ -107,45 +103,45 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
         updater.run(step, microbatches)
         seconds = time.perf_counter() - start
         if step > _WARMUP:
-            taken.append(seconds)
+            step_s.append(seconds)
             for phase, value in _by_phase(trace.events, seconds).items():
                 phases[phase].append(value)
     peak, bandwidth = _best_speeds(config, world.device)
-    bounds = _bounds(config, plan, peak, bandwidth)
+    bounds = _bounds(config, rank.plan, peak, bandwidth)
     start = time.perf_counter()
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
     profiling = torch.profiler.profile(activities=on_cpu)
-    with _named_modules(part.model), profiling as profiler:
+    with _named_modules(rank.local.model), profiling as profiler:
         updater.run(steps + 1 + _WARMUP, microbatches)
     profiled = time.perf_counter() - start
-    rows = _rows(profiler.events(), bounds)
     return {
         "device": platform.device_name(world.device),
         "torch": torch.__version__,
         "threads": threads,
         "dtype": config.train.dtype,
-        "tokens_per_update": plan.tokens,
+        "tokens_per_update": rank.plan.tokens,
         "updates": steps,
-        "step_s": statistics.median(taken),
-        "fastest_s": min(taken),
+        "step_s": statistics.median(step_s),
+        "fastest_s": min(step_s),
         "profiled_s": profiled,
         "peak_gflops": peak / 1e9,
         "bandwidth_gbytes": bandwidth / 1e9,
         "phases": {phase: statistics.median(values) for phase, values in phases.items()},
-        "parts": [row._asdict() | {"seconds": row.seconds} for row in rows],
+        "parts": _rows(profiler.events(), bounds),
     }
 
 
 def _by_phase(events: list[ActionEvent], seconds: float) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
+    phases: dict[str, float] = defaultdict(float)
     for event in events:
-        found[_PHASES.get(event.kind, "backward")] += event.busy_ns / 1e9
-    found["other"] = seconds - sum(found.values())
-    return found
+        phases[_PHASES.get(event.kind, "backward")] += event.busy_ns / 1e9
+    phases["other"] = seconds - sum(phases.values())
+    return phases
 
 
 def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of a large product in the run's dtype, and bytes/s of a = b + 2c."""
+    """Measure the FLOP/s of a large product in the dtype of the run, and the bytes/s of a triad,
+    a = b + 2c."""
     peak = PeakGemm(platform.dtype_of(config.train.dtype), device)
     flops = peak.flops / min(peak.time(device)[0] for _ in range(5))
     a, b, c = (torch.ones(_TRIAD) for _ in range(3))
@@ -155,20 +151,19 @@ def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
 
 
 def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> dict[str, float]:
-    """Least seconds by part, forward and backward: of products from FLOPs, of the rest from what a
-    kernel that did it in one go would read and write."""
+    """Return the bound of each component in seconds, forward and backward together. For components
+    other than matrix products it assumes a single kernel that reads and writes all data once."""
     model, tokens = config.model, plan.tokens
     width = platform.dtype_of(config.train.dtype).itemsize
     dim, slots = model.hidden_size, tokens * model.num_experts_per_tok
     layers = range(model.num_layers)
-    of_experts = len(model.sparse_layers)
     q, kv = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
     swiglu = [3 * dim * model.layer(number).intermediate_size for number in layers]
     sparse = sum(swiglu[number] for number in model.sparse_layers)
     flops = {
         "projections": len(layers) * 2 * dim * (q + kv),
         "vocabulary": head_multiply_adds(model),
-        "attention": len(layers) * plan.seq_len * q,  # the causal half
+        "attention": len(layers) * plan.seq_len * q,  # causal: half of S * S
         "feed-forward": sum(swiglu) - sparse,
         "experts, products": sparse * model.num_experts_per_tok,
         "router": dim * sum(model.experts_by_layer),
@@ -180,31 +175,31 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
     numbers = {
         "norms": 5 * tokens * normed,  # x, y; x, dy, dx
         "rotary": 4 * tokens * len(layers) * (q + kv),
-        # Copies of x, then of x and dy, and the sums of two results; h, a; h, da, dh, a.
-        "experts, rows": slots * (of_experts * 8 * dim + 9 * inner),
+        # Gather of x, then of x and dy, and two sums; h, a; h, da, dh, a.
+        "experts, rows": slots * (len(model.sparse_layers) * 8 * dim + 9 * inner),
         "cross-entropy": 3 * tokens * model.vocab_size,
         "embedding": 4 * tokens * dim,
     }
-    seconds = {part: 6 * tokens * value / peak for part, value in flops.items()}
-    seconds |= {part: width * value / bandwidth for part, value in numbers.items()}
+    seconds = {name: 6 * tokens * value / peak for name, value in flops.items()}
+    seconds |= {name: width * value / bandwidth for name, value in numbers.items()}
     parameters = count_parameters(model)[0]
-    adamw = 28 if width == 4 else 28 + width  # master, moments, gradient; the parameter
-    for part, size in (("AdamW", adamw), ("gradients cleared and looked at", 8), (_NORM, 4)):
-        seconds[part] = size * parameters / bandwidth
+    adamw = 28 if width == 4 else 28 + width  # master, moments, gradient, parameter
+    for name, size in (("AdamW", adamw), ("gradients cleared and looked at", 8), (_NORM, 4)):
+        seconds[name] = size * parameters / bandwidth
     return seconds
 
 
 @contextlib.contextmanager
 def _named_modules(model: Transformer) -> Iterator[None]:
-    """Within, each forward of a module that has a part is a range of its name."""
+    """Return a context in which the forward of each module of a component is a named range."""
     handles = []
     for module in model.modules():
-        part = next((part for kind, part in _MODULES if isinstance(module, kind)), None)
+        name = next((name for kind, name in _MODULES if isinstance(module, kind)), None)
         if module is model.head:
-            part = "vocabulary"
-        if part is not None:
+            name = "vocabulary"
+        if name is not None:
             ranges: list[Any] = []
-            handles.append(module.register_forward_pre_hook(functools.partial(_open, part, ranges)))
+            handles.append(module.register_forward_pre_hook(functools.partial(_open, name, ranges)))
             handles.append(module.register_forward_hook(functools.partial(_close, ranges)))
     try:
         yield
@@ -213,8 +208,8 @@ def _named_modules(model: Transformer) -> Iterator[None]:
             handle.remove()
 
 
-def _open(part: str, ranges: list[Any], module: nn.Module, inputs: object) -> None:
-    ranges.append(torch.profiler.record_function(_PREFIX + part))
+def _open(name: str, ranges: list[Any], module: nn.Module, inputs: object) -> None:
+    ranges.append(torch.profiler.record_function(_PREFIX + name))
     ranges[-1].__enter__()
 
 
@@ -222,29 +217,32 @@ def _close(ranges: list[Any], module: nn.Module, inputs: object, output: object)
     ranges.pop().__exit__(None, None, None)
 
 
-def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[Row]:
-    """The profiler's events added up by part, the longest first."""
+def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any]]:
+    """Add up the profiler's events by component. The longest component is first."""
     ordered = sorted(events, key=lambda event: event.time_range.start)
-    part_of = _parts_of_forward(ordered)
-    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    in_forward = _components_of_nodes(ordered)
+    seconds: dict[str, dict[str, float]] = defaultdict(
+        lambda: {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
+    )
     for event in ordered:
-        part, phase = _place(event, part_of)
-        column = {"forward": 0, "backward": 1}.get(phase, 2)
-        seconds[part][column] += event.self_cpu_time_total / 1e6
+        component, phase = _classify(event, in_forward)
+        column = phase if phase in ("forward", "backward") else "update"
+        seconds[component][f"{column}_s"] += event.self_cpu_time_total / 1e6
     rows = [
-        Row(part, forward, backward, update, bounds.get(part))
-        for part, (forward, backward, update) in seconds.items()
+        {"part": name, **times, "bound_s": bounds.get(name), "seconds": sum(times.values())}
+        for name, times in seconds.items()
     ]
-    return sorted(rows, key=lambda row: -row.seconds)
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def _parts_of_forward(events: Iterable[Any]) -> dict[int, str]:
-    """The part in which the op that made each node of the graph ran, by the node's number."""
+def _components_of_nodes(events: Iterable[Any]) -> dict[int, str]:
+    """Return the component whose forward made each node of the graph, by the node's number."""
+    # If several ops have the same number, the last of them made the node.
     return {
-        event.sequence_nr: part
+        event.sequence_nr: name
         for event in events
-        if event.sequence_nr >= 0 and (part := _innermost(event))
-    }  # of several with a number the last made the node
+        if event.sequence_nr >= 0 and (name := _innermost(event))
+    }
 
 
 def _ancestors(event: Any) -> Iterator[Any]:
@@ -254,36 +252,36 @@ def _ancestors(event: Any) -> Iterator[Any]:
 
 
 def _innermost(event: Any) -> str:
-    names = (one.name for one in _ancestors(event))
+    names = (ancestor.name for ancestor in _ancestors(event))
     return next((name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)), "")
 
 
-def _place(event: Any, part_of: dict[int, str]) -> tuple[str, str]:
-    """The part and the phase of an event's own time."""
-    part, phase, backward = _innermost(event), "", False
-    for one in _ancestors(event):
-        for name, named in _NAMES.items():
-            if name in one.name:
-                part = named
-        if one.name.startswith("autograd::engine::evaluate_function"):
+def _classify(event: Any, in_forward: dict[int, str]) -> tuple[str, str]:
+    """Return the component and the phase to which the self time of an event belongs."""
+    component, phase, backward = _innermost(event), "", False
+    for ancestor in _ancestors(event):
+        for op, name in _OPS.items():
+            if op in ancestor.name:
+                component = name
+        if ancestor.name.startswith("autograd::engine::evaluate_function"):
             backward = True
-            part = part or part_of.get(one.sequence_nr, "")
-        kind, bracket, _ = one.name.partition("(stage")
+            component = component or in_forward.get(ancestor.sequence_nr, "")
+        kind, bracket, _ = ancestor.name.partition("(stage")
         if bracket:
             phase = _PHASES.get(kind, "backward")
-    if event.name in GEMMS and part.startswith("experts"):
-        part = "experts, products"
+    if event.name in GEMMS and component.startswith("experts"):
+        component = "experts, products"
     elif _VIEWS.fullmatch(event.name) or _RANGES.match(event.name):
-        part = _DISPATCH
-    if not part:
-        part = _NORM if phase == _PHASES["OPT_STEP"] else "other"
+        component = _DISPATCH
+    if not component:
+        component = _NORM if phase == _PHASES["OPT_STEP"] else "other"
         if phase in ("", _PHASES["REDUCE_GRAD"]):
-            part = "gradients cleared and looked at"
-    return part, "backward" if backward else phase
+            component = "gradients cleared and looked at"
+    return component, "backward" if backward else phase
 
 
 def format_profile(result: dict[str, Any]) -> str:
-    """In Markdown."""
+    """Return the result of `profile_step` as Markdown."""
     step = result["step_s"]
     lines = [
         f"{result['device']}, torch {result['torch']}, {counted(result['threads'], 'thread')}, "
@@ -297,16 +295,16 @@ def format_profile(result: dict[str, Any]) -> str:
     ]
     for phase, seconds in result["phases"].items():
         lines.append(f"| {phase} | {seconds:.3f} | {seconds / step:.1%} |")
-    total = sum(part["seconds"] for part in result["parts"])
+    total = sum(row["seconds"] for row in result["parts"])
     lines += [
         "",
         "| part | forward, s | backward | update | share | bound, s | times the bound |",
         "|---|---|---|---|---|---|---|",
     ]
-    for part in result["parts"]:
-        columns = (part[f"{name}_s"] for name in ("forward", "backward", "update"))
-        told = " | ".join(f"{seconds:.3f}" if seconds >= 5e-4 else "" for seconds in columns)
-        bound = part["bound_s"]
-        against = f"{bound:.3f} | {part['seconds'] / bound:.1f}" if bound else " | "
-        lines.append(f"| {part['part']} | {told} | {part['seconds'] / total:.1%} | {against} |")
+    for row in result["parts"]:
+        columns = (row[f"{name}_s"] for name in ("forward", "backward", "update"))
+        times = " | ".join(f"{seconds:.3f}" if seconds >= 5e-4 else "" for seconds in columns)
+        bound = row["bound_s"]
+        ratio = f"{bound:.3f} | {row['seconds'] / bound:.1f}" if bound else " | "
+        lines.append(f"| {row['part']} | {times} | {row['seconds'] / total:.1%} | {ratio} |")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""An update of ours against a plain hand-written torch loop of the same model and batch.
+"""`optimus bench step`: an update of Optimus against a plain torch loop.
 
-Both run in this process on copies of one model with the same tokens, in turn, so that a noisy
-machine disturbs both alike; the figure to quote is the median of the paired ratios.
+Both train copies of one model on the same tokens in this process, in turn, so that other load on
+the machine affects both. The result to quote is the median ratio of a pair of updates.
 """
 
 from __future__ import annotations
@@ -9,33 +9,78 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from optimus import platform
 from optimus.bench.meters import clocked, turns
-from optimus.bench.ours import make_ours
+from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
+from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.world import World, start_world
 from optimus.errors import counted
 from optimus.launch.environment import SINGLE
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
+from optimus.observe.events import NO_RECORDER, Recorder
+from optimus.rank.model import RankModel
 from optimus.train.loop import fix_arithmetic
 from optimus.train.resolve import divide
+from optimus.train.update import Updater
 
 _WARMUP = 2
 
 
-class PlainLoop:
-    """What one writes by hand: losses, backward, clip_grad_norm_, fused AdamW.
+class TrainingRank(NamedTuple):
+    """A new model and its states on one rank."""
 
-    Below fp32 it keeps fp32 masters, as ours does: gradients are widened, the masters are updated
-    and copied back. It accumulates microbatches in the parameters' dtype.
+    config: Config
+    world: World
+    groups: Groups
+    plan: BatchPlan
+    local: RankModel
+    states: ChunkEngine
+
+    def updater(self) -> Updater:
+        """Return an Updater. From this call on, experts add their gradients to the chunks."""
+        return Updater(
+            self.config, self.groups, self.local, self.states, self.plan, self.world.device
+        )
+
+    def microbatches(self) -> list[Microbatch]:
+        """Return the rank's microbatches of an update, with random tokens."""
+        plan, seed = self.plan, self.config.train.seed + self.groups.data.rank
+        generator = torch.Generator().manual_seed(seed)
+        shape = (plan.microbatch_size, plan.seq_len)
+        return [
+            Microbatch(torch.randint(self.config.model.vocab_size, shape, generator=generator))
+            for _ in range(plan.microbatches_per_rank)
+        ]
+
+
+def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) -> TrainingRank:
+    """Make the model of this rank and its states. A collective of all ranks.
+
+    Args:
+        config: Configuration of the run.
+        world: All ranks.
+        recorder: Receives the events of collectives and of pipeline actions.
+    """
+    mesh, plan = divide(config, world.size)
+    groups = join_groups(mesh, world, config.parallel.virtual_stages, recorder)
+    local = RankModel(config, groups, plan, world.device)
+    return TrainingRank(config, world, groups, plan, local, local.make_states())
+
+
+class PlainLoop:
+    """Training loop in plain torch: losses, backward, clip_grad_norm_ and fused AdamW.
+
+    Microbatches are accumulated in the dtype of the parameters. If the dtype is not fp32, the loop
+    updates fp32 masters from fp32 copies of the gradients, as Optimus does.
     """
 
     def __init__(self, config: Config, model: Transformer, plan: BatchPlan, device: torch.device):
@@ -51,13 +96,15 @@ class PlainLoop:
         )  # fmt: skip
 
     def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a microbatch, and its cross-entropies' sum."""
+        """Return the share of a microbatch, tokens [B, S], in the objective, and the sum of its
+        cross-entropies in nats."""
         terms, settings = self._model.losses(tokens), self._config.model
         routers = settings.aux_loss_coef * terms.aux + settings.z_loss_coef * terms.z
         loss = terms.ce_sum / self._plan.targets + routers / self._plan.num_microbatches
         return loss, terms.ce_sum.detach()
 
     def run(self, microbatches: list[Microbatch]) -> float:
+        """Run an update. Return the sum of cross-entropies divided by the targets of the plan."""
         self._model.zero_grad()
         total = 0.0
         for microbatch in microbatches:
@@ -82,33 +129,41 @@ class PlainLoop:
 
 
 def bench_step(config: Config, steps: int) -> dict[str, Any]:
-    """Time `steps` pairs of updates on random tokens in one process: seconds and paired ratios.
+    """Time pairs of updates on random tokens in one process.
 
-    `wall` is elapsed time, `cpu` processor time of all threads (on a CPU the one to trust where
-    other programs run beside).
+    Args:
+        config: Configuration of the run.
+        steps: Number of timed pairs.
+
+    Returns:
+        The conditions, median seconds, and ratios Optimus / plain loop, for wall-clock time and for
+        the CPU time of all threads. If other programs run, the CPU time is more reliable.
     """
     world = start_world(SINGLE, device=config.train.device)
     threads = fix_arithmetic(config.train, world.launch.local_world_size)
-    plain, ours = make_plain(config, world), make_ours(config, world)
-    updater, microbatches = ours.updater(), ours.microbatches()
-    taken: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
-    for number, name in turns(taken, steps + 1):
+    model, plan = Transformer(config.model).to(world.device), divide(config, world.size)[1]
+    initialise_(model, config.train.seed)
+    plain = PlainLoop(config, model.to(platform.dtype_of(config.train.dtype)), plan, world.device)
+    rank = make_rank(config, world)
+    updater, microbatches = rank.updater(), rank.microbatches()
+    times: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
+    for number, name in turns(times, steps + 1):
         run: Callable[[], object] = functools.partial(plain.run, microbatches)
         if name == "ours":
             run = functools.partial(updater.run, number + 1, microbatches)
         seconds, _ = clocked(run, world.device)
         if number >= _WARMUP:
-            taken[name].append(seconds)
+            times[name].append(seconds)
     result: dict[str, Any] = {
         "device": str(world.device),
         "torch": torch.__version__,
         "threads": threads,
         "dtype": config.train.dtype,
-        "tokens_per_update": ours.plan.tokens,
+        "tokens_per_update": plan.tokens,
         "pairs": steps,
     }
-    for place, clock in enumerate(("wall", "cpu")):
-        a, b = ([seconds[place] for seconds in taken[name]] for name in ("ours", "plain"))
+    for index, clock in enumerate(("wall", "cpu")):
+        a, b = ([seconds[index] for seconds in times[name]] for name in ("ours", "plain"))
         ratios = sorted(x / y for x, y in zip(a, b, strict=True))
         result[f"ours_{clock}_s"] = statistics.median(a)
         result[f"plain_{clock}_s"] = statistics.median(b)
@@ -117,15 +172,8 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     return result
 
 
-def make_plain(config: Config, world: World) -> PlainLoop:
-    """On weights as ours begins with."""
-    model, plan = Transformer(config.model).to(world.device), divide(config, world.size)[1]
-    initialise_(model, config.train.seed)
-    return PlainLoop(config, model.to(platform.dtype_of(config.train.dtype)), plan, world.device)
-
-
 def format_result(result: dict[str, Any]) -> str:
-    """The result in three lines."""
+    """Return the result of `bench_step` in three lines."""
     lines = [
         f"{result['device']}, torch {result['torch']}, {counted(result['threads'], 'thread')}, "
         f"{result['dtype']}, {result['tokens_per_update']} tokens an update, "

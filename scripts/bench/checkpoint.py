@@ -36,7 +36,7 @@ import xxhash
 from torch import Tensor
 
 from optimus.bench.meters import paired
-from optimus.bench.ours import make_ours
+from optimus.bench.step import make_rank
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.manifest import read_manifest
 from optimus.checkpoint.rank_states import RankStates
@@ -148,8 +148,8 @@ def measure_checkpoint(world: World, folder: Path, hidden: int, rounds: int) -> 
 def _make_states(world: World, hidden: int) -> RankStates:
     """Return the states of a model, sharded over all ranks and filled with random numbers."""
     config = common.mula_config(hidden, world.size, sharding="epso", chunk_length=1 << 24)
-    ours = make_ours(config, world)
-    states = states_of_rank(config.model, ours.part.layout, ours.groups, ours.states)
+    ours = make_rank(config, world)
+    states = states_of_rank(config.model, ours.local.layout, ours.groups, ours.states)
     generator = torch.Generator().manual_seed(world.everyone.rank)
     for flat in _flat_tensors(states):
         flat.normal_(generator=generator)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.bench.meters import paired
-from optimus.bench.ours import make_ours
-from optimus.bench.step import PlainLoop
+from optimus.bench.step import PlainLoop, make_rank
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.optimizer import AdamW
 from optimus.config import Config
@@ -116,7 +115,7 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int, dict[str, int]]:
     """Return the peak of resident memory in the last of three updates, and the terms of the
     formula."""
-    ours = make_ours(config, world)
+    ours = make_rank(config, world)
     states, microbatches, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):
         updater.run(step, microbatches)
@@ -125,8 +124,8 @@ def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int
     updater.run(1 + _WARMUP, microbatches)
     states.wait()
     peak = meter.peak()
-    with KeptBytes(ours.part.model) as kept:
-        ours.part.model.losses(microbatches[0].tokens)
+    with KeptBytes(ours.local.model) as kept:
+        ours.local.model.losses(microbatches[0].tokens)
     two_chunks = 2 * max(chunk.grads.nbytes for chunk in states.chunks)
     state_bytes = states.state_bytes()["total"]
     return peak, {"states": state_bytes, "activations": kept.total, "two_chunks": two_chunks}
@@ -140,7 +139,7 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
         between backward and the next forward: reduction, norm, update and gather. Both with the
         ratios EPSO / SO. `predicted`: the ratio of the shards' sizes.
     """
-    ranks = {"so": make_ours(so, world), "epso": make_ours(epso, world)}
+    ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
     steps = {name: _make_step(rank.states) for name, rank in ranks.items()}
     update_s = common.race(updates, rounds, world, time.thread_time)
@@ -200,7 +199,7 @@ def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
     Raises:
         OptimusError: The losses of the two differ by 1e-3 or more.
     """
-    ours = make_ours(config, world)
+    ours = make_rank(config, world)
     updater, microbatches = ours.updater(), ours.microbatches()
     fsdp = FsdpLoop(config, ours.plan, world)
     losses: tuple[list[float], list[float]] = ([], [])

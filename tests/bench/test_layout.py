@@ -10,11 +10,11 @@ from optimus.parallel.pipeline.actions import Kind
 
 
 def trace(*actions: tuple[Kind, int, int]) -> list[ActionEvent]:
-    """One action behind the other: kind, how long it takes and for how much of it it waits."""
+    """Return the events of consecutive actions: kind, duration, and how long it waits."""
     events, now = [], 100
-    for kind, taken, waited in actions:
-        events.append(ActionEvent(kind.name, 0, 0, now, now + taken, waited))
-        now += taken
+    for kind, duration, waited in actions:
+        events.append(ActionEvent(kind.name, 0, 0, now, now + duration, waited))
+        now += duration
     return events
 
 
@@ -26,8 +26,8 @@ def trace(*actions: tuple[Kind, int, int]) -> list[ActionEvent]:
         ([(Kind.F, 10, 0), (Kind.B, 20, 0), (Kind.REDUCE_GRAD, 40, 0), (Kind.OPT_STEP, 9, 0)], 0.0),
         ([(Kind.F, 10, 0), (Kind.REDUCE_GRAD, 40, 0), (Kind.B, 20, 0)], 0.0),
     ],
-    ids=["none", "waiting", "a reduction behind", "a reduction between"],
+    ids=["none", "waiting", "reduction at the end", "reduction in between"],
 )
-def test_what_is_idle(actions, bubble):
+def test_bubble_is_idle_time(actions, bubble):
     alone = plan_groups(Mesh(), 0)
     assert _measured_bubble(trace(*actions), alone) == pytest.approx(bubble)

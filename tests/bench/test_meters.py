@@ -1,4 +1,4 @@
-"""Meters on figures that are known."""
+"""Meters give known figures."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optimus.bench.meters import _share_of_others, paired
+from optimus.bench.meters import _non_gemm_share, paired
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 
-def event(key: str, where, cpu: float, device: float) -> SimpleNamespace:
-    """The fields of one of the profiler's averages that are read."""
+def event(key: str, device_type, cpu: float, device: float) -> SimpleNamespace:
+    """Return the fields that are read of an average of the profiler."""
     return SimpleNamespace(
-        key=key, device_type=where, self_cpu_time_total=cpu, self_device_time_total=device
+        key=key, device_type=device_type, self_cpu_time_total=cpu, self_device_time_total=device
     )
 
 
 def test_time_on_a_device_counts_once():
-    """As on a card: an op and its kernel both carry the kernel's time; ours have no op."""
+    """On a GPU, an op and its kernel both have the time of the kernel; our kernels have no op."""
     events = [
         event("aten::mm", CPU, 5, 60),
         event("nvjet_gemm", CUDA, 0, 60),
@@ -29,16 +29,16 @@ def test_time_on_a_device_counts_once():
         event("optimus::experts", CPU, 9, 0),
         event("swiglu_kernel", CUDA, 0, 20),
     ]
-    assert _share_of_others(events, "cuda") == pytest.approx(0.4)
-    assert _share_of_others(events, "cpu") == pytest.approx(12 / 17)
+    assert _non_gemm_share(events, "cuda") == pytest.approx(0.4)
+    assert _non_gemm_share(events, "cpu") == pytest.approx(12 / 17)
 
 
-def test_on_a_cpu_the_profilers_own_averages_count():
+def test_averages_of_the_profiler_on_a_cpu():
     a = torch.randn(64, 64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         (a @ a).relu()
-    assert 0 < _share_of_others(profiler.key_averages(), "cpu") < 1
+    assert 0 < _non_gemm_share(profiler.key_averages(), "cpu") < 1
 
 
-def test_a_block_too_slow_for_more_than_one_round_is_paired_with_that():
+def test_block_with_fewer_rounds_is_paired_in_these():
     assert paired([20.0], [10.0, 1.0]) == paired([20.0, 1.0], [10.0]) == [2.0, 2.0, 2.0]

@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "run" / "demo.toml"
         ("speed", "bench speed does not exist; use optimus bench step"),
     ],
 )
-def test_mistake_of_the_command_is_one_line(arguments, words, capsys):
+def test_mistake_of_the_command_is_refused_in_a_line(arguments, words, capsys):
     assert main(["bench", *arguments.split()]) == 2
     errors = capsys.readouterr().err
     assert words in errors and errors.count("\n") == 1
@@ -49,7 +49,7 @@ def test_mistake_of_the_command_is_one_line(arguments, words, capsys):
         ("optimizer --size 3", "--size"),
     ],
 )
-def test_mistake_of_a_script_is_one_line(arguments, words, capsys):
+def test_mistake_of_a_script_is_refused_in_a_line(arguments, words, capsys):
     script, *rest = arguments.split()
     assert run_script(importlib.import_module(script).main, rest) == 2
     errors = capsys.readouterr().err

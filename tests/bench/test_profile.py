@@ -1,4 +1,4 @@
-"""Where a step's time goes: nothing is lost, and each part is found in both passes."""
+"""The profile of a step includes all its time, and each component in forward and backward."""
 
 from __future__ import annotations
 
@@ -22,39 +22,41 @@ def profiled() -> dict:
     return profile_step(make_config(tiny_tree("d", "r", model__hidden_size=64, **fast)), 3)
 
 
-def test_phases_and_parts_add_up_to_the_step(ranks):
-    (found,) = ranks(1, profiled, start_world=False, timeout_s=120)
-    assert all(seconds > 0 for seconds in found["phases"].values())
-    parts = {part["part"]: part for part in found["parts"]}
-    told = sum(part["seconds"] for part in parts.values())
-    assert 0.5 * found["profiled_s"] < told <= found["profiled_s"]
+def test_phases_and_components_add_up_to_the_step(ranks):
+    (result,) = ranks(1, profiled, start_world=False, timeout_s=120)
+    assert all(seconds > 0 for seconds in result["phases"].values())
+    rows = {row["part"]: row for row in result["parts"]}
+    total = sum(row["seconds"] for row in rows.values())
+    assert 0.5 * result["profiled_s"] < total <= result["profiled_s"]
     for name in BOTH_PASSES:
-        assert parts[name]["forward_s"] > 0 and parts[name]["backward_s"] > 0, name
-        assert parts[name]["update_s"] == 0 < parts[name]["bound_s"], name
-    assert parts["AdamW"]["update_s"] > 0 == parts["AdamW"]["forward_s"]
-    assert parts.get("other", {"seconds": 0})["seconds"] < 0.1 * told
-    assert all(name in format_profile(found) for name in parts)
+        assert rows[name]["forward_s"] > 0 and rows[name]["backward_s"] > 0, name
+        assert rows[name]["update_s"] == 0 < rows[name]["bound_s"], name
+    assert rows["AdamW"]["update_s"] > 0 == rows["AdamW"]["forward_s"]
+    assert rows.get("other", {"seconds": 0})["seconds"] < 0.1 * total
+    assert all(name in format_profile(result) for name in rows)
 
 
 def event(name: str, parent: SimpleNamespace | None = None, number: int = -1) -> SimpleNamespace:
-    """The fields of one of the profiler's events that are read."""
+    """Return the fields that are read of an event of the profiler."""
     return SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number)
 
 
-def test_whose_an_ops_time_is():
+def test_component_and_phase_of_an_op():
     forward, backward = (event(f"{kind}(stage 0, microbatch 0)") for kind in "FB")
-    again = event("aten::mul", event("part: norms", backward))
-    assert profile._place(again, {}) == ("norms", "backward")  # computed again
-    made = event("aten::mm", event("part: experts, rows", event("part: other", forward)), 7)
-    part_of = profile._parts_of_forward([event("aten::t", made.cpu_parent, 6), made])
-    assert part_of == {6: "experts, rows", 7: "experts, rows"}
-    assert profile._place(made, part_of) == ("experts, products", "forward")
+    again = event("aten::mul", event("component: norms", backward))
+    assert profile._classify(again, {}) == ("norms", "backward")  # recomputation
+    made = event(
+        "aten::mm", event("component: experts, rows", event("component: other", forward)), 7
+    )
+    in_forward = profile._components_of_nodes([event("aten::t", made.cpu_parent, 6), made])
+    assert in_forward == {6: "experts, rows", 7: "experts, rows"}
+    assert profile._classify(made, in_forward) == ("experts, products", "forward")
     node = event("autograd::engine::evaluate_function: MmBackward0", backward, 7)
-    assert profile._place(event("aten::mul", node), part_of) == ("experts, rows", "backward")
-    assert profile._place(node, part_of) == (profile._DISPATCH, "backward")
+    assert profile._classify(event("aten::mul", node), in_forward) == ("experts, rows", "backward")
+    assert profile._classify(node, in_forward) == (profile._DISPATCH, "backward")
 
 
-def test_a_device_is_refused(monkeypatch):
+def test_accelerator_is_refused(monkeypatch):
     world = SimpleNamespace(device=torch.device("meta"))
     monkeypatch.setattr(profile, "start_world", lambda *args, **more: world)
     with pytest.raises(ConfigError, match="set train.device=cpu"):
