@@ -178,7 +178,8 @@ def scaling(args: argparse.Namespace) -> dict:
                 command = [sys.executable, "-m", "data_prep.cli", "tokenize", "--input"]
                 command += [str(Path(base, half)) for half in halves]
                 command += ["--tokenizer", args.tokenizer, "--out", str(out)]
-                command += ["--workers", str(workers), "--unit-size", "1MB"]
+                # The two copies have the same ids, which tokenize would refuse.
+                command += ["--workers", str(workers), "--unit-size", "1MB", "--id-field", ""]
                 start, before = time.perf_counter(), os.times()
                 subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
                 after = os.times()

@@ -23,17 +23,31 @@ from typing import Any
 import common
 import torch
 from moe_peers import PEERS
-from torch import Tensor
+from torch import Tensor, nn
 
 from optimus import platform
 from optimus.bench.meters import clear_gradients, clocked
 from optimus.config import ModelConfig, make_config
+from optimus.errors import counted
 from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
 from optimus.model.moe import FastSparseMoE
 from optimus.model.transformer import Transformer
 
 _CLOCKS = ("wall", "cpu")
+
+
+class PeerExperts(nn.Module):
+    """Experts of a peer, with the arguments of our experts."""
+
+    def __init__(self, peer: nn.Module) -> None:
+        super().__init__()
+        self.peer = peer
+
+    def forward(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
+    ) -> Tensor:
+        return self.peer(x, weights, chosen)
 
 
 class Contest:
@@ -50,13 +64,12 @@ class Contest:
         self.config, self.absent = config, {}
         self._layers = [m for m in self.model.modules() if isinstance(m, FastSparseMoE)]
         self._experts: dict[str, list[Any]] = {"ours": [layer.experts for layer in self._layers]}
+        top_k = config.num_experts_per_tok
         for name in names:
             try:
                 self._experts[name] = [
-                    PEERS[name](
-                        layer.experts.gate_up, layer.experts.down, config.num_experts_per_tok
-                    )
-                    for layer in self._layers
+                    PeerExperts(PEERS[name](experts.gate_up, experts.down, top_k))
+                    for experts in self._experts["ours"]
                 ]
             except common.Absent as reason:
                 self.absent[name] = str(reason)
@@ -150,9 +163,9 @@ def summary(
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['model']}, {result['layers']} layers, {result['dtype']}, "
+        f"{result['model']}, {counted(result['layers'], 'layer')}, {result['dtype']}, "
         f"{result['batch'][0]} x {result['batch'][1]} tokens, {result['device']}, "
-        f"{result['threads']} threads, {result['clock']} clock, "
+        f"{counted(result['threads'], 'thread')}, {result['clock']} clock, "
         f"{', '.join(f'{k} {v}' for k, v in result['versions'].items())}, {result['date']}; "
         f"experts are {result['flop_share_of_experts']:.0%} of the FLOPs",
         "",

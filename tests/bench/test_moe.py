@@ -8,6 +8,7 @@ from pathlib import Path
 
 import common
 import moe
+import moe_step
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,3 +103,12 @@ def test_a_case_that_does_not_fit_is_skipped(monkeypatch):
 def test_flops_of_olmoe():
     case = make_case("mula-7b-a1b-bf16", 1, on_cpu=True)
     assert 3 * case.forward_flops == pytest.approx(302e6, rel=0.01)
+
+
+def test_moe_step_exchanges_the_experts_of_a_model(capsys):
+    model = ["--model", str(CONFIGS / "demo.toml"), "--layers", "1", "--batch", "1"]
+    settings = ["--seq-len", "16", "--dtype", "fp32", "--device", "cpu", "--rounds", "1"]
+    moe_step.main([*model, *settings, "--peers", "loop,liger", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["blocks"]) == ["ours", "loop"] and "GPU" in result["absent"]["liger"]
+    assert result["blocks"]["ours"]["speed_up"] == 1 and result["blocks"]["loop"]["speed_up"] > 0
