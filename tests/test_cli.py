@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import data_prep.commands
+import data_prep.cli.commands
 import optimus.cli
 from optimus.cli import main
 from optimus.train.run_dir import RunDirectory
@@ -48,7 +48,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 @pytest.mark.parametrize(
-    "program", [optimus.cli, data_prep.commands], ids=["optimus", "optimus-data"]
+    "program", [optimus.cli, data_prep.cli.commands], ids=["optimus", "optimus-data"]
 )
 def test_commands_and_options_have_help(program):
     found_parsers = list(parsers(program._parser()))
@@ -323,9 +323,9 @@ def test_terminal_gets_no_escapes_of_a_text(program, monkeypatch, capsys):
         assert main(["generate", "checkpoint", "--prompt", "a"]) == 0
     else:
         value = {"shard": 0, "row": 0, "epoch": 0, "sources": [], "text": text}
-        monkeypatch.setattr("data_prep.inspect.inspect", lambda *_: value)
-        monkeypatch.setattr(data_prep.commands, "_existing", lambda path: path)
-        assert data_prep.commands.run_command(["inspect", "data", "0"]) == 0
+        monkeypatch.setattr("data_prep.dataset.inspect.inspect", lambda *_: value)
+        monkeypatch.setattr(data_prep.cli.commands, "_existing", lambda path: path)
+        assert data_prep.cli.commands.run_command(["inspect", "data", "0"]) == 0
     assert capsys.readouterr().out.endswith("a\\x1b]0;title\\x07\nb\n")
 
 

@@ -40,6 +40,6 @@ def test_functions_that_a_page_names_exist(page):
 
 
 def test_a_name_that_is_gone_is_missed():
-    names = defined_in(ROOT / "data_prep" / "documents.py")
+    names = defined_in(ROOT / "data_prep/sources/documents.py")
     assert {"InputReader", "InputReader.position", "NO_LIMITS", "_skip"} <= names
     assert not {"position", "InputReader.nobody"} & names

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main as optimus_data
-from data_prep.tokenizer import Encoder
+from data_prep.tokenizer.tokenizer import Encoder
 from optimus.chunks.layout import STATES
 from optimus.cli import main as optimus
 from optimus.config import Config, load_config

@@ -71,6 +71,20 @@ BANNED = {
     ),
     **dict.fromkeys(("model", "data", "kernels"), ("torch.distributed",)),
 }
+ENTRANCES = {"data_prep": "data_prep.dataset"}
+"""The only module of a package that other packages may import."""
+LAYERS = [
+    "layout",
+    "runtime",
+    "sources",
+    "tokenizer",
+    "tokenize",
+    "shuffle",
+    "dataset",
+    "pipeline",
+    "cli",
+]
+"""Modules and folders of data_prep. Each imports only itself and those before it."""
 OURS = ("optimus", "data_prep", "optimus_kernels")
 OUTSIDE = ("tests", "scripts")
 """Folders whose code imports the packages, but which the packages may not import."""
@@ -84,7 +98,7 @@ def package_of(module: str) -> str:
     names = module.split(".")
     if names[0] == "optimus_kernels":
         return "kernels"
-    if ".".join(names[1:3]) in ALLOWED:
+    if names[0] == "optimus" and ".".join(names[1:3]) in ALLOWED:
         return ".".join(names[1:3])
     return names[1] if names[0] == "optimus" and len(names) > 1 else names[0]
 
@@ -103,11 +117,21 @@ def forbidden(statement: Import) -> str:
     if package in ENTRY_POINTS and not statement.lazy and target not in BASE.split():
         return f"{package} imports {target} inside the function that needs it"
     packages = list(ALLOWED)
+    if target != package and statement.imported != ENTRANCES.get(target, statement.imported):
+        return f"{package} imports {ENTRANCES[target]}, not another module of {target}"
+    if target == package == "data_prep" and not _is_below(statement):
+        return "folders of data_prep import in the order of LAYERS"
     if target == package or target in ALLOWED[package].split():
         return ""
     if ALLOWED[package] == ALL and packages.index(target) < packages.index(package):
         return ""
     return f"{package} may import {ALLOWED[package] or 'no package'}, not {target}"
+
+
+def _is_below(statement: Import) -> bool:
+    """Return whether the importer's folder of data_prep is not below the imported one."""
+    importer, imported = (name.split(".")[1:2] for name in (statement.importer, statement.imported))
+    return not imported or LAYERS.index(imported[0]) <= LAYERS.index(importer[0])
 
 
 def test_packages_are_in_the_table():
@@ -174,8 +198,11 @@ def plant(root: Path, files: Mapping[str, str]) -> list[Import]:
         ("optimus/cli.py", "from optimus.config import load_config"),
         ("optimus/train/a.py", "from optimus.cli import main"),
         ("optimus/train/a.py", "from tests.helpers import rank_pool"),
-        ("data_prep/a.py", "from optimus.config import Config"),
-        ("data_prep/a.py", "def f():\n    import torch"),
+        ("data_prep/cli/a.py", "from optimus.config import Config"),
+        ("data_prep/cli/a.py", "def f():\n    import torch"),
+        ("data_prep/shuffle/a.py", "from data_prep.pipeline.run import prepare"),
+        ("optimus/data/a.py", "from data_prep.dataset.manifest import read_manifest"),
+        ("optimus/data/a.py", "from data_prep import layout"),
         ("kernels/optimus_kernels/a.py", "from optimus.errors import ConfigError"),
         ("optimus/data/a.py", "import optimus"),
     ],
@@ -193,10 +220,11 @@ def test_allowed_imports_pass(tmp_path):
         {
             "optimus/cli.py": "import optimus.errors\ndef f():\n    import optimus.bench.step",
             "optimus/train/a.py": "from optimus.model.transformer import T\nimport numpy",
-            "data_prep/a.py": "from optimus.io.files import atomic_writer\nfrom data_prep import b",
+            "optimus/data/a.py": "import data_prep.dataset",
+            "data_prep/cli/a.py": "from optimus.io.files import a\nfrom data_prep.cli import b",
         },
     )
-    assert len(imports) == 6 and not any(map(forbidden, imports))
+    assert len(imports) == 7 and not any(map(forbidden, imports))
 
 
 def test_planted_cycle_is_detected(tmp_path):

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import read_manifest as read_data_manifest
-from data_prep.tokenizer import sha256_of
+from data_prep.dataset import read_manifest as read_data_manifest
+from data_prep.dataset import sha256_of
 from optimus.checkpoint import manager
 from optimus.checkpoint.manifest import (
     DATA_EOS,

@@ -10,11 +10,15 @@ from typing import Protocol
 
 import numpy as np
 
-from data_prep import layout
-from data_prep.held_out import HeldOut, held_out_of_dataset
-from data_prep.manifest import read_manifest
-from data_prep.permutation import ALGORITHM, Permutation
-from data_prep.reader import ShardReader
+from data_prep.dataset import (
+    PERMUTATION_ALGORITHM,
+    HeldOut,
+    Permutation,
+    ShardReader,
+    held_out_of_dataset,
+    read_manifest,
+    tokenizer_file,
+)
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
@@ -71,10 +75,10 @@ class TokenDataset:
         """
         self.path = Path(path)
         manifest = read_manifest(self.path)
-        if manifest.permutation != ALGORITHM:
+        if manifest.permutation != PERMUTATION_ALGORITHM:
             raise DataError(
                 f"{path} is permuted by {manifest.permutation}, but this version supports only "
-                f"{ALGORITHM}; prepare the data again with this version"
+                f"{PERMUTATION_ALGORITHM}; prepare the data again with this version"
             )
         if manifest.num_instances == 0:
             raise DataError(
@@ -103,7 +107,7 @@ class TokenDataset:
 
     @property
     def tokenizer_file(self) -> str:
-        return str(layout.tokenizer_file(self.path))
+        return str(tokenizer_file(self.path))
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
         """Return instances [start, stop). Instance numbers continue over epochs.

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data_prep.held_out import check_held_out
-from data_prep.mixing import ALGORITHM, Mixing
+from data_prep.dataset import MIXING_ALGORITHM, Mixing, check_held_out
 from optimus.data.dataset import TokenDataset
 from optimus.errors import DataError
 
@@ -57,7 +56,7 @@ class MixedDataset:
         self.sources, self._mixing = tuple(sources), Mixing(weights)
         self.num_instances = self._mixing.before_repeating([s.num_instances for s in sources])
         """Number of instances of the mixture before any source starts its second epoch."""
-        facts = [ALGORITHM, [source.identity for source in sources], list(weights)]
+        facts = [MIXING_ALGORITHM, [source.identity for source in sources], list(weights)]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:

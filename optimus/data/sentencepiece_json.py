@@ -11,8 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data_prep.sentencepiece_model import SentencePieceTokenizer, fields
-from data_prep.tokenizer import library_panics
+from data_prep.dataset import SentencePieceTokenizer, fields, library_panics
 from optimus.errors import DataError, one_line
 
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3

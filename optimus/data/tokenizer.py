@@ -10,9 +10,16 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from data_prep import layout
-from data_prep.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
-from data_prep.tokenizer import library_panics, open_tokenizer, read_facts
+from data_prep.dataset import (
+    SENTENCEPIECE,
+    TOKENIZER,
+    SentencePieceTokenizer,
+    is_sentencepiece,
+    library_panics,
+    open_tokenizer,
+    read_facts,
+    tokenizer_file,
+)
 from optimus.data.sentencepiece_json import sentencepiece_as_json
 from optimus.errors import DataError
 
@@ -22,7 +29,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 def tokenizer_path(folder: Path) -> Path:
     """Return the path of tokenizer.json in `folder`, or of tokenizer.model if only this file
     exists."""
-    return layout.tokenizer_file(folder)
+    return tokenizer_file(folder)
 
 
 class TextTokenizer:
@@ -129,9 +136,9 @@ def add_transformers_files(
     if others := [name for name in special.values() if name not in config.values()]:
         config["additional_special_tokens"] = others
     if is_sentencepiece(file):
-        if file.name != layout.SENTENCEPIECE:  # the file name of an earlier version
-            file.rename(file.with_name(layout.SENTENCEPIECE))
-        file.with_name(layout.TOKENIZER).write_text(text, encoding="utf-8")
+        if file.name != SENTENCEPIECE:  # the file name of an earlier version
+            file.rename(file.with_name(SENTENCEPIECE))
+        file.with_name(TOKENIZER).write_text(text, encoding="utf-8")
     elif tokenizer.num_special_tokens_to_add(False):
         tree = json.loads(text) | {"post_processor": None}
         file.write_text(json.dumps(tree, ensure_ascii=False, indent=2), encoding="utf-8")

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.manifest import held_out_problem, read_manifest
-from data_prep.mixing import integer_weights
-from data_prep.token_plan import PARTS
+from data_prep.dataset import PARTS, held_out_problem, integer_weights, read_manifest
 from optimus.checkpoint.manager import NOTHING, Start, decide_start
 from optimus.checkpoint.manifest import DATA_EOS
 from optimus.config import Config, ModelConfig

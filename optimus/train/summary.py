@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_prep.report import MAX_EPOCHS
+from data_prep.dataset import MAX_EPOCHS
 from optimus.checkpoint.manager import full_path
 from optimus.config import Config
 from optimus.config.sections import (

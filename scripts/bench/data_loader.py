@@ -114,7 +114,7 @@ def open_many(folder: Path) -> float:
     from dataclasses import replace
 
     from data_prep import layout
-    from data_prep.manifest import ShardEntry, read_manifest
+    from data_prep.dataset.manifest import ShardEntry, read_manifest
     from optimus.data.dataset import TokenDataset
 
     few = read_manifest(folder / "ours")

@@ -37,12 +37,12 @@ from data_loader import save_tokenizer  # noqa: E402
 
 from data_prep import layout  # noqa: E402
 from data_prep.cli import main as optimus_data  # noqa: E402
-from data_prep.options import size as parse_size  # noqa: E402
-from data_prep.options import whole  # noqa: E402
-from data_prep.run import ShardRequest, shard  # noqa: E402
-from data_prep.shard import divide_memory  # noqa: E402
-from data_prep.shuffle_run import ShuffleRequest, shuffle  # noqa: E402
-from data_prep.sources import find_inputs  # noqa: E402
+from data_prep.cli.options import size as parse_size  # noqa: E402
+from data_prep.cli.options import whole  # noqa: E402
+from data_prep.pipeline.run import ShardRequest, shard  # noqa: E402
+from data_prep.pipeline.shard import divide_memory  # noqa: E402
+from data_prep.pipeline.shuffle_run import ShuffleRequest, shuffle  # noqa: E402
+from data_prep.sources.sources import find_inputs  # noqa: E402
 from optimus.io import files  # noqa: E402
 from tests.data_prep.corpus import peak_memory  # noqa: E402
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_prep.manifest import read_manifest as read_data_manifest
+from data_prep.dataset.manifest import read_manifest as read_data_manifest
 from optimus.checkpoint import convert, manager
 from optimus.checkpoint.convert import _copy_sidecars, eos_token_ids, from_hf, to_hf
 from optimus.checkpoint.manifest import MANIFEST, SIDECARS, TEMPLATES, read_manifest

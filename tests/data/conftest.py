@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import reader
 from data_prep.cli import main
+from data_prep.dataset import reader
 from tests.helpers.tiny import CONTEXT, reshuffled
 
 

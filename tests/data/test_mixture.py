@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_prep.cli import main
-from data_prep.manifest import read_manifest
+from data_prep.dataset.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DataError

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_prep import child
+from data_prep.runtime import child
 from optimus.data.tokenizer import TextTokenizer
 from optimus.errors import DataError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
-from data_prep.documents import InputReader
-from data_prep.sources import InputFile, find_inputs
+from data_prep.sources.documents import InputReader
+from data_prep.sources.sources import InputFile, find_inputs
 from optimus.errors import DataError
 from tests.data_prep.corpus import refused, tree
 from tests.data_prep.test_tokenize import stored_documents

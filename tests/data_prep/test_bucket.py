@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from data_prep import bucket
 from data_prep.cli import main
-from data_prep.shard import PROCESS_BYTES
+from data_prep.pipeline.shard import PROCESS_BYTES
+from data_prep.shuffle import bucket
 from tests.data_prep.corpus import killed_until_done, run_arguments, tree
 from tests.helpers.damage import flip
 
@@ -19,16 +19,16 @@ def test_buckets_give_the_same_bytes(made, tmp_path, monkeypatch, block, workers
     out = tmp_path / "data"
     more = ["--strategy", "bucket", "--workers", str(workers)]
     if block == "many runs":
-        monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
-        monkeypatch.setattr("data_prep.limits._BASE_BYTES", 1)  # for this corpus less does
+        monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
+        monkeypatch.setattr("data_prep.runtime.limits._BASE_BYTES", 1)  # for this corpus less does
         more += ["--memory", str(PROCESS_BYTES * (workers + (workers > 1)) + 20_000 * workers)]
     assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
     assert tree(out) == tree(made.data)
 
 
 def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.shard._LEAST_BLOCK_BYTES", 1)
-    monkeypatch.setattr("data_prep.limits._BASE_BYTES", 1)  # for this corpus less does
+    monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
+    monkeypatch.setattr("data_prep.runtime.limits._BASE_BYTES", 1)  # for this corpus less does
     out = tmp_path / "data"
     more = ["--strategy", "bucket", "--memory", str(PROCESS_BYTES + 20_000)]
     arguments = run_arguments(made.text, made.tokenizer, out, *more)
@@ -48,7 +48,7 @@ def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, ca
         real(spill, *more)
         flip(next(spill.folder.glob("unit-?????.npy")), -100)
 
-    monkeypatch.setattr("data_prep.shard.spill_all", spill_and_damage)
+    monkeypatch.setattr("data_prep.pipeline.shard.spill_all", spill_and_damage)
     assert main(arguments) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert "unit-00000.npy: its content is damaged (hash differs); remove " in told

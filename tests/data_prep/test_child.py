@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from data_prep import child, tokenizer
+from data_prep.runtime import child
+from data_prep.tokenizer import tokenizer
 from optimus.errors import DataError
 from tests.helpers.programs import python
 

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.cli import main
-from data_prep.options import size
-from data_prep.progress import Progress, short
-from data_prep.train_tokenizer import EOS
+from data_prep.cli.options import size
+from data_prep.pipeline.train_tokenizer import EOS
+from data_prep.runtime.progress import Progress, short
 from tests.data_prep.corpus import documents, refused, run_arguments, train_arguments, tree
 from tests.helpers.programs import ROOT, python
 
@@ -22,10 +22,10 @@ def test_nothing_heavy_is_loaded_before_it_is_needed():
     """`--help` brings neither numpy nor tokenizers; the whole package brings no torch."""
     code = (
         "import sys, pkgutil, importlib, data_prep\n"
-        "from data_prep.commands import _parser; _parser()\n"
+        "from data_prep.cli.commands import _parser; _parser()\n"
         "print(*sorted({'numpy', 'tokenizers', 'torch', 'tqdm'} & set(sys.modules)))\n"
-        "for module in pkgutil.iter_modules(data_prep.__path__):\n"
-        "    importlib.import_module('data_prep.' + module.name)\n"
+        "for module in pkgutil.walk_packages(data_prep.__path__, 'data_prep.'):\n"
+        "    importlib.import_module(module.name)\n"
         "print('torch' in sys.modules)\n"
     )
     done = python("-c", code)
@@ -33,7 +33,9 @@ def test_nothing_heavy_is_loaded_before_it_is_needed():
 
 
 def test_train_tokenizer_is_deterministic_and_lossless(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.LONG_BYTES", 30)  # texts are then read in blocks
+    monkeypatch.setattr(
+        "data_prep.sources.documents.LONG_BYTES", 30
+    )  # texts are then read in blocks
     assert main(train_arguments(made.text, tmp_path / "again.json")) == 0
     assert (tmp_path / "again.json").read_bytes() == made.tokenizer.read_bytes()
     tokenizer = Tokenizer.from_file(str(made.tokenizer))

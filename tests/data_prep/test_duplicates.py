@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import duplicates
 from data_prep.cli import main
-from data_prep.duplicates import find, hash_of
 from data_prep.layout import write_checked_json
-from data_prep.verify import verify
+from data_prep.pipeline.verify import verify
+from data_prep.tokenize import duplicates
+from data_prep.tokenize.duplicates import find, hash_of
 from tests.data_prep.corpus import killed_until_done, refused, tree
 from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_tokenize import stored_documents
@@ -166,7 +166,7 @@ def test_ids_are_told_apart():
 
 def test_find_agrees_with_a_dictionary(tmp_path):
     from data_prep.layout import npy_header
-    from data_prep.token_arrays import docs_path, ids_path
+    from data_prep.tokenize.token_arrays import docs_path, ids_path
 
     rng, first, expected = np.random.default_rng(0), {}, []
     for unit in range(4):

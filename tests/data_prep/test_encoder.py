@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import encoder as encoder_module
-from data_prep import pretokenize
-from data_prep.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
-from data_prep.tokenizer import Encoder, open_tokenizer
+from data_prep.tokenizer import encoder as encoder_module
+from data_prep.tokenizer import pretokenize
+from data_prep.tokenizer.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
+from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from optimus.errors import OptimusError
 from tests.data_prep.test_families import EOS, RECOGNISED, make
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import packed, segments
 from data_prep.cli import main
 from data_prep.layout import npy_header
-from data_prep.packed import BLOCK_TOKENS, PackedArray, PackedStore
-from data_prep.verify import verify
+from data_prep.pipeline.verify import verify
+from data_prep.tokenize import packed, segments
+from data_prep.tokenize.packed import BLOCK_TOKENS, PackedArray, PackedStore
 from optimus.errors import DataError
 from optimus.io import files
 from tests.data_prep.corpus import (
@@ -104,7 +104,7 @@ def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
 def test_fused_killed_while_it_removes(made, tmp_path, monkeypatch):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
-    monkeypatch.setattr("data_prep.run.remove_arrays", lambda _: 1 / 0)
+    monkeypatch.setattr("data_prep.pipeline.run.remove_arrays", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(arguments)
     monkeypatch.undo()
@@ -136,7 +136,7 @@ def written_and_kept(arguments: list[str]) -> tuple[int, int]:
     measured = out.with_name(f"{out.name}.json")
 
     def work() -> int:
-        from data_prep import run
+        from data_prep.pipeline import run
 
         drop, peak = run.drop_arrays, []
 
@@ -207,7 +207,7 @@ def test_packed_arrays_are_checked_and_named(made, tmp_path, monkeypatch, capsys
     """Before they are removed, `verify` reads them; a damaged one stops the shards."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
-    monkeypatch.setattr("data_prep.run.drop_arrays", lambda _: None)
+    monkeypatch.setattr("data_prep.pipeline.run.drop_arrays", lambda _: None)
     assert main(arguments) == 0 and list(verify(out)) == []
     flip(out / "tokens" / "unit-00001.packed", 40)
     assert any("unit-00001.packed" in line for line in verify(out))
@@ -263,8 +263,8 @@ def test_no_zstandard(made, tmp_path):
 def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, capsys, monkeypatch):
     """Arrays of `tokenize` that `--fused` finds are the only proof that its shards are right, where
     the check of a start, which reads a sample of many, did not find the damage."""
-    monkeypatch.setattr("data_prep.tokenize.are_whole", lambda promised: True)
-    monkeypatch.setattr("data_prep.shard.damaged", lambda promised: [])
+    monkeypatch.setattr("data_prep.tokenize.tokenize.are_whole", lambda promised: True)
+    monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out)
     begin = arguments.index("--context")
@@ -305,7 +305,7 @@ def test_what_is_packed_goes_once_the_array_stands(made, tmp_path, monkeypatch):
     """A run with `--fused` was ended, and one without it between its array and the removal."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out)
-    monkeypatch.setattr("data_prep.run.shuffle", lambda *_: 1 / 0)
+    monkeypatch.setattr("data_prep.pipeline.run.shuffle", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main([*arguments, "--fused"])
     monkeypatch.undo()

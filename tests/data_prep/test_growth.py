@@ -9,8 +9,8 @@ import struct
 import pytest
 from tokenizers import Regex, normalizers
 
-from data_prep.growth import MAX_GROWTH, max_growth, max_growth_by_map
-from data_prep.sentencepiece_model import _max_growth, fields
+from data_prep.tokenizer.growth import MAX_GROWTH, max_growth, max_growth_by_map
+from data_prep.tokenizer.sentencepiece_model import _max_growth, fields
 
 SIMPLE = [
     normalizers.NFC(),

@@ -20,20 +20,20 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data_prep import parquet
-from data_prep.begin import check_tokenizer, write_once
 from data_prep.cli import main
-from data_prep.growth import max_growth
-from data_prep.importers.foreign import open_foreign
-from data_prep.inspect import inspect
-from data_prep.manifest import read_manifest
-from data_prep.peers import Peers
-from data_prep.segments import Segments
-from data_prep.shuffle import read_order
-from data_prep.token_plan import read_plan
-from data_prep.token_set import read_unit
-from data_prep.tokenizer import Encoder, open_tokenizer
-from data_prep.verify import verify
+from data_prep.dataset.inspect import inspect
+from data_prep.dataset.manifest import read_manifest
+from data_prep.pipeline.begin import check_tokenizer, write_once
+from data_prep.pipeline.verify import verify
+from data_prep.runtime.peers import Peers
+from data_prep.shuffle.shuffle import read_order
+from data_prep.sources import parquet
+from data_prep.sources.foreign import open_foreign
+from data_prep.tokenize.segments import Segments
+from data_prep.tokenize.token_plan import read_plan
+from data_prep.tokenize.token_set import read_unit
+from data_prep.tokenizer.growth import max_growth
+from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
 from optimus.errors import DamageError, DataError, OptimusError
@@ -359,7 +359,7 @@ def test_panic_at_the_check_of_a_tokenizer_prints_nothing(tmp_path, capfd):
 
 LAST_WORDS = """
 import os, sys
-from data_prep.tokenizer import Encoder, library_panics
+from data_prep.tokenizer.tokenizer import Encoder, library_panics
 encoder = Encoder(sys.argv[1])
 with library_panics(sys.argv[1]):
     os.write(2, b"last words")

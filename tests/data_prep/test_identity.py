@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from data_prep.cli import main
-from data_prep.verify import verify
+from data_prep.pipeline.verify import verify
 from optimus.io import files
 from tests.data_prep.corpus import (
     in_child,

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from data_prep.cli import main
-from data_prep.importers import run as importing
+from data_prep.pipeline import import_run as importing
 from tests.data_prep.corpus import refused, tree
 from tests.data_prep.test_tokenize import stored_documents
 

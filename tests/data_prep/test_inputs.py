@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
-from data_prep.parquet import DamagedTable, read_column
-from data_prep.streams import DamagedStream, damage_of_gzip, unpack
+from data_prep.sources.parquet import DamagedTable, read_column
+from data_prep.sources.streams import DamagedStream, damage_of_gzip, unpack
 from tests.data_prep.corpus import refused, write_sentencepiece
 from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_tokenize import stored_documents
@@ -224,8 +224,8 @@ def test_a_missing_package_is_named(made, tmp_path, text, capsys, monkeypatch, p
 
 
 def test_gzip_without_isal_gives_the_same(made, tmp_path, monkeypatch):
-    from data_prep.documents import InputReader
-    from data_prep.sources import InputFile
+    from data_prep.sources.documents import InputReader
+    from data_prep.sources.sources import InputFile
 
     file = made.text / "b.jsonl.gz"
     found = []

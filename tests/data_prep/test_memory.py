@@ -16,21 +16,16 @@ import numpy as np
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from data_prep import (
-    documents,
-    limits,
-    long_text,
-    pretokenize,
-    sections,
-    segments,
-    unit_writer,
-)
 from data_prep.cli import main
-from data_prep.encoder import reference_encode
-from data_prep.limits import Limits, bytes_of_line, divide_memory
-from data_prep.parquet_pages import pages_of
-from data_prep.sections import Cutter, NoCut
-from data_prep.tokenizer import Encoder, open_tokenizer
+from data_prep.runtime import limits
+from data_prep.runtime.limits import Limits, bytes_of_line, divide_memory
+from data_prep.sources import documents, long_text
+from data_prep.sources.parquet_pages import pages_of
+from data_prep.tokenize import segments, unit_writer
+from data_prep.tokenizer import pretokenize, sections
+from data_prep.tokenizer.encoder import reference_encode
+from data_prep.tokenizer.sections import Cutter, NoCut
+from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from optimus.errors import ConfigError, DataError
 from tests.data_prep.corpus import (
     EOS,
@@ -338,9 +333,9 @@ VALUE = "return x " * 220_000
 READ = """
 import sys
 import pyarrow.parquet
-from data_prep.documents import InputReader
-from data_prep.limits import Limits
-from data_prep.sources import InputFile
+from data_prep.sources.documents import InputReader
+from data_prep.runtime.limits import Limits
+from data_prep.sources.sources import InputFile
 
 def memory(which):
     line = next(line for line in open("/proc/self/status") if line.startswith(which))

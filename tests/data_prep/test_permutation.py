@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.permutation import ALGORITHM, Permutation
+from data_prep.shuffle.permutation import PERMUTATION_ALGORITHM, Permutation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats" / "dataset.md"
 MASK = (1 << 64) - 1
@@ -57,7 +57,7 @@ def page_vectors() -> list[tuple[int, int, int, list[int], int]]:
 
 def test_vectors_of_the_page():
     vectors = page_vectors()
-    assert len(vectors) >= 9 and ALGORITHM in PAGE.read_text()
+    assert len(vectors) >= 9 and PERMUTATION_ALGORITHM in PAGE.read_text()
     for n, seed, epoch, first, last in vectors:
         permutation = Permutation(n, seed, epoch)
         assert permutation.apply(np.arange(len(first))).tolist() == first

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from data_prep.cli import main
-from data_prep.plan import duration
+from data_prep.pipeline.plan import duration
 from tests.data_prep.corpus import measured, refused, run_arguments, tree
 
 
@@ -63,8 +63,8 @@ def test_plan_where_nothing_may_be_written(made, tmp_path, capsys, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", "plan.tmp")
 
-    monkeypatch.setattr("data_prep.plan.os.fsync", refuse)
-    monkeypatch.setattr("data_prep.plan.Path.unlink", refuse)
+    monkeypatch.setattr("data_prep.pipeline.plan.os.fsync", refuse)
+    monkeypatch.setattr("data_prep.pipeline.plan.Path.unlink", refuse)
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     assert main(["plan", *words[1:]]) == 0
     assert "? to shard" in capsys.readouterr().out

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from data_prep.pool import run_jobs
-from data_prep.progress import Progress
+from data_prep.runtime.pool import run_jobs
+from data_prep.runtime.progress import Progress
 from optimus.errors import DataError, OptimusError
 from tests.data_prep.corpus import run_arguments, tree
 from tests.helpers.processes import assert_gone, children_of, wait_until

@@ -13,13 +13,13 @@ import time
 
 import pytest
 
-from data_prep import workspace
 from data_prep.cli import main
-from data_prep.options import team_of
-from data_prep.peers import Peers
-from data_prep.ranks import Team, do_together, share, wait_for
-from data_prep.token_plan import read_plan
-from data_prep.workspace import working_in
+from data_prep.cli.options import team_of
+from data_prep.runtime import workspace
+from data_prep.runtime.peers import Peers
+from data_prep.runtime.ranks import Team, do_together, share, wait_for
+from data_prep.runtime.workspace import working_in
+from data_prep.tokenize.token_plan import read_plan
 from optimus.errors import DataError, LostPeerError
 from optimus.io import files
 from tests.data_prep.corpus import refused, run_arguments, tree
@@ -271,7 +271,7 @@ def test_a_run_that_waits_takes_the_lock_that_has_the_name(tmp_path):
 
 
 def test_options_and_environment(monkeypatch):
-    from data_prep.commands import _parser
+    from data_prep.cli.commands import _parser
 
     def team(*words: str) -> tuple[int, int]:
         found = team_of(_parser().parse_args(["shard", "X", *words]))

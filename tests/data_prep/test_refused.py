@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.cli import main
-from data_prep.verify import verify
+from data_prep.pipeline.verify import verify
 from tests.data_prep.corpus import refused, run_arguments, train_arguments, tree
 
 

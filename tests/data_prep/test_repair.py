@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import start_check
 from data_prep.cli import main
-from data_prep.verify import verify
+from data_prep.pipeline.verify import verify
+from data_prep.tokenize import start_check
 from tests.data_prep.corpus import run_arguments, tree
 from tests.helpers.damage import flip
 
@@ -178,7 +178,7 @@ def test_shards_are_not_made_of_a_damaged_token_array(made, tmp_path, capsys, mo
         assert told in error and f"optimus-data verify {out} names the repair" in error
         assert not shard.exists()
         shard.with_suffix(".json").unlink(missing_ok=True)  # the manifest knows the hash too
-        monkeypatch.setattr("data_prep.shard.damaged", lambda promised: [])
+        monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
 
 
 def test_a_start_reads_a_sample_of_large_output_and_points_to_verify(

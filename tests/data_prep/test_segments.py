@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import segments
 from data_prep.cli import main
-from data_prep.documents import NO_LIMITS, Document, Problem
-from data_prep.segments import Segments
-from data_prep.token_arrays import TokenArrayWriter
-from data_prep.tokenizer import Encoder
-from data_prep.unit_writer import UnitWriter
+from data_prep.sources.documents import NO_LIMITS, Document, Problem
+from data_prep.tokenize import segments
+from data_prep.tokenize.segments import Segments
+from data_prep.tokenize.token_arrays import TokenArrayWriter
+from data_prep.tokenize.unit_writer import UnitWriter
+from data_prep.tokenizer.tokenizer import Encoder
 from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_at, tree, words
 
 
@@ -116,7 +116,7 @@ def test_a_kill_while_they_are_forgotten(tmp_path, monkeypatch):
             unlinked += 1
             real(path)  # noqa: B023
 
-        monkeypatch.setattr("data_prep.segments.os.unlink", unlink)
+        monkeypatch.setattr("data_prep.tokenize.segments.os.unlink", unlink)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.remove()
         monkeypatch.undo()
@@ -180,7 +180,7 @@ def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkey
     from pyarrow import parquet
 
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
-    monkeypatch.setattr("data_prep.parquet._ROWS", 16)
+    monkeypatch.setattr("data_prep.sources.parquet._ROWS", 16)
     rng, folder = random.Random(9), tmp_path / "text"
     folder.mkdir()
     texts = [words(rng, rng.randint(1, 60)) for _ in range(300)]

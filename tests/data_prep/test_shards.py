@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import gather as gather_module
-from data_prep import machine
 from data_prep.cli import main
-from data_prep.gather import Gatherer
-from data_prep.manifest import read_manifest
-from data_prep.permutation import Permutation
-from data_prep.shard import PROCESS_BYTES, divide_memory, memory_for
-from data_prep.shuffle import read_order, rows_of_shard
-from data_prep.token_arrays import array_path
-from data_prep.verify import verify
+from data_prep.dataset.manifest import read_manifest
+from data_prep.pipeline.shard import PROCESS_BYTES, divide_memory, memory_for
+from data_prep.pipeline.verify import verify
+from data_prep.runtime import machine
+from data_prep.shuffle import gather as gather_module
+from data_prep.shuffle.gather import Gatherer
+from data_prep.shuffle.permutation import Permutation
+from data_prep.shuffle.shuffle import read_order, rows_of_shard
+from data_prep.tokenize.token_arrays import array_path
 from optimus.errors import ConfigError, DataError
 from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments, run_killed_at, shards, tree
 

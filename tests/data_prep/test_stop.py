@@ -113,7 +113,8 @@ def test_a_signal_while_a_file_is_written(made, tmp_path, name, workers):
 
 def test_a_signal_during_a_long_call_of_a_library_does_not_wait(made):
     """As training a tokenizer is: Python runs no handler in the main thread before it returns."""
-    code = "import hashlib, sys; from data_prep import cli, commands; "
+    code = "import hashlib, sys; from data_prep import cli; "
+    code += "from data_prep.cli import commands; "
     # Minutes of one call, which takes the rest of the test's patience many times over.
     code += "long = lambda: hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000); "
     code += "commands.run_command = lambda argv: (print('begins', flush=True), long()); "
@@ -136,7 +137,8 @@ LIBRARY_WORK = {
 @pytest.mark.parametrize("work", LIBRARY_WORK)
 def test_a_signal_while_the_tokenizers_library_works_prints_its_line(made, work):
     """In an encode, and while a child process tries a tokenizer."""
-    code = "import sys, time; from data_prep import cli, commands, tokenizer\n"
+    code = "import sys, time; from data_prep import cli; from data_prep.cli import commands\n"
+    code += "from data_prep.tokenizer import tokenizer\n"
     code += f"def work(argv):\n{LIBRARY_WORK[work]}"
     code += "commands.run_command = work; sys.exit(cli.main())"
     process = start(["-c", code])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from data_prep import strategy
-from data_prep.ranks import ALONE, Team
-from data_prep.shuffle import read_order
+from data_prep.runtime.ranks import ALONE, Team
+from data_prep.shuffle import strategy
+from data_prep.shuffle.shuffle import read_order
 
 
 def test_auto_chooses_by_what_reading_costs(made, monkeypatch, capsys):

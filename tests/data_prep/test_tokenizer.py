@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from data_prep import tokenizer as module
-from data_prep.sentencepiece_model import SentencePieceTokenizer
-from data_prep.tokenizer import open_tokenizer
+from data_prep.tokenizer import tokenizer as module
+from data_prep.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from data_prep.tokenizer.tokenizer import open_tokenizer
 from optimus.errors import DataError
 
 

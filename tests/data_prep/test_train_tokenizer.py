@@ -6,8 +6,8 @@ import gzip
 import json
 from pathlib import Path
 
-from data_prep import documents
 from data_prep.cli import main
+from data_prep.sources import documents
 from tests.data_prep.corpus import peak_memory, refused
 
 

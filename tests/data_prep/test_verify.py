@@ -9,9 +9,9 @@ import shutil
 import pytest
 
 from data_prep.cli import main
+from data_prep.dataset.manifest import read_manifest
 from data_prep.layout import read_checked_json, write_checked_json
-from data_prep.manifest import read_manifest
-from data_prep.verify import verify
+from data_prep.pipeline.verify import verify
 from optimus.errors import DataError
 from optimus.io import files
 from optimus.train import resolve

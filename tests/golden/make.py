@@ -28,7 +28,7 @@ os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_NUM_THREADS": "
 
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from data_prep import segments  # noqa: E402
+from data_prep.tokenize import segments  # noqa: E402
 from optimus.io import files  # noqa: E402
 from optimus.observe.metrics import read_json_lines  # noqa: E402
 from tests.data_prep.corpus import run_killed_at  # noqa: E402

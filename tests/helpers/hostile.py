@@ -50,8 +50,13 @@ _MODULES = (
     *("matplotlib.pyplot", "pyarrow.parquet", "sentencepiece", "tokenizers", "zstandard"),
     *("optimus.checkpoint.convert", "optimus.checkpoint.inspect", "optimus.doctor"),
     *("optimus.evaluate.checkpoint", "optimus.observe.report", "optimus.train.summary"),
-    *("data_prep.importers.run", "data_prep.inspect", "data_prep.run", "data_prep.stats"),
-    "data_prep.verify",
+    *(
+        "data_prep.pipeline.import_run",
+        "data_prep.dataset.inspect",
+        "data_prep.pipeline.run",
+        "data_prep.dataset.stats",
+    ),
+    "data_prep.pipeline.verify",
 )
 
 

@@ -1,0 +1,409 @@
+"""The subcommands of `optimus-data`. Each imports the packages that it needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep.cli import options
+from optimus.errors import DataError, counted, printable_lines
+
+if TYPE_CHECKING:
+    from data_prep.dataset.manifest import Manifest
+    from data_prep.pipeline.run import ShardRequest, TokenizeRequest
+    from data_prep.pipeline.shuffle_run import ShuffleRequest
+    from data_prep.runtime.ranks import Team
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Run the subcommand that `argv` names, sys.argv if None. Return its exit status."""
+    try:
+        args = _parser().parse_args(argv)
+        return args.run(args)
+    finally:
+        sys.stdout.flush()  # here, where a closed pipe is handled, and not at exit
+
+
+_SHARDING = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
+_WHOLE_RUN = (
+    options.add_inputs,
+    options.add_tokenize,
+    options.add_shuffle,
+    options.add_out,
+    options.add_fused,
+    *_SHARDING,
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.Parser(
+        prog="optimus-data",
+        description="Convert text to shuffled shards of tokens.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_makers(commands)
+    _add_steps(commands)
+    _add_readers(commands)
+    return parser
+
+
+def _add_makers(commands: Any) -> None:
+    """What makes a whole data set, and what comes before."""
+    text = "Train a byte-level BPE tokenizer."
+    add = _add(commands, "train-tokenizer", _train_tokenizer, text, options.add_inputs)
+    add.add_argument(
+        "--vocab-size", type=options.whole(1, 1 << 24), required=True, metavar="N", help="ids"
+    )
+    add.add_argument(
+        "--out",
+        required=True,
+        type=options.folder,
+        metavar="FILE",
+        help="tokenizer.json to write",
+    )
+
+    _add(commands, "run", _run, "Tokenize, shuffle and shard; resumes if given again.", *_WHOLE_RUN)
+    _add(commands, "plan", _plan, "Estimate the disk space, memory and time of a run.", *_WHOLE_RUN)
+    text = "Mix several sources into one data set, in exact shares."
+    made_of = (options.add_blend, options.add_shuffle, options.add_out)
+    _add(commands, "blend", _blend, text, *made_of, *_SHARDING)
+
+
+def _add_steps(commands: Any) -> None:
+    """The steps of `run`, each by itself."""
+    text = "Step 1 of run: text to token arrays."
+    made_of: tuple[Callable[[argparse.ArgumentParser], None], ...]
+    made_of = (options.add_inputs, options.add_tokenize, options.add_out)
+    who = (options.add_workers, options.add_memory, options.add_ranks)
+    _add(commands, "tokenize", _tokenize, text, *made_of, *who)
+
+    text = "Step 1 for token files of Megatron-LM, dolma or OLMo, in place of tokenize."
+    made_of = (options.add_import, options.add_out)
+    _add(commands, "import", _import, text, *made_of, options.add_workers, options.add_ranks)
+
+    add = _add(commands, "shuffle", _shuffle, "Step 2 of run: order the instances.")
+    add.add_argument("out", metavar="OUT", help="directory with token arrays")
+    add.add_argument(
+        "--to",
+        type=options.folder,
+        metavar="NEW",
+        help="directory for the data set; OUT is not changed",
+    )
+    options.add_shuffle(add)
+    options.add_ranks(add)
+
+    add = _add(commands, "shard", _shard, "Step 3 of run: write shards and manifest.", *_SHARDING)
+    add.add_argument("out", metavar="OUT", help="directory to which shuffle has written")
+
+
+def _add_readers(commands: Any) -> None:
+    """What looks at a finished data set."""
+    add = _add(commands, "verify", _verify, "Check all files; exit status 1 if one is damaged.")
+    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
+
+    add = _add(commands, "inspect", _inspect, "Show the text and the sources of an instance.")
+    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
+    add.add_argument("instance", metavar="K", type=options.whole(0), help="instance number, from 0")
+
+    add = _add(commands, "stats", _stats, "Print counts, entropy, and unigram and bigram losses.")
+    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
+    add.add_argument(
+        "--eval", metavar="DIR", help="data set to measure the losses on (DIR/eval if it exists)"
+    )
+
+
+def _add(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *groups: Callable[[argparse.ArgumentParser], None],
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    for group in groups:
+        group(parser)
+    return parser
+
+
+def _answer(args: argparse.Namespace, value: dict[str, Any], lines: Sequence[str]) -> int:
+    text = json.dumps(value) if args.json else "\n".join(lines)
+    try:
+        print(text)
+    except UnicodeEncodeError:  # a name of a file need not be text
+        encoding = sys.stdout.encoding
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+    return 0
+
+
+def _workers(args: argparse.Namespace) -> int:
+    from data_prep.runtime.pool import cores_of_this_rank
+
+    return args.workers or cores_of_this_rank()
+
+
+def _train_tokenizer(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.train_tokenizer import train_tokenizer
+    from data_prep.runtime.progress import say
+    from data_prep.sources.sources import find_inputs
+
+    start = time.monotonic()
+    inputs = find_inputs(args.input, args.exclude, say=say)
+    size, set_aside = train_tokenizer(
+        inputs,
+        args.vocab_size,
+        args.out,
+        text_field=args.text_field,
+        quarantine=args.on_error == "quarantine",
+    )
+    value = {
+        "out": args.out,
+        "vocab_size": size,
+        "inputs": len(inputs),
+        "input_bytes": sum(file.size for file in inputs),
+        "quarantined": set_aside,
+        "wall_s": round(time.monotonic() - start, 3),
+    }
+    lines = [f"quarantined {problem}" for problem in set_aside]
+    if size < args.vocab_size:
+        lines.append(f"the text has pairs for {size} ids only, not {args.vocab_size}")
+    lines.append(
+        f"{args.out}: {counted(size, 'id')} from {counted(len(inputs), 'file')} in "
+        f"{value['wall_s']:.1f} s"
+    )
+    return _answer(args, value, lines)
+
+
+def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
+    from data_prep.pipeline.run import TokenizeRequest
+
+    return TokenizeRequest(
+        inputs=args.input,
+        tokenizer=args.tokenizer,
+        out=Path(args.out),
+        workers=_workers(args),
+        exclude=args.exclude,
+        eos=args.eos,
+        text_field=args.text_field,
+        eval_fraction=args.eval_fraction,
+        unit_bytes=args.unit_size,
+        quarantine=args.on_error == "quarantine",
+        memory_bytes=args.memory,
+        max_document=args.max_document,
+        id_field=args.id_field,
+    )
+
+
+def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
+    from data_prep.pipeline.shuffle_run import ShuffleRequest
+
+    return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
+
+
+def _shard_request(args: argparse.Namespace) -> ShardRequest:
+    from data_prep.pipeline.run import ShardRequest
+
+    return ShardRequest(_workers(args), _shard_memory(args), args.strategy)
+
+
+def _shard_memory(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.shard import memory_for
+
+    return args.memory or memory_for(_workers(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.run import prepare
+
+    start, team = time.monotonic(), options.team_of(args)
+    request, order = _tokenize_request(args), _shuffle_request(args)
+    manifests = prepare(request, order, _shard_request(args), fused=args.fused, team=team)
+    return _report(args, Path(args.out), manifests, start, team)
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.run import tokenize
+
+    start = time.monotonic()
+    tokenize(_tokenize_request(args), options.team_of(args))
+    value: dict[str, Any] = {"out": args.out, "wall_s": round(time.monotonic() - start, 3)}
+    parts, lines = _token_arrays(Path(args.out))
+    return _answer(args, value | parts, lines)
+
+
+def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Counts of the token arrays in `out` by part, and a line on each."""
+    from data_prep.pipeline.shuffle_run import data_sets
+    from data_prep.tokenize.token_set import read_token_set
+
+    parts, lines = {}, []
+    for dataset in data_sets(out):
+        _, _, records = read_token_set(dataset / "tokens")
+        part = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
+        parts[records[0]["part"]] = part
+        lines.append(
+            f"{dataset}/tokens: {counted(part['tokens'], 'token')} of "
+            f"{counted(part['documents'], 'document')} in {counted(len(records), 'array')}"
+        )
+    return parts, lines
+
+
+def _import(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.import_run import ImportRequest, import_tokens
+
+    start, out = time.monotonic(), Path(args.out)
+    request = ImportRequest(
+        inputs=args.input,
+        tokenizer=args.tokenizer,
+        out=out,
+        workers=_workers(args),
+        exclude=args.exclude,
+        eos=args.eos,
+        dtype=args.dtype,
+        eval_fraction=args.eval_fraction,
+    )
+    mended = import_tokens(request, options.team_of(args))
+    parts, lines = _token_arrays(out)
+    lines[0] += f"; EOS added to {counted(mended['eos_added'], 'document')}, "
+    lines[0] += f"{counted(mended['empty_documents'], 'empty one')} left out"
+    value = {"out": args.out, **parts.pop("train"), **mended, **parts}
+    value["wall_s"] = round(time.monotonic() - start, 3)
+    return _answer(args, value, lines)
+
+
+def _shuffle(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.shuffle_run import shuffle
+
+    source = Path(args.out)
+    target = Path(args.to) if args.to else source
+    orders = shuffle(source, target, _shuffle_request(args), options.team_of(args))
+    value = {
+        order.part: {
+            "instances": order.num_instances,
+            "shards": order.num_shards,
+            "tail_tokens": order.tail_tokens,
+        }
+        for order in orders
+    }
+    lines = [
+        f"{target}: {part}: {counted(order['instances'], 'instance')} for "
+        f"{counted(order['shards'], 'shard')}, {counted(order['tail_tokens'], 'token')} in tails"
+        for part, order in value.items()
+    ]
+    return _answer(args, {"out": str(target), **value}, lines)
+
+
+def _shard(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.run import shard
+
+    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
+    return _report(args, out, shard(out, _shard_request(args), team), start, team)
+
+
+def _blend(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.blend_run import blend
+    from data_prep.pipeline.run import shard
+
+    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
+    blend(args.source, out, _shuffle_request(args), args.instances, team)
+    return _report(args, out, shard(out, _shard_request(args), team), start, team)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.plan import describe, estimate
+
+    value = estimate(
+        _tokenize_request(args),
+        _shuffle_request(args),
+        memory_bytes=_shard_memory(args),
+        world=args.world or 1,
+        fused=args.fused,
+        strategy=args.strategy,
+    )
+    _answer(args, value, describe(value))
+    return 0 if value["fits"] else 1
+
+
+def _report(
+    args: argparse.Namespace, out: Path, manifests: Sequence[Manifest], start: float, team: Team
+) -> int:
+    """What a finished data set is, for people or as JSON. One rank says it for all."""
+    if team.rank > 0:
+        return 0
+    from data_prep.dataset.report import report
+
+    return _answer(args, *report(str(out), manifests, time.monotonic() - start))
+
+
+def _existing(path: str) -> Path:
+    if not Path(path).is_dir():
+        raise DataError(f"{path} is not a directory; give that of a data set")
+    return Path(path)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from data_prep.pipeline.verify import verify
+    from data_prep.runtime.progress import say
+
+    damage = []
+    for line in verify(_existing(args.dataset)):
+        damage.append(line)
+        say(f"damage: {line}")
+    _answer(
+        args,
+        {"dataset": args.dataset, "whole": not damage, "damage": damage},
+        [f"{args.dataset}: {counted(len(damage), 'problem') if damage else 'whole'}"],
+    )
+    return 1 if damage else 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from data_prep.dataset.inspect import inspect
+
+    value = inspect(_existing(args.dataset), args.instance)
+    lines = [f"instance {args.instance}: {value['shard']} row {value['row']}"]
+    if value["epoch"]:
+        lines[0] += (
+            f"; beyond the {counted(value['instances'], 'instance')} of the data set: position "
+            f"{value['place']} of epoch {value['epoch']} (the first epoch is 0)"
+        )
+    for part in value["sources"]:
+        where = part["input"] + (f":{part['line']}" if part["line"] else "")
+        lines.append(
+            f"tokens {part['first']} to {part['stop'] - 1}: {where}, "
+            f"from its token {part['document_token']}"
+        )
+    lines += ["", value["text"]]
+    if sys.stdout.isatty():  # a terminal would obey escapes in a name or a text
+        lines = [printable_lines(line) for line in lines]
+    return _answer(args, value, lines)
+
+
+def _stats(args: argparse.Namespace) -> int:
+    from data_prep.dataset.manifest import read_manifest
+    from data_prep.dataset.report import for_training
+    from data_prep.dataset.stats import default_held_out, stats
+
+    dataset = _existing(args.dataset)
+    held_out = _existing(args.eval) if args.eval else default_held_out(dataset)
+    value = stats(dataset, held_out)
+    losses = value.get("held_out", {})
+    flat = {key: item for key, item in value.items() if key != "held_out"}
+    flat |= {f"held-out {key}": item for key, item in losses.items()}
+    lines = [
+        f"{key.replace('_', ' '):24} {item:,.4f}"
+        if isinstance(item, float)
+        else f"{key.replace('_', ' '):24} {item}"
+        for key, item in flat.items()
+    ]
+    manifest = read_manifest(dataset)
+    if manifest.part == "train":
+        lines.append(for_training(manifest))
+    return _answer(args, value, lines)

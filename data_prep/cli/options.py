@@ -1,0 +1,290 @@
+"""The options of `optimus-data` and what their texts mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from optimus.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from data_prep.runtime.ranks import Team
+
+_DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other mistake is said."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{one_line(message)}; see {self.prog} --help")
+
+
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A parser of whole numbers in [low, high]."""
+
+    def parse(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() else low - 1
+        if value < low or (high is not None and value > high):
+            upper = f"to {high}" if high is not None else "or more"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {low} {upper}")
+        return value
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction, at least 0 and below 1")
+    return value
+
+
+def folder(text: str) -> str:
+    """The name of a directory, which an empty one, the working directory to many, is not."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no name; the working directory is .")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        what = "is not UTF-8, in which a data set writes names; choose another"
+        raise argparse.ArgumentTypeError(f"{text!r} {what}") from None
+    return text
+
+
+def size(text: str) -> int:
+    """Bytes of `2GB`, `512MiB`, `4096`."""
+    upper = text.strip().upper()
+    digits = upper.rstrip("KMGTIB")
+    factor = (_DECIMAL | _BINARY).get(upper[len(digits) :])
+    try:
+        value = int(float(digits) * factor) if factor else 0
+    except (ValueError, OverflowError):
+        value = 0
+    if not 1 <= value < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GB or 512MiB")
+    return value
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Which text is read, and what happens to text that cannot be."""
+    _add_patterns(
+        parser,
+        "files, directories or quoted globs (** matches any folders): text and source files "
+        "(one document per file), .jsonl, .jsonl.gz, .jsonl.zst (one per line), .parquet (one per "
+        "row). In directories, names with a leading dot are skipped and counted; a broken link is "
+        "an error. @FILE: inputs listed in FILE, one per line, with comments after #",
+        "skip files whose full path matches, such as '*/site-packages/*'",
+    )
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="JSON field with the text (text)"
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("fail", "quarantine"),
+        default="fail",
+        help="at text that cannot be read: stop, or skip it and list it in a file (fail)",
+    )
+
+
+def add_tokenize(parser: argparse.ArgumentParser) -> None:
+    """How text becomes token arrays."""
+    from data_prep.sources.sources import UNIT_BYTES
+
+    _add_tokenizer(parser, "tokenizer.json, or .model file of sentencepiece")
+    parser.add_argument(
+        "--id-field",
+        metavar="NAME",
+        help="field with the id of a document in JSON lines and tables; ids must be unique, "
+        "documents may have none; '': ids are not read (id)",
+    )
+    parser.add_argument(
+        "--max-document",
+        type=size,
+        metavar="SIZE",
+        help="limit of the size of a document; --on-error applies to larger ones (any size)",
+    )
+    parser.add_argument(
+        "--unit-size",
+        type=size,
+        default=UNIT_BYTES,
+        metavar="SIZE",
+        help="bytes of text up to which small files share a token array (4MiB)",
+    )
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Which foreign token files are read, and how."""
+    files = ".bin files of Megatron-LM with their .idx files, and .npy files of dolma or OLMo"
+    _add_patterns(parser, files, "skip files whose full path matches")
+    _add_tokenizer(parser, "tokenizer.json of the ids")
+    parser.add_argument(
+        "--dtype", choices=("uint16", "uint32"), help="type of ids in .npy files without header"
+    )
+
+
+def _add_patterns(parser: argparse.ArgumentParser, files: str, exclude: str) -> None:
+    parser.add_argument(
+        "--input", nargs="+", required=True, action="extend", metavar="GLOB", help=files
+    )
+    parser.add_argument(
+        "--exclude", nargs="+", default=[], action="extend", metavar="PATTERN", help=exclude
+    )
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser, what: str) -> None:
+    """Whose ids they are, and which documents are held out."""
+    parser.add_argument("--tokenizer", required=True, metavar="FILE", help=what)
+    parser.add_argument(
+        "--eos", metavar="TOKEN", help="end-of-document token, if its name is unusual"
+    )
+    parser.add_argument(
+        "--eval-fraction",
+        type=fraction,
+        default=0.0,
+        metavar="F",
+        help="fraction of the documents to hold out, written to OUT/eval (0)",
+    )
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Where output goes."""
+    parser.add_argument("--out", required=True, type=folder, metavar="DIR", help="output directory")
+
+
+def add_shuffle(parser: argparse.ArgumentParser) -> None:
+    """How token arrays become an order of instances."""
+    parser.add_argument(
+        "--context", type=whole(2), required=True, metavar="C", help="tokens per instance"
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole(0, (1 << 64) - 1),
+        default=0,
+        metavar="S",
+        help="seed of the shuffle (0)",
+    )
+    parser.add_argument(
+        "--carry-tails",
+        action="store_true",
+        help="let an instance continue in the next token array, so that no tail is lost",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=size,
+        default=0,
+        metavar="SIZE",
+        help="bytes of a shard (a 64th of the data, from 4MiB to 1GiB)",
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """How many processes work."""
+    parser.add_argument(
+        "--workers",
+        type=whole(1, 4096),
+        default=0,
+        metavar="N",
+        help="number of processes (the cores of this process); the output does not depend on it",
+    )
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """How much memory work takes."""
+    parser.add_argument(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="memory limit of all processes of this rank together (to tokenize: half of the "
+        "machine's memory, at least 2GB; to shard: 2GB, or 135MB per worker)",
+    )
+
+
+def add_fused(parser: argparse.ArgumentParser) -> None:
+    """Whether the token arrays stay."""
+    parser.add_argument(
+        "--fused",
+        action="store_true",
+        help="compress token arrays, and remove them when the shards are complete. This writes "
+        "about 25%% fewer bytes, and the output takes half of the space, but another context or "
+        "seed needs a new tokenize step",
+    )
+
+
+def add_blend(parser: argparse.ArgumentParser) -> None:
+    """What is blended."""
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        required=True,
+        action="extend",
+        metavar="DIR=WEIGHT",
+        help="directory with token arrays, and its share of the instances, such as code=0.3",
+    )
+    parser.add_argument(
+        "--instances",
+        type=whole(1),
+        default=0,
+        metavar="N",
+        help="total number of instances; small sources repeat (the most without repetition)",
+    )
+
+
+def add_strategy(parser: argparse.ArgumentParser) -> None:
+    """How sharding reads."""
+    parser.add_argument(
+        "--strategy",
+        choices=("auto", "gather", "bucket"),
+        default="auto",
+        help="gather: random reads; bucket: sort rows in buckets, twice the bytes in long reads. "
+        "The output is the same (auto: the one that is probably faster)",
+    )
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Which of several processes that share the work this one is."""
+    from data_prep.runtime.ranks import PATIENCE_S
+
+    parser.add_argument(
+        "--rank",
+        type=whole(0),
+        metavar="R",
+        help="rank of this process, from 0 (from srun, mpiexec, torchrun or a job array)",
+    )
+    parser.add_argument(
+        "--world",
+        type=whole(1),
+        metavar="W",
+        help="number of processes that share the work; 1: this process only, under any launcher",
+    )
+    parser.add_argument(
+        "--patience",
+        type=whole(0),
+        default=int(PATIENCE_S),
+        metavar="S",
+        help="seconds without progress after which the work of a rank is taken over "
+        f"({PATIENCE_S:.0f})",
+    )
+
+
+def team_of(args: argparse.Namespace) -> Team:
+    """The place that the options or the launcher give. Raises ConfigError."""
+    from data_prep.runtime.ranks import Team
+    from optimus.launch.environment import read_job_rank
+
+    rank, world = args.rank, args.world
+    if world == 1:
+        rank = rank or 0
+    if rank is None or world is None:
+        place = read_job_rank(world=world)  # the launcher's word for what is not given
+        rank = place.rank if rank is None else rank
+        world = place.world if world is None else world
+    if not rank < world:
+        raise ConfigError(f"--rank {rank} must be below --world {world}; ranks start at 0")
+    return Team(rank, world, float(args.patience))

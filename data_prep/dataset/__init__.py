@@ -1,0 +1,41 @@
+"""Finished data sets. `optimus` imports nothing else of data_prep."""
+
+from data_prep.dataset.held_out import HeldOut, check_held_out, held_out_of_dataset
+from data_prep.dataset.manifest import held_out_problem, read_manifest
+from data_prep.dataset.reader import ShardReader
+from data_prep.dataset.report import MAX_EPOCHS
+from data_prep.layout import PARTS, SENTENCEPIECE, TOKENIZER, tokenizer_file
+from data_prep.shuffle.mixing import MIXING_ALGORITHM, Mixing, integer_weights
+from data_prep.shuffle.permutation import PERMUTATION_ALGORITHM, Permutation
+from data_prep.tokenizer.sentencepiece_model import (
+    SentencePieceTokenizer,
+    fields,
+    is_sentencepiece,
+)
+from data_prep.tokenizer.tokenizer import library_panics, open_tokenizer, read_facts, sha256_of
+
+__all__ = [
+    "MAX_EPOCHS",
+    "MIXING_ALGORITHM",
+    "PARTS",
+    "PERMUTATION_ALGORITHM",
+    "SENTENCEPIECE",
+    "TOKENIZER",
+    "HeldOut",
+    "Mixing",
+    "Permutation",
+    "SentencePieceTokenizer",
+    "ShardReader",
+    "check_held_out",
+    "fields",
+    "held_out_of_dataset",
+    "held_out_problem",
+    "integer_weights",
+    "is_sentencepiece",
+    "library_panics",
+    "open_tokenizer",
+    "read_facts",
+    "read_manifest",
+    "sha256_of",
+    "tokenizer_file",
+]

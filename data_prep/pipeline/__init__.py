@@ -1,0 +1,1 @@
+"""The steps of `optimus-data`: import, tokenize, shuffle, shard, verify and plan."""

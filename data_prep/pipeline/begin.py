@@ -1,0 +1,131 @@
+"""The beginning of an output directory: its plan and tokenizer, and the refusal to mix two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_prep import layout
+from data_prep.runtime.limits import Limits
+from data_prep.shuffle.blend import read_any_order
+from data_prep.shuffle.shuffle import Order
+from data_prep.sources.documents import NO_LIMITS
+from data_prep.sources.sources import InputFile
+from data_prep.tokenize.token_plan import TokenPlan, is_import, parts_dirs, read_plan
+from data_prep.tokenize.tokenize import TokenizeWork
+from data_prep.tokenizer.sentencepiece_model import is_sentencepiece
+from optimus.errors import DataError, counted
+from optimus.io import files
+
+
+def begin(
+    out: Path,
+    tokenizer_file: Path,
+    plan: TokenPlan,
+    quarantine: bool,
+    limits: Limits = NO_LIMITS,
+) -> TokenizeWork:
+    """Write the plan and a copy of the tokenizer into every part of `out`, or find them there.
+
+    Raises DataError naming the difference where `out` was begun with another plan.
+    """
+    content = files.checked_json(plan.to_json())
+    folders = parts_dirs(out, plan).values()
+    for folder in folders:  # all of it before anything is written
+        _check_own(out, folder, tokenizer_file, plan, files.xxh3_bytes(content))
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_once(folder / layout.PLAN, content)
+        copy_tokenizer(tokenizer_file, folder.parent)
+    copy = layout.tokenizer_file(parts_dirs(out, plan)["train"].parent)
+    return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine, limits)
+
+
+def _check_own(
+    out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
+) -> None:
+    """Raises DataError where the data set that `tokens_dir` is for holds other work."""
+    if (tokens_dir / layout.PLAN).exists():
+        for difference in differences(read_plan(tokens_dir), plan):
+            raise DataError(
+                f"{out} was started with {difference}; choose another --out, or remove {out}"
+            )
+        return
+    dataset = tokens_dir.parent
+    if (dataset / layout.ORDER).exists():
+        order = read_any_order(dataset)
+        wanted = (tokens_dir.name, plan_xxh3)
+        if not isinstance(order, Order) or (order.tokens_dir, order.plan) != wanted:
+            raise DataError(
+                f"{dataset} holds a data set whose token arrays are elsewhere, a blend or what "
+                "`shuffle --to` made; choose another --out"
+            )
+    check_tokenizer(tokenizer_file, dataset)
+
+
+def check_tokenizer(source: Path, folder: Path) -> None:
+    """Raises DataError where another tokenizer lies in a folder that no plan or order claims."""
+    if (folder / layout.ORDER).exists():
+        return  # whose it is stands there; a damaged copy is written again
+    copy = layout.tokenizer_file(folder)
+    if copy.exists() and _read(copy) != _read(source):
+        raise DataError(f"{copy} is another tokenizer than {source}; choose another output")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Put a tokenizer beside a data set, by the name of its kind, unless a copy is there already.
+
+    A sentencepiece model that an earlier version called tokenizer.json stays what it is called.
+    """
+    content, name = _read(source), layout.TOKENIZER
+    if is_sentencepiece(source):
+        old = folder / layout.TOKENIZER
+        if old.exists() and _read(old) == content:
+            return
+        name = layout.SENTENCEPIECE
+    write_once(folder / name, content)
+
+
+def _read(tokenizer: Path) -> bytes:
+    return layout.read_bytes(tokenizer, layout.TOKENIZER_BYTES)
+
+
+def write_once(path: Path, content: bytes) -> None:
+    """Make `path` hold `content`, without touching a file that already does."""
+    if not path.exists() or layout.read_bytes(path) != content:
+        files.write_bytes(path, content)
+
+
+def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
+    """What of `old` is not so in `new`, each as `key = then, now ...`."""
+    for key in ("sha256", "eos_token", "vocab_size"):
+        then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
+        if then != now:
+            yield f"tokenizer {key} = {then}, now {now}"
+    then, now = is_import(old.text_field), is_import(new.text_field)
+    if then != now:
+        what = ("text", "imported token files")
+        yield f"{what[then]}, now {what[now]}"
+        return
+    for key in ("text_field", "eval_fraction", "id_field", "max_document"):
+        then, now = getattr(old, key), getattr(new, key)
+        if then != now:
+            shown = ["''" if value == "" else value for value in (then, now)]
+            yield f"{key} = {shown[0]}, now {shown[1]}"
+    yield from _input_differences(old.inputs, new.inputs)
+    if old.units != new.units:
+        yield (
+            f"{counted(len(old.units), 'unit')} of work, now {len(new.units)}: keep "
+            "--unit-size as it was"
+        )
+
+
+def _input_differences(old: tuple[InputFile, ...], new: tuple[InputFile, ...]) -> Iterator[str]:
+    then, now = ({file.name: file.size for file in files} for files in (old, new))
+    for name in then.keys() - now.keys():
+        yield f"the input {name}, which is not named now"
+    for name in sorted(now.keys() - then.keys()):
+        yield f"{counted(len(then), 'input')}, and {name} was not among them"
+    for name in sorted(then.keys() & now.keys()):
+        if then[name] != now[name]:
+            yield f"an input {name} of {then[name]} bytes, now {now[name]}"

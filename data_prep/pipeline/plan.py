@@ -1,0 +1,283 @@
+"""`optimus-data plan`: what a run will take, from a sample of its text and of this machine.
+
+Estimates, not promises: the sample is a few MB spread over the inputs, and speeds are those of this
+machine now. Counts are usually within some per cent where inputs are alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.pipeline.run import TokenizeRequest, memory_of
+from data_prep.pipeline.shard import divide_memory
+from data_prep.pipeline.shuffle_run import ShuffleRequest
+from data_prep.runtime.limits import Limits
+from data_prep.runtime.machine import usable_memory
+from data_prep.runtime.progress import say, short
+from data_prep.shuffle.shuffle import rows_of_shard
+from data_prep.sources.documents import DamagedFile, InputReader, Problem
+from data_prep.sources.long_text import LongText
+from data_prep.sources.sources import InputFile, find_inputs, group_units, kind_of, require_file
+from data_prep.tokenize.packed import packed_share, require_zstd
+from data_prep.tokenizer.tokenizer import read_facts, shared_encoder
+from optimus.errors import DataError, counted
+from optimus.io import files
+
+_SAMPLE_FILES = 16
+_SAMPLE_TEXT_BYTES = 256 << 10
+"""Tokenized of each sampled file."""
+_SAMPLE_DISK_BYTES = 8 << 20
+"""Read of each, to learn how much text its bytes hold."""
+_LARGEST_WHOLE = 64 << 20
+"""A text file is one document and read whole: larger ones are not sampled."""
+_DOC_BYTES = 40
+"""Its row, 24, and the hash of its id."""
+_PROBE_BYTES = 32 << 20
+
+
+@dataclass
+class Sample:
+    """Sums over the inputs, each stratum scaled up from its sampled file."""
+
+    text_bytes: float = 0.0
+    documents: float = 0.0
+    tokens: float = 0.0
+    """Without EOS."""
+    encoded_bytes: int = 0
+    encode_s: float = 0.0
+    """CPU seconds of encoding `encoded_bytes`."""
+    ids: list[np.ndarray] = field(default_factory=list)
+    """Of some of the encoded text, uint32."""
+    problem: str = ""
+    """The first that was met."""
+
+
+def estimate(
+    request: TokenizeRequest,
+    shuffle: ShuffleRequest,
+    *,
+    memory_bytes: int,
+    world: int,
+    fused: bool,
+    strategy: str,
+) -> dict[str, Any]:
+    """Counts, bytes and seconds of `run`, and whether the disk holds it. Raises as `run` does."""
+    tokenizer = require_file(request.tokenizer, "--tokenizer")
+    dtype = layout.dtype_name(read_facts(tokenizer, request.eos).vocab_size)
+    inputs = find_inputs(request.inputs, request.exclude, request.out, say)
+    shard_workers, block_bytes = divide_memory(memory_bytes, request.workers)
+    limits = memory_of(request, tokenizer)[1]
+    sample = take_sample(inputs, request.text_field, str(tokenizer), limits)
+    input_bytes = sum(file.size for file in inputs)
+    documents = round(sample.documents)
+    tokens = round(sample.tokens) + documents
+    units = len(group_units(inputs, request.unit_bytes))
+    tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
+    held_out = round(tokens * request.eval_fraction)
+    instances = max(0, tokens - held_out - tails) // shuffle.context
+    eval_instances = held_out // shuffle.context
+    row_bytes = shuffle.context * layout.little_endian(dtype).itemsize
+    rows = rows_of_shard(instances, row_bytes, shuffle.shard_bytes)
+    token_bytes = tokens * layout.little_endian(dtype).itemsize
+    shard_bytes, docs_bytes = (instances + eval_instances) * row_bytes, documents * _DOC_BYTES
+    strategy = _settled(strategy, world, shard_bytes)
+    waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
+    peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
+    final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
+    place = _nearest(request.out)
+    free = shutil.disk_usage(place).free
+    return {
+        "inputs": len(inputs),
+        "input_bytes": input_bytes,
+        "units": units,
+        "documents": documents,
+        "tokens": tokens,
+        "instances": instances,
+        "eval_instances": eval_instances,
+        "shards": -(-instances // rows),
+        "dtype": dtype,
+        "strategy": strategy,
+        "workers": request.workers,
+        "world": world,
+        "disk_peak_bytes": peak,
+        "disk_final_bytes": final,
+        "disk_free_bytes": free,
+        "memory_bytes": min(memory_bytes, shard_workers * (block_bytes + (200 << 20))),
+        "tokenize_s": sample.text_bytes
+        * sample.encode_s
+        / max(1, sample.encoded_bytes)
+        / (request.workers * world),
+        "shard_s": _shard_seconds(place, strategy, shard_bytes, world),
+        "sampled_bytes": sample.encoded_bytes,
+        "fits": peak <= free,
+    }
+
+
+def _shard_seconds(place: Path, strategy: str, shard_bytes: int, world: int) -> float | None:
+    """None where nothing could be written to measure it."""
+    written_per_s = _write_speed(place)
+    passes = 4 if strategy == "bucket" else 2
+    return passes * shard_bytes / written_per_s / world if written_per_s else None
+
+
+def _settled(strategy: str, world: int, shard_bytes: int) -> str:
+    """What `--strategy auto` takes for shards of so many bytes."""
+    if strategy != "auto":
+        return strategy
+    return "gather" if world > 1 or shard_bytes < usable_memory() // 2 else "bucket"
+
+
+def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
+    """What token arrays of so many bytes take while they wait packed."""
+    require_zstd()
+    ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
+    return round(token_bytes * packed_share(ids)) if len(ids) else 0
+
+
+def take_sample(
+    inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
+) -> Sample:
+    """Divide the inputs into strata by ending and size, and read a part of one file of each.
+
+    Text that cannot be used is passed over. Raises DataError where nothing can be sampled, and for
+    a document beyond `limits`, as the run will.
+    """
+    known = [file for file in inputs if file.size <= _LARGEST_WHOLE or kind_of(file.name) != "text"]
+    endings: dict[str, list[InputFile]] = {}
+    for file in sorted(known, key=lambda file: (file.size, file.name)):
+        endings.setdefault(Path(file.name).name.partition(".")[2].lower(), []).append(file)
+    whole = max(1, sum(file.size for file in known))
+    sample = Sample()
+    for alike in endings.values():
+        share = sum(file.size for file in alike) / whole
+        count = min(len(alike), max(1, round(_SAMPLE_FILES * share)))
+        edges = [len(alike) * n // count for n in range(count + 1)]
+        for first, stop in itertools.pairwise(edges):
+            _sample_stratum(alike[first:stop], text_field, tokenizer, sample, limits)
+    if not sample.encoded_bytes:
+        raise DataError(
+            f"nothing of {counted(len(inputs), 'input')} can be sampled: {_why(known, sample)}"
+        )
+    left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
+    sample.text_bytes *= left_out
+    sample.tokens *= left_out
+    sample.documents *= len(inputs) / len(known) if left_out > 1 else 1
+    return sample
+
+
+def _why(known: Sequence[InputFile], sample: Sample) -> str:
+    """Why a sample is empty."""
+    if not known:
+        return f"they are texts of more than {_LARGEST_WHOLE >> 20} MiB, which are not read here"
+    return sample.problem or "what was read of them holds no text"
+
+
+def _sample_stratum(
+    stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample, limits: Limits
+) -> None:
+    """Add what files like these, which are alike, hold: the middle one is read."""
+    file = stratum[len(stratum) // 2]
+    encoder = shared_encoder(tokenizer)
+    read = text = documents = encoded = tokens = 0
+
+    def advance(count: int) -> None:
+        nonlocal read
+        read += count
+
+    reader = InputReader(file, text_field, advance, limits=limits)
+    try:
+        for item in reader:
+            if isinstance(item, Problem):
+                sample.problem = sample.problem or f"{file.name}:{item.line}: {item.reason}"
+                continue
+            size = item.size if isinstance(item, LongText) else len(item.data)
+            if encoder.cutter is None and size > _SAMPLE_TEXT_BYTES:  # the run has to take it whole
+                needs, where = size * encoder.bytes_per_byte, f"{file.name}:{item.line}"
+                limits.refuse(where, f"a document of {size} bytes", needs)
+            documents += 1
+            text += size
+            if encoded < _SAMPLE_TEXT_BYTES:
+                begun = next(item.blocks) if isinstance(item, LongText) else item.text
+                begun = begun[:_SAMPLE_TEXT_BYTES]
+                start = time.process_time()
+                ids = encoder.encode([begun])[0]
+                sample.encode_s += time.process_time() - start
+                tokens += len(ids)
+                encoded += len(begun.encode())
+                sample.ids.append(ids)
+            if isinstance(item, LongText):
+                read = file.size  # and the file is this one document
+            if read >= _SAMPLE_DISK_BYTES or isinstance(item, LongText):
+                break
+    except DamagedFile as error:  # the run will say so
+        problem = error.problem
+        sample.problem = sample.problem or f"{file.name}:{problem.line}: {problem.reason}"
+    scale = sum(other.size for other in stratum) / max(1, min(read, file.size))
+    sample.documents += documents * (len(stratum) if read >= file.size else scale)
+    sample.text_bytes += text * scale
+    sample.tokens += tokens / max(1, encoded) * text * scale
+    sample.encoded_bytes += encoded
+
+
+def _nearest(out: Path) -> Path:
+    """`out`, or the nearest folder above it that exists."""
+    out = out.absolute()
+    while not out.is_dir():
+        out = out.parent
+    return out
+
+
+def _write_speed(place: Path) -> float | None:
+    """Bytes a second that reach the disk there, from one small file; None where none may be."""
+    path = files.temporary_name(place / "plan")
+    block = os.urandom(1 << 20)
+    try:
+        start = time.perf_counter()
+        with open(path, "xb", buffering=0) as file:
+            path.unlink()  # at once: a kill leaves nothing behind
+            for _ in range(_PROBE_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+        return _PROBE_BYTES / (time.perf_counter() - start)
+    except OSError:
+        return None
+
+
+def describe(value: dict[str, Any]) -> list[str]:
+    """The estimate for people."""
+    shard_s = "?" if value["shard_s"] is None else duration(value["shard_s"])
+    peak, free = short(value["disk_peak_bytes"]), short(value["disk_free_bytes"])
+    verdict = "fits" if value["fits"] else "does NOT fit: use another disk, --fused or less text"
+    return [
+        f"input   {counted(value['inputs'], 'file')}, {short(value['input_bytes'])}B, in "
+        f"{counted(value['units'], 'unit')}; about {short(value['documents'])} documents, "
+        f"{short(value['tokens'])} tokens",
+        f"output  about {short(value['instances'])} instances in "
+        f"{counted(value['shards'], 'shard')} "
+        f"({value['dtype']})"
+        + (f", {short(value['eval_instances'])} held out" if value["eval_instances"] else ""),
+        f"disk    {peak}B at most, {short(value['disk_final_bytes'])}B at the end, {free}B free: "
+        f"{verdict}",
+        f"memory  {short(value['memory_bytes'])}B at most while sharding, by --memory",
+        f"time    {duration(value['tokenize_s'])} to tokenize with "
+        f"{counted(value['workers'], 'worker')} "
+        f"on {counted(value['world'], 'rank')}, {shard_s} to shard ({value['strategy']})",
+    ]
+
+
+def duration(seconds: float) -> str:
+    """`90` as `1.5 min`."""
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,304 @@
+"""Sharding: rows of the permuted order, gathered into .npy files of equal length.
+
+A shard is complete once its sidecar stands. Memory stays within the limit whatever the size of a
+shard or of the corpus, because a shard is gathered block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import xxhash
+
+from data_prep import layout
+from data_prep.dataset.manifest import read_manifest
+from data_prep.runtime.machine import usable_memory
+from data_prep.runtime.pool import run_jobs
+from data_prep.runtime.progress import Progress, say
+from data_prep.runtime.ranks import Team, do_together
+from data_prep.shuffle.blend import BlendOrder
+from data_prep.shuffle.bucket import Spill, SpillReader, open_spill, rows_of_run, spill_all
+from data_prep.shuffle.gather import INDEX_BYTES, BlendGatherer, Gatherer, open_gatherer
+from data_prep.shuffle.shuffle import Order
+from data_prep.shuffle.strategy import choose_strategy
+from data_prep.tokenize.start_check import (
+    Promise,
+    are_whole,
+    damaged,
+    require_header,
+    sample,
+    say_sample,
+)
+from data_prep.tokenize.token_arrays import array_path
+from optimus.errors import ConfigError, DamageError, DataError, counted
+from optimus.io import files
+
+FORM = "optimus-shard"
+PROCESS_BYTES = 100 << 20
+"""What a process needs before it holds any data: the interpreter, numpy and its indices."""
+_LEAST_BLOCK_BYTES = 4 << 20
+_ROWS_HELD = 3
+"""A row that is larger than the block is there so many times: read, gathered and written."""
+_SPARE_BYTES = 16 << 20
+"""What a process never uses of PROCESS_BYTES."""
+_GOOD_BLOCK_BYTES = 28 << 20
+"""Of a worker, where memory is not scarce."""
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """What a worker needs to write any shard of one part."""
+
+    dataset: Path
+    order: Order | BlendOrder
+    order_xxh3: str
+    block_bytes: int
+    """Memory for one block: rows, indices and the window they are read through."""
+    spill: Spill | None = None
+    """The sorted runs to read from; None: from the token arrays themselves."""
+    sample: frozenset[int] = frozenset()
+    """Shards of an earlier run whose hashes are compared (data_prep.tokenize.start_check)."""
+
+
+class ShardRecord(TypedDict):
+    """A sidecar of a shard."""
+
+    order: str
+    first: int
+    instances: int
+    size: int
+    xxh3: str
+
+
+def shard_path(dataset: Path, shard: int) -> Path:
+    """Where a shard lies."""
+    return dataset / layout.SHARDS_DIR / f"{layout.shard_name(shard)}.npy"
+
+
+def sidecar_path(dataset: Path, shard: int) -> Path:
+    """The completion mark of a shard."""
+    return shard_path(dataset, shard).with_suffix(".json")
+
+
+def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[int, int]:
+    """Workers that may run at once within `memory_bytes`, and each one's block in bytes.
+
+    The parent process counts too. Raises ConfigError when not even one worker fits, with the rows
+    of `row_bytes` that it holds.
+    """
+    least = max(_LEAST_BLOCK_BYTES, _ROWS_HELD * row_bytes - _SPARE_BYTES)
+    for count in range(workers, 0, -1):
+        processes = count + (count > 1)
+        block = (memory_bytes - processes * PROCESS_BYTES) // count
+        if block >= least:
+            return count, block
+    whose = f" for rows of {row_bytes / 1e6:.0f} MB" if least > _LEAST_BLOCK_BYTES else ""
+    raise ConfigError(
+        f"--memory {memory_bytes / 1e6:.0f}MB is too little{whose}; give "
+        f"{(PROCESS_BYTES + least) / 1e6 + 1:.0f}MB or more"
+    )
+
+
+def memory_for(workers: int) -> int:
+    """What sharding takes at most if `--memory` does not say: 2 GB, or what all workers need.
+
+    It depends on the workers alone, so that ranks agree on the size of runs; half of the machine's
+    memory bounds it.
+    """
+    wanted = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
+    return max(2 * 10**9, min(wanted, usable_memory() // 2))
+
+
+def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
+    """The line that says how many workers `--memory` leaves."""
+    return (
+        f"{step}: {workers} of {counted(asked, 'worker')}, for more do not fit in --memory "
+        f"{memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
+    )
+
+
+def shard_all(
+    dataset: Path,
+    order: Order | BlendOrder,
+    workers: int,
+    memory_bytes: int,
+    strategy: str,
+    team: Team,
+) -> None:
+    """Write every shard that is not complete. Raises ConfigError for too little memory.
+
+    `strategy` is `auto`, `gather` or `bucket`. Several ranks share the work.
+    """
+    asked = workers
+    workers, block_bytes = divide_memory(memory_bytes, asked, order.row_bytes)
+    if workers < asked:
+        say(fewer_workers(team.label("shard"), memory_bytes, workers, asked, memory_for(asked)))
+    (dataset / layout.SHARDS_DIR).mkdir(exist_ok=True)
+    order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
+    work = ShardWork(dataset, order, order_xxh3, block_bytes)
+    label = team.label("shard" if order.part == "train" else f"shard {order.part}")
+    try:
+        _shard_together(work, workers, strategy, team, label)
+    except (OSError, DataError):  # other ranks may have finished, and removed what was read here
+        if team.world == 1 or _missing(work, deep=True):
+            raise
+    _buffer.cache_clear()
+
+
+def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, label: str) -> None:
+    dataset, order = work.dataset, work.order
+    rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
+    sizes = [layout.HEADER_BYTES + count * order.row_bytes for count in rows]
+    work = dataclasses.replace(work, sample=sample(sizes))
+    if len(_missing(work, deep=False)) < len(rows) and team.rank == 0:
+        say_sample(work.sample, sizes, "shard", dataset)
+    run_rows = rows_of_run(order, work.block_bytes)
+    if _missing(work, deep=True):
+        if team.rank == 0:
+            _check_arrays(dataset, order)
+        if choose_strategy(dataset, order, strategy, team, run_rows) == "bucket":
+            spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
+            spill_all(spill, workers, team)
+            work = dataclasses.replace(work, spill=spill)
+
+    def do(shards: list[int]) -> None:
+        with Progress(label, sum(rows[shard] for shard in shards), " instances") as progress:
+            run_jobs(_do_shard, work, sorted(shards), workers, progress)
+
+    missing = functools.partial(_missing, work, deep=team.rank == 0)
+    do_together(team, rows, do, missing, dataset / layout.SHARDS_DIR, workers)
+
+
+def _missing(work: ShardWork, deep: bool) -> list[int]:
+    """Shards without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
+    there = set(os.listdir(work.dataset / layout.SHARDS_DIR))
+    shards = range(work.order.num_shards)
+    left = [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in there]
+    if left or not deep:
+        return left
+    return [shard for shard in shards if not _is_complete(work, shard)]
+
+
+def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
+    """Raises DamageError where token arrays that shards are to be made of are damaged."""
+    for source in order.sources:
+        tokens_dir, items = dataset / source.tokens_dir, []
+        for number, unit in enumerate(source.units):
+            path = array_path(tokens_dir, number)
+            if path.exists():  # else it is packed
+                items.append(Promise(path, unit.xxh3))
+        chosen = sample([file.path.stat().st_size for file in items])
+        if found := damaged(items[item] for item in sorted(chosen)):
+            raise DamageError(
+                f"{found[0]}: its content is damaged (hash differs), and shards would be made of "
+                f"it; optimus-data verify {dataset} names the repair"
+            )
+
+
+def _is_complete(work: ShardWork, shard: int) -> bool:
+    try:
+        read_shard_record(work.dataset, work.order, work.order_xxh3, shard)
+    except DataError:
+        return False
+    return True
+
+
+def read_shard_record(
+    dataset: Path, order: Order | BlendOrder, order_xxh3: str, shard: int
+) -> ShardRecord:
+    """A shard's sidecar, if it follows this order and its file has its size, else DataError."""
+    record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
+    path = shard_path(dataset, shard)
+    first, stop = order.shard_rows(shard)
+    if record["order"] != order_xxh3 or (record["first"], record["instances"]) != (
+        first,
+        stop - first,
+    ):
+        raise DataError(f"{sidecar_path(dataset, shard)}: belongs to another {layout.ORDER}")
+    size = path.stat().st_size if path.exists() else None
+    if size != record["size"]:
+        raise DataError(f"{path}: has size {size}, not the {record['size']} of its sidecar")
+    require_header(path, layout.npy_header((stop - first, order.context), order.dtype))
+    return record
+
+
+def is_whole(dataset: Path, shard: int) -> bool:
+    """Whether a complete shard has the hash of its sidecar."""
+    record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
+    return are_whole([Promise(shard_path(dataset, shard), record["xxh3"])])
+
+
+def _promised_hash(work: ShardWork, shard: int) -> str | None:
+    """The hash that an earlier run gave this shard, by its sidecar or by the manifest, if any."""
+    with contextlib.suppress(DataError):
+        record = layout.read_record(sidecar_path(work.dataset, shard), ShardRecord, FORM)
+        if record["order"] == work.order_xxh3:
+            return record["xxh3"]
+    with contextlib.suppress(DataError):
+        manifest = read_manifest(work.dataset)
+        if manifest.order_xxh3 == work.order_xxh3:
+            return manifest.shards[shard].xxh3
+    return None
+
+
+def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> None:
+    order = work.order
+    first, stop = order.shard_rows(shard)
+    known = _is_complete(work, shard)
+    if known and (shard not in work.sample or is_whole(work.dataset, shard)):
+        advance(stop - first)
+        return
+    path = shard_path(work.dataset, shard)
+    header = layout.npy_header((stop - first, order.context), order.dtype)
+    digest = xxhash.xxh3_64(header)
+    with (
+        contextlib.closing(_open_rows(work, shard)) as source,
+        files.atomic_writer(path) as file,
+    ):
+        file.write(header)
+        permutation = order.epoch_zero()
+        # Three quarters of the block's memory; window and selection take a quarter.
+        step = max(1, work.block_bytes * 3 // 4 // (order.row_bytes + INDEX_BYTES))
+        buffer = _buffer(min(step, order.instances_per_shard), order.context, order.dtype)
+        for begin in range(first, stop, step):
+            instances = permutation.apply(np.arange(begin, min(begin + step, stop)))
+            rows = source.rows(instances, buffer[: len(instances)])
+            file.write(rows.data)
+            digest.update(rows.data)
+            advance(len(rows))
+        size = file.tell()
+        if (promised := _promised_hash(work, shard)) not in (None, digest.hexdigest()):
+            raise DamageError(
+                f"{path}: made again, it differs from what it was (hash {promised}), so a "
+                f"token array is damaged; optimus-data verify {work.dataset} names the repair"
+            )
+    record = {
+        "format": FORM,
+        "version": layout.VERSION,
+        "order": work.order_xxh3,
+        "first": first,
+        "instances": stop - first,
+        "size": size,
+        "xxh3": digest.hexdigest(),
+    }
+    layout.write_checked_json(sidecar_path(work.dataset, shard), record)
+
+
+@functools.lru_cache(maxsize=1)
+def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
+    """The one block that this process gathers into, shard after shard."""
+    return np.empty((rows, context), layout.little_endian(dtype))
+
+
+def _open_rows(work: ShardWork, shard: int) -> Gatherer | BlendGatherer | SpillReader:
+    if work.spill is not None:
+        return SpillReader(work.spill, shard)
+    return open_gatherer(work.dataset, work.order, work.block_bytes // 8)

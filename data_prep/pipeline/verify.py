@@ -1,0 +1,326 @@
+"""Is a data set whole? Every byte that it promises is read and compared with its hash."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data_prep import layout
+from data_prep.dataset.manifest import Manifest, ShardEntry, held_out_problem, read_manifest
+from data_prep.pipeline.shard import FORM as SHARD_FORM
+from data_prep.pipeline.shard import ShardRecord
+from data_prep.runtime.progress import Progress
+from data_prep.shuffle.blend import BlendOrder, read_any_order
+from data_prep.shuffle.shuffle import Order
+from data_prep.tokenize.duplicates import MARK as DUPLICATES
+from data_prep.tokenize.duplicates import TABLE as DUPLICATES_TABLE
+from data_prep.tokenize.duplicates import read_whole
+from data_prep.tokenize.fused import MARK, removed
+from data_prep.tokenize.packed import PackedArray, packed_path
+from data_prep.tokenize.token_arrays import array_path, docs_path, ids_path, sidecar_path
+from data_prep.tokenize.token_plan import PARTS, TokenPlan, is_import, read_plan
+from data_prep.tokenize.token_set import read_unit
+from data_prep.tokenizer.tokenizer import read_facts
+from optimus.errors import DataError, counted
+from optimus.io import files
+
+_READ_BYTES = 4 << 20
+_SAME_AS_ORDER = (
+    *("part", "num_instances", "instances_per_shard", "context", "dtype", "seed", "permutation"),
+    *("tail_tokens", "carry_tails"),
+)
+"""Keys of a manifest that its order has, too."""
+_ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
+
+
+def verify(dataset: Path) -> Iterator[str]:
+    """Every damage found in `dataset` and in its held-out part, a line each: file, what, repair.
+
+    A repair makes the same bytes again; tests/data_prep/test_repair.py follows each.
+    """
+    manifest, problem = None, ""
+    try:
+        manifest = read_manifest(dataset)
+    except DataError as error:
+        problem = str(error)
+    try:
+        order = read_any_order(dataset)
+    except DataError as error:
+        known = any((dataset / name).exists() for name in (layout.ORDER, layout.MANIFEST))
+        yield f"{error}; {Repairs(dataset).of_order()}" if known else problem
+        return
+    repairs = Repairs(dataset, order)
+    if manifest is None:
+        yield f"{problem}; {repairs.of_shards(dataset / layout.MANIFEST)}"
+        return
+    for line in _check_counts(dataset, manifest, order):
+        yield f"{line}; {repairs.of_shards(dataset / layout.MANIFEST)}"
+    yield from _check_small_files(dataset, manifest, repairs)
+    for source in order.sources:
+        yield from _check_tokens(dataset, source, repairs)
+    with Progress(f"verify {dataset}", sum(shard.size for shard in manifest.shards), "B") as bar:
+        for shard in manifest.shards:
+            path = dataset / shard.name
+            for line in _check_shard(dataset, manifest, shard):
+                yield f"{line}; {repairs.of_shards(path, path.with_suffix('.json'))}"
+            bar.advance(shard.size)
+    if manifest.part == PARTS[0] and manifest.eval_fraction > 0:
+        own = dataset / layout.EVAL_DIR
+        try:
+            problem = held_out_problem(manifest, dataset, read_manifest(own))
+        except DataError:
+            problem = ""  # that of reading it comes below
+        if problem:
+            remove = shlex.join(["rm", "-r", os.path.normpath(own)])
+            yield f"{problem}; repair: {remove}; then {_again(_makers(dataset), dataset)}"
+            return
+        yield from verify(own)
+
+
+class Repairs:
+    """The commands that make damaged files of a data set again, to the same bytes."""
+
+    def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
+        self._dataset, self._order = dataset, order
+        self._out = _output_of(dataset)
+
+    def of_shards(self, *paths: Path) -> str:
+        """Of shards, the manifest and quarantine.jsonl: what `shard` makes of token arrays."""
+        assert self._order is not None
+        has_tokens = any(map(self._is_inside, self._order.sources))
+        if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):
+            return _repair(paths, self._again("run --fused"))
+        return _repair(paths, shlex.join(["optimus-data", "shard", str(self._out)]))
+
+    def of_order(self) -> str:
+        """Of order.json."""
+        tokens_dir = self._dataset / layout.TOKENS_DIR
+        makers = "run or shuffle" if tokens_dir.is_dir() else "shuffle --to or blend"
+        makers = "run --fused" if _is_fused(tokens_dir) else makers
+        return _repair([self._dataset / layout.ORDER], self._again(makers))
+
+    def of_tokenizer(self, path: Path) -> str:
+        """Of the copy of the tokenizer."""
+        if isinstance(self._order, BlendOrder):
+            return _repair([path], self._again("blend"))
+        foreign = self._order is not None and not self._is_inside(self._order)
+        return _repair([path], self._again("shuffle" if foreign else _makers(self._dataset)))
+
+    def of_tokens(self, source: Order, *paths: Path) -> str:
+        """Of token arrays and the other files of their folder.
+
+        The folder may be any folder of the user if it is outside the data set, so that nothing in
+        it is to be removed.
+        """
+        if not self._is_inside(source):
+            out = str((self._dataset / source.tokens_dir).parent)
+            command = shlex.join(["optimus-data", "verify", out])
+            return f"repair: {command}, or the same command that made the token arrays there"
+        folders = [self._out / name / layout.TOKENS_DIR for name in ("", layout.EVAL_DIR)]
+        marks = [folder / MARK for folder in folders if (folder / MARK).exists()]
+        return _repair([*paths, *marks], self._again(_makers(self._dataset)))
+
+    def _again(self, makers: str) -> str:
+        return _again(makers, self._out)
+
+    def _is_inside(self, source: Order | BlendOrder) -> bool:
+        """Return whether the token arrays are inside the data set: no other name is written there.
+        A link may lead to the token arrays of another data set."""
+        if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
+            return False
+        return not (self._dataset / layout.TOKENS_DIR).is_symlink()
+
+
+def _output_of(dataset: Path) -> Path:
+    """What a command named as its output, of which `dataset` may be the held-out part."""
+    dataset = Path(os.path.normpath(dataset))
+    above = dataset.parent
+    whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
+    return above if dataset.name == layout.EVAL_DIR and whole else dataset
+
+
+def _makers(dataset: Path) -> str:
+    """The commands that may have made the token arrays of `dataset`."""
+    if _is_fused(dataset / layout.TOKENS_DIR):
+        return "run --fused"
+    try:
+        imported = is_import(read_plan(dataset / layout.TOKENS_DIR).text_field)
+    except DataError:
+        return "run, tokenize or import"
+    return "import" if imported else "run or tokenize"
+
+
+def _is_fused(tokens_dir: Path) -> bool:
+    """Whether `--fused` removed the arrays, even where its mark is lost: none of them is there."""
+    names = set(os.listdir(tokens_dir)) if tokens_dir.is_dir() else {"unit-00000.npy"}
+    return MARK in names or not any(_ARRAY.fullmatch(name) for name in names)
+
+
+def _again(makers: str, out: Path) -> str:
+    return f"the same optimus-data {makers} command that made {out}"
+
+
+def _repair(paths: Iterable[Path], command: str) -> str:
+    names = dict.fromkeys(os.path.normpath(path) for path in paths)
+    return f"repair: {shlex.join(['rm', '-f', *names])}; then {command}"
+
+
+def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
+    """The manifest against itself and against the order."""
+    path = dataset / layout.MANIFEST
+    if manifest.order_xxh3 != files.xxh3_file(dataset / layout.ORDER):
+        yield f"{dataset / layout.ORDER}: is not the order that {path} names"
+        return
+    for key in _SAME_AS_ORDER:
+        if getattr(manifest, key) != getattr(order, key):
+            yield f"{path}: {key} = {getattr(manifest, key)}, its order says {getattr(order, key)}"
+    units = [unit for source in order.sources for unit in source.units]
+    counts = {"documents": sum(unit.documents for unit in units)}
+    counts["tokens"] = sum(unit.tokens for unit in units)
+    for key, count in counts.items():
+        if getattr(manifest, key) != count:
+            yield f"{path}: {key} = {getattr(manifest, key)}, its order says {count}"
+    if manifest.tails != order.tails():
+        yield f"{path}: its tails are not those of its order"
+
+
+def _check_small_files(dataset: Path, manifest: Manifest, repairs: Repairs) -> Iterator[str]:
+    path = layout.tokenizer_file(dataset)
+    problem = None
+    try:
+        facts = read_facts(path, manifest.eos_token)
+    except DataError as error:
+        problem = str(error)
+    else:
+        if facts.sha256 != manifest.tokenizer_sha256:
+            problem = f"{path}: is not the tokenizer that made this data set (its SHA-256 differs)"
+    if problem:
+        yield f"{problem}; {repairs.of_tokenizer(path)}"
+    aside = manifest.quarantined
+    if aside.count:
+        path = dataset / layout.SET_ASIDE
+        for line in _check_file(path, aside.size, aside.xxh3):
+            yield f"{line}; {repairs.of_shards(path)}"
+
+
+def _check_file(path: Path, size: int, xxh3: str) -> Iterator[str]:
+    try:
+        found = os.path.getsize(path)
+        if found != size:
+            yield f"{path}: has {found} bytes instead of {size}"
+        elif files.xxh3_file(path) != xxh3:
+            yield f"{path}: its content is damaged (hash differs)"
+    except OSError as error:
+        yield f"{path}: cannot be read: {error.strerror}"
+
+
+def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str]:
+    tokens_dir = dataset / order.tokens_dir
+    path = tokens_dir / layout.PLAN
+    try:
+        plan = read_plan(tokens_dir, order.plan)
+    except DataError as error:
+        yield f"{error}; {repairs.of_tokens(order, path)}"
+        return
+    if len(plan.units) != len(order.units):
+        line = f"{dataset / layout.ORDER}: has another number of units than {path}"
+        yield f"{line}; {repairs.of_order()}"
+        return
+    if plan.id_field and order.part == PARTS[0]:
+        try:
+            read_whole(tokens_dir, order.plan)
+        except DataError as error:
+            found = (tokens_dir / DUPLICATES, tokens_dir / DUPLICATES_TABLE)
+            yield f"{error}; {repairs.of_tokens(order, *found)}"
+    for number in range(len(order.units)):
+        for line in _check_unit(tokens_dir, number, order, plan):
+            unit = [path(tokens_dir, number) for path in (array_path, docs_path, ids_path)]
+            unit += [packed_path(tokens_dir, number), sidecar_path(tokens_dir, number)]
+            yield f"{line}; {repairs.of_tokens(order, *(p for p in unit if p.exists()))}"
+
+
+def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) -> Iterator[str]:
+    unit, has_array = order.units[number], not removed(tokens_dir)
+    try:
+        record = read_unit(tokens_dir, number, order.plan, has_array)
+    except DataError as error:
+        yield str(error)
+        return
+    array, docs = array_path(tokens_dir, number), docs_path(tokens_dir, number)
+    if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
+        yield f"{array}: its sidecar is not the one that was shuffled"
+    itemsize = layout.little_endian(plan.dtype).itemsize
+    if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
+        size = counted(record["array"]["size"], "byte")
+        yield f"{array}: cannot hold {counted(unit.tokens, 'token')} in {size}"
+    if has_array and not array.exists():
+        yield from _check_packed(tokens_dir, number, plan.dtype, record["array"])
+    elif has_array:
+        yield from _check_file(array, record["array"]["size"], unit.xxh3)
+    yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
+    if ids := record.get("ids"):
+        yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
+
+
+def _check_packed(
+    tokens_dir: Path, unit: int, dtype: str, promised: Mapping[str, Any]
+) -> Iterator[str]:
+    """A packed array, which stands until `run --fused` comes to its end."""
+    path = packed_path(tokens_dir, unit)
+    try:
+        with PackedArray(path, dtype) as packed:
+            if packed.describe() != promised:
+                yield f"{path}: its content is damaged (hash differs)"
+    except DataError as error:
+        yield str(error)
+    except OSError as error:
+        yield f"{path}: cannot be read: {error.strerror}"
+
+
+def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:
+    """Size, header, hash and range of ids of one shard, in one reading of it."""
+    path = dataset / shard.name
+    header = layout.npy_header((shard.instances, manifest.context), manifest.dtype)
+    dtype = layout.little_endian(manifest.dtype)
+    try:
+        yield from _check_sidecar(path, shard)
+        size = path.stat().st_size
+        if size != shard.size:
+            yield f"{path}: has {size} bytes instead of {shard.size}"
+            return
+        largest, xxh3, found = _scan(path, dtype)
+    except (OSError, DataError) as error:
+        yield str(error) if isinstance(error, DataError) else f"{path}: {error.strerror}"
+        return
+    if xxh3 != shard.xxh3:
+        yield f"{path}: its content is damaged (hash differs)"
+    elif found != header:
+        yield f"{path}: its header is not that of {manifest.dtype} [{shard.instances}, C]"
+    elif largest >= manifest.vocab_size:
+        yield f"{path}: holds id {largest}, outside the vocabulary of {manifest.vocab_size}"
+
+
+def _check_sidecar(path: Path, shard: ShardEntry) -> Iterator[str]:
+    sidecar = path.with_suffix(".json")
+    record = layout.read_record(sidecar, ShardRecord, SHARD_FORM)
+    if record["xxh3"] != shard.xxh3:
+        yield f"{sidecar}: names another hash than the manifest"
+
+
+def _scan(path: Path, dtype: np.dtype) -> tuple[int, str, bytes]:
+    """Largest id, hash and header of a shard file."""
+    largest = -1
+    with files.open_regular(path) as file:
+        header = file.read(layout.HEADER_BYTES)
+        digest = xxhash.xxh3_64(header)
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+            largest = max(largest, int(np.frombuffer(block, dtype).max()))
+    return largest, digest.hexdigest(), header

@@ -1,0 +1,1 @@
+"""Processes, memory and directories of a run of `optimus-data`."""

@@ -1,0 +1,121 @@
+"""Independent jobs over local processes: in this process for one worker, forked ones for more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from data_prep.runtime.progress import Progress
+from optimus.errors import OptimusError
+from optimus.launch.environment import available_cores, read_local_size
+
+_POLL_S = 0.2
+
+Job = Callable[[Any, int, Callable[[int], None]], Any]
+"""`job(context, index, advance) -> result`; it calls `advance(n)` as its work goes on."""
+
+_state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a worker process
+
+
+class _Cancelled(Exception):
+    """Ends a job whose result nobody waits for any more."""
+
+
+def cores_of_this_rank() -> int:
+    """Its part of the cores, where a launcher started several ranks here and bound none."""
+    cores = available_cores()
+    unbound = cores == (os.cpu_count() or 1)
+    return max(1, cores // read_local_size()) if unbound else cores
+
+
+def run_jobs(
+    job: Job, context: Any, order: Sequence[int], workers: int, progress: Progress
+) -> dict[int, Any]:
+    """`job(context, index, ...)` for every index in `order`, started in that order.
+
+    `context` reaches each worker once. The first error ends the others and is raised here; what
+    they had completed stays on disk. Raises OptimusError when a worker is killed from outside.
+    """
+    if workers == 1 or len(order) <= 1:
+        return {index: job(context, index, progress.advance) for index in order}
+    methods = multiprocessing.get_all_start_methods()
+    processes = multiprocessing.get_context("fork" if "fork" in methods else None)
+    counter, stop = processes.Value("q", 0), processes.RawValue("b", 0)
+    executor = ProcessPoolExecutor(
+        min(workers, len(order)),
+        mp_context=processes,
+        initializer=_start_worker,
+        initargs=(context, counter, stop, os.getpid()),
+    )
+    others, started = multiprocessing.active_children(), []
+    try:
+        futures = {executor.submit(_work, job, index): index for index in order}
+        started = [one for one in multiprocessing.active_children() if one not in others]
+        _watch(set(futures), counter, progress)
+        return {index: future.result() for future, index in futures.items()}
+    except BrokenProcessPool:
+        raise OptimusError(
+            "a worker process was killed (out of memory?); give the same command again to "
+            "continue, perhaps with fewer --workers"
+        ) from None
+    finally:
+        stop.value = 1  # no effect after success; otherwise jobs end at their next `advance`
+        threading.Thread(target=_end_with_each_other, args=(started,), daemon=True).start()
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_each_other(workers: Sequence[Any]) -> None:
+    """Until all have ended, which the executor waits for without a limit: one that is killed as it
+    takes its last message holds a lock that the others want. They have nothing left to do."""
+    while alive := [one for one in workers if one.is_alive()]:
+        if any(one.exitcode not in (None, 0) for one in workers):
+            for one in alive:
+                one.kill()
+        time.sleep(_POLL_S / 10)
+
+
+def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
+    """Show progress until every future is done or one has failed, whose error is raised."""
+    shown = 0
+    while waiting:
+        done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
+        now = counter.get_obj().value  # a worker that was killed may hold the lock
+        progress.advance(now - shown)
+        shown = now
+        for future in done:
+            future.result()
+
+
+def _start_worker(context: Any, counter: Any, stop: Any, parent: int) -> None:
+    global _state
+    _state = (context, counter, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them, and kills workers
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: int) -> None:
+    """End this process soon after its parent is killed: nobody would take its results."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
+def _work(job: Job, index: int) -> Any:
+    assert _state is not None
+    context, counter, stop = _state
+
+    def advance(amount: int) -> None:
+        if stop.value:
+            raise _Cancelled
+        with counter.get_lock():
+            counter.value += amount
+
+    return job(context, index, advance)

@@ -1,0 +1,162 @@
+"""Processes on any number of machines that share work through the output directory alone.
+
+What is relied on, and what a rank does for one that is gone or failed (data_prep.runtime.peers):
+docs/formats/dataset.md, "Many machines". Every item of work is idempotent: done twice, it is the
+same bytes under the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import heapq
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.runtime.peers import Peers
+from data_prep.runtime.progress import say
+from optimus.errors import DataError, LostPeerError
+
+PATIENCE_S = 120.0
+"""Default of `--patience`: longer than file systems take to show another machine's files."""
+
+_POLL_S = (0.05, 5.0)
+_RANKS_PER_POLL_S = 50.0
+"""Polling slows down with the world, so that all ranks together list a directory 50 times a s."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among those that share the work."""
+
+    rank: int = 0
+    world: int = 1
+    patience_s: float = PATIENCE_S
+    peers: Peers | None = None
+    """Tells of ranks that failed; set by `together`."""
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between looks at what the others did."""
+        return min(max(_POLL_S[0], self.world / _RANKS_PER_POLL_S), _POLL_S[1])
+
+    def check(self) -> None:
+        """Raises LostPeerError where another rank failed."""
+        if self.peers is not None:
+            self.peers.check()
+
+    def say(self, line: str) -> None:
+        """A line that one rank says for all."""
+        if self.rank == 0:
+            say(line)
+
+    def label(self, text: str) -> str:
+        """`text` for a line of progress, with the rank where there are several."""
+        return text if self.world == 1 else f"[rank {self.rank} of {self.world}] {text}"
+
+
+ALONE = Team()
+
+
+@contextlib.contextmanager
+def together(team: Team, out: Path) -> Iterator[Team]:
+    """The team for a command that writes to `out`, in which an error of one rank reaches all.
+
+    The others finish their share, which is never in vain, and stop instead of waiting.
+    """
+    if team.world == 1 or team.peers is not None:
+        yield team
+        return
+    peers = Peers(out)
+    try:
+        yield dataclasses.replace(team, peers=peers)
+    except LostPeerError:  # it has been told
+        raise
+    except Exception as error:
+        peers.tell(team.rank, error)
+        raise
+    peers.forget_old()
+
+
+def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
+    """The items of `rank`: largest first, each given to the rank that has least so far.
+
+    No rank gets more than 4/3 of the best possible maximum (Graham 1969). Every rank computes the
+    same; an item of no size counts as 1.
+    """
+    loads = [(0, other) for other in range(world)]
+    mine = []
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        load, other = heapq.heappop(loads)
+        if other == rank:
+            mine.append(item)
+        heapq.heappush(loads, (load + max(1, sizes[item]), other))
+    return mine
+
+
+def do_together(
+    team: Team,
+    sizes: Sequence[int],
+    do: Callable[[list[int]], None],
+    missing: Callable[[], list[int]],
+    folder: Path,
+    at_once: int,
+) -> None:
+    """`do` this rank's share of the items, and see to it that all items are done.
+
+    `missing()` lists the items not done, as cheaply as it can; `folder` is where they are written
+    and where their growth shows; `at_once` items are taken over at a time.
+    """
+    do(share(sizes, team.rank, team.world))
+    if team.world == 1:
+        return
+    left, sign, since = missing(), None, time.monotonic()
+    while left:
+        mine: list[int] = []
+        team.check()
+        if time.monotonic() - since < team.patience_s:
+            time.sleep(team.poll_s)
+        elif sign != (sign := growth(folder)):  # looked at once in a while: it asks for many files
+            since = time.monotonic()
+        else:
+            begin = team.rank * len(left) // team.world  # others begin elsewhere
+            mine = (left[begin:] + left[:begin])[:at_once]
+            try:
+                do(mine)
+            except (OSError, DataError):
+                if set(mine) & set(missing()):
+                    raise
+        before, left = left, missing()
+        if set(before) - set(left) - set(mine):
+            sign, since = None, time.monotonic()
+
+
+def growth(folder: Path) -> tuple[int, int]:
+    """A figure that changes while anyone writes into `folder`: files begun, and their bytes."""
+    count = size = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):  # temporary names, and whatever grows beside them
+                try:
+                    size += entry.stat().st_size
+                except FileNotFoundError:
+                    continue
+                count += 1
+    return count, size
+
+
+def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], object]) -> None:
+    """What one rank does for all: rank 0 at once, others only if it stays away too long."""
+    if team.rank == 0:
+        do()
+        return
+    since = time.monotonic()
+    while not done():
+        team.check()
+        if time.monotonic() - since >= team.patience_s:
+            do()
+            return
+        time.sleep(team.poll_s)

@@ -1,0 +1,1 @@
+"""The order of instances, blends, and the collection of instances in that order."""

@@ -1,0 +1,1 @@
+"""Input files and the documents that they contain."""

@@ -1,0 +1,316 @@
+"""The documents of one input file, in order, with what is wrong in it said by file and line.
+
+Plain text and source files are one document each; JSON lines are a document a line, parquet files
+a document a row. Text is taken byte for byte: no newline is translated, nothing is stripped, an
+empty text is a document. What a document takes of memory is known before it is held.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from data_prep.runtime.limits import Limits, bytes_of_line, bytes_of_text
+from data_prep.sources.long_text import LongText, survey, text_blocks
+from data_prep.sources.parquet_pages import GroupPages
+from data_prep.sources.sources import InputFile, kind_of, packing_of
+from data_prep.sources.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
+from optimus.errors import DataError, one_line
+
+NO_LIMITS = Limits()
+_TEXT_FACTOR = 2
+"""Memory of the text of a value of a table and its UTF-8, by its bytes, if it is ASCII."""
+_DEPTH = 500
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
+LONG_BYTES = 4 << 20
+"""A text file that is longer is given in blocks."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, its UTF-8 bytes, and its line in the file (0: the whole file)."""
+
+    text: str
+    data: bytes
+    line: int
+    id: object = None
+    """Its id as it stands in the input, where ids are asked for."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A document that cannot be used: where (line 0: somewhere in the file) and why."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two documents of a file, from which reading can go on."""
+
+    offset: int
+    """Bytes of the unpacked file, or rows of a table, before it."""
+    line: int
+    raw_bytes: int
+    """Bytes read from disk by then, and their hash: proof that the file is the same."""
+    raw_xxh3: str
+
+
+class DamagedFile(Exception):
+    """The file as a whole cannot be read to its end, so none of it counts."""
+
+    def __init__(self, line: int, reason: str):
+        super().__init__(line, reason)
+        self.problem = Problem(line, reason)
+
+
+class InputReader:
+    """Iterates over the documents of one file; afterwards `xxh3` is the hash of its bytes.
+
+    `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
+    it, or the text of a long text file. What a document takes while it is read is in
+    docs/formats/dataset.md, "Memory".
+    """
+
+    def __init__(
+        self,
+        file: InputFile,
+        text_field: str,
+        advance: Callable[[int], None],
+        start: Position | None = None,
+        limits: Limits = NO_LIMITS,
+        id_field: str = "",
+    ):
+        self._file = file
+        self._text_field = text_field
+        self._advance = advance
+        self._start = start
+        self._limits, self._id_field = limits, id_field
+        self._raw: HashingFile | None = None
+        self._offset = start.offset if start else 0
+        self._line = start.line if start else 0
+        self._held = 0  # memory of reading a table
+        self.xxh3 = ""
+
+    def position(self) -> Position:
+        """The place behind the document given last."""
+        assert self._raw is not None
+        return Position(self._offset, self._line, *self._raw.so_far())
+
+    def pass_by(self, size: int) -> None:
+        """So many bytes of a long text are dealt with: its position is behind them."""
+        self._offset += size
+
+    def __iter__(self) -> Iterator[Document | Problem | LongText]:
+        """Documents and problems in order.
+
+        Raises DamagedFile when the file cannot be unpacked to its end, and DataError when it cannot
+        be opened or is not the file it was when the work was planned.
+        """
+        try:
+            raw = HashingFile(self._file.name, self._advance)
+        except OSError as error:
+            raise DataError(f"{self._file.name}: cannot be opened: {error.strerror}") from None
+        self._raw = raw
+        if self._start:
+            raw.expect(self._start.raw_bytes, self._start.raw_xxh3)
+        with raw, io.BufferedReader(raw, READ_BYTES) as buffered:
+            try:
+                yield from self._documents(buffered)
+            except DamagedFile:
+                self._finish(raw)
+                raise
+            self._finish(raw)
+
+    def _finish(self, raw: HashingFile) -> None:
+        self.xxh3 = raw.drain()
+        if raw.size != self._file.size:
+            raise DataError(
+                f"{self._file.name}: had {self._file.size} bytes when the work was planned and has "
+                f"{raw.size} now; let nobody write to it, remove the output and start again"
+            )
+
+    def _documents(self, buffered: IO[bytes]) -> Iterator[Document | Problem | LongText]:
+        name, packing = self._file.name, packing_of(self._file.name)
+        if packing and self._file.size == 0:
+            raise DamagedFile(1, f"damaged {packing}: the file is empty")
+        if kind_of(name) == "parquet":
+            assert self._raw is not None
+            self._raw.drain()  # the table is read out of order
+            yield from self._rows()
+            return
+        stream = unpack(buffered, name)
+        try:
+            if kind_of(name) == "text":
+                yield self._text(stream)
+                return
+            _skip(stream, self._offset)
+            yield from self._lines(stream)
+        except DamagedStream as error:
+            line, reason = self._line + 1, str(error)
+            if packing == "gzip":
+                line, reason = damage_of_gzip(name)
+            raise DamagedFile(line, f"damaged {packing}: {reason}") from None
+
+    def _text(self, stream: IO[bytes]) -> Document | Problem | LongText:
+        """The one document of a text file; a long one is unpacked twice."""
+        if not self._start:
+            data = stream.read(LONG_BYTES + 1)
+            if len(data) <= LONG_BYTES:
+                reason = self._limits.too_long(len(data))
+                return Problem(0, reason) if reason else _whole(data)
+        with open(self._file.name, "rb") as again:
+            found = survey(unpack(again, self._file.name))
+        if reason := self._limits.too_long(found.size):
+            return Problem(0, reason)
+        if found.problem:
+            return Problem(*found.problem)
+        if self._start:
+            _skip(stream, self._offset)
+            data = b""
+        return LongText(found.size, found.xxh3, text_blocks(data, stream), self._offset)
+
+    def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
+        limits = self._limits
+        # Reading joins the pieces of a line; one too long for that is told by its length alone.
+        most = -1 if limits.room_bytes is None else limits.room_bytes // 2
+        if limits.max_document is not None and not 0 <= most < limits.max_document:
+            most = limits.max_document + 1
+        while data := stream.readline(most):
+            self._line += 1
+            where, size = f"{self._file.name}:{self._line}", len(data)
+            needs = bytes_of_line(data) if size > LONG_BYTES else 0
+            if len(data) == most and not data.endswith(b"\n"):
+                data = b""
+                size += _rest_of_line(stream)
+                needs = needs * size // most
+            self._offset += size
+            if reason := limits.too_long(size):
+                yield Problem(self._line, "a line of " + reason)
+                continue
+            if size > LONG_BYTES:
+                limits.refuse(where, f"a line of {size} bytes", max(3 * size, needs))
+            if data.strip():
+                yield _from_json(data, self._line, self._text_field, self._id_field)
+
+    def _rows(self) -> Iterator[Document | Problem]:
+        from data_prep.sources.parquet import DamagedTable, read_column
+
+        try:
+            rows = read_column(
+                self._file.name, self._text_field, self._id_field, self._offset, self._rows_at_once
+            )
+            for value, own_id in rows:
+                self._line += 1
+                self._offset += 1
+                item = self._from_row(value, own_id)
+                del value, own_id  # they hold their batch
+                yield item
+                del item
+        except DamagedTable as error:
+            raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
+
+    def _from_row(self, value: Any, own_id: Any) -> Document | Problem:
+        """The document of a row whose values, scalars of pyarrow, are converted here."""
+        size = value.as_buffer().size if value.is_valid else 0
+        if reason := self._limits.too_long(size):
+            return Problem(self._line, "a value of " + reason)
+        if size > LONG_BYTES:
+            needs = self._held + bytes_of_text(value.as_buffer().to_pybytes())
+            where = f"{self._file.name}:{self._line}"
+            self._limits.refuse(where, f"a value of {size} bytes", needs)
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            what = f"invalid UTF-8: {error.reason} (byte {error.start} of the value)"
+            return Problem(self._line, what)
+        if text is None:
+            return Problem(self._line, f"column {self._text_field!r} is null here")
+        try:
+            own_id = own_id.as_py() if own_id is not None else None
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8; a time out of range
+            return Problem(self._line, f"column {self._id_field!r}: {one_line(error)}")
+        return Document(text, text.encode(), self._line, own_id)
+
+    def _rows_at_once(self, group: GroupPages, usual: int) -> int:
+        """How many rows of a group to read at a time, so that they fit whatever they hold.
+
+        Raises DataError where not even one does. Where --max-document sets large values aside, they
+        are read to know which.
+        """
+        limits, rows = self._limits, usual
+        text = _TEXT_FACTOR * min(group.largest, limits.max_document or group.largest)
+        if limits.room_bytes is not None:
+            while rows > 1 and group.needs(rows) + text > limits.room_bytes:
+                rows //= 2
+        limits.refuse(
+            f"{self._file.name}:{group.first}",
+            f"a page of {group.columns[0].held} bytes in row group {group.number} "
+            f"(rows {group.first} to {group.first + group.rows - 1})",
+            group.needs(rows) + text,
+            "write the table with smaller pages, or without large values",
+        )
+        self._held = group.needs(rows)
+        return rows
+
+
+def _skip(stream: IO[bytes], size: int) -> None:
+    while size and (block := stream.read(min(size, READ_BYTES))):
+        size -= len(block)
+
+
+def _rest_of_line(stream: IO[bytes]) -> int:
+    """Bytes of a line that is not wanted, its newline among them."""
+    size = 0
+    while data := stream.readline(READ_BYTES):
+        size += len(data)
+        if data.endswith(b"\n"):
+            break
+    return size
+
+
+def _whole(data: bytes) -> Document | Problem:
+    try:
+        return Document(data.decode(), data, 0)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return Problem(line, f"invalid UTF-8: {error.reason} (byte {error.start} of the file)")
+
+
+def _too_deep(data: bytes) -> bool:
+    """Whether JSON is nested deeper than _DEPTH.
+
+    json.loads gives up somewhere below 1000, by how deep its caller stands: sooner in a worker.
+    """
+    if data.count(b"[") + data.count(b"{") <= _DEPTH:
+        return False
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE)
+    steps = (1 if bracket in b"[{" else -1 for bracket in b"".join(bare.split(b'"')[::2]))
+    return max(itertools.accumulate(steps), default=0) > _DEPTH
+
+
+def _from_json(data: bytes, line: int, text_field: str, id_field: str) -> Document | Problem:
+    if _too_deep(data):
+        return Problem(line, "invalid JSON: nested too deeply")
+    try:
+        value = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        return Problem(line, f"invalid UTF-8: {error.reason} (byte {error.start} of the line)")
+    except ValueError as error:
+        return Problem(line, f"invalid JSON: {one_line(error)}")
+    if not isinstance(value, dict):
+        return Problem(line, f"a JSON {type(value).__name__} where an object was expected")
+    if text_field not in value:
+        return Problem(line, f"no field {text_field!r}; --text-field names the right one")
+    text = value[text_field]
+    if not isinstance(text, str):
+        return Problem(line, f"field {text_field!r} is {type(text).__name__}, not a string")
+    try:
+        return Document(text, text.encode(), line, value.get(id_field) if id_field else None)
+    except UnicodeEncodeError as error:
+        return Problem(line, f"field {text_field!r} is not Unicode text: {error.reason}")

@@ -1,0 +1,205 @@
+"""Bytes of an input file as they lie and as they read once unpacked: plain, gzip, zstd.
+
+What is damaged or cut short raises DamagedStream; none of the libraries below may end early in
+silence, as `zstandard`'s own reader does at a cut.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast
+
+import xxhash
+
+from data_prep.sources.sources import packing_of
+from optimus.errors import DataError, one_line
+
+READ_BYTES = 1 << 20
+_ZSTD_WINDOW = 1 << 31
+"""The largest window of `zstd --long=31`; memory is taken only by files packed that way."""
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SKIPPED_MAGIC = b"\x2a\x4d\x18"
+"""Behind a byte 0x50 to 0x5f."""
+
+
+class DamagedStream(Exception):
+    """The file cannot be unpacked to its end. The message says why."""
+
+
+class HashingFile(io.RawIOBase):
+    """Reads a file, hashes what goes by and tells `advance` how much it was."""
+
+    def __init__(self, name: str, advance: Callable[[int], None]):
+        self._file = open(name, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._advance = advance
+        self._digest = xxhash.xxh3_64()
+        self._expected: tuple[int, str] | None = None
+        self.size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def expect(self, size: int, xxh3: str) -> None:
+        """Raise DataError once `size` bytes went by if their hash is not `xxh3`."""
+        self._expected = (size, xxh3)
+
+    def so_far(self) -> tuple[int, str]:
+        """Number and hash of the bytes that went by."""
+        return self.size, self._digest.hexdigest()
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        if self._expected and self.size < self._expected[0]:
+            view = view[: self._expected[0] - self.size]
+        count = self._file.readinto(view)
+        self._digest.update(view[:count])
+        self.size += count
+        if self._expected and self.so_far()[0] == self._expected[0]:
+            if self.so_far() != self._expected:
+                raise DataError(
+                    f"{self._file.name}: changed since its tokenizing was interrupted; remove the "
+                    "output and start again"
+                )
+            self._expected = None
+        self._advance(count)
+        return count
+
+    def drain(self) -> str:
+        """Read whatever is left; the xxh3-64 of the whole file."""
+        buffer = bytearray(READ_BYTES)
+        while self.readinto(buffer):
+            pass
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _ZstdReader(io.RawIOBase):
+    """Frames of zstd, one after the other, as one stream.
+
+    The library unpacks all that it is given at once, and four bytes may hold 128 KiB. So it is
+    given one block at a time, which never holds more: their lengths stand in the file (RFC 8878).
+    """
+
+    def __init__(self, file: IO[bytes], name: str):
+        try:
+            import zstandard
+        except ImportError:
+            raise DataError(
+                f"{name}: .zst files need the zstandard package: pip install zstandard"
+            ) from None
+        self._file, self._error = file, zstandard.ZstdError
+        self._unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        self._blocks = self._unpack()
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            try:
+                block = next(self._blocks, None)
+            except self._error as error:
+                raise DamagedStream(one_line(error)) from None
+            if block is None:
+                return 0
+            self._ready = memoryview(block)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _unpack(self) -> Iterator[bytes]:
+        """What the blocks of all frames hold."""
+        while magic := self._file.read(4):
+            if magic[1:] == _SKIPPED_MAGIC and magic[0] >> 4 == 5:
+                left = int.from_bytes(self._take(4), "little")
+                while left:
+                    left -= len(self._take(min(left, READ_BYTES)))
+                continue
+            if magic != _ZSTD_MAGIC:
+                cut = _ZSTD_MAGIC.startswith(magic)
+                raise DamagedStream("the file ends within a frame" if cut else "no frame of zstd")
+            frame, flags = self._unpacker.decompressobj(), self._take(1)
+            yield frame.decompress(magic + flags + self._take(_rest_of_header(flags[0])))
+            last = False
+            while not last:
+                head = self._take(3)
+                facts = int.from_bytes(head, "little")
+                last, repeated, size = bool(facts & 1), facts >> 1 & 3 == 1, facts >> 3
+                checksum = 4 if last and flags[0] & 4 else 0
+                yield frame.decompress(head + self._take((1 if repeated else size) + checksum))
+
+    def _take(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise DamagedStream("the file ends within a frame")
+        return data
+
+
+def _rest_of_header(flags: int) -> int:
+    """Bytes of a frame's header behind the one with its flags (RFC 8878, 3.1.1.1)."""
+    one_segment = flags >> 5 & 1
+    content_size = (one_segment, 2, 4, 8)[flags >> 6]
+    return (1 - one_segment) + (0, 1, 2, 4)[flags & 3] + content_size
+
+
+_GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, ValueError)
+
+
+class _GzipReader(io.RawIOBase):
+    """A gzip file as the standard library's or, faster, as isal's reader unpacks it."""
+
+    def __init__(self, file: IO[bytes]):
+        self._damage: tuple[type[Exception], ...] = _GZIP_DAMAGE
+        try:
+            from isal.igzip import IGzipFile
+            from isal.igzip_lib import IsalError
+        except ImportError:
+            self._file = gzip.GzipFile(fileobj=file)
+        else:
+            self._file = IGzipFile(fileobj=file)
+            # isal's stub declares the class as an exception itself.
+            self._damage = (*_GZIP_DAMAGE, cast(type[Exception], IsalError))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._file.readinto(buffer)
+        except self._damage as error:
+            raise DamagedStream(one_line(error)) from None
+
+
+def unpack(file: IO[bytes], name: str) -> IO[bytes]:
+    """`file`'s content, unpacked as the end of `name` says. Reading it raises DamagedStream."""
+    packing = packing_of(name)
+    if packing == "gzip":
+        return io.BufferedReader(_GzipReader(file), READ_BYTES)
+    if packing == "zstd":
+        return io.BufferedReader(_ZstdReader(file, name), READ_BYTES)
+    return file
+
+
+def damage_of_gzip(name: str) -> tuple[int, str]:
+    """The line where a damaged gzip file breaks off, and why, as the standard library tells it.
+
+    Other readers stop elsewhere and say it otherwise; a list of what was set aside must not depend
+    on which is installed.
+    """
+    line, block = 0, b"\n"
+    try:
+        with gzip.open(name, "rb") as file:  # in blocks: all of it may be one line
+            while more := file.read1():
+                line, block = line + more.count(b"\n"), more
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return line + 1, one_line(error)
+    return line + (not block.endswith(b"\n")), "readers of gzip differ about it"

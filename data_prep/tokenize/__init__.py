@@ -1,0 +1,1 @@
+"""Token arrays: their plan, files, checkpoints and duplicate ids."""

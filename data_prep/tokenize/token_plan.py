@@ -1,0 +1,118 @@
+"""The plan of a set of token arrays: what tokenizing does, settled before it starts.
+
+What a unit holds depends on the plan alone. `import` has one, too (`is_import`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep import layout
+from data_prep.layout import PARTS
+from data_prep.sources.sources import InputFile
+from data_prep.tokenizer.tokenizer import TokenizerFacts
+
+_FORM_PLAN = "optimus-token-plan"
+IMPORT_FIELD = "import "
+"""In a plan of import, stands in the place of a field of text before the way ids were read."""
+_SINCE_2 = ("max_document", "id_field")
+"""Keys of a plan of version 2; one that has none of them is of version 1."""
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """What tokenizing does, settled before it starts: inputs, tokenizer, rules, units."""
+
+    tokenizer: TokenizerFacts
+    text_field: str
+    eval_fraction: float
+    inputs: tuple[InputFile, ...]
+    units: tuple[tuple[int, int], ...]
+    """Unit u holds inputs [first, stop)."""
+    id_field: str = ""
+    """Field of a document's own id, which no two may share; empty: ids are not looked at."""
+    max_document: int | None = None
+    """Documents of more bytes cannot be used. Not in the JSON where there is none."""
+
+    @property
+    def dtype(self) -> str:
+        return layout.dtype_name(self.tokenizer.vocab_size)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return PARTS if self.eval_fraction > 0 else PARTS[:1]
+
+    def unit_bytes(self, unit: int) -> int:
+        """Input bytes of a unit."""
+        first, stop = self.units[unit]
+        return sum(file.size for file in self.inputs[first:stop])
+
+    def to_json(self) -> dict[str, Any]:
+        value = {"format": _FORM_PLAN, "version": layout.VERSION, **dataclasses.asdict(self)}
+        new = {key: value.pop(key) for key in _SINCE_2 if not value[key]}
+        if len(new) < len(_SINCE_2):
+            value["version"] = layout.PLAN_VERSION
+        return value
+
+
+def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
+    """The plan under `tokens_dir`, with the hash `xxh3` if a file names `tokens_dir`.
+
+    Raises DataError.
+    """
+    path = tokens_dir / layout.PLAN
+    plan = layout.read_record(path, TokenPlan, _FORM_PLAN, newest=layout.PLAN_VERSION, xxh3=xxh3)
+    tokenizer, edges = plan.tokenizer, [edge for unit in plan.units for edge in unit]
+    layout.require(
+        path,
+        (
+            1 <= tokenizer.vocab_size <= 1 << 32,
+            f"vocab_size = {tokenizer.vocab_size} is not from 1 to 2^32",
+        ),
+        (
+            0 <= tokenizer.eos_id < tokenizer.vocab_size,
+            f"eos_id = {tokenizer.eos_id} is outside the vocabulary of {tokenizer.vocab_size}",
+        ),
+        (
+            0 <= plan.eval_fraction < 1,
+            f"eval_fraction = {plan.eval_fraction} is not from 0 to below 1",
+        ),
+        (
+            layout.are_counts([file.size for file in plan.inputs]),
+            "the size of an input is negative or too large",
+        ),
+        (layout.are_paths([file.name for file in plan.inputs]), "the name of an input is no path"),
+        (
+            bool(edges)
+            and edges == sorted(edges)
+            and edges[1:-1:2] == edges[2::2]
+            and (edges[0], edges[-1]) == (0, len(plan.inputs)),
+            "units do not divide the inputs",
+        ),
+        (plan.max_document is None or plan.max_document > 0, "max_document is not above 0"),
+    )
+    return plan
+
+
+def is_import(text_field: str) -> bool:
+    """Whether the arrays of a plan or manifest with this field come from token files, whose text is
+    not known, and not from text."""
+    return text_field.startswith(IMPORT_FIELD)
+
+
+def held_out_below(eval_fraction: float) -> int:
+    """A document is held out if xxh3_64 of its text is below this: h < f * 2^64, exactly."""
+    return math.ceil(eval_fraction * 2.0**64)
+
+
+def parts_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
+    """The folders of token arrays of each part that the plan makes."""
+    places = {
+        PARTS[0]: out / layout.TOKENS_DIR,
+        PARTS[1]: out / layout.EVAL_DIR / layout.TOKENS_DIR,
+    }
+    return {part: places[part] for part in plan.parts}

@@ -1,0 +1,171 @@
+"""A unit while it is written: batches of documents, their ids, their part, and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import xxhash
+
+from data_prep.runtime.limits import Limits
+from data_prep.sources.documents import Document, InputReader, Position, Problem
+from data_prep.sources.long_text import LongText
+from data_prep.tokenize import segments
+from data_prep.tokenize.duplicates import hash_of
+from data_prep.tokenize.token_arrays import TokenArrayWriter
+from data_prep.tokenizer.sections import SECTION_CHARS, NoCut
+from data_prep.tokenizer.tokenizer import Encoder
+
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 1024
+
+
+class UnitWriter:
+    """Batches a unit's documents, encodes them, deals them to the parts, and keeps checkpoints."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        writers: dict[str, TokenArrayWriter],
+        below: int,
+        checkpoints: segments.Segments,
+        first: int,
+        limits: Limits,
+    ):
+        """`writers` of the training part, and then of the held-out part if there is one: documents
+        whose hash is below `below`. `first` is the first input of the unit.
+        """
+        self._encoder, self._limits = encoder, limits
+        self._below = below
+        self._writers = list(writers.values())
+        self._checkpoints = checkpoints
+        self._pending: list[tuple[int, Document, str]] = []
+        self._pending_bytes = self._unsaved_bytes = 0
+        self.source, self.start = first, None
+        self.hashes: list[str] = []
+        self.set_aside: list[dict[str, Any]] = []
+        for state, blobs in checkpoints.read():
+            assert len(blobs) == 3 * len(self._writers), (len(blobs), len(self._writers))
+            for index, writer in enumerate(self._writers):
+                writer.restore(*blobs[3 * index : 3 * index + 3])
+            self.source, self.hashes = state["source"], state["hashes"]
+            self.start = Position(**state["start"]) if state["start"] else None
+            self.set_aside = state["set_aside"]
+
+    def add(self, source: int, document: Document, where: str) -> None:
+        """Take a document; `where` it is, for people."""
+        if len(document.text) > SECTION_CHARS:
+            self.flush()
+            text, size = document.text, len(document.data)
+            part = self._part(xxhash.xxh3_64_intdigest(document.data))
+            if self._encoder.cutter is None:
+                self._limits.refuse(
+                    where, f"a document of {size} bytes", size * self._encoder.bytes_per_byte
+                )
+                part.extend(self._encoder.encode([text])[0], where)
+            else:
+                blocks = (
+                    text[first : first + SECTION_CHARS]
+                    for first in range(0, len(text), SECTION_CHARS)
+                )
+                self._write_sections(part, blocks, where)
+            part.close(source, document.line, hash_of(document.id))
+            self._unsaved_bytes += size
+            return
+        self._pending.append((source, document, where))
+        self._pending_bytes += len(document.data)
+        self._unsaved_bytes += len(document.data)
+        if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _BATCH_DOCUMENTS:
+            self.flush()
+
+    def add_long(self, source: int, long: LongText, reader: InputReader, where: str) -> None:
+        """Take a long text, with checkpoints within it."""
+        self.flush()
+        part = self._part(long.xxh3)
+        if self._encoder.cutter is None:
+            needs = long.size * self._encoder.bytes_per_byte
+            self._limits.refuse(where, f"a document of {long.size} bytes", needs)
+            part.extend(self._encoder.encode(["".join(long.blocks)])[0], where)
+        else:
+            after = functools.partial(self._after_section, source, reader)
+            self._write_sections(part, long.blocks, where, after)
+        part.close(source, 0)
+
+    def _after_section(self, source: int, reader: InputReader, section: str) -> None:
+        size = len(section.encode())
+        reader.pass_by(size)
+        self._unsaved_bytes += size
+        if self.due:
+            self.save(source, reader.position())
+
+    def _write_sections(
+        self,
+        part: TokenArrayWriter,
+        blocks: Iterable[str],
+        where: str,
+        after: Callable[[str], None] = lambda section: None,
+    ) -> None:
+        """What has no place to cut it is encoded whole, where the memory for it is there."""
+        assert self._encoder.cutter is not None
+        needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
+        most = None if room is None else room // needs
+        try:
+            for section in self._encoder.cutter.sections(blocks, most):
+                part.extend(self._encoder.encode([section])[0], where)
+                after(section)
+        except NoCut as error:
+            (size,) = error.args
+            self._limits.refuse(where, f"a stretch of {size} bytes without a cut", size * needs)
+            raise AssertionError("more than there is room for was refused") from error
+
+    def _part(self, xxh3: int) -> TokenArrayWriter:
+        """The array of a document with this hash."""
+        return self._writers[xxh3 < self._below]
+
+    @property
+    def due(self) -> bool:
+        """Whether enough text came since the last checkpoint for another."""
+        return self._unsaved_bytes >= segments.SEGMENT_BYTES
+
+    def save(self, source: int, start: Position | None) -> None:
+        """A checkpoint from which reading goes on in this input, at this place in it."""
+        self.flush()
+        state = {
+            "source": source,
+            "start": dataclasses.asdict(start) if start else None,
+            "hashes": self.hashes,
+            "set_aside": self.set_aside,
+        }
+        blobs = [blob for writer in self._writers for blob in writer.take()]
+        self._checkpoints.save(state, blobs)
+        self._unsaved_bytes = 0
+
+    def flush(self) -> None:
+        encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
+        dealt: list[list[int]] = [[] for _ in self._writers]
+        for index, (_, document, _) in enumerate(self._pending):
+            held_out = xxhash.xxh3_64_intdigest(document.data) < self._below
+            dealt[held_out].append(index)
+        for writer, indices in zip(self._writers, dealt, strict=True):
+            if indices:
+                sources = [(self._pending[i][0], self._pending[i][1].line) for i in indices]
+                own = [hash_of(self._pending[i][1].id) for i in indices]
+                where = [self._pending[i][2] for i in indices]
+                writer.append([encoded[i] for i in indices], sources, own, where)
+        self._pending, self._pending_bytes = [], 0
+
+    def set_input_aside(self, source: int, problem: Problem) -> None:
+        """Take back what the input gave: it turned out to be damaged."""
+        self._pending = [item for item in self._pending if item[0] != source]
+        self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
+        for writer in self._writers:
+            writer.drop_input(source)
+        self._checkpoints.remove()  # they may hold some of it
+        self.set_aside = [item for item in self.set_aside if item["input"] != source]
+        self.note(source, problem)
+
+    def note(self, source: int, problem: Problem) -> None:
+        """List a document as set aside."""
+        self.set_aside.append({"input": source, **dataclasses.asdict(problem)})

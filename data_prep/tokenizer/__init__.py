@@ -1,0 +1,1 @@
+"""Text to token ids, equal to the reference library."""

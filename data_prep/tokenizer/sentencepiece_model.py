@@ -1,0 +1,149 @@
+"""Tokenizers in sentencepiece's `.model` format. Needs the sentencepiece package.
+
+Control symbols (`<s>`, `</s>`) are never taken from text by that library, so special-token text is
+plain text; user-defined symbols are matched as it matches them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from data_prep.layout import TOKENIZER_BYTES
+from data_prep.tokenizer.growth import MAX_GROWTH, max_growth_by_map
+from optimus.errors import DataError, one_line
+from optimus.io import files
+
+_NORMALIZER, _DENORMALIZER, _CHARSMAP = 3, 5, 2
+"""Numbers of fields in sentencepiece_model.proto: of ModelProto, and of NormalizerSpec."""
+
+
+def is_sentencepiece(path: str | os.PathLike) -> bool:
+    """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does."""
+    try:
+        with files.open_regular(path) as file:
+            head = file.read(65)
+    except OSError:
+        return False  # who reads it as JSON reports it
+    return head[:1] == b"\n" and head[1:].lstrip()[:1] not in (b"{", b"[", b"")
+
+
+class SentencePieceTokenizer:
+    """A model, with the few methods that data preparation wants of a tokenizer."""
+
+    def __init__(self, path: str | os.PathLike):
+        """Raises DataError where the file is no model, or the package is missing."""
+        try:
+            import sentencepiece
+        except ImportError:
+            raise DataError(
+                f"{path}: sentencepiece models need its package: pip install sentencepiece"
+            ) from None
+        try:
+            content = files.read_regular(path, TOKENIZER_BYTES)
+            growth = _max_growth(content)
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise DataError(f"{path}: is not a sentencepiece model: {one_line(error)}") from None
+        if growth > MAX_GROWTH:
+            raise DataError(
+                f"{path}: its normalizer makes texts up to {growth:.3g} times as long; use a "
+                f"tokenizer with at most {MAX_GROWTH}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Pieces, which have the ids from 0."""
+        return self._model.get_piece_size()
+
+    @property
+    def default_eos(self) -> str | None:
+        """The end-of-sentence symbol, if the model was trained with one."""
+        eos = self._model.eos_id()
+        return self._model.id_to_piece(eos) if eos >= 0 else None
+
+    def control_id(self, piece: str) -> int | None:
+        """The id of a control symbol, which no text produces; None for any other piece."""
+        found = self._model.piece_to_id(piece)
+        known = self._model.id_to_piece(found) == piece
+        return found if known and self._model.is_control(found) else None
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, uint32 [T], without any control symbol."""
+        return [np.array(self._model.encode(text, out_type=int), np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of these ids, control symbols by their names unless they are skipped."""
+        runs: list[str] = []
+        plain: list[int] = []
+        for token in ids:
+            if self._model.is_control(token):
+                name = "" if skip_special_tokens else self._model.id_to_piece(token)
+                runs += [self._model.decode(plain), name]
+                plain = []
+            else:
+                plain.append(token)
+        return "".join([*runs, self._model.decode(plain)])
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the number and value of each field of a protobuf message.
+
+    Yields:
+        The value is an int for a varint, a float for a 32-bit field, and bytes for any other field.
+
+    Raises:
+        ValueError: The message is damaged.
+    """
+    offset = 0
+
+    def varint() -> int:
+        nonlocal offset
+        value = 0
+        for shift in range(0, 64, 7):
+            if offset == len(message):
+                raise ValueError("the message ends within a number")
+            byte = message[offset]
+            offset += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError("a varint has more than 64 bits")
+
+    while offset < len(message):
+        key = varint()
+        number, wire = key >> 3, key & 7
+        if not 0 < key >> 3 < 1 << 29:  # protobuf's own parser would drop the upper bits
+            raise ValueError(f"field {number} has a number out of range")
+        if wire == 0:
+            yield number, varint()
+            continue
+        if wire not in (1, 2, 5):
+            raise ValueError(f"field {number} has the unknown wire type {wire}")
+        size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
+        value = message[offset : offset + size]
+        if len(value) != size:
+            raise ValueError("the message ends within a field")
+        offset += size
+        yield number, struct.unpack("<f", value)[0] if wire == 5 else value
+
+
+def _max_growth(model: bytes) -> float:
+    """Return by how much the character maps of a model can lengthen a text. Raises ValueError."""
+    offset = 0  # most of a model are pieces of fewer than 128 bytes, each after the bytes 10, size
+    while model[offset : offset + 1] == b"\n" and model[offset + 1 : offset + 2] < b"\x80":
+        offset += 2 + int.from_bytes(model[offset + 1 : offset + 2], "little")
+    maps = [
+        charsmap
+        for number, spec in fields(model[offset:])
+        if number in (_NORMALIZER, _DENORMALIZER) and isinstance(spec, bytes)
+        for key, charsmap in fields(spec)
+        if key == _CHARSMAP and isinstance(charsmap, bytes)
+    ]
+    if len(maps) > 2:  # one to normalize and one to undo it; each takes a second to follow
+        raise ValueError(f"it has {len(maps)} character maps")
+    return max(map(max_growth_by_map, maps), default=1.0)

@@ -1,0 +1,293 @@
+"""Text to token ids, equal to the reference library's with special-token text as plain text.
+
+`Encoder` is the seam behind which faster exact encoders may come: whatever stands there must give
+`Tokenizer.encode(text, add_special_tokens=False).ids` for every text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data_prep.layout import TOKENIZER_BYTES, read_bytes
+from data_prep.runtime import child
+from data_prep.tokenizer.encoder import REFERENCE_ONLY, SAMPLES, MemoEncoder, reference_encode
+from data_prep.tokenizer.growth import MAX_GROWTH, max_growth
+from data_prep.tokenizer.pretokenize import recognise
+from data_prep.tokenizer.sections import Cutter
+from data_prep.tokenizer.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
+from optimus.errors import DataError, OptimusError, one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Spellings of the end-of-document token that are recognised without `--eos`."""
+
+_CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
+"""Limits of the check of a tokenizer: time, and memory in addition to that of the file."""
+_CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
+"""Limits of processor time: of the check of a small file, and of each of two loads of a large
+one."""
+_BYTES_PER_BYTE = 32
+"""Memory that the library takes to load a byte of a tokenizer.json; measured: 11."""
+_MODEL = re.compile(rb'"model"\s*:\s*\{')
+_OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decoder"')
+_COMPONENT = re.compile(rb"\s*:\s*[{\[]")
+_ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
+"""With these, a key may have another spelling. Writers of JSON do not escape letters."""
+_SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
+
+_LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
+"""Measured at a token a character: 241 and 49; ordinary text takes half of it."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a data set records of its tokenizer."""
+
+    sha256: str
+    vocab_size: int
+    """One more than the largest id."""
+    eos_token: str
+    eos_id: int
+
+
+def open_tokenizer(
+    path: str | os.PathLike, check: bool = True
+) -> Tokenizer | SentencePieceTokenizer:
+    """Return the library's tokenizer, set so that a text gives all its ids and no others.
+
+    Args:
+        path: A tokenizer.json or a sentencepiece model.
+        check: Try the file in a child process first. Set False in a process that has used a
+            GPU or the network, where a fork is not safe, for a file that was checked before.
+
+    Raises:
+        DataError: The file is not a tokenizer, or it crashes, hangs or fills memory.
+    """
+    if is_sentencepiece(path):
+        if check:
+            size = os.stat(path).st_size
+            _in_child(path, size, lambda: SentencePieceTokenizer(path).encode(SAMPLES))
+        return SentencePieceTokenizer(path)
+    content = read_bytes(path, TOKENIZER_BYTES)
+    if check:
+        _in_child(path, len(content), lambda: _try(path, content))
+    return _load(path, content)
+
+
+def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json with this content. Raises DataError."""
+    from tokenizers import Tokenizer
+
+    try:
+        with library_panics(path):
+            tokenizer = Tokenizer.from_buffer(content)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises bare Exception for anything it cannot read
+        raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # It adds special tokens, which no text gets. A template could also repeat the text.
+    tokenizer.post_processor = None
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) -> None:
+    """Call `work` in a child process with limits of processor time and of memory for a file of
+    `size` bytes. Raise DataError if it raises an exception, crashes or exceeds them."""
+
+    def call() -> None:
+        try:
+            work()
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:
+            raise DataError(_failure(path, error)) from None
+
+    cpu_s = _CHECK_CPU_S + 2 * size // _LOAD_BYTES_PER_S
+    memory_bytes = _CHECK_BYTES + _BYTES_PER_BYTE * size
+    try:
+        problem = child.run(call, limit_s=_CHECK_S, cpu_s=cpu_s, memory_bytes=memory_bytes)
+    except child.CrashError as error:
+        problem = _failure(path, error)
+    except child.UnfinishedError as error:
+        raise OptimusError(
+            f"{path}: cannot check the tokenizer: {error}; free memory or processes and give the "
+            "command again"
+        ) from None
+    if problem is not None:
+        raise DataError(problem)
+
+
+def _try(path: str | os.PathLike, content: bytes) -> None:
+    """Load a tokenizer.json and try it on a short text. Raise DataError if that fails or if one of
+    its steps makes texts much longer."""
+    from tokenizers import Tokenizer
+
+    # The steps come first, without the model where it is known: the library normalizes added
+    # tokens as it loads them, which a step that makes texts longer multiplies.
+    steps = None
+    with library_panics(path), contextlib.suppress(Exception):  # `_load` reports an exception
+        steps = Tokenizer.from_buffer(_without_model(content))
+    if steps is not None:
+        _check_growth(path, "normalizer", steps.normalizer)
+        _check_growth(path, "pre-tokenizer", steps.pre_tokenizer)
+        _check_growth(path, "decoder", steps.decoder)
+    tokenizer = _load(path, content)
+    with library_panics(path), contextlib.suppress(Exception):
+        ids = tokenizer.encode("".join(SAMPLES), add_special_tokens=False).ids
+        tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _without_model(content: bytes) -> bytes:
+    """Return a tokenizer.json with a small model if its model comes last, else all of it."""
+    if (model := _MODEL.search(content)) is None:
+        return content
+    if b"\\u00" in content and _ESCAPED_LETTER.search(content):
+        return content
+    for key in _OTHER_KEYS:
+        start = model.end()
+        while (start := content.find(key, start) + len(key)) >= len(key):
+            if _COMPONENT.match(content, start):  # else it is a token of the vocabulary
+                return content
+    short = content[: model.start()] + _SMALL_MODEL
+    try:
+        json.loads(short)  # fails if the match is not a key of the outermost object
+    except (ValueError, RecursionError):
+        return content
+    return short
+
+
+def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
+    """Raise DataError if a component makes a text much longer: a few steps, each of which replaces
+    a letter by a thousand, take all memory."""
+    try:
+        growth = 1.0 if component is None else max_growth(json.loads(component.__getstate__()))
+    except ValueError as error:
+        raise DataError(f"{path}: {error}, in its {name}; use another tokenizer") from None
+    if growth > MAX_GROWTH:
+        raise DataError(
+            f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "
+            f"with at most {MAX_GROWTH}"
+        )
+
+
+@contextlib.contextmanager
+def library_panics(path: str | os.PathLike) -> Iterator[None]:
+    """Raise DataError where the tokenizers library panics on the file at `path` or on a text.
+
+    A damaged table of a normalizer and a pattern that needs too many steps do. The exception of a
+    panic derives from BaseException, and its class cannot be imported. The library also prints it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(_failure(path, error)) from None
+
+
+def _failure(path: str | os.PathLike, error: BaseException) -> str:
+    library = "sentencepiece" if is_sentencepiece(path) else "tokenizers"
+    return (
+        f"{path}: the {library} library fails with this tokenizer: {one_line(error)}; use "
+        "another tokenizer"
+    )
+
+
+def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:
+    """Facts of a tokenizer.json. `eos` names its end-of-document token; None: found by its name.
+
+    Raises DataError where there is no such token, several, or one that plain text could produce.
+    """
+    tokenizer = open_tokenizer(path)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return _sentencepiece_facts(path, tokenizer, eos)
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    special = {
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    }
+    if eos is None:
+        found = [name for name in EOS_NAMES if name in special]
+        if len(found) != 1:
+            what = " and ".join(found) if found else f"none of {', '.join(EOS_NAMES)}"
+            raise DataError(f"{path}: has {what} as special tokens; name the one with --eos TOKEN")
+        eos = found[0]
+    if eos not in special:
+        raise DataError(f"{path}: --eos {eos!r} is not one of its special tokens")
+    return TokenizerFacts(
+        sha256=sha256_of(path),
+        vocab_size=max(ids.values()) + 1,
+        eos_token=eos,
+        eos_id=ids[eos],
+    )
+
+
+def _sentencepiece_facts(
+    path: str | os.PathLike, tokenizer: SentencePieceTokenizer, eos: str | None
+) -> TokenizerFacts:
+    name = eos or tokenizer.default_eos
+    if name is None:
+        raise DataError(f"{path}: has no end-of-sentence symbol; name a control symbol with --eos")
+    if (eos_id := tokenizer.control_id(name)) is None:
+        raise DataError(f"{path}: --eos {name!r} is not one of its control symbols")
+    return TokenizerFacts(sha256_of(path), tokenizer.vocab_size, name, eos_id)
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+    """Of a tokenizer's file, as data sets record it."""
+    return hashlib.sha256(read_bytes(path, TOKENIZER_BYTES)).hexdigest()
+
+
+class Encoder:
+    """Encodes texts on the calling thread alone: parallelism is one process a core."""
+
+    def __init__(self, path: str | os.PathLike):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._path, self._tokenizer = path, open_tokenizer(path)
+        self._memo: MemoEncoder | None = None
+        self.cutter: Cutter | None = None
+        """Divides a long text into sections that may be encoded one by one, where that is known."""
+        self.bytes_per_byte = _SENTENCEPIECE_BYTES
+        """Memory that the library takes to encode a byte of a text."""
+        if isinstance(self._tokenizer, SentencePieceTokenizer):
+            return
+        self.bytes_per_byte = _LIBRARY_BYTES
+        try:  # the library takes some files that are no JSON
+            recipe = recognise(json.loads(read_bytes(path, TOKENIZER_BYTES)))
+        except ValueError as error:
+            raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
+        if recipe and os.environ.get(REFERENCE_ONLY) != "reference":
+            with library_panics(path):
+                memo = MemoEncoder(self._tokenizer, recipe)
+                self._memo = memo if memo.agrees() else None
+            if self._memo:  # what is special is plain text, but may cover an added token
+                self.cutter = Cutter([*recipe.added, *recipe.special] if recipe.added else [])
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, uint32 [T], without any special token. Raises DataError."""
+        if isinstance(self._tokenizer, SentencePieceTokenizer):
+            return self._tokenizer.encode(texts)
+        with library_panics(self._path):
+            if self._memo is not None:
+                return self._memo.encode(texts)
+            return reference_encode(self._tokenizer, texts)
+
+
+@functools.lru_cache(maxsize=1)
+def shared_encoder(path: str) -> Encoder:
+    """One encoder a process: a large vocabulary takes a second to load."""
+    return Encoder(path)
