@@ -323,7 +323,7 @@ def test_terminal_gets_no_escapes_of_a_text(program, monkeypatch, capsys):
         assert main(["generate", "checkpoint", "--prompt", "a"]) == 0
     else:
         value = {"shard": 0, "row": 0, "epoch": 0, "sources": [], "text": text}
-        monkeypatch.setattr("data_prep.dataset.inspect.inspect", lambda *_: value)
+        monkeypatch.setattr("data_prep.dataset.describe.inspect", lambda *_: value)
         monkeypatch.setattr(data_prep.cli.commands, "_existing", lambda path: path)
         assert data_prep.cli.commands.run_command(["inspect", "data", "0"]) == 0
     assert capsys.readouterr().out.endswith("a\\x1b]0;title\\x07\nb\n")

@@ -16,7 +16,7 @@ from optimus.errors import DataError, counted, printable_lines
 if TYPE_CHECKING:
     from data_prep.dataset.manifest import Manifest
     from data_prep.pipeline.run import ShardRequest, TokenizeRequest
-    from data_prep.pipeline.shuffle_run import ShuffleRequest
+    from data_prep.pipeline.shuffle import ShuffleRequest
     from data_prep.runtime.ranks import Team
 
 
@@ -152,7 +152,7 @@ def _workers(args: argparse.Namespace) -> int:
 def _train_tokenizer(args: argparse.Namespace) -> int:
     from data_prep.pipeline.train_tokenizer import train_tokenizer
     from data_prep.runtime.progress import say
-    from data_prep.sources.sources import find_inputs
+    from data_prep.sources.inputs import find_inputs
 
     start = time.monotonic()
     inputs = find_inputs(args.input, args.exclude, say=say)
@@ -202,7 +202,7 @@ def _tokenize_request(args: argparse.Namespace) -> TokenizeRequest:
 
 
 def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
-    from data_prep.pipeline.shuffle_run import ShuffleRequest
+    from data_prep.pipeline.shuffle import ShuffleRequest
 
     return ShuffleRequest(args.context, args.seed, args.carry_tails, args.shard_size)
 
@@ -240,7 +240,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
     """Counts of the token arrays in `out` by part, and a line on each."""
-    from data_prep.pipeline.shuffle_run import data_sets
+    from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set
 
     parts, lines = {}, []
@@ -279,7 +279,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _shuffle(args: argparse.Namespace) -> int:
-    from data_prep.pipeline.shuffle_run import shuffle
+    from data_prep.pipeline.shuffle import shuffle
 
     source = Path(args.out)
     target = Path(args.to) if args.to else source
@@ -308,8 +308,8 @@ def _shard(args: argparse.Namespace) -> int:
 
 
 def _blend(args: argparse.Namespace) -> int:
-    from data_prep.pipeline.blend_run import blend
     from data_prep.pipeline.run import shard
+    from data_prep.pipeline.shuffle import blend
 
     start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
     blend(args.source, out, _shuffle_request(args), args.instances, team)
@@ -337,7 +337,7 @@ def _report(
     """What a finished data set is, for people or as JSON. One rank says it for all."""
     if team.rank > 0:
         return 0
-    from data_prep.dataset.report import report
+    from data_prep.dataset.describe import report
 
     return _answer(args, *report(str(out), manifests, time.monotonic() - start))
 
@@ -365,7 +365,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from data_prep.dataset.inspect import inspect
+    from data_prep.dataset.describe import inspect
 
     value = inspect(_existing(args.dataset), args.instance)
     lines = [f"instance {args.instance}: {value['shard']} row {value['row']}"]
@@ -387,9 +387,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> int:
+    from data_prep.dataset.describe import default_held_out, for_training, stats
     from data_prep.dataset.manifest import read_manifest
-    from data_prep.dataset.report import for_training
-    from data_prep.dataset.stats import default_held_out, stats
 
     dataset = _existing(args.dataset)
     held_out = _existing(args.eval) if args.eval else default_held_out(dataset)

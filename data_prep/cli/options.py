@@ -95,7 +95,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 def add_tokenize(parser: argparse.ArgumentParser) -> None:
     """How text becomes token arrays."""
-    from data_prep.sources.sources import UNIT_BYTES
+    from data_prep.sources.inputs import UNIT_BYTES
 
     _add_tokenizer(parser, "tokenizer.json, or .model file of sentencepiece")
     parser.add_argument(

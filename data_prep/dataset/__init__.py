@@ -1,12 +1,17 @@
 """Finished data sets. `optimus` imports nothing else of data_prep."""
 
-from data_prep.dataset.held_out import HeldOut, check_held_out, held_out_of_dataset
-from data_prep.dataset.manifest import held_out_problem, read_manifest
+from data_prep.dataset.describe import MAX_EPOCHS
+from data_prep.dataset.manifest import (
+    HeldOut,
+    check_held_out,
+    held_out_of_dataset,
+    held_out_problem,
+    read_manifest,
+)
 from data_prep.dataset.reader import ShardReader
-from data_prep.dataset.report import MAX_EPOCHS
 from data_prep.layout import PARTS, SENTENCEPIECE, TOKENIZER, tokenizer_file
-from data_prep.shuffle.mixing import MIXING_ALGORITHM, Mixing, integer_weights
-from data_prep.shuffle.permutation import PERMUTATION_ALGORITHM, Permutation
+from data_prep.shuffle.blend import MIXING_ALGORITHM, Mixing, integer_weights
+from data_prep.shuffle.order import PERMUTATION_ALGORITHM, Permutation
 from data_prep.tokenizer.sentencepiece_model import (
     SentencePieceTokenizer,
     fields,

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep import layout
-from data_prep.runtime.limits import Limits
+from data_prep.runtime.memory import Limits
 from data_prep.shuffle.blend import read_any_order
-from data_prep.shuffle.shuffle import Order
+from data_prep.shuffle.order import Order
 from data_prep.sources.documents import NO_LIMITS
-from data_prep.sources.sources import InputFile
-from data_prep.tokenize.token_plan import TokenPlan, is_import, parts_dirs, read_plan
+from data_prep.sources.inputs import InputFile
+from data_prep.tokenize.plan import TokenPlan, is_import, parts_dirs, read_plan
 from data_prep.tokenize.tokenize import TokenizeWork
 from data_prep.tokenizer.sentencepiece_model import is_sentencepiece
 from optimus.errors import DataError, counted

@@ -19,8 +19,8 @@ from data_prep.pipeline.begin import begin
 from data_prep.runtime.ranks import ALONE, Team, together
 from data_prep.runtime.workspace import working_in
 from data_prep.sources.foreign import Foreign, index_of, open_foreign
-from data_prep.sources.sources import InputFile, find_inputs, require_file
-from data_prep.tokenize.token_plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.sources.inputs import InputFile, find_inputs, require_file
+from data_prep.tokenize.plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
 from data_prep.tokenize.token_set import read_unit, write_unit
 from data_prep.tokenize.tokenize import (
     TokenizeWork,

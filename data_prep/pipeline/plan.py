@@ -20,15 +20,13 @@ import numpy as np
 from data_prep import layout
 from data_prep.pipeline.run import TokenizeRequest, memory_of
 from data_prep.pipeline.shard import divide_memory
-from data_prep.pipeline.shuffle_run import ShuffleRequest
-from data_prep.runtime.limits import Limits
-from data_prep.runtime.machine import usable_memory
+from data_prep.pipeline.shuffle import ShuffleRequest
+from data_prep.runtime.memory import Limits, usable_memory
 from data_prep.runtime.progress import say, short
-from data_prep.shuffle.shuffle import rows_of_shard
-from data_prep.sources.documents import DamagedFile, InputReader, Problem
-from data_prep.sources.long_text import LongText
-from data_prep.sources.sources import InputFile, find_inputs, group_units, kind_of, require_file
-from data_prep.tokenize.packed import packed_share, require_zstd
+from data_prep.shuffle.order import rows_of_shard
+from data_prep.sources.documents import DamagedFile, InputReader, LongText, Problem
+from data_prep.sources.inputs import InputFile, find_inputs, group_units, kind_of, require_file
+from data_prep.tokenize.store import packed_share, require_zstd
 from data_prep.tokenizer.tokenizer import read_facts, shared_encoder
 from optimus.errors import DataError, counted
 from optimus.io import files

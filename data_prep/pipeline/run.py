@@ -14,39 +14,38 @@ from pathlib import Path
 from data_prep import layout
 from data_prep.dataset.manifest import Manifest, read_manifest
 from data_prep.pipeline.begin import begin
-from data_prep.pipeline.finish import finish
 from data_prep.pipeline.shard import (
     divide_memory,
     fewer_workers,
+    finish,
     is_whole,
     read_shard_record,
     shard_all,
 )
-from data_prep.pipeline.shuffle_run import ShuffleRequest, as_asked, data_sets, shuffle
-from data_prep.runtime.limits import Limits, bytes_for, default_bytes
-from data_prep.runtime.limits import divide_memory as memory_to_tokenize
+from data_prep.pipeline.shuffle import ShuffleRequest, as_asked, data_sets, shuffle
+from data_prep.runtime.memory import Limits, bytes_for, default_bytes
+from data_prep.runtime.memory import divide_memory as memory_to_tokenize
 from data_prep.runtime.progress import say
 from data_prep.runtime.ranks import ALONE, Team, share, together, wait_for
 from data_prep.runtime.workspace import working_in
 from data_prep.shuffle.blend import read_any_order
-from data_prep.shuffle.bucket import remove_spill
-from data_prep.shuffle.shuffle import read_order
-from data_prep.sources.sources import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
-from data_prep.tokenize.compare_ids import drop_duplicates
+from data_prep.shuffle.gather import remove_spill
+from data_prep.shuffle.order import read_order
+from data_prep.sources.inputs import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
 from data_prep.tokenize.duplicates import require_compared
-from data_prep.tokenize.fused import (
+from data_prep.tokenize.plan import TokenPlan, parts_dirs, read_plan
+from data_prep.tokenize.store import require_zstd
+from data_prep.tokenize.token_set import (
     check_arrays,
     mark_removed,
+    read_unit,
     remove_arrays,
     removed,
     require_arrays,
+    sample,
     take_back,
 )
-from data_prep.tokenize.packed import require_zstd
-from data_prep.tokenize.start_check import sample
-from data_prep.tokenize.token_plan import TokenPlan, parts_dirs, read_plan
-from data_prep.tokenize.token_set import read_unit
-from data_prep.tokenize.tokenize import check_inputs, make_units
+from data_prep.tokenize.tokenize import check_inputs, drop_duplicates, make_units
 from data_prep.tokenizer.tokenizer import TokenizerFacts, read_facts
 from optimus.errors import DataError, counted
 from optimus.io import files

@@ -9,7 +9,7 @@ from pathlib import Path
 from data_prep.runtime.progress import Progress
 from data_prep.runtime.workspace import make_folder
 from data_prep.sources.documents import DamagedFile, InputReader, Problem
-from data_prep.sources.sources import InputFile
+from data_prep.sources.inputs import InputFile
 from data_prep.sources.streams import DamagedStream
 from optimus.errors import ConfigError, DataError, one_line
 from optimus.io import files

@@ -18,15 +18,20 @@ from data_prep.pipeline.shard import FORM as SHARD_FORM
 from data_prep.pipeline.shard import ShardRecord
 from data_prep.runtime.progress import Progress
 from data_prep.shuffle.blend import BlendOrder, read_any_order
-from data_prep.shuffle.shuffle import Order
+from data_prep.shuffle.order import Order
 from data_prep.tokenize.duplicates import MARK as DUPLICATES
 from data_prep.tokenize.duplicates import TABLE as DUPLICATES_TABLE
 from data_prep.tokenize.duplicates import read_whole
-from data_prep.tokenize.fused import MARK, removed
-from data_prep.tokenize.packed import PackedArray, packed_path
-from data_prep.tokenize.token_arrays import array_path, docs_path, ids_path, sidecar_path
-from data_prep.tokenize.token_plan import PARTS, TokenPlan, is_import, read_plan
-from data_prep.tokenize.token_set import read_unit
+from data_prep.tokenize.plan import PARTS, TokenPlan, is_import, read_plan
+from data_prep.tokenize.store import (
+    PackedArray,
+    array_path,
+    docs_path,
+    ids_path,
+    packed_path,
+    sidecar_path,
+)
+from data_prep.tokenize.token_set import MARK, read_unit, removed
 from data_prep.tokenizer.tokenizer import read_facts
 from optimus.errors import DataError, counted
 from optimus.io import files

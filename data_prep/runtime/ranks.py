@@ -1,8 +1,8 @@
 """Processes on any number of machines that share work through the output directory alone.
 
-What is relied on, and what a rank does for one that is gone or failed (data_prep.runtime.peers):
-docs/formats/dataset.md, "Many machines". Every item of work is idempotent: done twice, it is the
-same bytes under the same name.
+A rank that ends in an error leaves a mark in the output directory, so that no other rank waits for
+its files: docs/formats/dataset.md, "Many machines". Every item of work is idempotent: done twice,
+it is the same bytes under the same name.
 """
 
 from __future__ import annotations
@@ -16,9 +16,54 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.runtime.peers import Peers
 from data_prep.runtime.progress import say
-from optimus.errors import DataError, LostPeerError
+from optimus.errors import DataError, LostPeerError, one_line
+from optimus.io import files
+
+_PREFIX = ".failed-rank-"
+_MARK_BYTES = 1 << 20
+
+
+class Peers:
+    """The other ranks' marks in a directory, which need not exist yet."""
+
+    def __init__(self, out: Path):
+        self._out = out
+        self._old = self._marks()
+
+    def _marks(self) -> set[str]:
+        try:
+            names = os.listdir(self._out)
+        except FileNotFoundError:
+            return set()
+        return {name for name in names if name.startswith(_PREFIX)}
+
+    def check(self) -> None:
+        """Raises LostPeerError where a rank has failed since this one began."""
+        for name in sorted(self._marks() - self._old):
+            with contextlib.suppress(OSError):  # it is gone, or no file that a rank wrote
+                what = files.read_regular(self._out / name, _MARK_BYTES).decode("utf-8", "replace")
+                rank = name.removeprefix(_PREFIX).partition(".")[0]
+                raise LostPeerError(
+                    f"rank {rank} failed: {what}; give the command again on all ranks then"
+                )
+
+    def tell(self, rank: int, error: Exception) -> None:
+        """Leave a mark, if there is a place for it."""
+        text = one_line(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            text = one_line(f"{error.filename or self._out}: {error.strerror}")
+        with contextlib.suppress(OSError):  # what ended this rank may be the disk itself
+            if self._out.is_dir():
+                path = files.temporary_name(self._out / f"failed-rank-{rank}")
+                # A name of a file may be no UTF-8, and is a str with lone surrogates then.
+                files.write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+    def forget_old(self) -> None:
+        """Remove the marks of earlier runs: the work is done."""
+        for name in self._old:
+            (self._out / name).unlink(missing_ok=True)
+
 
 PATIENCE_S = 120.0
 """Default of `--patience`: longer than file systems take to show another machine's files."""

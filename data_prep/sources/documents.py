@@ -1,12 +1,15 @@
-"""The documents of one input file, in order, with what is wrong in it said by file and line.
+"""The documents of one input file, in order, and its problems by file and line.
 
-Plain text and source files are one document each; JSON lines are a document a line, parquet files
-a document a row. Text is taken byte for byte: no newline is translated, nothing is stripped, an
-empty text is a document. What a document takes of memory is known before it is held.
+A text or source file is one document; JSON lines have a document per line, and Parquet files a
+document per row. Text is taken byte for byte: no newline is translated, nothing is stripped, an
+empty text is a document. The memory that a document needs is known before it is read: a long text
+file is read once to check it, and again in blocks.
 """
 
 from __future__ import annotations
 
+import codecs
+import functools
 import io
 import itertools
 import json
@@ -14,12 +17,71 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from data_prep.runtime.limits import Limits, bytes_of_line, bytes_of_text
-from data_prep.sources.long_text import LongText, survey, text_blocks
-from data_prep.sources.parquet_pages import GroupPages
-from data_prep.sources.sources import InputFile, kind_of, packing_of
+import xxhash
+
+from data_prep.runtime.memory import Limits, bytes_of_line, bytes_of_text
+from data_prep.sources.inputs import InputFile, kind_of, packing_of
+from data_prep.sources.parquet import DamagedTable, GroupPages, read_column
 from data_prep.sources.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
 from optimus.errors import DataError, one_line
+
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the first reading found."""
+
+    size: int
+    """Bytes of the unpacked file, all of them counted."""
+    xxh3: int
+    """Of its text."""
+    problem: tuple[int, str] | None = None
+    """Line and reason, where it is not UTF-8."""
+
+
+@dataclass
+class LongText:
+    """One document in blocks of text, to be read before the reader goes on."""
+
+    size: int
+    xxh3: int
+    blocks: Iterator[str]
+    offset: int
+    """Bytes of the text before the blocks, which an earlier run wrote."""
+    line: int = 0
+
+    @property
+    def text(self) -> str:
+        """All of it; the blocks are read then."""
+        return "".join(self.blocks)
+
+
+def survey(stream: IO[bytes]) -> Survey:
+    """Read all of a text."""
+    digest, decoder = xxhash.xxh3_64(), codecs.getincrementaldecoder("utf-8")()
+    size, line, problem = 0, 1, None
+    while True:
+        block = stream.read(BLOCK_BYTES)
+        digest.update(block)
+        if problem is None:
+            held = len(decoder.getstate()[0])
+            try:
+                line += decoder.decode(block, final=not block).count("\n")
+            except UnicodeDecodeError as error:
+                line += error.object.count(b"\n", 0, error.start)
+                what = f"{error.reason} (byte {size - held + error.start} of the file)"
+                problem = line, f"invalid UTF-8: {what}"
+        size += len(block)
+        if not block:
+            return Survey(size, digest.intdigest(), problem)
+
+
+def text_blocks(first: bytes, stream: IO[bytes]) -> Iterator[str]:
+    """The text, which a survey found to be UTF-8, of `first` and what the stream has left."""
+    more = iter(functools.partial(stream.read, BLOCK_BYTES), b"")
+    return codecs.iterdecode(itertools.chain([first], more), "utf-8")
+
 
 NO_LIMITS = Limits()
 _TEXT_FACTOR = 2
@@ -199,8 +261,6 @@ class InputReader:
                 yield _from_json(data, self._line, self._text_field, self._id_field)
 
     def _rows(self) -> Iterator[Document | Problem]:
-        from data_prep.sources.parquet import DamagedTable, read_column
-
         try:
             rows = read_column(
                 self._file.name, self._text_field, self._id_field, self._offset, self._rows_at_once

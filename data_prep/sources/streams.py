@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from data_prep.sources.sources import packing_of
+from data_prep.sources.inputs import packing_of
 from optimus.errors import DataError, one_line
 
 READ_BYTES = 1 << 20

@@ -16,8 +16,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from data_prep import layout
-from data_prep.tokenize.token_arrays import ID_BYTES, read_docs, read_ids
-from data_prep.tokenize.token_plan import PARTS, read_plan
+from data_prep.tokenize.plan import PARTS, read_plan
+from data_prep.tokenize.store import ID_BYTES, read_docs, read_ids
 from data_prep.tokenize.token_set import part_of, read_unit
 from optimus.errors import DamageError, DataError
 from optimus.io import files

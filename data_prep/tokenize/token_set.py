@@ -1,29 +1,101 @@
-"""A set of token arrays: the sidecars that complete its units, written and read.
+"""A set of token arrays: the sidecars that complete its units, their check and their removal.
 
-A unit is complete once both of its sidecars stand; everything else of it was written before.
+A unit is complete when both of its sidecars exist; all its other files are written before them.
+
+A start over existing output checks sizes and headers of all token arrays and shards, and the hashes
+of all up to HASH_BYTES or else of a random sample of that size; `optimus-data verify` reads the
+rest. Cost: docs/formats/dataset.md, "Commit and resume".
+
+With `--fused`, arrays are removed once the shards are complete. Documents and sidecars stay, so
+that `inspect` names sources. A mark says that the arrays were removed on purpose. It is written
+after the manifest, so that nothing is lost, and before the first removal, so that nothing looks
+damaged.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from data_prep import layout
-from data_prep.tokenize.packed import is_packed
-from data_prep.tokenize.start_check import Promise, require_header
-from data_prep.tokenize.token_arrays import (
+from data_prep.runtime.progress import Progress, say, short
+from data_prep.tokenize.plan import PARTS, TokenPlan, read_plan
+from data_prep.tokenize.store import (
     ID_BYTES,
     TokenArrayWriter,
     array_path,
     docs_path,
     ids_path,
+    is_packed,
+    packed_path,
     sidecar_path,
 )
-from data_prep.tokenize.token_plan import PARTS, TokenPlan, read_plan
-from optimus.errors import DamageError, DataError
+from optimus.errors import DamageError, DataError, counted
 from optimus.io import files
+
+HASH_BYTES = 1 << 30
+"""Of token arrays, and again of shards, whose hashes a start compares."""
+_SEED = os.urandom(8)
+"""Each start of a process takes another sample."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A file and the hash that its sidecar gives it."""
+
+    path: Path
+    xxh3: str
+
+
+def require_header(path: Path, *headers: bytes) -> None:
+    """Raises DamageError where an array does not begin with one of these headers."""
+    with files.open_regular(path) as file:
+        if file.read(layout.HEADER_BYTES) not in headers:
+            raise DamageError(f"{path}: its header is damaged")
+
+
+def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
+    """Return the indices of the files whose hashes are compared: of all files up to HASH_BYTES in
+    sum, else of a random sample of that size or of one larger file. Ranks that must agree give the
+    same `seed`."""
+    chosen, left = list(range(len(sizes))), HASH_BYTES
+    if sum(sizes) > left:
+        random.Random(_SEED if seed is None else seed).shuffle(chosen)
+        count = 0
+        while count < len(chosen) and (count == 0 or sizes[chosen[count]] <= left):
+            left -= sizes[chosen[count]]
+            count += 1
+        del chosen[count:]
+    return frozenset(chosen)
+
+
+def say_sample(chosen: frozenset[int], sizes: Sequence[int], what: str, dataset: Path) -> None:
+    """Name `verify` where not all of an earlier run's files of `what` are compared by hash."""
+    if len(chosen) < len(sizes):
+        part = sum(sizes[item] for item in chosen)
+        say(
+            f"{dataset}: the {counted(len(sizes), what)} of an earlier run are checked by size and "
+            f"header, {len(chosen)} of them by hash ({short(part)}B of {short(sum(sizes))}B); "
+            f"optimus-data verify {dataset} reads all"
+        )
+
+
+def damaged(promised: Iterable[Promise]) -> list[Path]:
+    """The files that have another hash than they should."""
+    return [file.path for file in promised if files.xxh3_file(file.path) != file.xxh3]
+
+
+def are_whole(promised: Iterable[Promise]) -> bool:
+    """Whether these files have the hashes they should; each that has not is named on stderr."""
+    found = damaged(promised)
+    for path in found:
+        say(f"{path}: its content is damaged (hash differs); it is made again")
+    return not found
+
 
 _FORM = "optimus-token-array"
 
@@ -183,3 +255,65 @@ def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[_UnitRecord]]
             ),
         )
     return plan, plan_xxh3, records
+
+
+FORM = "optimus-tokens-removed"
+MARK = "removed.json"
+
+
+def removed(tokens_dir: Path) -> bool:
+    """Whether the arrays of `tokens_dir` were removed on purpose."""
+    try:
+        mark = layout.read_checked_json(tokens_dir / MARK, FORM)
+        return mark.get("plan") == files.xxh3_file(tokens_dir / layout.PLAN)
+    except (DataError, OSError):
+        return False
+
+
+def mark_removed(tokens_dir: Path) -> None:
+    """Say that the arrays of a finished data set may go."""
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    if not removed(tokens_dir):
+        value = {"format": FORM, "version": layout.VERSION, "plan": plan_xxh3}
+        layout.write_checked_json(tokens_dir / MARK, value)
+
+
+def check_arrays(tokens_dir: Path) -> None:
+    """Read arrays that are not packed once more before they go: they are the proof of the shards.
+
+    Packed ones were checked, block by block, whenever they were read. DamageError where one is
+    not what its sidecar says.
+    """
+    plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
+    units = range(len(read_plan(tokens_dir).units))
+    paths = {unit: path for unit in units if (path := array_path(tokens_dir, unit)).exists()}
+    with Progress("check token arrays", sum(p.stat().st_size for p in paths.values()), "B") as bar:
+        for unit, path in paths.items():
+            if files.xxh3_file(path) != read_unit(tokens_dir, unit, plan_xxh3)["array"]["xxh3"]:
+                shards = tokens_dir.parent / layout.SHARDS_DIR
+                raise DamageError(
+                    f"{path}: its content is damaged (hash differs), and with it shards made of "
+                    f"it; remove it and {shards} and {tokens_dir.parent / layout.MANIFEST}, and "
+                    "give the command again"
+                )
+            bar.advance(path.stat().st_size)
+
+
+def remove_arrays(tokens_dir: Path) -> None:
+    """Remove marked arrays; what is gone already is no error."""
+    for unit in range(len(read_plan(tokens_dir).units)):
+        array_path(tokens_dir, unit).unlink(missing_ok=True)
+        packed_path(tokens_dir, unit).unlink(missing_ok=True)
+
+
+def take_back(tokens_dir: Path) -> None:
+    """Forget the removal, so that the arrays are made again."""
+    (tokens_dir / MARK).unlink(missing_ok=True)
+
+
+def require_arrays(tokens_dir: Path) -> None:
+    """Raises DataError where the arrays were removed, saying how to get them back."""
+    if removed(tokens_dir):
+        raise DataError(
+            f"{tokens_dir}: its arrays were removed by --fused; tokenize makes them again"
+        )

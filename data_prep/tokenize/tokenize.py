@@ -1,6 +1,8 @@
 """Tokenization: a unit of input files becomes a token array T_i, its held-out documents another.
 
-What a unit holds depends on the plan alone, so any process may do any unit, in any order, again.
+The content of a unit depends on the plan alone, so any process may do any unit, in any order,
+again. After all units, the ids of documents are compared, and units with duplicates are tokenized
+again.
 """
 
 from __future__ import annotations
@@ -15,26 +17,31 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import layout
-from data_prep.runtime.limits import Limits
+from data_prep.runtime.memory import Limits
 from data_prep.runtime.pool import Job, run_jobs
 from data_prep.runtime.progress import Progress
-from data_prep.runtime.ranks import Team, do_together
+from data_prep.runtime.ranks import Team, do_together, share, wait_for
 from data_prep.sources.documents import (
     NO_LIMITS,
     DamagedFile,
     Document,
     InputReader,
+    LongText,
     Position,
     Problem,
 )
-from data_prep.sources.long_text import LongText
-from data_prep.tokenize import duplicates, segments
-from data_prep.tokenize.packed import packed_path
-from data_prep.tokenize.start_check import are_whole, sample, say_sample
-from data_prep.tokenize.token_arrays import TokenArrayWriter, array_path
-from data_prep.tokenize.token_plan import PARTS, TokenPlan, held_out_below, parts_dirs
-from data_prep.tokenize.token_set import promises, read_unit, write_unit
-from data_prep.tokenize.unit_writer import UnitWriter
+from data_prep.tokenize import duplicates
+from data_prep.tokenize.plan import PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.tokenize.store import TokenArrayWriter, array_path, packed_path
+from data_prep.tokenize.token_set import (
+    are_whole,
+    promises,
+    read_unit,
+    sample,
+    say_sample,
+    write_unit,
+)
+from data_prep.tokenize.writer import Segments, UnitWriter
 from data_prep.tokenizer.tokenizer import shared_encoder
 from optimus.errors import DataError
 from optimus.io import files
@@ -56,7 +63,7 @@ class TokenizeWork:
     packed: bool = False
     """Whether arrays are written packed, for `--fused`; complete ones may then be either."""
     sample: frozenset[int] = frozenset()
-    """Units of an earlier run whose hashes are compared (data_prep.tokenize.start_check)."""
+    """Units of an earlier run whose hashes are compared (data_prep.tokenize.token_set)."""
 
     @property
     def tokens_dir(self) -> Path:
@@ -141,13 +148,11 @@ def memory_to_compare(limits: Limits) -> int:
     return max(_LEAST_BYTES_TO_COMPARE, limits.room_bytes or 0)
 
 
-def _checkpoints(
-    work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
-) -> segments.Segments:
+def _checkpoints(work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None) -> Segments:
     """Those without the documents that are dropped; any others do not count."""
     gone = sorted(_dropped_of(work, unit, dropped).items())
     facts = json.dumps([work.plan_xxh3, work.packed, gone]).encode()
-    return segments.Segments(work.tokens_dir, unit, files.xxh3_bytes(facts))
+    return Segments(work.tokens_dir, unit, files.xxh3_bytes(facts))
 
 
 def _remove_packed(work: TokenizeWork, unit: int) -> None:
@@ -267,7 +272,7 @@ def _tokenize_unit(
     work: TokenizeWork,
     unit: int,
     dropped: duplicates.Duplicates | None,
-    checkpoints: segments.Segments,
+    checkpoints: Segments,
     advance: Callable[[int], None],
 ) -> None:
     gone = _dropped_of(work, unit, dropped)
@@ -370,3 +375,43 @@ def _complaint(plan: TokenPlan, source: int, problem: Problem) -> str:
         f"{plan.inputs[source].name}:{problem.line}: {problem.reason}; fix it, or skip such "
         "text with --on-error quarantine"
     )
+
+
+def drop_duplicates(work: TokenizeWork, workers: int, team: Team) -> None:
+    """See to it that complete token arrays hold no id twice.
+
+    One rank compares for all. Raises DataError for the first duplicate, by file and line of both,
+    unless such documents are set aside: then units that hold some are tokenized again without them.
+    """
+    wait_for(team, lambda: work.dropped() is not None, lambda: _compare(work))
+    dropped = work.dropped()
+    assert dropped is not None
+    if len(dropped.rows) and not work.quarantine:
+        raise duplicate_error(work.plan, *dropped.rows[0].tolist())
+    units = [
+        unit
+        for unit, inputs in enumerate(work.plan.units)
+        if len(dropped.rows) and dropped.of_inputs(*inputs) and not complete(work, unit, dropped)
+    ]
+    if not units:
+        return
+    sizes = [work.plan.unit_bytes(unit) for unit in units]
+    mine = [units[item] for item in share(sizes, team.rank, team.world)]
+    do_units(work, workers, mine, team.label("leave out duplicate ids"))
+    if team.world > 1:
+        wait_for(
+            Team(1, 2, team.patience_s),
+            lambda: all(complete(work, unit, dropped) for unit in units),
+            lambda: do_units(work, workers, units, team.label("leave out duplicate ids")),
+        )
+
+
+def _compare(work: TokenizeWork) -> None:
+    if work.dropped() is not None:
+        return
+    memory = memory_to_compare(work.limits)
+    folders = list(parts_dirs(work.out, work.plan).values())
+    rows = duplicates.find(folders, range(len(work.plan.units)), memory)
+    if len(rows) and not work.quarantine:
+        raise duplicate_error(work.plan, *rows[0].tolist())
+    duplicates.write(work.tokens_dir, work.plan_xxh3, rows)

@@ -20,10 +20,15 @@ import numpy as np
 
 from data_prep.layout import TOKENIZER_BYTES, read_bytes
 from data_prep.runtime import child
-from data_prep.tokenizer.encoder import REFERENCE_ONLY, SAMPLES, MemoEncoder, reference_encode
+from data_prep.tokenizer.encoder import (
+    REFERENCE_ONLY,
+    SAMPLES,
+    Cutter,
+    MemoEncoder,
+    recognise,
+    reference_encode,
+)
 from data_prep.tokenizer.growth import MAX_GROWTH, max_growth
-from data_prep.tokenizer.pretokenize import recognise
-from data_prep.tokenizer.sections import Cutter
 from data_prep.tokenizer.sentencepiece_model import SentencePieceTokenizer, is_sentencepiece
 from optimus.errors import DataError, OptimusError, one_line
 

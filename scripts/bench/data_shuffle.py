@@ -41,8 +41,8 @@ from data_prep.cli.options import size as parse_size  # noqa: E402
 from data_prep.cli.options import whole  # noqa: E402
 from data_prep.pipeline.run import ShardRequest, shard  # noqa: E402
 from data_prep.pipeline.shard import divide_memory  # noqa: E402
-from data_prep.pipeline.shuffle_run import ShuffleRequest, shuffle  # noqa: E402
-from data_prep.sources.sources import find_inputs  # noqa: E402
+from data_prep.pipeline.shuffle import ShuffleRequest, shuffle  # noqa: E402
+from data_prep.sources.inputs import find_inputs  # noqa: E402
 from optimus.io import files  # noqa: E402
 from tests.data_prep.corpus import peak_memory  # noqa: E402
 

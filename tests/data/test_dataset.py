@@ -17,7 +17,7 @@ from data_prep.cli import main
 from data_prep.dataset import reader
 from data_prep.dataset.manifest import read_manifest
 from data_prep.layout import write_checked_json
-from data_prep.shuffle.permutation import Permutation
+from data_prep.shuffle.order import Permutation
 from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DamageError, DataError

@@ -11,7 +11,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.sources.documents import InputReader
-from data_prep.sources.sources import InputFile, find_inputs
+from data_prep.sources.inputs import InputFile, find_inputs
 from optimus.errors import DataError
 from tests.data_prep.corpus import refused, tree
 from tests.data_prep.test_tokenize import stored_documents

@@ -12,9 +12,8 @@ import pytest
 from data_prep.cli import main
 from data_prep.pipeline.verify import verify
 from data_prep.shuffle.blend import mixing_of, parse_weight
-from data_prep.shuffle.permutation import Permutation
-from data_prep.shuffle.shuffle import read_order
-from data_prep.tokenize.token_arrays import array_path
+from data_prep.shuffle.order import Permutation, read_order
+from data_prep.tokenize.store import array_path
 from optimus.errors import ConfigError
 from tests.data_prep.corpus import refused, run_killed_at, train_arguments, tree, write_corpus
 

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.pipeline.shard import PROCESS_BYTES
-from data_prep.shuffle import bucket
+from data_prep.shuffle import gather
 from tests.data_prep.corpus import killed_until_done, run_arguments, tree
 from tests.helpers.damage import flip
 
@@ -20,7 +20,7 @@ def test_buckets_give_the_same_bytes(made, tmp_path, monkeypatch, block, workers
     more = ["--strategy", "bucket", "--workers", str(workers)]
     if block == "many runs":
         monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
-        monkeypatch.setattr("data_prep.runtime.limits._BASE_BYTES", 1)  # for this corpus less does
+        monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # for this corpus less does
         more += ["--memory", str(PROCESS_BYTES * (workers + (workers > 1)) + 20_000 * workers)]
     assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
     assert tree(out) == tree(made.data)
@@ -28,7 +28,7 @@ def test_buckets_give_the_same_bytes(made, tmp_path, monkeypatch, block, workers
 
 def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
-    monkeypatch.setattr("data_prep.runtime.limits._BASE_BYTES", 1)  # for this corpus less does
+    monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # for this corpus less does
     out = tmp_path / "data"
     more = ["--strategy", "bucket", "--memory", str(PROCESS_BYTES + 20_000)]
     arguments = run_arguments(made.text, made.tokenizer, out, *more)
@@ -42,7 +42,7 @@ def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch):
 def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, capsys):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--strategy", "bucket")
-    real = bucket.spill_all
+    real = gather.spill_all
 
     def spill_and_damage(spill, *more):
         real(spill, *more)

@@ -166,7 +166,7 @@ def test_ids_are_told_apart():
 
 def test_find_agrees_with_a_dictionary(tmp_path):
     from data_prep.layout import npy_header
-    from data_prep.tokenize.token_arrays import docs_path, ids_path
+    from data_prep.tokenize.store import docs_path, ids_path
 
     rng, first, expected = np.random.default_rng(0), {}, []
     for unit in range(4):

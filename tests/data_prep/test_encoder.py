@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from data_prep.tokenizer import encoder as encoder_module
-from data_prep.tokenizer import pretokenize
 from data_prep.tokenizer.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
 from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from optimus.errors import OptimusError
@@ -67,14 +66,14 @@ def test_long_runs_of_one_character(path):
 
 
 def test_samples_keep_a_wrong_recipe_out(made, monkeypatch):
-    wrong = pretokenize._GPT2.replace(" ?[{N}]+", "[{N}]+")
-    monkeypatch.setattr(pretokenize, "_GPT2", wrong)
+    wrong = encoder_module._GPT2.replace(" ?[{N}]+", "[{N}]+")
+    monkeypatch.setattr(encoder_module, "_GPT2", wrong)
     assert Encoder(made.tokenizer).cutter is None
 
 
 def test_a_difference_found_later_is_an_error(made):
     tokenizer = open_tokenizer(made.tokenizer)
-    recipe = pretokenize.recognise(json.loads(made.tokenizer.read_text()))
+    recipe = encoder_module.recognise(json.loads(made.tokenizer.read_text()))
     memo = MemoEncoder(tokenizer, recipe)
     memo._memo["wrong"] = np.uint32(7).tobytes()
     with pytest.raises(OptimusError, match=f"{REFERENCE_ONLY}=reference"):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from data_prep.sources.sources import find_inputs
+from data_prep.sources.inputs import find_inputs
 from optimus.errors import DataError
 
 
@@ -74,7 +74,7 @@ def test_a_directory_that_cannot_be_read_is_an_error(text, monkeypatch):
             raise PermissionError(13, "Permission denied", folder)
         return real(folder)
 
-    monkeypatch.setattr("data_prep.sources.expand.os.scandir", scandir)
+    monkeypatch.setattr("data_prep.sources.inputs.os.scandir", scandir)
     with pytest.raises(DataError, match="d: cannot be read: Permission denied"):
         find_inputs([f"{text}"])
     assert "b/c.txt" in names(text, [f"{text}"], exclude=["*/d/*"])

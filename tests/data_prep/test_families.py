@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data_prep.cli import main
-from data_prep.tokenizer.sections import SECTION_CHARS
+from data_prep.tokenizer.encoder import SECTION_CHARS
 from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_tokenize import stored_documents

@@ -15,8 +15,8 @@ import pytest
 from data_prep.cli import main
 from data_prep.layout import npy_header
 from data_prep.pipeline.verify import verify
-from data_prep.tokenize import packed, segments
-from data_prep.tokenize.packed import BLOCK_TOKENS, PackedArray, PackedStore
+from data_prep.tokenize import store, writer
+from data_prep.tokenize.store import BLOCK_TOKENS, PackedArray, PackedStore
 from optimus.errors import DataError
 from optimus.io import files
 from tests.data_prep.corpus import (
@@ -166,7 +166,7 @@ def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
         == 0
     )
     for checkpoints, unit, bar in ((False, "1MB", 0.78), (True, "100MB", 0.68)):
-        monkeypatch.setattr(segments, "SEGMENT_BYTES", (100_000 if checkpoints else 1 << 30))
+        monkeypatch.setattr(writer, "SEGMENT_BYTES", (100_000 if checkpoints else 1 << 30))
         figures = []
         for more in ([], ["--fused"]):
             out = tmp_path / f"{checkpoints}{len(more)}"
@@ -180,8 +180,8 @@ def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
 
 def test_fused_killed_at_every_commit(made, tmp_path, monkeypatch):
     """With checkpoints within units too; in the end the same files as of one life."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
-    monkeypatch.setattr(packed, "BLOCK_TOKENS", 300)
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(store, "BLOCK_TOKENS", 300)
     whole, out = tmp_path / "whole", tmp_path / "data"
     more = ("--fused", "--unit-size", "20000")
     assert main(run_arguments(made.text, made.tokenizer, whole, *more)) == 0
@@ -192,7 +192,7 @@ def test_fused_killed_at_every_commit(made, tmp_path, monkeypatch):
 @pytest.mark.parametrize("first", [[], ["--fused"]])
 def test_a_killed_run_may_go_on_the_other_way(made, tmp_path, monkeypatch, first):
     """Packed arrays are made again where they are to stay; plain ones are used, and removed."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     whole, out = tmp_path / "whole", tmp_path / "data"
     second = [] if first else ["--fused"]
     given = run_arguments(made.text, made.tokenizer, out, "--unit-size", "20000")

@@ -21,17 +21,17 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data_prep.cli import main
-from data_prep.dataset.inspect import inspect
+from data_prep.dataset.describe import inspect
 from data_prep.dataset.manifest import read_manifest
 from data_prep.pipeline.begin import check_tokenizer, write_once
 from data_prep.pipeline.verify import verify
-from data_prep.runtime.peers import Peers
-from data_prep.shuffle.shuffle import read_order
+from data_prep.runtime.ranks import Peers
+from data_prep.shuffle.order import read_order
 from data_prep.sources import parquet
 from data_prep.sources.foreign import open_foreign
-from data_prep.tokenize.segments import Segments
-from data_prep.tokenize.token_plan import read_plan
+from data_prep.tokenize.plan import read_plan
 from data_prep.tokenize.token_set import read_unit
+from data_prep.tokenize.writer import Segments
 from data_prep.tokenizer.growth import max_growth
 from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from optimus.data.dataset import TokenDataset

@@ -225,7 +225,7 @@ def test_a_missing_package_is_named(made, tmp_path, text, capsys, monkeypatch, p
 
 def test_gzip_without_isal_gives_the_same(made, tmp_path, monkeypatch):
     from data_prep.sources.documents import InputReader
-    from data_prep.sources.sources import InputFile
+    from data_prep.sources.inputs import InputFile
 
     file = made.text / "b.jsonl.gz"
     found = []

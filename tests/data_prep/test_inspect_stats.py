@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-import data_prep.dataset.inspect
+import data_prep.dataset.describe
 from data_prep.cli import main
-from data_prep.dataset.inspect import inspect
+from data_prep.dataset.describe import _blocks, _count, for_training, inspect, stats
 from data_prep.dataset.manifest import read_manifest
-from data_prep.dataset.report import for_training
-from data_prep.dataset.stats import _blocks, _count, stats
-from data_prep.shuffle.permutation import Permutation
+from data_prep.shuffle.order import Permutation
 from optimus.errors import ConfigError, DamageError, DataError
 from optimus.io.files import checked_json, parse_checked_json
 from tests.data_prep.corpus import (
@@ -177,7 +175,7 @@ def test_stats_takes_the_own_held_out_part(made, capsys):
 
 
 def test_large_vocabularies_have_no_bigrams(made, monkeypatch):
-    monkeypatch.setattr("data_prep.dataset.stats.MAX_BIGRAM_CELLS", 400 * 400 - 1)
+    monkeypatch.setattr("data_prep.dataset.describe.MAX_BIGRAM_CELLS", 400 * 400 - 1)
     value = stats(made.data, made.data / "eval")["held_out"]
     assert value["bigram_loss"] is None and value["unigram_loss"] > 0
 
@@ -262,7 +260,7 @@ def test_stats_reads_a_long_instance_in_blocks(made, monkeypatch):
     whole = stats(made.data, made.data / "eval")
     blocks = []
     for size in (7, CONTEXT - 1):
-        monkeypatch.setattr("data_prep.dataset.stats._BLOCK_TOKENS", size)
+        monkeypatch.setattr("data_prep.dataset.describe._BLOCK_TOKENS", size)
         found = stats(made.data, made.data / "eval")
         assert found["unigram_entropy"] == whole["unigram_entropy"]
         assert found["held_out"] == pytest.approx(whole["held_out"], rel=1e-12)
@@ -271,9 +269,9 @@ def test_stats_reads_a_long_instance_in_blocks(made, monkeypatch):
 
 
 def test_inspect_refuses_an_instance_that_is_too_long_to_show(made, monkeypatch):
-    monkeypatch.setattr("data_prep.dataset.inspect.MAX_TOKENS", CONTEXT)
+    monkeypatch.setattr("data_prep.dataset.describe.MAX_TOKENS", CONTEXT)
     assert len(inspect(made.data, 0)["ids"]) == CONTEXT
-    monkeypatch.setattr("data_prep.dataset.inspect.MAX_TOKENS", CONTEXT - 1)
+    monkeypatch.setattr("data_prep.dataset.describe.MAX_TOKENS", CONTEXT - 1)
     with pytest.raises(ConfigError, match=f"context = {CONTEXT}, and inspect shows at most"):
         inspect(made.data, 0)
 
@@ -281,7 +279,7 @@ def test_inspect_refuses_an_instance_that_is_too_long_to_show(made, monkeypatch)
 def test_inspect_refuses_a_text_that_is_too_long_to_show(made, monkeypatch):
     """A token of a megabyte, repeated, would take all memory."""
     length = len(inspect(made.data, 0)["text"])
-    monkeypatch.setattr("data_prep.dataset.inspect.MAX_CHARACTERS", length // 2)
+    monkeypatch.setattr("data_prep.dataset.describe.MAX_CHARACTERS", length // 2)
     with pytest.raises(DataError, match=r"tokenizer.json: makes a text of .* characters"):
         inspect(made.data, 0)
 
@@ -291,14 +289,14 @@ def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
     pytest.importorskip("sentencepiece")
     write_sentencepiece(tmp_path / "tokenizer.model", ["abc def ghi jkl mno"] * 20)
     with pytest.raises(DamageError, match="tokenizer.model: has no piece of id 70000"):
-        data_prep.dataset.inspect._decode(tmp_path / "tokenizer.model", np.array([5, 70000]))
+        data_prep.dataset.describe._decode(tmp_path / "tokenizer.model", np.array([5, 70000]))
 
 
 def test_inspect_reads_a_table_of_documents_once(made, monkeypatch):
     """An instance may be of as many documents as it has tokens."""
-    read, tables = data_prep.dataset.inspect.read_docs, []
+    read, tables = data_prep.dataset.describe.read_docs, []
     monkeypatch.setattr(
-        "data_prep.dataset.inspect.read_docs", lambda *args: tables.append(args) or read(*args)
+        "data_prep.dataset.describe.read_docs", lambda *args: tables.append(args) or read(*args)
     )
     for number in range(40):
         tables.clear()
@@ -311,6 +309,6 @@ def test_counts_take_memory_by_the_largest_id(made, monkeypatch):
     manifest = dataclasses.replace(read_manifest(made.data), vocab_size=1 << 32)
     counts, _ = _count(made.data, manifest, with_pairs=False)
     assert len(counts) == shards(made.data).max() + 1
-    monkeypatch.setattr("data_prep.dataset.stats.MAX_IDS", 10)
+    monkeypatch.setattr("data_prep.dataset.describe.MAX_IDS", 10)
     with pytest.raises(DamageError, match="stats counts ids below 10"):
         _count(made.data, manifest, with_pairs=False)

@@ -17,14 +17,13 @@ import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from data_prep.cli import main
-from data_prep.runtime import limits
-from data_prep.runtime.limits import Limits, bytes_of_line, divide_memory
-from data_prep.sources import documents, long_text
-from data_prep.sources.parquet_pages import pages_of
-from data_prep.tokenize import segments, unit_writer
-from data_prep.tokenizer import pretokenize, sections
-from data_prep.tokenizer.encoder import reference_encode
-from data_prep.tokenizer.sections import Cutter, NoCut
+from data_prep.runtime import memory
+from data_prep.runtime.memory import Limits, bytes_of_line, divide_memory
+from data_prep.sources import documents
+from data_prep.sources.parquet import pages_of
+from data_prep.tokenize import writer
+from data_prep.tokenizer import encoder
+from data_prep.tokenizer.encoder import Cutter, NoCut, reference_encode
 from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from optimus.errors import ConfigError, DataError
 from tests.data_prep.corpus import (
@@ -43,8 +42,8 @@ from tests.data_prep.test_tokenize import stored_documents
 
 
 def short_sections(monkeypatch, chars: int = 40) -> None:
-    monkeypatch.setattr(sections, "SECTION_CHARS", chars)
-    monkeypatch.setattr(unit_writer, "SECTION_CHARS", chars)
+    monkeypatch.setattr(encoder, "SECTION_CHARS", chars)
+    monkeypatch.setattr(writer, "SECTION_CHARS", chars)
 
 
 SCRIPTS = [
@@ -144,15 +143,13 @@ def test_what_nfc_makes_ascii():
     """By Python's tables; what is once assigned keeps its normalization."""
     chars = map(chr, [*range(0x80, 0xD800), *range(0xE000, 0x110000)])
     found = [one for one in chars if unicodedata.normalize("NFC", one).isascii()]
-    assert (
-        "".join(found) == "\u037e\u1fef\u212a" == "".join(filter(sections._TO_ASCII.match, found))
-    )
+    assert "".join(found) == "\u037e\u1fef\u212a" == "".join(filter(encoder._TO_ASCII.match, found))
 
 
 def test_no_char_of_a_cut_becomes_a_space():
     """What follows a cut is no space by the library, whose Unicode may be another, nor by NFC."""
     chars = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
-    allowed = [char for char in chars if re.match(pretokenize.NOT_SPACE, char)]
+    allowed = [char for char in chars if re.match(encoder.NOT_SPACE, char)]
     assert len(allowed) > 0x1F000
     for one in (pre_tokenizers.Split(Regex(r"\s"), "removed", invert=True), None):
         text = "".join(allowed)
@@ -227,8 +224,8 @@ def long_ones(monkeypatch) -> None:
     """Every document is a long one."""
     short_sections(monkeypatch)
     monkeypatch.setattr(documents, "LONG_BYTES", 30)
-    monkeypatch.setattr(long_text, "BLOCK_BYTES", 11)
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 2000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 11)
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 2000)
 
 
 def test_long_documents_give_the_same_bytes(made, long_ones, tmp_path):
@@ -334,8 +331,8 @@ READ = """
 import sys
 import pyarrow.parquet
 from data_prep.sources.documents import InputReader
-from data_prep.runtime.limits import Limits
-from data_prep.sources.sources import InputFile
+from data_prep.runtime.memory import Limits
+from data_prep.sources.inputs import InputFile
 
 def memory(which):
     line = next(line for line in open("/proc/self/status") if line.startswith(which))
@@ -452,7 +449,7 @@ def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(
 
 def test_memory_is_divided_among_workers(made):
     count, found = divide_memory(10**9, 8, made.tokenizer, None)
-    assert count == 3 and found.room_bytes >= limits._LEAST_ROOM_BYTES
+    assert count == 3 and found.room_bytes >= memory._LEAST_ROOM_BYTES
     with pytest.raises(ConfigError, match="--memory 100MB is too little to tokenize"):
         divide_memory(10**8, 1, made.tokenizer, None)
     with pytest.raises(DataError, match="x:1: it needs 2 MB"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.shuffle.mixing import MAX_PERIOD, Mixing, integer_weights
+from data_prep.shuffle.blend import MAX_PERIOD, Mixing, integer_weights
 from optimus.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats" / "dataset.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.shuffle.permutation import PERMUTATION_ALGORITHM, Permutation
+from data_prep.shuffle.order import PERMUTATION_ALGORITHM, Permutation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats" / "dataset.md"
 MASK = (1 << 64) - 1

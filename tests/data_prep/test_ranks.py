@@ -16,10 +16,9 @@ import pytest
 from data_prep.cli import main
 from data_prep.cli.options import team_of
 from data_prep.runtime import workspace
-from data_prep.runtime.peers import Peers
-from data_prep.runtime.ranks import Team, do_together, share, wait_for
+from data_prep.runtime.ranks import Peers, Team, do_together, share, wait_for
 from data_prep.runtime.workspace import working_in
-from data_prep.tokenize.token_plan import read_plan
+from data_prep.tokenize.plan import read_plan
 from optimus.errors import DataError, LostPeerError
 from optimus.io import files
 from tests.data_prep.corpus import refused, run_arguments, tree

@@ -14,7 +14,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.pipeline.verify import verify
-from data_prep.tokenize import start_check
+from data_prep.tokenize import token_set
 from tests.data_prep.corpus import run_arguments, tree
 from tests.helpers.damage import flip
 
@@ -187,11 +187,11 @@ def test_a_start_reads_a_sample_of_large_output_and_points_to_verify(
     """Damage outside the sample of one start is found by another."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
-    monkeypatch.setattr(start_check, "HASH_BYTES", 10_000)
+    monkeypatch.setattr(token_set, "HASH_BYTES", 10_000)
     flip(out / "shards" / "shard-00001.npy", 0.5)
     found = []
     for seed in range(40):
-        monkeypatch.setattr(start_check, "_SEED", bytes([seed]))
+        monkeypatch.setattr(token_set, "_SEED", bytes([seed]))
         assert main(["shard", str(out), "--workers", "1"]) == 0
         error = capsys.readouterr().err
         assert f"optimus-data verify {out} reads all" in error
@@ -218,13 +218,13 @@ def test_what_was_not_finished_has_no_repair(made, tmp_path):
 
 
 def test_a_file_larger_than_what_is_hashed_at_a_start_is_checked_alone():
-    large = start_check.HASH_BYTES + 1
-    assert start_check.sample([large]) == {0}
-    assert len(start_check.sample([large, large])) == 1
-    assert start_check.sample([1, 2, 3]) == {0, 1, 2}
+    large = token_set.HASH_BYTES + 1
+    assert token_set.sample([large]) == {0}
+    assert len(token_set.sample([large, large])) == 1
+    assert token_set.sample([1, 2, 3]) == {0, 1, 2}
     sizes = 100 * [large // 10]
-    assert start_check.sample(sizes, "a") == start_check.sample(sizes, "a")
-    assert start_check.sample(sizes, "a") != start_check.sample(sizes, "b")
+    assert token_set.sample(sizes, "a") == token_set.sample(sizes, "a")
+    assert token_set.sample(sizes, "a") != token_set.sample(sizes, "b")
 
 
 def test_no_repair_removes_files_of_a_linked_folder(made, tmp_path):

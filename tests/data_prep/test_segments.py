@@ -14,10 +14,9 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.sources.documents import NO_LIMITS, Document, Problem
-from data_prep.tokenize import segments
-from data_prep.tokenize.segments import Segments
-from data_prep.tokenize.token_arrays import TokenArrayWriter
-from data_prep.tokenize.unit_writer import UnitWriter
+from data_prep.tokenize import writer
+from data_prep.tokenize.store import TokenArrayWriter
+from data_prep.tokenize.writer import Segments, UnitWriter
 from data_prep.tokenizer.tokenizer import Encoder
 from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_at, tree, words
 
@@ -25,7 +24,7 @@ from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
     """Large files, alone and sharing a unit, with checkpoints after every 3 kB."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     rng = random.Random(6)
     folder = tmp_path / "text"
     folder.mkdir()
@@ -90,7 +89,7 @@ def test_a_damaged_checkpoint_does_not_count_nor_one_of_another_version(tmp_path
     assert found == [({"n": n}, [b"x" * n, b"yz"]) for n in range(3)]
     assert not list(Segments(tmp_path, 0, "other").read())
     with monkeypatch.context() as later:
-        later.setattr(segments, "_VERSION", 3)
+        later.setattr(writer, "_VERSION", 3)
         assert not list(Segments(tmp_path, 0, "plan").read())
     path = tmp_path / "unit-00000.part-0001"
     path.write_bytes(path.read_bytes().replace(b"yz", b"zy"))
@@ -116,7 +115,7 @@ def test_a_kill_while_they_are_forgotten(tmp_path, monkeypatch):
             unlinked += 1
             real(path)  # noqa: B023
 
-        monkeypatch.setattr("data_prep.tokenize.segments.os.unlink", unlink)
+        monkeypatch.setattr("data_prep.tokenize.writer.os.unlink", unlink)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.remove()
         monkeypatch.undo()
@@ -162,7 +161,7 @@ def test_an_earlier_input_of_the_unit_changed_behind_a_checkpoint(
     made, tmp_path, monkeypatch, capfd
 ):
     """Of the same size: only its hash tells."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
     folder = tmp_path / "text"
     folder.mkdir()
     for name in "abcd":
@@ -179,7 +178,7 @@ def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkey
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     monkeypatch.setattr("data_prep.sources.parquet._ROWS", 16)
     rng, folder = random.Random(9), tmp_path / "text"
     folder.mkdir()

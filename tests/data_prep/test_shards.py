@@ -16,12 +16,11 @@ from data_prep.cli import main
 from data_prep.dataset.manifest import read_manifest
 from data_prep.pipeline.shard import PROCESS_BYTES, divide_memory, memory_for
 from data_prep.pipeline.verify import verify
-from data_prep.runtime import machine
+from data_prep.runtime import memory
 from data_prep.shuffle import gather as gather_module
 from data_prep.shuffle.gather import Gatherer
-from data_prep.shuffle.permutation import Permutation
-from data_prep.shuffle.shuffle import read_order, rows_of_shard
-from data_prep.tokenize.token_arrays import array_path
+from data_prep.shuffle.order import Permutation, read_order, rows_of_shard
+from data_prep.tokenize.store import array_path
 from optimus.errors import ConfigError, DataError
 from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments, run_killed_at, shards, tree
 
@@ -202,18 +201,18 @@ def test_a_shard_is_durable_before_its_name_and_its_name_before_its_mark(
 
 
 def test_memory_is_that_of_the_control_group(tmp_path, monkeypatch):
-    physical = machine.usable_memory()
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_OWN", own := tmp_path / "own")
+    physical = memory.usable_memory()
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_OWN", own := tmp_path / "own")
     for lines, path in (("0::/job/step", "job"), ("3:cpu:/\n4:memory:/a/b", "memory/a")):
         own.write_text(lines + "\n")
         folder = tmp_path / path
         folder.mkdir(parents=True)
         name = "memory.max" if path == "job" else "memory.limit_in_bytes"
         (folder / name).write_text("max" if path == "job" else str(1 << 62))
-        assert machine.usable_memory() <= physical
+        assert memory.usable_memory() <= physical
         (folder / name).write_text("123456789\n")
-        assert machine.usable_memory() == 123456789
+        assert memory.usable_memory() == 123456789
 
 
 def test_default_shard_size():

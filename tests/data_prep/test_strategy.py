@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from data_prep.runtime.ranks import ALONE, Team
-from data_prep.shuffle import strategy
-from data_prep.shuffle.shuffle import read_order
+from data_prep.shuffle import gather
+from data_prep.shuffle.order import read_order
 
 
 def test_auto_chooses_by_what_reading_costs(made, monkeypatch, capsys):
     order = read_order(made.data)
 
     def choose(team=ALONE, run_rows=1000, how="auto") -> str:
-        return strategy.choose_strategy(made.data, order, how, team, run_rows)
+        return gather.choose_strategy(made.data, order, how, team, run_rows)
 
     assert choose() == "gather"
-    monkeypatch.setattr(strategy, "usable_memory", lambda: 100)
-    monkeypatch.setattr(strategy, "random_read_cost", lambda *_: 3.5)
+    monkeypatch.setattr(gather, "usable_memory", lambda: 100)
+    monkeypatch.setattr(gather, "random_read_cost", lambda *_: 3.5)
     assert choose() == "bucket" and choose(Team(0, 2)) == "gather"
     assert choose(run_rows=16) == "gather", "2.6 rows of a run in a shard"
     assert capsys.readouterr().err == ""
     assert choose(run_rows=16, how="bucket") == "bucket"
     assert "bucket reads pieces of 2.6 rows here" in capsys.readouterr().err
-    monkeypatch.setattr(strategy, "random_read_cost", lambda *_: 2.5)
+    monkeypatch.setattr(gather, "random_read_cost", lambda *_: 2.5)
     assert choose() == "gather"
     monkeypatch.undo()
-    monkeypatch.setattr(strategy, "_PROBE_ROWS", 1)
-    assert 0 < strategy.random_read_cost(made.data, order) < 1e6
+    monkeypatch.setattr(gather, "_PROBE_ROWS", 1)
+    assert 0 < gather.random_read_cost(made.data, order) < 1e6

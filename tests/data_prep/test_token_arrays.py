@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_prep.tokenize.token_arrays import TokenArrayWriter
+from data_prep.tokenize.store import TokenArrayWriter
 from optimus.errors import DataError
 
 VOCAB, EOS = 300, 7

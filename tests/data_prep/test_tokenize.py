@@ -11,8 +11,8 @@ import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from data_prep.cli import main
-from data_prep.tokenize.token_arrays import array_path, read_docs
-from data_prep.tokenize.token_plan import TokenPlan, held_out_below
+from data_prep.tokenize.plan import TokenPlan, held_out_below
+from data_prep.tokenize.store import array_path, read_docs
 from data_prep.tokenize.token_set import read_token_set
 from data_prep.tokenizer.tokenizer import read_facts
 from optimus.errors import DataError

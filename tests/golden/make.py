@@ -28,7 +28,7 @@ os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_NUM_THREADS": "
 
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from data_prep.tokenize import segments  # noqa: E402
+from data_prep.tokenize import writer  # noqa: E402
 from optimus.io import files  # noqa: E402
 from optimus.observe.metrics import read_json_lines  # noqa: E402
 from tests.data_prep.corpus import run_killed_at  # noqa: E402
@@ -307,7 +307,7 @@ def make_interrupted() -> dict[str, dict]:
     Run each command again in a temporary copy of the working directory, where it finishes. Return
     each command with the hashes of its finished files.
     """
-    segments.SEGMENT_BYTES = (
+    writer.SEGMENT_BYTES = (
         400  # so that units have checkpoints, which otherwise need 16 MiB of text
     )
     commands = {

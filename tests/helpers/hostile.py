@@ -50,13 +50,8 @@ _MODULES = (
     *("matplotlib.pyplot", "pyarrow.parquet", "sentencepiece", "tokenizers", "zstandard"),
     *("optimus.checkpoint.convert", "optimus.checkpoint.inspect", "optimus.doctor"),
     *("optimus.evaluate.checkpoint", "optimus.observe.report", "optimus.train.summary"),
-    *(
-        "data_prep.pipeline.import_run",
-        "data_prep.dataset.inspect",
-        "data_prep.pipeline.run",
-        "data_prep.dataset.stats",
-    ),
-    "data_prep.pipeline.verify",
+    *("data_prep.pipeline.import_run", "data_prep.pipeline.run", "data_prep.pipeline.verify"),
+    "data_prep.dataset.describe",
 )
 
 

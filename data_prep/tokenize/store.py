@@ -1,14 +1,21 @@
-"""A token array T_i and its table of documents: written by tokenizing, read by sharding.
+"""Token arrays T_i and their tables of documents: written by tokenizing, read by sharding.
 
 Shapes: T tokens of a unit, D documents. `unit-*.npy` is [T] in the data set's dtype;
-`unit-*.docs.npy` is int64 [D, 3], a row (end, input, line) for each document: the offset behind
+`unit-*.docs.npy` is int64 [D, 3], a row (end, input, line) for each document: the offset after
 its EOS, the number of its input in the plan, its line there (0: the whole file). Where documents
 have ids of their own, `unit-*.ids.npy` is uint8 [D, 16], their hashes.
+
+With `--fused`, `unit-*.packed` replaces `unit-*.npy`: zstd frames of BLOCK_TOKENS tokens each
+(fewer where a checkpoint restored); int64 [frames + 1, 2], first token and offset of each frame,
+and their ends; _FOOT. A file under this name is whole. Sizes and hashes in sidecars are those of
+the .npy that it replaces, so that nothing else of a data set depends on the storage of its tokens.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,11 +23,204 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 
 from data_prep.layout import HEADER_BYTES, little_endian, npy_header, read_bytes, unit_name
-from data_prep.tokenize.packed import PackedArray, PackedStore, packed_path
-from optimus.errors import DamageError, DataError
+from optimus.errors import ConfigError, DamageError, DataError
 from optimus.io import files
+
+BLOCK_TOKENS = 8192
+"""A row of 2048 costs 30 us to unpack; smaller blocks pack less well."""
+_LEVEL = 3
+_MAGIC = b"OPTPACK1"
+_FOOT = struct.Struct("<8sQQ16s")  # magic, frames, tokens, xxh3 of the index
+
+
+def packed_path(tokens_dir: Path, unit: int) -> Path:
+    """Where unit `unit`'s packed token array lies, if it is packed."""
+    return tokens_dir / f"{unit_name(unit)}.packed"
+
+
+def is_packed(tokens_dir: Path, unit: int, tokens: int) -> bool:
+    """Whether a whole packed array of so many tokens stands for the unit's."""
+    try:
+        with PackedArray(packed_path(tokens_dir, unit), "uint16") as array:
+            return array.tokens == tokens
+    except (OSError, DataError):
+        return False
+
+
+def require_zstd() -> None:
+    """Raises ConfigError where zstandard is not installed."""
+    try:
+        import zstandard  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "--fused packs tokens with zstandard, which is not installed; pip install zstandard"
+        ) from None
+
+
+def _pack(ids: np.ndarray) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(ids.tobytes())
+
+
+def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int | None = None) -> np.ndarray:
+    """Raises ValueError for a frame that is damaged or does not hold `tokens` tokens."""
+    import zstandard
+
+    try:
+        if tokens is not None and zstandard.frame_content_size(data) != tokens * dtype.itemsize:
+            raise ValueError("a frame does not hold the tokens that its index says")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), dtype)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
+
+
+def packed_share(ids: np.ndarray) -> float:
+    """Bytes of `ids`, of an array's dtype, when packed, over those when not."""
+    frames = (ids[first : first + BLOCK_TOKENS] for first in range(0, len(ids), BLOCK_TOKENS))
+    return sum(len(_pack(frame)) for frame in frames) / ids.nbytes
+
+
+class PackedStore:
+    """Where a TokenArrayWriter puts ids, packed. `file` is at its start."""
+
+    def __init__(self, file: BinaryIO, dtype: str):
+        self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
+        self._starts, self._offsets = [0], [0]  # of each frame, and of the next
+        self._open = np.empty(0, self._dtype)  # not yet a frame
+
+    def append(self, ids: np.ndarray) -> None:
+        """Add ids of the array's dtype."""
+        ids = np.concatenate([self._open, ids])
+        whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        for first in range(0, whole, BLOCK_TOKENS):
+            self._write(ids[first : first + BLOCK_TOKENS])
+        self._open = ids[whole:]
+
+    def _write(self, ids: np.ndarray) -> None:
+        data = _pack(ids)
+        self._file.write(data)
+        self._starts.append(self._starts[-1] + len(ids))
+        self._offsets.append(self._offsets[-1] + len(data))
+
+    def truncate(self, tokens: int) -> None:
+        """Drop all but the first `tokens`."""
+        frame = bisect.bisect_right(self._starts, tokens) - 1
+        kept = self.read(self._starts[frame], tokens)
+        del self._starts[frame + 1 :], self._offsets[frame + 1 :]
+        self._file.seek(self._offsets[frame])
+        self._file.truncate()
+        self._open = kept
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """Ids [first, stop) again."""
+        self._file.flush()
+        frame = bisect.bisect_right(self._starts, first) - 1
+        parts, begin = [], self._starts[frame]
+        with open(self._file.name, "rb") as written:
+            written.seek(self._offsets[frame])
+            while frame + 1 < len(self._starts) and self._starts[frame] < stop:
+                size = self._offsets[frame + 1] - self._offsets[frame]
+                parts.append(_unpack(written.read(size), self._dtype))
+                frame += 1
+        ids = np.concatenate([*parts, self._open])
+        return ids[first - begin : stop - begin]
+
+    def save(self, first: int, stop: int) -> bytes:
+        """Ids [first, stop) for a checkpoint."""
+        return _pack(self.read(first, stop))
+
+    def restore(self, saved: bytes | memoryview) -> int:
+        """Append what `save` gave; how many ids."""
+        ids = _unpack(saved, self._dtype)
+        self.append(ids)
+        return len(ids)
+
+    def finish(self) -> dict[str, Any]:
+        """Complete the file; size and hash of the .npy that it stands for."""
+        if len(self._open):
+            self._write(self._open)
+        index = np.array([self._starts, self._offsets], "<i8").T.tobytes()
+        digest = xxhash.xxh3_64_hexdigest(index).encode()
+        foot = _FOOT.pack(_MAGIC, len(self._starts) - 1, self._starts[-1], digest)
+        self._file.write(index + foot)
+        self._file.flush()
+        with PackedArray(Path(self._file.name), self._name) as written:
+            return written.describe()
+
+
+class PackedArray:
+    """Reads ids of a packed token array. A context manager; not for two threads."""
+
+    def __init__(self, path: Path, dtype: str):
+        """Raises DamageError for a file that is damaged, OSError for one that is not there."""
+        self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
+        self._file = files.open_regular(path)
+        self._fd = self._file.fileno()
+        try:
+            end = os.fstat(self._fd).st_size - _FOOT.size
+            foot = os.pread(self._fd, _FOOT.size, max(end, 0))
+            if end < 0 or foot[: len(_MAGIC)] != _MAGIC:
+                raise self._damaged("has no end")
+            _, frames, self.tokens, xxh3 = _FOOT.unpack(foot)
+            size = 16 * (frames + 1)
+            index = os.pread(self._fd, min(size, end), max(end - size, 0))
+            if xxhash.xxh3_64_hexdigest(index).encode() != xxh3 or len(index) != size:
+                raise self._damaged("its index does not match its hash")
+            self._starts, self._offsets = np.frombuffer(index, "<i8").reshape(-1, 2).T
+            edges = (self._starts[0], self._starts[-1], self._offsets[0], self._offsets[-1])
+            ascending = (np.diff(self._starts) > 0).all() and (np.diff(self._offsets) > 0).all()
+            if edges != (0, self.tokens, 0, end - size) or not ascending:
+                raise self._damaged("its index does not describe it")
+        except BaseException:
+            self._file.close()
+            raise
+        self._last: tuple[int, np.ndarray] = (-1, np.empty(0, self._dtype))  # unpacked
+
+    def __enter__(self) -> PackedArray:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _damaged(self, why: str) -> DamageError:
+        return DamageError(f"{self._path}: {why}; remove it and give the command again")
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fill `out` (1-D, of the array's dtype) with the ids from `start` on. Or DamageError."""
+        frame = int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out):
+            ids = self._frame(frame)
+            begin = start + filled - int(self._starts[frame])
+            part = ids[begin : begin + len(out) - filled]
+            out[filled : filled + len(part)] = part
+            filled, frame = filled + len(part), frame + 1
+
+    def _frame(self, frame: int) -> np.ndarray:
+        if self._last[0] != frame:
+            if frame + 1 >= len(self._starts):
+                raise self._damaged("is shorter than its sidecar says")
+            first, stop = self._offsets[frame : frame + 2].tolist()
+            tokens = int(self._starts[frame + 1] - self._starts[frame])
+            try:
+                data = os.pread(self._fd, stop - first, first)
+                self._last = frame, _unpack(data, self._dtype, tokens)
+            except ValueError as error:
+                raise self._damaged(str(error)) from None
+        return self._last[1]
+
+    def describe(self) -> dict[str, Any]:
+        """Size and hash of the .npy that it stands for. Raises DamageError."""
+        digest = xxhash.xxh3_64(npy_header((self.tokens,), self._name))
+        for frame in range(len(self._starts) - 1):
+            digest.update(self._frame(frame).data)
+        size = HEADER_BYTES + self.tokens * self._dtype.itemsize
+        return {"size": size, "xxh3": digest.hexdigest()}
+
 
 ID_BYTES = 16
 """Of the hash of a document's id."""

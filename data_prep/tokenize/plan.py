@@ -1,6 +1,6 @@
-"""The plan of a set of token arrays: what tokenizing does, settled before it starts.
+"""The plan of a set of token arrays: the inputs, tokenizer, rules and units of tokenizing.
 
-What a unit holds depends on the plan alone. `import` has one, too (`is_import`).
+The content of a unit depends on the plan alone. `import` has a plan, too (`is_import`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from data_prep import layout
 from data_prep.layout import PARTS
-from data_prep.sources.sources import InputFile
+from data_prep.sources.inputs import InputFile
 from data_prep.tokenizer.tokenizer import TokenizerFacts
 
 _FORM_PLAN = "optimus-token-plan"

@@ -1,0 +1,367 @@
+"""Descriptions of a finished data set: a report, statistics, and one instance as text.
+
+Losses are in nats. The bigram model is p(b | a) = (count(a, b) + 1) / (count(a) + V), counted and
+scored over the C-1 targets inside instances, as the training loss is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import layout
+from data_prep.dataset.manifest import BlendEntry, Manifest, read_manifest
+from data_prep.dataset.reader import ShardReader
+from data_prep.runtime.progress import Progress
+from data_prep.shuffle.blend import BlendOrder, read_any_order
+from data_prep.shuffle.order import MAX_SEED, Order, Permutation
+from data_prep.tokenize.plan import read_plan
+from data_prep.tokenize.store import docs_path, read_docs
+from data_prep.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from data_prep.tokenizer.tokenizer import library_panics, open_tokenizer, sha256_of
+from optimus.errors import ConfigError, DamageError, DataError, counted
+
+MAX_EPOCHS = 4
+"""Repeating text up to about four times is nearly as good as new text (arXiv 2305.16264)."""
+MIN_HELD_OUT_DOCUMENTS = 20
+MIN_HELD_OUT_TOKENS = 10_000
+"""Below either, the held-out loss is mostly chance: docs/formats/dataset.md, "Documents"."""
+_EXAMPLE_BATCH_TOKENS = 4096
+"""`train.global_batch_tokens` of configs/run/demo.toml."""
+_MAX_SUGGESTED_FRACTION = 0.2
+
+
+def report(
+    out: str, manifests: Sequence[Manifest], wall_s: float
+) -> tuple[dict[str, Any], list[str]]:
+    """The facts of a data set's parts, the training part first, and lines that say them."""
+    value: dict[str, Any] = {"out": out, "wall_s": round(wall_s, 3)}
+    lines = []
+    for manifest in manifests:
+        value[manifest.part] = {
+            "instances": manifest.num_instances,
+            "context": manifest.context,
+            "tokens": manifest.tokens,
+            "tail_tokens": manifest.tail_tokens,
+            "documents": manifest.documents,
+            "shards": len(manifest.shards),
+            "identity": manifest.identity,
+        }
+        lines.append(
+            f"{out}: {manifest.part}: {counted(manifest.num_instances, 'instance')} of "
+            f"{manifest.context} tokens from {counted(manifest.documents, 'document')} in "
+            f"{counted(len(manifest.shards), 'shard')}; {manifest.tail_tokens:,} of "
+            f"{counted(manifest.tokens, 'token')} left over as tails"
+        )
+        if manifest.num_instances == 0:
+            lines.append(f"{out}: {manifest.part}: too little for one instance; it cannot be used")
+    train = manifests[0]
+    lines.append(f"{out}: {for_training(train)}")
+    if train.blend:
+        value["blend"] = [vars(source) | {"epochs": _epochs(source)} for source in train.blend]
+    for source in train.blend:
+        lines.append(
+            f"{out}: {source.tokens_dir} = {source.weight}: "
+            f"{counted(source.quota, 'instance')} of {source.instances:,}, "
+            f"{_epochs_text(source)}"
+        )
+    aside = train.quarantined.count
+    value["quarantined"] = aside
+    if aside:
+        what = counted(aside, "document or file", "documents or files")
+        lines.append(f"{out}: quarantined {what}, listed in quarantine.jsonl")
+    value["warnings"] = [_repeats(train, source) for source in train.blend if _too_often(source)]
+    value["warnings"] += [_few_held_out(train, part) for part in manifests[1:] if _is_small(part)]
+    lines += [f"{out}: warning: {warning}" for warning in value["warnings"]]
+    return value, lines
+
+
+def for_training(manifest: Manifest) -> str:
+    """The settings of a run that follow from a training part, and the length of an epoch."""
+    tokens = manifest.num_instances * manifest.context
+    number_steps = tokens // _EXAMPLE_BATCH_TOKENS
+    steps = counted(number_steps, "step") if number_steps else "less than one step"
+    return (
+        f"to train on it: train.seq_len = {manifest.context}, model.vocab_size = "
+        f"{manifest.vocab_size} or more; one epoch is {counted(tokens, 'token')}, {steps} of "
+        f"{_EXAMPLE_BATCH_TOKENS:,} tokens (train.global_batch_tokens)"
+    )
+
+
+def _epochs_text(source: BlendEntry) -> str:
+    text = f"{_epochs(source):.3g}"
+    return f"{text} epoch{'' if text == '1' else 's'}"
+
+
+def _epochs(source: BlendEntry) -> float:
+    return source.quota / source.instances
+
+
+def _too_often(source: BlendEntry) -> bool:
+    return _epochs(source) > MAX_EPOCHS
+
+
+def _repeats(train: Manifest, source: BlendEntry) -> str:
+    most = math.floor(train.num_instances * MAX_EPOCHS / _epochs(source))
+    return (
+        f"{source.tokens_dir} is repeated for {_epochs_text(source)}; above {MAX_EPOCHS}, "
+        f"repeated text helps ever less: give it a smaller weight, more text, or at most "
+        f"--instances {most}"
+    )
+
+
+def _is_small(held_out: Manifest) -> bool:
+    few = held_out.documents < MIN_HELD_OUT_DOCUMENTS
+    return few or held_out.num_instances * held_out.context < MIN_HELD_OUT_TOKENS
+
+
+def _few_held_out(train: Manifest, held_out: Manifest) -> str:
+    """What is too little, and the fraction that should hold out one and a half times enough."""
+    documents, tokens = train.documents + held_out.documents, train.tokens + held_out.tokens
+    needed = max(MIN_HELD_OUT_DOCUMENTS / documents, MIN_HELD_OUT_TOKENS / tokens) * 1.5
+    digits = 1 - math.floor(math.log10(needed))
+    fraction = math.ceil(needed * 10**digits) / 10**digits
+    remedy = f"make the data set again elsewhere, with --eval-fraction {fraction:g}"
+    if fraction > _MAX_SUGGESTED_FRACTION:
+        remedy = "give more text, or evaluate on a data set of other text (data.eval_path)"
+    return (
+        f"the held-out part is {counted(held_out.documents, 'document')} with "
+        f"{counted(held_out.num_instances * held_out.context, 'token')} in instances, too little "
+        f"for its loss to mean much (at least {MIN_HELD_OUT_DOCUMENTS} documents and "
+        f"{MIN_HELD_OUT_TOKENS:,} tokens); {remedy}"
+    )
+
+
+MAX_BIGRAM_CELLS = 64_000_000
+"""Largest vocabulary^2 for which bigrams are counted: 256 MB of uint32."""
+
+MAX_IDS = 1 << 22
+"""Above the ids of any tokenizer: 34 MB of counts. A manifest may claim 2^32."""
+
+_BLOCK_TOKENS = 1 << 20
+
+
+def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
+    """Counts and unigram entropy of `dataset`; with `held_out`, the yardsticks' losses on it.
+
+    Raises DamageError for damaged data, and DataError for a held-out set made by another tokenizer.
+    """
+    manifest = read_manifest(dataset)
+    result: dict[str, Any] = {
+        "instances": manifest.num_instances,
+        "context": manifest.context,
+        "tokens": manifest.num_instances * manifest.context,
+        "tail_tokens": manifest.tail_tokens,
+        "documents": manifest.documents,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "shards": len(manifest.shards),
+        "inputs": len(manifest.inputs),
+        "input_bytes": sum(file.size for file in manifest.inputs),
+        "quarantined": manifest.quarantined.count,
+    }
+    other = None
+    if held_out is not None:
+        other = read_manifest(held_out)
+        if other.tokenizer_sha256 != manifest.tokenizer_sha256:
+            raise DataError(f"{held_out} was made by another tokenizer than {dataset}")
+        if other.vocab_size > manifest.vocab_size:
+            raise DataError(
+                f"{held_out} has {other.vocab_size} ids, more than the {manifest.vocab_size} of "
+                f"{dataset} with the same tokenizer; make one of them again"
+            )
+    counts, pairs = _count(dataset, manifest, with_pairs=other is not None)
+    result["unigram_entropy"] = _entropy(counts)
+    if held_out is not None and other is not None:
+        result["held_out"] = {
+            "instances": other.num_instances,
+            "tokens": other.num_instances * other.context,
+            "documents": other.documents,
+            **_losses(held_out, other, counts, pairs, manifest.vocab_size),
+        }
+    return result
+
+
+def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the ids of all instances, int64 [n, c] of at most _BLOCK_TOKENS, and the number of
+    first columns that the block before had, too: 1 inside an instance longer than a block, so that
+    no pair is lost, else 0."""
+    reader, context = ShardReader(dataset, manifest), manifest.context
+    step = max(1, _BLOCK_TOKENS // context)
+    with Progress(f"read {dataset}", manifest.num_instances, " instances") as progress:
+        for first in range(0, manifest.num_instances, step):
+            stop = min(first + step, manifest.num_instances)
+            for left in range(0, max(1, context - 1), _BLOCK_TOKENS - 1):
+                rows = reader.rows(first, stop, left, min(left + _BLOCK_TOKENS, context))
+                if int(rows.max()) >= manifest.vocab_size:
+                    raise DamageError(
+                        f"{dataset}: holds id {int(rows.max())}, outside its vocabulary of "
+                        f"{manifest.vocab_size}; optimus-data verify {dataset} names the damaged "
+                        "shard"
+                    )
+                yield rows.astype(np.int64), int(left > 0)
+            progress.advance(stop - first)
+
+
+def _count(
+    dataset: Path, manifest: Manifest, with_pairs: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Counts of ids, int64 [largest id + 1], and of pairs inside instances, uint32 [V*V] where
+    they fit. Raises DamageError for an id that no tokenizer has."""
+    size = manifest.vocab_size
+    counts = np.zeros(0, np.int64)
+    fits = with_pairs and size * size <= MAX_BIGRAM_CELLS
+    pairs = np.zeros(size * size, np.uint32) if fits else None
+    for rows, seen in _blocks(dataset, manifest):
+        if (largest := int(rows.max())) >= MAX_IDS:
+            raise DamageError(f"{dataset}: holds id {largest}; stats counts ids below {MAX_IDS}")
+        found = np.bincount(rows[:, seen:].ravel(), minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+        if pairs is not None:
+            np.add.at(pairs, (rows[:, :-1] * size + rows[:, 1:]).ravel(), np.uint32(1))
+    return counts, pairs
+
+
+def _entropy(counts: np.ndarray) -> float:
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def _losses(
+    held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None, size: int
+) -> dict[str, float | None]:
+    """Mean losses of the add-one unigram and bigram models; None where they cannot be had."""
+    targets = manifest.num_instances * (manifest.context - 1)
+    if targets == 0:
+        return {"unigram_loss": None, "bigram_loss": None}
+    # The last stands for all ids that were not counted.
+    unigram_log = np.log((np.append(counts, 0) + 1) / (counts.sum() + size))
+    before = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
+    unigram = bigram = 0.0
+    for rows, _ in _blocks(held_out, manifest):
+        first, second = rows[:, :-1].ravel(), rows[:, 1:].ravel()
+        unigram -= float(unigram_log[np.minimum(second, len(counts))].sum())
+        if pairs is not None and before is not None:
+            chance = (pairs[first * size + second] + 1.0) / (before[first] + size)
+            bigram -= float(np.log(chance).sum())
+    return {
+        "unigram_loss": unigram / targets,
+        "bigram_loss": bigram / targets if pairs is not None else None,
+    }
+
+
+def default_held_out(dataset: Path) -> Path | None:
+    """The data set's own held-out part, if it has one."""
+    own = dataset / layout.EVAL_DIR
+    return own if (own / layout.MANIFEST).is_file() else None
+
+
+MAX_TOKENS = 1 << 20
+"""Largest context of an instance that is shown: its ids and its text take some 100 MB."""
+MAX_CHARACTERS = 16 * MAX_TOKENS
+"""Longest text of an instance that is shown."""
+
+
+def inspect(dataset: Path, number: int) -> dict[str, Any]:
+    """Instance `number` (they run on through epochs): ids, text, place and sources.
+
+    Raises DataError for a damaged data set, ConfigError for a number that there is none of.
+    """
+    if number < 0:
+        raise ConfigError(f"instance {number} does not exist; they are numbered from 0")
+    manifest, order = read_manifest(dataset), read_any_order(dataset)
+    if manifest.num_instances == 0:
+        raise ConfigError(f"instance {number} does not exist; {dataset} has none")
+    if manifest.context > MAX_TOKENS:
+        raise ConfigError(
+            f"{dataset / layout.MANIFEST}: context = {manifest.context:,}, and inspect shows at "
+            f"most {MAX_TOKENS:,} tokens; use optimus-data stats"
+        )
+    if (order.num_instances, order.context) != (manifest.num_instances, manifest.context):
+        raise DamageError(f"{dataset / layout.ORDER}: is not the order of {layout.MANIFEST}")
+    epoch, place = divmod(number, manifest.num_instances)
+    if epoch > MAX_SEED:
+        raise ConfigError(f"instance {number} is after the last epoch, number {MAX_SEED}")
+    row = place
+    if epoch > 0:
+        permutation = Permutation(manifest.num_instances, manifest.seed, epoch)
+        row = int(permutation.apply(np.array([place]))[0])
+    ids = ShardReader(dataset, manifest).rows(row, row + 1)[0]
+    source = int(order.epoch_zero().apply(np.array([row]))[0])
+    tokenizer_path = _whole_tokenizer(dataset, manifest.tokenizer_sha256)
+    text = _decode(tokenizer_path, ids)
+    return {
+        "instance": number,
+        "epoch": epoch,
+        "place": place,
+        "instances": manifest.num_instances,
+        "shard": manifest.shards[row // manifest.instances_per_shard].name,
+        "row": row % manifest.instances_per_shard,
+        "sources": _segments(dataset, order, source),
+        "ids": ids.tolist(),
+        "text": text,
+    }
+
+
+def _whole_tokenizer(dataset: Path, sha256: str) -> Path:
+    """The copy of the tokenizer. Raises DamageError where it is not what it was."""
+    path = layout.tokenizer_file(dataset)
+    if not path.exists() or sha256_of(path) != sha256:
+        raise DamageError(
+            f"{path}: is not the tokenizer that made this data set (its SHA-256 differs)"
+        )
+    return path
+
+
+def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
+    """The text of an instance. Raises DataError for one of more than MAX_CHARACTERS: the text of a
+    token may be as long as the file of the tokenizer."""
+    tokenizer = open_tokenizer(tokenizer_path)
+    if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
+        raise DamageError(f"{tokenizer_path}: has no piece of id {ids.max()}")
+    with library_panics(tokenizer_path):
+        length = sum(
+            count * len(tokenizer.decode([token], skip_special_tokens=False))
+            for token, count in zip(
+                *map(np.ndarray.tolist, np.unique(ids, return_counts=True)), strict=True
+            )
+        )
+        if length > MAX_CHARACTERS:
+            raise DataError(
+                f"{tokenizer_path}: makes a text of {length:,} characters of the instance, and "
+                f"inspect shows at most {MAX_CHARACTERS:,}; use a tokenizer with shorter tokens"
+            )
+        return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
+    """The documents along source instance `source`: tokens [first, stop) of it begin at
+    `document_token` of the document in `line` (0: all) of `input`."""
+    if isinstance(order, BlendOrder):
+        number, _, own = next(order.split(np.array([source])))
+        order, source = order.sources[number], int(own[0])
+    tokens_dir = dataset / order.tokens_dir
+    plan, starts = read_plan(tokens_dir, order.plan), order.starts()
+    position, end = source * order.context, (source + 1) * order.context
+    segments, unit, docs = [], -1, np.empty((0, 3), np.int64)
+    while position < end:
+        if unit < 0 or position >= starts[unit + 1]:
+            unit = int(np.searchsorted(starts, position, side="right")) - 1
+            docs = read_docs(tokens_dir, unit, order.units[unit].docs_xxh3)
+        offset = position - int(starts[unit])
+        index = int(np.searchsorted(docs[:, 0], offset, side="right"))
+        if index == len(docs) or not 0 <= docs[index, 1] < len(plan.inputs):
+            raise DamageError(f"{docs_path(tokens_dir, unit)}: has no input for token {offset}")
+        doc_end, source_file, line = (int(value) for value in docs[index])
+        doc_start = int(docs[index - 1, 0]) if index else 0
+        count = min(doc_end - offset, end - position, int(starts[unit + 1]) - position)
+        first = position - source * order.context
+        segment = {"first": first, "stop": first + count, "input": plan.inputs[source_file].name}
+        segments.append(segment | {"line": line, "document_token": offset - doc_start})
+        position += count
+    return segments
