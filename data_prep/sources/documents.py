@@ -21,7 +21,7 @@ import xxhash
 
 from data_prep.runtime.memory import Limits, bytes_of_line, bytes_of_text
 from data_prep.sources.inputs import InputFile, kind_of, packing_of
-from data_prep.sources.parquet import DamagedTable, GroupPages, read_column
+from data_prep.sources.parquet import DamagedTable, RowGroup, read_column
 from data_prep.sources.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
 from optimus.errors import DataError, one_line
 
@@ -297,23 +297,23 @@ class InputReader:
             return Problem(self._line, f"column {self._id_field!r}: {one_line(error)}")
         return Document(text, text.encode(), self._line, own_id)
 
-    def _rows_at_once(self, group: GroupPages, usual: int) -> int:
-        """How many rows of a group to read at a time, so that they fit whatever they hold.
+    def _rows_at_once(self, group: RowGroup, usual: int) -> int:
+        """Return how many rows of a group to read at a time, so that they fit whatever they hold.
 
-        Raises DataError where not even one does. Where --max-document sets large values aside, they
-        are read to know which.
+        Raises DataError where one row may not fit. With --max-document, larger values are read to
+        find them, but their texts are not made.
         """
-        limits, rows = self._limits, usual
-        text = _TEXT_FACTOR * min(group.largest, limits.max_document or group.largest)
+        limits, rows, size = self._limits, usual, group.sizes[0]
+        text = _TEXT_FACTOR * min(size, limits.max_document or size)
         if limits.room_bytes is not None:
             while rows > 1 and group.needs(rows) + text > limits.room_bytes:
                 rows //= 2
         limits.refuse(
             f"{self._file.name}:{group.first}",
-            f"a page of {group.columns[0].held} bytes in row group {group.number} "
-            f"(rows {group.first} to {group.first + group.rows - 1})",
+            f"row group {group.number} (rows {group.first} to {group.first + group.rows - 1}), "
+            f"whose texts have {size} bytes,",
             group.needs(rows) + text,
-            "write the table with smaller pages, or without large values",
+            "write the table with smaller row groups",
         )
         self._held = group.needs(rows)
         return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import random
 import re
@@ -20,7 +19,7 @@ from data_prep.cli import main
 from data_prep.runtime import memory
 from data_prep.runtime.memory import Limits, bytes_of_line, divide_memory
 from data_prep.sources import documents
-from data_prep.sources.parquet import pages_of
+from data_prep.sources.parquet import _group
 from data_prep.tokenize import writer
 from data_prep.tokenizer import encoder
 from data_prep.tokenizer.encoder import Cutter, NoCut, reference_encode
@@ -322,7 +321,8 @@ def test_a_large_value_of_a_table_is_refused_before_it_is_read(made, tmp_path, v
     write_table(tmp_path / "text", values, row_group_size=4000)
     status, peak, error = measured(arguments(made, tmp_path, "--memory", "240MB", *more))
     assert status == 2 and peak <= 240e6, peak
-    assert "a page of 8" in error and f" bytes in row group {group} needs " in error
+    assert f"row group {group}, whose texts have 8" in error and " bytes, needs " in error
+    assert "write the table with smaller row groups" in error
 
 
 VALUE = "return x " * 220_000
@@ -356,11 +356,11 @@ print(memory("VmHWM") - before, count)
             [VALUE] * 60,
             {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
         ),
-        ([*(f"{VALUE}{n}" for n in range(60)), *SMALL, *SMALL], {"write_batch_size": 2}),
+        ([*(f"{VALUE}{n}" for n in range(60)), *SMALL[:60]], {"row_group_size": 2}),
     ],
     ids=["a dictionary", "shared beginnings", "neighbours"],
 )
-def test_memory_holds_whatever_the_pages_of_a_table_hold(tmp_path, values, options):
+def test_memory_holds_whatever_the_row_groups_of_a_table_hold(tmp_path, values, options):
     """Where many large values are read at a time, if the mean says how many: 240 MB and more.
 
     Allocators keep some of what is freed; for that a worker has bytes in reserve.
@@ -371,10 +371,6 @@ def test_memory_holds_whatever_the_pages_of_a_table_hold(tmp_path, values, optio
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     rise, count = map(int, done.stdout.split())
     assert count == sum(map(len, values)) and rise <= 2 * room + (20 << 20), rise
-
-
-NO_COUNT = bytes.fromhex("1500 1502 15feffff0f 2c17") + bytes(10)
-"""A header of a data page of 1 byte, packed 16 million, whose number of values is a float."""
 
 
 @pytest.mark.parametrize("packing", ["none", "snappy", "zstd"])
@@ -393,32 +389,23 @@ NO_COUNT = bytes.fromhex("1500 1502 15feffff0f 2c17") + bytes(10)
         {"dictionary_pagesize_limit": 900, "data_page_size": 200, "write_batch_size": 4},
     ],
 )
-def test_pages_bound_every_run_of_values(tmp_path, packing, options):
+def test_row_group_bounds_all_its_values(tmp_path, packing, options):
     rng = random.Random(3)
     stock = ["".join(rng.choices("ab", k=rng.randint(0, 60))) for _ in range(30)]
     values = [rng.choice([*stock, words(rng, 9), None, "long " * 99]) for _ in range(400)]
     write_table(tmp_path / "text", values, row_group_size=150, compression=packing, **options)
     from pyarrow import parquet
 
-    path, first = tmp_path / "text" / "a.parquet", 0
-    table = parquet.ParquetFile(path)
+    first = 0
+    table = parquet.ParquetFile(tmp_path / "text" / "a.parquet")
     for number in range(table.num_row_groups):
-        group = table.metadata.row_group(number)
-        chunk, rows = group.column(0), group.num_rows
-        with open(path, "rb") as file:
-            pages = pages_of(file, chunk, rows)
+        group = _group(table.metadata, number, first + 1, ["text"])
+        rows, (size,) = group.rows, group.sizes
         sizes = [len(value or "") for value in values[first : first + rows]]
-        assert int(pages.values.sum()) == rows
-        headers = chunk.total_uncompressed_size - pages.sizes.sum() - pages.dictionary
-        assert 0 < headers <= 1200 * (1 + len(pages.sizes)), "a header has two values at most"
-        assert pages.largest >= max(sizes)
-        for run in (1, 2, 7, 60):
+        assert size >= max(sizes) and group.needs(1) >= 4 * max(sizes)
+        for run in (2, 7, 60):
             most = max(sum(sizes[i : i + run]) for i in range(rows - run + 1))
-            assert most <= pages.bytes_of(run)
-        start = chunk.dictionary_page_offset or chunk.data_page_offset
-        for damage in (b"\xff" * path.stat().st_size, bytes(start) + NO_COUNT):
-            held = pages_of(io.BytesIO(damage), chunk, rows).held
-            assert held == chunk.total_uncompressed_size
+            assert 4 * most <= group.needs(run)
         first += rows
 
 
