@@ -249,8 +249,6 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Which of several processes that share the work this one is."""
-    from data_prep.runtime.ranks import PATIENCE_S
-
     parser.add_argument(
         "--rank",
         type=whole(0),
@@ -263,13 +261,13 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="number of processes that share the work; 1: this process only, under any launcher",
     )
-    parser.add_argument(
-        "--patience",
-        type=whole(0),
-        default=int(PATIENCE_S),
-        metavar="S",
-        help="seconds without progress after which the work of a rank is taken over "
-        f"({PATIENCE_S:.0f})",
+    parser.add_argument("--patience", type=_refuse_patience, help=argparse.SUPPRESS)
+
+
+def _refuse_patience(text: str) -> NoReturn:
+    raise ConfigError(
+        f"--patience {text} is not an option any more: ranks do not do the work of a lost rank; "
+        "leave it out, and when a rank is lost, run the same command again on all ranks"
     )
 
 
@@ -287,4 +285,4 @@ def team_of(args: argparse.Namespace) -> Team:
         world = place.world if world is None else world
     if not rank < world:
         raise ConfigError(f"--rank {rank} must be below --world {world}; ranks start at 0")
-    return Team(rank, world, float(args.patience))
+    return Team(rank, world)

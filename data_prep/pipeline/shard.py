@@ -190,7 +190,7 @@ def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, la
             run_jobs(_do_shard, work, sorted(shards), workers, progress)
 
     missing = functools.partial(_missing, work, deep=team.rank == 0)
-    do_together(team, rows, do, missing, dataset / layout.SHARDS_DIR, workers)
+    do_together(team, rows, do, missing, dataset / layout.SHARDS_DIR)
 
 
 def _missing(work: ShardWork, deep: bool) -> list[int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.runtime.progress import say
-from optimus.errors import DataError, LostPeerError, one_line
+from optimus.errors import LostPeerError, counted, one_line
 from optimus.io import files
 
 _PREFIX = ".failed-rank-"
@@ -65,9 +65,10 @@ class Peers:
             (self._out / name).unlink(missing_ok=True)
 
 
-PATIENCE_S = 120.0
-"""Default of `--patience`: longer than file systems take to show another machine's files."""
-
+_SILENCE_S = 120.0
+"""Longer than file systems take to show another machine's files."""
+_RANK_0_FACTOR = 30
+"""Rank 0 may work for all others without new files, such as on the comparison of ids."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """Polling slows down with the world, so that all ranks together list a directory 50 times a s."""
@@ -79,7 +80,8 @@ class Team:
 
     rank: int = 0
     world: int = 1
-    patience_s: float = PATIENCE_S
+    silence_s: float = _SILENCE_S
+    """Seconds without progress of the others after which this rank ends."""
     peers: Peers | None = None
     """Tells of ranks that failed; set by `together`."""
 
@@ -148,43 +150,43 @@ def do_together(
     do: Callable[[list[int]], None],
     missing: Callable[[], list[int]],
     folder: Path,
-    at_once: int,
 ) -> None:
-    """`do` this rank's share of the items, and see to it that all items are done.
+    """Do this rank's share of the items, and wait until the other ranks have done theirs.
 
-    `missing()` lists the items not done, as cheaply as it can; `folder` is where they are written
-    and where their growth shows; `at_once` items are taken over at a time.
+    Args:
+        sizes: Size of each item, which divides the items over the ranks.
+        do: Does the items with these indices.
+        missing: Returns the indices of items that are not done, as cheaply as possible.
+        folder: The directory in which items are written, so that unfinished files show progress.
+
+    Raises:
+        LostPeerError: another rank failed, or no item was completed and no file grew in `folder`
+            for `team.silence_s` to twice that.
     """
     do(share(sizes, team.rank, team.world))
     if team.world == 1:
         return
     left, sign, since = missing(), None, time.monotonic()
     while left:
-        mine: list[int] = []
         team.check()
-        if time.monotonic() - since < team.patience_s:
-            time.sleep(team.poll_s)
-        elif sign != (sign := growth(folder)):  # looked at once in a while: it asks for many files
-            since = time.monotonic()
-        else:
-            begin = team.rank * len(left) // team.world  # others begin elsewhere
-            mine = (left[begin:] + left[:begin])[:at_once]
-            try:
-                do(mine)
-            except (OSError, DataError):
-                if set(mine) & set(missing()):
-                    raise
+        time.sleep(team.poll_s)
         before, left = left, missing()
-        if set(before) - set(left) - set(mine):
+        if set(before) - set(left):
             sign, since = None, time.monotonic()
+        elif time.monotonic() - since >= team.silence_s:
+            if sign == (sign := growth(folder)):  # looked at rarely: it asks for many files
+                raise _silent(
+                    f"{counted(len(left), 'item')} of other ranks in {folder}", team.silence_s
+                )
+            since = time.monotonic()
 
 
 def growth(folder: Path) -> tuple[int, int]:
-    """A figure that changes while anyone writes into `folder`: files begun, and their bytes."""
+    """Return the number of unfinished files in `folder` and the sum of their bytes."""
     count = size = 0
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):  # temporary names, and whatever grows beside them
+            if entry.name.startswith("."):  # temporary names
                 try:
                     size += entry.stat().st_size
                 except FileNotFoundError:
@@ -194,14 +196,23 @@ def growth(folder: Path) -> tuple[int, int]:
 
 
 def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], object]) -> None:
-    """What one rank does for all: rank 0 at once, others only if it stays away too long."""
+    """Do as rank 0 what one rank does for all; as another rank, wait until it is `done`.
+
+    Raises LostPeerError where another rank failed, or rank 0 takes longer than it may.
+    """
     if team.rank == 0:
         do()
         return
-    since = time.monotonic()
+    since, limit_s = time.monotonic(), _RANK_0_FACTOR * team.silence_s
     while not done():
         team.check()
-        if time.monotonic() - since >= team.patience_s:
-            do()
-            return
+        if time.monotonic() - since >= limit_s:
+            raise _silent("what rank 0 does for all", limit_s)
         time.sleep(team.poll_s)
+
+
+def _silent(what: str, waited_s: float) -> LostPeerError:
+    return LostPeerError(
+        f"waited {waited_s:g} s without progress for {what}; a rank was lost or has "
+        "not started: run the same command again on all ranks"
+    )

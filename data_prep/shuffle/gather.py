@@ -210,7 +210,7 @@ def spill_all(spill: Spill, workers: int, team: Team) -> None:
         with Progress(team.label("sort"), sum(sizes[run] for run in runs), " instances") as bar:
             run_jobs(_do_run, spill, runs, workers, bar)
 
-    do_together(team, sizes, do, spill.missing, spill.folder, workers)
+    do_together(team, sizes, do, spill.missing, spill.folder)
 
 
 def remove_spill(dataset: Path) -> None:

@@ -20,7 +20,7 @@ from data_prep import layout
 from data_prep.runtime.memory import Limits
 from data_prep.runtime.pool import Job, run_jobs
 from data_prep.runtime.progress import Progress
-from data_prep.runtime.ranks import Team, do_together, share, wait_for
+from data_prep.runtime.ranks import Team, do_together, wait_for
 from data_prep.sources.documents import (
     NO_LIMITS,
     DamagedFile,
@@ -96,7 +96,6 @@ def make_units(
         lambda units: do_units(work, workers, units, team.label(what), job),
         lambda: missing_units(work, deep=team.rank == 0),
         work.out / layout.TOKENS_DIR,
-        workers,
     )
 
 
@@ -391,19 +390,18 @@ def drop_duplicates(work: TokenizeWork, workers: int, team: Team) -> None:
     units = [
         unit
         for unit, inputs in enumerate(work.plan.units)
-        if len(dropped.rows) and dropped.of_inputs(*inputs) and not complete(work, unit, dropped)
+        if len(dropped.rows) and dropped.of_inputs(*inputs)
     ]
-    if not units:
-        return
+
+    def missing() -> list[int]:
+        return [item for item, unit in enumerate(units) if not complete(work, unit, dropped)]
+
+    def do(mine: list[int]) -> None:
+        if again := [units[item] for item in sorted({*mine} & {*missing()})]:
+            do_units(work, workers, again, team.label("leave out duplicate ids"))
+
     sizes = [work.plan.unit_bytes(unit) for unit in units]
-    mine = [units[item] for item in share(sizes, team.rank, team.world)]
-    do_units(work, workers, mine, team.label("leave out duplicate ids"))
-    if team.world > 1:
-        wait_for(
-            Team(1, 2, team.patience_s),
-            lambda: all(complete(work, unit, dropped) for unit in units),
-            lambda: do_units(work, workers, units, team.label("leave out duplicate ids")),
-        )
+    do_together(team, sizes, do, missing, work.out / layout.TOKENS_DIR)
 
 
 def _compare(work: TokenizeWork) -> None:

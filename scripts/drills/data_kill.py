@@ -49,7 +49,7 @@ class Drill:
         words += ["--tokenizer", str(self.tokenizer), "--out", str(out), "--context", "64"]
         words += ["--workers", str(self.workers), "--eval-fraction", "0.1"]
         words += ["--unit-size", "50KB", "--shard-size", "40KB", "--strategy", self.strategy]
-        return [*words, "--rank", str(rank), "--world", str(self.world), "--patience", "1"]
+        return [*words, "--rank", str(rank), "--world", str(self.world)]
 
     def start(self, out: Path, rank: int = 0) -> subprocess.Popen:
         return subprocess.Popen(

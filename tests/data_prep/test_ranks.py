@@ -1,4 +1,4 @@
-"""Ranks that share work by files alone: shares, waiting, taking over, any world afterwards."""
+"""Ranks that share work by files alone: shares, waiting, lost ranks, any world afterwards."""
 
 from __future__ import annotations
 
@@ -86,21 +86,38 @@ def test_killed_and_rerun_with_another_world(made, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_one_rank_takes_over_when_the_others_never_come(made, tmp_path, rank):
+def test_rank_without_the_others_does_its_share_and_names_the_remedy(
+    made, tmp_path, rank, monkeypatch, capsys
+):
     out = tmp_path / "data"
-    more = ["--rank", str(rank), "--world", "3", "--patience", "0"]
-    assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
+    arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
+    given = [*arguments, "--rank", str(rank)]
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.cli.options.team_of", lambda args: Team(rank, 3, 0.1))
+        assert main(given) == 5
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "of other ranks in" in error and "run the same command again on all ranks" in error
+    assert any((out / "tokens").glob("unit-*.json")) and not (out / "manifest.json").exists()
+    assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
+    assert main(arguments[:-2]) == 0  # sweeps what was left
     assert tree(out) == tree(made.data)
 
 
-def test_a_damaged_unit_of_another_rank_is_made_again(made, tmp_path):
+@pytest.mark.parametrize("command", ["run", "tokenize", "shard", "blend"])
+def test_patience_is_refused_with_the_remedy(command, capsys):
+    error = refused(capsys, [command, "--patience", "9"])
+    assert "--patience 9 is not an option any more" in error
+    assert "run the same command again on all ranks" in error
+
+
+def test_damaged_files_are_made_again_by_their_ranks(made, tmp_path):
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     (out / "tokens" / "unit-00003.npy").unlink()
     (out / "shards" / "shard-00002.json").write_bytes(b"{}")
     (out / "manifest.json").unlink()
-    more = ["--rank", "0", "--world", "7", "--patience", "0"]
-    assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
+    arguments = run_arguments(made.text, made.tokenizer, out, "--world", "2")
+    assert statuses([start_rank([*arguments, "--rank", rank]) for rank in "01"]) == [0] * 2
     assert tree(out) == tree(made.data)
 
 
@@ -116,8 +133,8 @@ def test_a_rank_that_asks_for_something_else_is_refused(made, tmp_path, capsys):
     assert "--rank 2 must be below --world 2" in error
 
 
-def test_patience_lasts_while_others_move(tmp_path):
-    """A file of another rank that grows holds us back; once it stops, we do its item."""
+def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
+    """Once it stops, the rank ends, and does not do the other's item."""
     done: list[int] = []
     other = tmp_path / ".unit.tmp"
     start = time.monotonic()
@@ -127,35 +144,18 @@ def test_patience_lasts_while_others_move(tmp_path):
             other.write_bytes(b"x" * int(1000 * (time.monotonic() - start)))
         return [item for item in (0, 1) if item not in done]
 
-    do_together(Team(0, 2, 0.4), [1, 1], done.extend, missing, tmp_path, 4)
-    assert done == [0, 1] and 1.3 < time.monotonic() - start < 5
-
-
-def test_an_error_counts_only_if_the_work_is_not_there(tmp_path):
-    there: list[int] = [0]
-
-    def do(items: list[int]) -> None:
-        if items == [1]:
-            there.extend(late)
-            raise DataError("someone was quicker")
-
-    def missing() -> list[int]:
-        return [item for item in (0, 1) if item not in there]
-
-    late = [1]
-    do_together(Team(0, 2, 0.0), [1, 1], do, missing, tmp_path, 1)
-    late, there[1:] = [], []
-    with pytest.raises(DataError):
-        do_together(Team(0, 2, 0.0), [1, 1], do, missing, tmp_path, 1)
+    with pytest.raises(LostPeerError, match=r"1 item of other ranks .*run the same command again"):
+        do_together(Team(0, 2, 0.4), [1, 1], done.extend, missing, tmp_path)
+    assert done == [0] and 1.3 < time.monotonic() - start < 5
 
 
 def test_an_error_of_one_rank_ends_the_others(made, tmp_path):
-    """At once, whatever their patience, in one line; and the command, once mended, goes on."""
+    """At once, in one line; and the command continues once the input is corrected."""
     text, out = tmp_path / "text", tmp_path / "data"
     shutil.copytree(made.text, text)
     lines = (text / "a.jsonl").read_bytes()
     (text / "a.jsonl").write_bytes(lines + b"{\n")
-    arguments = run_arguments(text, made.tokenizer, out, "--world", "3", "--patience", "3000")
+    arguments = run_arguments(text, made.tokenizer, out, "--world", "3")
 
     def start(rank: int) -> subprocess.Popen:
         words = [sys.executable, "-m", "data_prep.cli", *arguments, "--rank", str(rank)]
@@ -187,8 +187,9 @@ def test_rank_zero_acts_and_others_wait():
     made: list[str] = []
     wait_for(Team(0, 3), lambda: False, lambda: made.append("first"))
     wait_for(Team(1, 3), lambda: True, lambda: made.append("never"))
-    wait_for(Team(1, 3, 0.1), lambda: False, lambda: made.append("late"))
-    assert made == ["first", "late"]
+    with pytest.raises(LostPeerError, match="what rank 0 does for all.*same command again"):
+        wait_for(Team(1, 3, 0.01), lambda: False, lambda: made.append("never"))
+    assert made == ["first"]
 
 
 def test_leftovers_of_other_machines_stay_for_a_day(tmp_path):
@@ -290,7 +291,7 @@ def test_a_rank_tells_of_a_file_whose_name_is_no_utf8(made, tmp_path, capfd):
     out, text = tmp_path / "out", tmp_path / "text"
     text.mkdir()
     (text / os.fsdecode(b"b\xff.jsonl")).write_text("{bad\n")
-    given = run_arguments(text, made.tokenizer, out, "--world", "2", "--patience", "0")
+    given = run_arguments(text, made.tokenizer, out, "--world", "2")
     assert main([*given, "--rank", "0"]) == 2
     assert "invalid JSON" in capfd.readouterr().err.splitlines()[-1]
     (mark,) = out.glob(".failed-rank-0.*")
