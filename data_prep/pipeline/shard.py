@@ -40,7 +40,6 @@ from data_prep.shuffle.gather import (
     open_gatherer,
     open_spill,
     rows_of_run,
-    spill_all,
 )
 from data_prep.shuffle.order import Order
 from data_prep.tokenize.plan import TokenPlan
@@ -164,7 +163,8 @@ def shard_all(
     try:
         _shard_together(work, workers, strategy, team, label)
     except (OSError, DataError):  # other ranks may have finished, and removed what was read here
-        if team.world == 1 or _missing(work, deep=True):
+        task = ShardTask(work, workers, label)
+        if team.world == 1 or task.missing() or task.verify():
             raise
     _buffer.cache_clear()
 
@@ -174,33 +174,56 @@ def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, la
     rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
     sizes = [layout.HEADER_BYTES + count * order.row_bytes for count in rows]
     work = dataclasses.replace(work, sample=sample(sizes))
-    if len(_missing(work, deep=False)) < len(rows) and team.rank == 0:
+    task = ShardTask(work, workers, label)
+    missing = task.missing()
+    if len(missing) < len(rows) and team.rank == 0:
         say_sample(work.sample, sizes, "shard", dataset)
     run_rows = rows_of_run(order, work.block_bytes)
-    if _missing(work, deep=True):
+    if missing or task.verify():
         if team.rank == 0:
             _check_arrays(dataset, order)
         if choose_strategy(dataset, order, strategy, team, run_rows) == "bucket":
-            spill = open_spill(dataset, order, work.order_xxh3, work.block_bytes)
-            spill_all(spill, workers, team)
-            work = dataclasses.replace(work, spill=spill)
-
-    def do(shards: list[int]) -> None:
-        with Progress(label, sum(rows[shard] for shard in shards), " instances") as progress:
-            run_jobs(_do_shard, work, sorted(shards), workers, progress)
-
-    missing = functools.partial(_missing, work, deep=team.rank == 0)
-    do_together(team, rows, do, missing, dataset / layout.SHARDS_DIR)
+            spill = open_spill(
+                dataset, order, work.order_xxh3, work.block_bytes, workers, team.label("sort")
+            )
+            do_together(team, spill)
+            task = ShardTask(dataclasses.replace(work, spill=spill), workers, label)
+    do_together(team, task)
 
 
-def _missing(work: ShardWork, deep: bool) -> list[int]:
-    """Shards without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
-    there = set(os.listdir(work.dataset / layout.SHARDS_DIR))
-    shards = range(work.order.num_shards)
-    left = [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in there]
-    if left or not deep:
-        return left
-    return [shard for shard in shards if not _is_complete(work, shard)]
+@dataclass(frozen=True)
+class ShardTask:
+    """The shards of a data set."""
+
+    work: ShardWork
+    workers: int
+    label: str
+
+    @property
+    def folder(self) -> Path:
+        return self.work.dataset / layout.SHARDS_DIR
+
+    def plan(self) -> list[int]:
+        """Return the rows of each shard."""
+        order = self.work.order
+        return [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
+
+    def missing(self) -> list[int]:
+        """Return the shards without a sidecar."""
+        names = set(os.listdir(self.folder))
+        shards = range(self.work.order.num_shards)
+        return [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in names]
+
+    def do(self, shards: list[int]) -> None:
+        """Write these shards, unless they are complete and whole."""
+        rows = self.plan()
+        with Progress(self.label, sum(rows[shard] for shard in shards), " instances") as progress:
+            run_jobs(_do_shard, self.work, sorted(shards), self.workers, progress)
+
+    def verify(self) -> list[int]:
+        """Return the shards whose sidecar is of another order, or whose file has another size."""
+        shards = range(self.work.order.num_shards)
+        return [shard for shard in shards if not _is_complete(self.work, shard)]
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:

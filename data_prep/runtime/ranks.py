@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from data_prep.runtime.progress import say
 from optimus.errors import LostPeerError, counted, one_line
@@ -144,26 +145,40 @@ def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
     return mine
 
 
-def do_together(
-    team: Team,
-    sizes: Sequence[int],
-    do: Callable[[list[int]], None],
-    missing: Callable[[], list[int]],
-    folder: Path,
-) -> None:
-    """Do this rank's share of the items, and wait until the other ranks have done theirs.
+class PrepTask(Protocol):
+    """Items that ranks do together. Each item is idempotent."""
 
-    Args:
-        sizes: Size of each item, which divides the items over the ranks.
-        do: Does the items with these indices.
-        missing: Returns the indices of items that are not done, as cheaply as possible.
-        folder: The directory in which items are written, so that unfinished files show progress.
+    @property
+    def folder(self) -> Path:
+        """Return the directory of the items, in which unfinished files show progress."""
+
+    def plan(self) -> Sequence[int]:
+        """Return the size of each item, by which items are divided; the same on all ranks."""
+
+    def missing(self) -> list[int]:
+        """Return the indices of items that are not done, as cheaply as possible."""
+
+    def do(self, items: list[int]) -> None:
+        """Do the items with these indices."""
+
+    def verify(self) -> list[int]:
+        """Return the indices of items that are not as they should be, once none is missing."""
+
+
+def do_together(team: Team, task: PrepTask) -> None:
+    """Do this rank's share of a task, and wait until the other ranks have done theirs.
+
+    Rank 0 also verifies the items of all ranks.
 
     Raises:
-        LostPeerError: another rank failed, or no item was completed and no file grew in `folder`
-            for `team.silence_s` to twice that.
+        LostPeerError: another rank failed, or no item was completed and no file grew in
+            `task.folder` for `team.silence_s` to twice that.
     """
-    do(share(sizes, team.rank, team.world))
+
+    def missing() -> list[int]:
+        return task.missing() or (task.verify() if team.rank == 0 else [])
+
+    task.do(share(task.plan(), team.rank, team.world))
     if team.world == 1:
         return
     left, sign, since = missing(), None, time.monotonic()
@@ -174,9 +189,9 @@ def do_together(
         if set(before) - set(left):
             sign, since = None, time.monotonic()
         elif time.monotonic() - since >= team.silence_s:
-            if sign == (sign := growth(folder)):  # looked at rarely: it asks for many files
+            if sign == (sign := growth(task.folder)):  # looked at rarely: it asks for many files
                 raise _silent(
-                    f"{counted(len(left), 'item')} of other ranks in {folder}", team.silence_s
+                    f"{counted(len(left), 'item')} of other ranks in {task.folder}", team.silence_s
                 )
             since = time.monotonic()
 

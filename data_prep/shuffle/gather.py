@@ -28,7 +28,7 @@ from data_prep.layout import HEADER_BYTES, little_endian
 from data_prep.runtime.memory import usable_memory
 from data_prep.runtime.pool import run_jobs
 from data_prep.runtime.progress import Progress
-from data_prep.runtime.ranks import Team, do_together
+from data_prep.runtime.ranks import Team
 from data_prep.shuffle.blend import BlendOrder
 from data_prep.shuffle.order import Order
 from data_prep.tokenize.store import TokenArrayReader, array_path
@@ -167,6 +167,8 @@ class Spill:
     folder: Path
     run_rows: int
     block_bytes: int
+    workers: int
+    label: str
 
     @property
     def num_runs(self) -> int:
@@ -180,37 +182,45 @@ class Spill:
     def pieces_path(self, run: int) -> Path:
         return array_path(self.folder, run).with_suffix(".pieces.npy")
 
+    def plan(self) -> list[int]:
+        """Return the rows of each run."""
+        return [stop - first for first, stop in map(self.rows, range(self.num_runs))]
+
     def missing(self) -> list[int]:
-        """Runs that are not complete."""
+        """Return the runs that are not complete."""
         there = set(os.listdir(self.folder))
         return [run for run in range(self.num_runs) if f"{layout.unit_name(run)}.npy" not in there]
 
+    def do(self, runs: list[int]) -> None:
+        """Write these runs, unless they are complete."""
+        total = sum(stop - first for first, stop in map(self.rows, runs))
+        with Progress(self.label, total, " instances") as progress:
+            run_jobs(_do_run, self, runs, self.workers, progress)
+
+    def verify(self) -> list[int]:
+        """Return no run: the reader compares the hash of each piece."""
+        return []
+
 
 def open_spill(
-    dataset: Path, order: Order | BlendOrder, order_xxh3: str, block_bytes: int
+    dataset: Path,
+    order: Order | BlendOrder,
+    order_xxh3: str,
+    block_bytes: int,
+    workers: int,
+    label: str,
 ) -> Spill:
-    """The place of the runs for blocks of `block_bytes` of memory, made if need be."""
+    """Return the runs for blocks of `block_bytes` of memory, in a directory that exists."""
     run_rows = rows_of_run(order, block_bytes)
     folder = dataset / SPILL_DIR / f"{order_xxh3}-{run_rows}-{_VERSION}"
     folder.mkdir(parents=True, exist_ok=True)
-    return Spill(dataset, order, folder, run_rows, block_bytes)
+    return Spill(dataset, order, folder, run_rows, block_bytes, workers, label)
 
 
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
     """Rows of a run for blocks of `block_bytes`: the same where memory differs a little."""
     fit = max(1, block_bytes * 3 // 4 // (order.row_bytes + 2 * INDEX_BYTES))
     return 1 << (fit.bit_length() - 1)
-
-
-def spill_all(spill: Spill, workers: int, team: Team) -> None:
-    """Write every run that is not complete, together with the other ranks."""
-    sizes = [stop - first for first, stop in map(spill.rows, range(spill.num_runs))]
-
-    def do(runs: list[int]) -> None:
-        with Progress(team.label("sort"), sum(sizes[run] for run in runs), " instances") as bar:
-            run_jobs(_do_run, spill, runs, workers, bar)
-
-    do_together(team, sizes, do, spill.missing, spill.folder)
 
 
 def remove_spill(dataset: Path) -> None:

@@ -88,25 +88,61 @@ def make_units(
     """
     sizes = [work.plan.unit_bytes(unit) for unit in range(len(work.plan.units))]
     work = dataclasses.replace(work, sample=sample(sizes))
-    if len(missing_units(work, deep=False)) < len(sizes) and team.rank == 0:
+    task = UnitTask(work, workers, team.label(what), range(len(sizes)), job or _do_unit)
+    if len(task.missing()) < len(sizes) and team.rank == 0:
         say_sample(work.sample, sizes, "unit", work.out)
-    do_together(
-        team,
-        sizes,
-        lambda units: do_units(work, workers, units, team.label(what), job),
-        lambda: missing_units(work, deep=team.rank == 0),
-        work.out / layout.TOKENS_DIR,
-    )
+    do_together(team, task)
 
 
-def do_units(
-    work: TokenizeWork, workers: int, units: Sequence[int], label: str, job: Job | None = None
-) -> None:
-    """Do each of these units that is not complete, largest first; check the complete ones."""
-    sizes = {unit: work.plan.unit_bytes(unit) for unit in units}
-    order = sorted(sizes, key=lambda unit: -sizes[unit])
-    with Progress(label, sum(sizes.values()), "B") as progress:
-        run_jobs(job or _do_unit, work, order, workers, progress)
+@dataclass(frozen=True)
+class UnitTask:
+    """Units of token arrays. Indices of items are those of `units`."""
+
+    work: TokenizeWork
+    workers: int
+    label: str
+    units: Sequence[int]
+    job: Job
+
+    @property
+    def folder(self) -> Path:
+        return self.work.out / layout.TOKENS_DIR
+
+    def plan(self) -> list[int]:
+        """Return the input bytes of each unit."""
+        return [self.work.plan.unit_bytes(unit) for unit in self.units]
+
+    def missing(self) -> list[int]:
+        """Return the units without the sidecar of the training part, which is written last."""
+        names = set(os.listdir(self.folder))
+        return [
+            i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names
+        ]
+
+    def do(self, items: Sequence[int]) -> None:
+        """Do each unit that is not complete, largest first, and check the complete ones."""
+        sizes = {self.units[i]: self.work.plan.unit_bytes(self.units[i]) for i in items}
+        order = sorted(sizes, key=lambda unit: -sizes[unit])
+        with Progress(self.label, sum(sizes.values()), "B") as progress:
+            run_jobs(self.job, self.work, order, self.workers, progress)
+
+    def verify(self) -> list[int]:
+        """Return the units that are not complete, without the documents that are left out."""
+        dropped = self.work.dropped()
+        return [i for i, unit in enumerate(self.units) if not complete(self.work, unit, dropped)]
+
+
+class RepeatTask(UnitTask):
+    """Units that hold duplicates, to be tokenized again without them."""
+
+    def missing(self) -> list[int]:
+        """Return the units that still hold duplicates."""
+        return self.verify()
+
+    def do(self, items: Sequence[int]) -> None:
+        """Do the units that still hold duplicates."""
+        if left := sorted({*items} & {*self.missing()}):
+            super().do(left)
 
 
 def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
@@ -165,18 +201,6 @@ def _dropped_of(
     work: TokenizeWork, unit: int, dropped: duplicates.Duplicates | None
 ) -> dict[tuple[int, int], tuple[int, int]]:
     return dropped.of_inputs(*work.plan.units[unit]) if dropped else {}
-
-
-def missing_units(work: TokenizeWork, deep: bool) -> list[int]:
-    """Units without a sidecar; where all have one and `deep`, those whose sidecar is wrong."""
-    folder = work.out / layout.TOKENS_DIR  # the training part's sidecar is written last
-    there = set(os.listdir(folder))
-    units = range(len(work.plan.units))
-    left = [unit for unit in units if f"{layout.unit_name(unit)}.json" not in there]
-    if not deep or left:
-        return left
-    dropped = work.dropped()
-    return [unit for unit in units if not complete(work, unit, dropped)]
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
@@ -392,16 +416,8 @@ def drop_duplicates(work: TokenizeWork, workers: int, team: Team) -> None:
         for unit, inputs in enumerate(work.plan.units)
         if len(dropped.rows) and dropped.of_inputs(*inputs)
     ]
-
-    def missing() -> list[int]:
-        return [item for item, unit in enumerate(units) if not complete(work, unit, dropped)]
-
-    def do(mine: list[int]) -> None:
-        if again := [units[item] for item in sorted({*mine} & {*missing()})]:
-            do_units(work, workers, again, team.label("leave out duplicate ids"))
-
-    sizes = [work.plan.unit_bytes(unit) for unit in units]
-    do_together(team, sizes, do, missing, work.out / layout.TOKENS_DIR)
+    label = team.label("leave out duplicate ids")
+    do_together(team, RepeatTask(work, workers, label, units, _do_unit))
 
 
 def _compare(work: TokenizeWork) -> None:

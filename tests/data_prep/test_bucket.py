@@ -42,13 +42,13 @@ def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch):
 def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, capsys):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--strategy", "bucket")
-    real = gather.spill_all
+    real = gather.Spill.do
 
-    def spill_and_damage(spill, *more):
-        real(spill, *more)
+    def spill_and_damage(spill, runs):
+        real(spill, runs)
         flip(next(spill.folder.glob("unit-?????.npy")), -100)
 
-    monkeypatch.setattr("data_prep.pipeline.shard.spill_all", spill_and_damage)
+    monkeypatch.setattr(gather.Spill, "do", spill_and_damage)
     assert main(arguments) == 1
     told = capsys.readouterr().err.splitlines()[-1]
     assert "unit-00000.npy: its content is damaged (hash differs); remove " in told

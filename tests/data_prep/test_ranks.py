@@ -139,13 +139,23 @@ def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
     other = tmp_path / ".unit.tmp"
     start = time.monotonic()
 
-    def missing() -> list[int]:
-        if time.monotonic() - start < 1.0:
-            other.write_bytes(b"x" * int(1000 * (time.monotonic() - start)))
-        return [item for item in (0, 1) if item not in done]
+    class Task:
+        folder = tmp_path
+        do = staticmethod(done.extend)
+
+        def plan(self) -> list[int]:
+            return [1, 1]
+
+        def missing(self) -> list[int]:
+            if time.monotonic() - start < 1.0:
+                other.write_bytes(b"x" * int(1000 * (time.monotonic() - start)))
+            return [item for item in (0, 1) if item not in done]
+
+        def verify(self) -> list[int]:
+            return []
 
     with pytest.raises(LostPeerError, match=r"1 item of other ranks .*run the same command again"):
-        do_together(Team(0, 2, 0.4), [1, 1], done.extend, missing, tmp_path)
+        do_together(Team(0, 2, 0.4), Task())
     assert done == [0] and 1.3 < time.monotonic() - start < 5
 
 
