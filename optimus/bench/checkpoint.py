@@ -21,8 +21,8 @@ from optimus.bench.meters import paired, race, versions
 from optimus.bench.ours import make_ours
 from optimus.bench.peak import peak_above
 from optimus.bench.ranks import mula_like, on_ranks
-from optimus.checkpoint.manifest import read_manifest
-from optimus.checkpoint.rank_states import RankStates
+from optimus.checkpoint.format import read_manifest
+from optimus.checkpoint.save import RankStates
 from optimus.distributed.collectives import all_gather_objects, barrier
 from optimus.distributed.world import World
 from optimus.errors import ConfigError

@@ -17,12 +17,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from optimus.checkpoint.async_save import Underway
+from optimus.checkpoint.format import read_manifest
 from optimus.checkpoint.load import load_full
-from optimus.checkpoint.manifest import read_manifest
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver
-from optimus.checkpoint.shards import BLOCK_BYTES
-from optimus.checkpoint.underway import Underway
+from optimus.checkpoint.save import FullSaver, RankStates
+from optimus.checkpoint.shard_file import BLOCK_BYTES
 from optimus.distributed.world import World
 from optimus.io import files
 from optimus.io.safetensors import as_bytes

@@ -10,16 +10,16 @@ from typing import Any
 
 from data_prep.manifest import read_manifest as read_data_manifest
 from data_prep.tokenizer import sha256_of
-from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import (
+from optimus.checkpoint import store
+from optimus.checkpoint.format import (
     DATA_EOS,
     GENERATION_CONFIG,
     TEMPLATES,
     is_checkpoint,
     read_manifest,
-    seal,
     sidecars,
 )
+from optimus.checkpoint.store import seal
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
 from optimus.config import Config, ModelConfig, dump_toml, load_saved_config
 from optimus.data.sentencepiece_json import has_pieces
@@ -75,7 +75,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
     source, out = Path(source), Path(out)
     damaged: dict[Path, str] = {}
     while True:
-        path = manager.resolve(source, thorough=False, but=damaged)
+        path = store.resolve(source, thorough=False, but=damaged)
         try:
             _write_hf(path, out, dtype)
             return path

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import MANIFEST, SET_ASIDE, Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint import store
+from optimus.checkpoint.format import MANIFEST, Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.store import SET_ASIDE
 from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.io import files
@@ -34,13 +35,13 @@ def find(path: str | os.PathLike) -> list[Path]:
     path = Path(path)
     if is_checkpoint(path):
         return [path]
-    directory = manager.checkpoints_dir(path)
+    directory = store.checkpoints_dir(path)
     if not directory.is_dir():
         what = "neither a run directory nor a checkpoint" if path.exists() else "no such directory"
         raise CheckpointError(f"{path}: {what}")
     aside = [one for one in (directory / SET_ASIDE).glob("*") if one.is_dir()]
     unsealed = [one for one in directory.iterdir() if files.is_temporary(one) and one.is_dir()]
-    found = manager.find_all(path) + sorted(aside) + sorted(unsealed)
+    found = store.find_all(path) + sorted(aside) + sorted(unsealed)
     if not found:
         raise CheckpointError(f"{path}: a run directory without a checkpoint")
     return found
@@ -179,7 +180,7 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     Each of `checkpoints` has `name`, `kind`, `bytes`, `s` and `problems`, a line for each file that
     is damaged. Raises CheckpointError where there is nothing to verify.
     """
-    paths = [Path(path)] if is_checkpoint(path) else manager.find_all(path)
+    paths = [Path(path)] if is_checkpoint(path) else store.find_all(path)
     if not paths:
         find(path)
         raise CheckpointError(f"{path}: no sealed checkpoint; only unsealed or set aside ones")
@@ -192,7 +193,7 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
 
 
 def _verify_one(path: Path, threads: int) -> dict[str, Any]:
-    from optimus.checkpoint.weights import check_content  # imports torch
+    from optimus.checkpoint.weights import check_content
 
     start, kind, size = time.perf_counter(), None, 0
     try:
@@ -215,7 +216,7 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
     one = Path(path)
     if not is_checkpoint(one):
         find(path)
-        newest = manager.newest_valid(path, thorough=False)
+        newest = store.newest_valid(path, thorough=False)
         if newest is None:
             raise CheckpointError(f"{path}: a run directory without a valid full checkpoint")
         one = newest.path

@@ -1,4 +1,12 @@
-"""Saving the full state of a run: every rank writes its own part, the first seals the whole."""
+"""What one rank holds of the states of a run, as checkpoints see it.
+
+Host memory into which a rank copies its share of a checkpoint, so that training goes on.
+
+Between the memory of a rank and shard files: spans written as they lie, spans read by a plan.
+
+Memory is given as bytes, whoever owns it. Needs no torch.
+
+Saving the full state of a run: every rank writes its own part, the first seals the whole."""
 
 from __future__ import annotations
 
@@ -8,32 +16,160 @@ import shutil
 import socket
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 
 from optimus import platform
-from optimus.checkpoint import manifest as manifests
-from optimus.checkpoint.index import INDEX, Written, encode
-from optimus.checkpoint.pieces import Scatter, Span, first_nonfinite
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.shards import Identity, shard_name
-from optimus.checkpoint.staging import Staging, share_of
-from optimus.checkpoint.threads import Stop, Task
-from optimus.checkpoint.transfer import shard_size, write_shard
-from optimus.checkpoint.underway import Underway
+from optimus.checkpoint import store
+from optimus.checkpoint.async_save import Underway
+from optimus.checkpoint.format import INDEX, ITEMSIZE, Written, encode
+from optimus.checkpoint.shard_file import (
+    HEADER_BYTES,
+    Identity,
+    ShardWriter,
+    Stop,
+    Task,
+    aligned,
+    shard_name,
+)
+from optimus.checkpoint.slices import (
+    PIECE,
+    Box,
+    Held,
+    Scatter,
+    Span,
+    first_nonfinite,
+    spans_to_write,
+)
+from optimus.chunks.buffers import StateShard
+from optimus.chunks.layout import STATES
 from optimus.distributed.collectives import (
     all_reduce_sum,
     broadcast_object,
     decode_object,
     encode_object,
 )
+from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, OptimusError, one_line
 from optimus.io.safetensors import as_bytes
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What one rank holds of the states, and what that is of the model."""
+
+    groups: Groups
+    shards: Sequence[StateShard]
+    boxes: Mapping[str, Box]
+    """Of the parameters here."""
+    shapes: Mapping[str, Sequence[int]]
+    """Of all whole parameters."""
+    on_both_ends: tuple[str, ...] = ()
+    """What the first and the last of several pipeline stages hold both: tied embeddings."""
+
+    @property
+    def held(self) -> list[Held]:
+        return [
+            Held(one.chunk, one.first, one.groups.copy_axes, one.groups.is_tied_copy)
+            for one in self.shards
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return self.shards[0].states["master"].device
+
+    def parts(self, spans: Sequence[Span]) -> list[tuple[str, Span]]:
+        """The states that there are of these spans, state by state."""
+        return [(s, span) for s in STATES for span in spans if s in self.shards[span.held].states]
+
+    def memory(self, state: str, span: Span) -> Tensor:
+        """A state of a span, as it lies."""
+        return self.shards[span.held].states[state][span.start : span.stop]
+
+
+def share_of(states: RankStates, scatter: Scatter) -> list[tuple[str, Span]]:
+    """Which states of which spans this rank writes."""
+    groups = states.groups
+    spans = spans_to_write(
+        states.held, states.boxes, groups.mesh, groups.coordinate, scatter, states.on_both_ends
+    )
+    return states.parts(spans)
+
+
+def staging_bytes(parts: Sequence[tuple[str, Span]], dtype: torch.dtype = torch.float32) -> int:
+    """What a `Staging` of these states of spans takes."""
+    return sum(aligned((span.stop - span.start) * dtype.itemsize) for _, span in parts)
+
+
+class Staging:
+    """Memory for these states of spans as a checkpoint keeps them; made once, used again."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, Span]],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`device`: where the states lie. For another than the CPU the memory is pinned."""
+        size = staging_bytes(parts, dtype) // dtype.itemsize
+        self._flat = torch.empty(size, dtype=dtype, pin_memory=device.type != "cpu")
+        self._flat.zero_()  # its pages are there before the first copy
+        self._places: dict[tuple[str, Span], torch.Tensor] = {}
+        at = 0
+        for state, span in parts:
+            length = span.stop - span.start
+            self._places[state, span] = self._flat[at : at + length]
+            at += aligned(length * dtype.itemsize) // dtype.itemsize
+
+    def fill(self, states: RankStates) -> None:
+        """Take the states as they are now."""
+        for (state, span), place in self._places.items():
+            # A device takes memory for what it brings to another type: for little at once.
+            parts = zip(place.split(PIECE), states.memory(state, span).split(PIECE), strict=True)
+            for part, source in parts:
+                part.copy_(source, non_blocking=True)
+        platform.synchronize(states.device)
+
+    def taken(self, state: str, span: Span) -> torch.Tensor:
+        """What `fill` took of a state of a span."""
+        return self._places[state, span]
+
+
+def shard_size(parts: Sequence[tuple[str, Span]]) -> int:
+    """Bytes of the file that holds these states of spans."""
+    sizes = [aligned((span.stop - span.start) * ITEMSIZE) for _, span in parts]
+    return HEADER_BYTES + sum(sizes)
+
+
+def write_shard(
+    directory: Path,
+    identity: Identity,
+    parts: Sequence[tuple[str, Span]],
+    bytes_of: Callable[[str, Span], memoryview],
+    stop: Stop | None = None,
+    direct: bool = True,
+) -> Written:
+    """Write the file of one writer, these states of spans, and make it durable; `stop` and `direct`
+    as for ShardWriter. Raises OSError, and OptimusError soon after `stop` is set."""
+    begins: dict[Span, dict[str, int]] = {}
+    with ShardWriter(directory, identity, shard_size(parts), stop, direct) as file:
+        for state, span in parts:
+            begins.setdefault(span, {})[state] = file.write(bytes_of(state, span))
+        shard = file.finish()
+    boxes: dict[tuple[str, Box], int] = {}
+    rows: list[tuple[int, ...]] = []
+    for span, of_state in begins.items():
+        for (name, box, start, end), at in span.pieces:
+            offsets = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in STATES)
+            rows.append((boxes.setdefault((name, box), len(boxes)), start, end, *offsets))
+    return Written(shard, list(boxes), rows)
+
 
 BEGIN_S = 60.0
 """What looking for room and making a directory may take at most."""
@@ -118,7 +254,7 @@ class Saver(ABC):
                 found = [decode_object(data, self._report | None) for data in reports]
                 shown = self._describe(states, opened, step, stop, found)
                 write_companions(opened.directory)
-                manifests.finish(opened.directory, final, step=step, stop=stop, **shown, **facts)
+                store.finish(opened.directory, final, step=step, stop=stop, **shown, **facts)
             except OSError as error:
                 where = error.filename or opened.directory
                 raise OptimusError(f"{final.name} not written: {where}: {error.strerror}") from None
@@ -156,7 +292,7 @@ class Saver(ABC):
     def _make(self, final: Path, beside: Callable[[], int]) -> Generation | str:
         """A new generation, or why there is none."""
         try:
-            self._directory = directory = manifests.begin(final, self.bytes, beside())
+            self._directory = directory = store.begin(final, self.bytes, beside())
             try:
                 self._prepare(directory)
             except BaseException:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from optimus.checkpoint.pieces import writer_in_paper
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save_model import DTYPE as MODEL_DTYPE
-from optimus.checkpoint.save_model import model_parts
-from optimus.checkpoint.staging import share_of, staging_bytes
+from optimus.checkpoint.save import RankStates, share_of, staging_bytes
+from optimus.checkpoint.slices import writer_in_paper
+from optimus.checkpoint.weights import DTYPE as MODEL_DTYPE
+from optimus.checkpoint.weights import model_parts
 from optimus.chunks.buffers import TiedUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from optimus import errors
-from optimus.checkpoint.distribute import Distribute, give
-from optimus.checkpoint.load import load_full
-from optimus.checkpoint.pieces import Piece
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.reshard import runs_between
-from optimus.checkpoint.stream import PIECE, Weights
-from optimus.checkpoint.weights import open_weights
+from optimus.checkpoint.load import Distribute, give, load_full
+from optimus.checkpoint.save import RankStates
+from optimus.checkpoint.slices import PIECE, Piece, runs_between
+from optimus.checkpoint.weights import Weights, open_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.distributed.collectives import Group, broadcast_object

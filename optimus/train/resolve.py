@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from data_prep.manifest import held_out_problem, read_manifest
 from data_prep.mixing import integer_weights
 from data_prep.token_plan import PARTS
-from optimus.checkpoint.manager import NOTHING, Start, decide_start
-from optimus.checkpoint.manifest import DATA_EOS
+from optimus.checkpoint.format import DATA_EOS
+from optimus.checkpoint.store import NOTHING, Start, decide_start
 from optimus.config import Config, ModelConfig
 from optimus.config.sections import DataConfig, MixSource, TrainConfig
 from optimus.data.batch import BatchPlan, plan_batch

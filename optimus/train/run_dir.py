@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from optimus.checkpoint.manager import prepare_directory
+from optimus.checkpoint.store import prepare_directory
 from optimus.config import Config, dump_toml
 from optimus.errors import ConfigError
 from optimus.io import files

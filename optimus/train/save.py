@@ -14,14 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import manager
-from optimus.checkpoint import manifest as manifests
+from optimus.checkpoint import store
+from optimus.checkpoint.async_save import Outcome, Underway
 from optimus.checkpoint.convert import complete_hf, with_data_eos
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import BEGIN_S, FullSaver, Saver
-from optimus.checkpoint.save_model import ModelSaver
-from optimus.checkpoint.underway import Outcome, Underway
-from optimus.checkpoint.weights import CONFIG, check_weights
+from optimus.checkpoint.format import is_checkpoint
+from optimus.checkpoint.save import BEGIN_S, FullSaver, RankStates, Saver
+from optimus.checkpoint.weights import CONFIG, ModelSaver, check_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, ModelConfig, dump_toml
 from optimus.distributed.collectives import broadcast_object
@@ -40,7 +38,7 @@ _FEW_SAVES = 4
 warning about directories that cannot be removed each time that the number becomes smaller."""
 
 
-def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
+def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
     """Check that a run's initial weights fit the model and that it can save model-only checkpoints.
     Builds no model.
 
@@ -143,11 +141,9 @@ class Saves:
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
         due = interval and start.step and start.step % interval == 0
-        if not due or start.path != manager.full_path(run_dir, start.step):
+        if not due or start.path != store.full_path(run_dir, start.step):
             return
-        missing = self._world.is_first and not manifests.is_checkpoint(
-            manager.model_path(run_dir, start.step)
-        )
+        missing = self._world.is_first and not is_checkpoint(store.model_path(run_dir, start.step))
         if broadcast_object(missing, self._world.everyone, bool):
             self._begin(self._models, start.step, self._begin_model)
             self._handle(self._models, self._models.poll(wait=True))
@@ -180,7 +176,7 @@ class Saves:
         if full:
             self._begin(self._fulls, step, self._begin_full)
         if model:
-            is_committed = self._newest == manager.full_path("", step).name
+            is_committed = self._newest == store.full_path("", step).name
             reserve = self._saver.unwritten if full and not is_committed else lambda: 0
             self._begin(self._models, step, partial(self._begin_model, reserve=reserve))
         if last:
@@ -234,7 +230,7 @@ class Saves:
         if outcome.failure is None:
             pending.failures = 0
             if pending is self._fulls:
-                self._newest = manager.full_path("", outcome.step).name
+                self._newest = store.full_path("", outcome.step).name
         elif outcome.failure.nonfinite:  # in the saved copy, and usually in the states, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
@@ -270,14 +266,14 @@ class Saves:
             logger.warning(line)
 
     def _begin_full(self, step: int) -> Underway:
-        path = manager.full_path(self._config.train.run_dir, step)
+        path = store.full_path(self._config.train.run_dir, step)
         return self._begin_with(self._saver, path, step)
 
     def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
         """Start a model-only save. `reserve` returns the number of bytes that the full save of the
         same step still has to write; the disk must have space for these, too."""
         assert self._model_saver is not None, "due only with checkpoint.model_interval"
-        path = manager.model_path(self._config.train.run_dir, step)
+        path = store.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, reserve)
 
     def _begin_with(
@@ -304,16 +300,16 @@ class Saves:
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
             try:
-                left = manager.remove_old(run_dir, settings.keep_models, settings.keep_models_every)
+                left = store.remove_old(run_dir, settings.keep_models, settings.keep_models_every)
                 self._warn_of_unremovable(left)
             except OSError as error:
-                where = error.filename or manager.checkpoints_dir(run_dir)
+                where = error.filename or store.checkpoints_dir(run_dir)
                 logger.warning("cannot remove old checkpoints: %s: %s", where, error.strerror)
 
     def _remove_leftover(self, directory: Path) -> None:
         """Remove the directory of a failed save. Runs in a thread of the first rank."""
         with self._removing, contextlib.suppress(OSError):
-            self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
+            self._warn_of_unremovable(self._unremovable | store.remove_all([directory]))
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
         """Log a warning with the directories that could not be removed and the free disk space.
@@ -326,7 +322,7 @@ class Saves:
         self._unremovable = left
         run_dir = self._config.train.run_dir
         save_bytes = self._saver.bytes + (self._model_saver.bytes if self._model_saver else 0)
-        saves = shutil.disk_usage(manager.checkpoints_dir(run_dir)).free // max(1, save_bytes)
+        saves = shutil.disk_usage(store.checkpoints_dir(run_dir)).free // max(1, save_bytes)
         # Without a new warning, log the free space only if it suffices for fewer saves than before.
         if not left or not (new or saves < self._least_saves):
             return
@@ -337,7 +333,7 @@ class Saves:
             "%s cannot be removed; %s, and a save takes %.3f GB; remove the directories named "
             "above by hand",
             counted(len(left), "old checkpoint directory", "old checkpoint directories"),
-            manager.space_left(run_dir),
+            store.space_left(run_dir),
             save_bytes / 1e9,
         )
 

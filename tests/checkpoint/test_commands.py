@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optimus.checkpoint import inspect, manager, shards
+from optimus.checkpoint import inspect, shard_file, store
 from optimus.checkpoint.inspect import balance
 from optimus.cli import main
 from optimus.io import files
@@ -44,7 +44,7 @@ def told(capsys, *arguments: object, code: int = 0) -> dict:
 
 
 def test_a_list_tells_what_there_is(run_dir, capsys):
-    directory = manager.checkpoints_dir(run_dir)
+    directory = store.checkpoints_dir(run_dir)
     unsealed = files.temporary_name(directory / "step-00000007")
     unsealed.mkdir()
     (unsealed / "shard-00000.bin").write_bytes(b"x" * 100)
@@ -64,7 +64,7 @@ def test_a_list_tells_what_there_is(run_dir, capsys):
     assert full["layout"] == "pp1 dp2 ep1 tp1 epso bf16" and full["ranks"] == 2
     assert 0 <= full["age_s"] < 600
     assert full["bytes"] == sum(p.stat().st_size for p in (directory / full["name"]).iterdir())
-    shapes = manager.read_manifest(directory / full["name"]).index().shapes.values()
+    shapes = store.read_manifest(directory / full["name"]).index().shapes.values()
     assert full["params"] == model["params"] == sum(torch.Size(shape).numel() for shape in shapes)
     assert found["full_by_model"] == full["bytes"] / model["bytes"]
 
@@ -74,7 +74,7 @@ def test_a_list_tells_what_there_is(run_dir, capsys):
 
 
 def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
-    directory = manager.checkpoints_dir(run_dir)
+    directory = store.checkpoints_dir(run_dir)
     shard = directory / "step-00000006" / "shard-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     flip(directory / "step-00000004" / "manifest.json", 100)
@@ -93,7 +93,7 @@ def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
 
 @pytest.mark.parametrize("action", ["list", "verify"])
 def test_what_a_run_removes_meanwhile_is_not_told_as_damage(run_dir, capsys, monkeypatch, action):
-    oldest, plain = manager.full_path(run_dir, 4), inspect.read_manifest
+    oldest, plain = store.full_path(run_dir, 4), inspect.read_manifest
 
     def read_late(path):
         manifest = plain(path)
@@ -108,19 +108,19 @@ def test_what_a_run_removes_meanwhile_is_not_told_as_damage(run_dir, capsys, mon
 
 def test_a_header_that_claims_more_than_the_file_is_damage(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(inspect, "_HASHED_BYTES", 0)
-    path = manager.model_path(run_dir, 3) / "model.safetensors"
+    path = store.model_path(run_dir, 3) / "model.safetensors"
     path.write_bytes(b"\xff" * 7 + b"\x3f" + path.read_bytes()[8:])
     (one,) = told(capsys, "list", path.parent)["checkpoints"]
     assert one["state"] == "damaged" and "model.safetensors" in one["problem"]
 
 
 def test_verify_reads_every_byte_once(run_dir, capsys):
-    directory = manager.full_path(run_dir, 6)
-    shards.traffic.update(opens=0, bytes=0)
+    directory = store.full_path(run_dir, 6)
+    shard_file.traffic.update(opens=0, bytes=0)
     result = told(capsys, "verify", directory, "--threads", "1")
     assert result["valid"] and [one["problems"] for one in result["checkpoints"]] == [[]]
-    sizes = [shard.size for shard in manager.read_manifest(directory).index().shards]
-    assert shards.traffic == {"opens": 2, "bytes": sum(sizes) + 2 * shards.HEADER_BYTES}
+    sizes = [shard.size for shard in store.read_manifest(directory).index().shards]
+    assert shard_file.traffic == {"opens": 2, "bytes": sum(sizes) + 2 * shard_file.HEADER_BYTES}
     result = told(capsys, "verify", run_dir)
     assert [one["name"] for one in result["checkpoints"]] == [
         *("model-00000003", "step-00000004", "model-00000006", "step-00000006"),
@@ -129,8 +129,8 @@ def test_verify_reads_every_byte_once(run_dir, capsys):
 
 @pytest.mark.parametrize("threads", ["1", "4"])
 def test_verify_names_every_damaged_file(run_dir, capsys, threads, monkeypatch):
-    monkeypatch.setattr("optimus.checkpoint.manifest._BLOCKS_A_TASK", 1)
-    directory = manager.checkpoints_dir(run_dir)
+    monkeypatch.setattr("optimus.checkpoint.format._BLOCKS_A_TASK", 1)
+    directory = store.checkpoints_dir(run_dir)
     hurt = [
         directory / "step-00000004" / "shard-00001.bin",
         directory / "step-00000006" / "shard-00000.bin",
@@ -155,17 +155,17 @@ def test_show_tells_how_evenly_ranks_wrote(run_dir, capsys):
     about = told(capsys, "show", run_dir)
     assert about["name"] == "step-00000006" and about["state"] == "valid"
     assert about["mesh"] == {"pp": 1, "dp": 2, "ep": 1, "tp": 1, "per_node": 2}
-    index = manager.read_manifest(manager.full_path(run_dir, 6)).index()
+    index = store.read_manifest(store.full_path(run_dir, 6)).index()
     sizes = [shard.size for shard in index.shards]
     assert about["writers"]["rank_max_by_mean"] == max(sizes) * 2 / sum(sizes) <= 1.1
     assert about["writers"]["node_max_by_mean"] == 1
     assert about["settings"]["model.hidden_size"] == 32
-    assert main(["checkpoint", "show", str(manager.model_path(run_dir, 3))]) == 0
+    assert main(["checkpoint", "show", str(store.model_path(run_dir, 3))]) == 0
     assert "model" in capsys.readouterr().out
 
 
 def test_show_of_a_damaged_index_has_status_1(run_dir, capsys):
-    path = manager.full_path(run_dir, 6)
+    path = store.full_path(run_dir, 6)
     flip(path / "index.jsonl")
     about = told(capsys, "show", path, code=1)
     assert about["state"] == "damaged" and "index.jsonl" in about["problem"]
@@ -185,7 +185,7 @@ def test_balance_is_of_the_ranks_and_nodes_of_a_stage():
 def test_a_model_only_checkpoint_is_what_transformers_loads(run_dir, tmp_path, capsys):
     """Directly, in bf16, of two bytes a parameter; an export of the full one rounds to the same."""
     transformers = pytest.importorskip("transformers")
-    path = manager.model_path(run_dir, 6)
+    path = store.model_path(run_dir, 6)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert theirs.dtype is torch.bfloat16
     weights = load_file(path / "model.safetensors")
@@ -209,12 +209,12 @@ def test_a_model_only_checkpoint_is_what_transformers_loads(run_dir, tmp_path, c
 
 
 def test_export_reads_shard_files_once_and_passes_over_damage(run_dir, tmp_path, capsys):
-    newest, older = manager.full_path(run_dir, 6), manager.full_path(run_dir, 4)
+    newest, older = store.full_path(run_dir, 6), store.full_path(run_dir, 4)
     size = sum(path.stat().st_size for path in newest.glob("shard-*"))
-    headers = 2 * shards.HEADER_BYTES * len(list(newest.glob("shard-*")))
-    shards.traffic.update(opens=0, bytes=0)
+    headers = 2 * shard_file.HEADER_BYTES * len(list(newest.glob("shard-*")))
+    shard_file.traffic.update(opens=0, bytes=0)
     assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "a")]) == 0
-    assert 0 < shards.traffic["bytes"] <= size + headers
+    assert 0 < shard_file.traffic["bytes"] <= size + headers
     flip(newest / "shard-00001.bin")
     assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "b")]) == 0
     told = capsys.readouterr()
@@ -226,7 +226,7 @@ def test_export_reads_shard_files_once_and_passes_over_damage(run_dir, tmp_path,
 
 
 def test_damage_is_1_and_a_mistake_2(run_dir, tmp_path, capsys):
-    path = manager.full_path(run_dir, 6)
+    path = store.full_path(run_dir, 6)
     flip(path / "shard-00001.bin")
     out = tmp_path / "hf"
     assert main(["checkpoint", "export", str(path), str(out)]) == 1

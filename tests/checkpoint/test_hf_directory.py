@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from data_prep.manifest import read_manifest as read_data_manifest
-from optimus.checkpoint import convert, manager
+from optimus.checkpoint import convert, store
 from optimus.checkpoint.convert import _copy_sidecars, eos_token_ids, from_hf, to_hf
-from optimus.checkpoint.manifest import MANIFEST, SIDECARS, TEMPLATES, read_manifest
+from optimus.checkpoint.format import MANIFEST, SIDECARS, TEMPLATES, read_manifest
 from optimus.checkpoint.weights import model_config_of
 from optimus.cli import main
 from optimus.config import make_config
@@ -66,7 +66,7 @@ def sentencepiece_run(sentencepiece_data, tmp_path_factory) -> Path:
 def old(run_dir, tmp_path) -> Path:
     """The run as version 0.1.0 wrote it: without the files and the setting that are new."""
     run_dir = Path(shutil.copytree(run_dir, tmp_path / "old"))
-    for path in manager.find_all(run_dir):
+    for path in store.find_all(run_dir):
         if (path / "config.json").is_file():
             config = json.loads((path / "config.json").read_text())
             files.write_json(path / "config.json", config | {"eos_token_id": None})
@@ -142,9 +142,9 @@ def eos_of(field: int | list[int]) -> list[int]:
 def exported(run: Path, out: Path, how: str) -> Path:
     """A Hugging Face directory of a run, by the command or the checkpoint named."""
     if how == "model-only":
-        return manager.model_path(run, 2)
+        return store.model_path(run, 2)
     command = ["checkpoint", "export"] if how == "export" else ["convert", "to-hf"]
-    source = manager.model_path(run, 2) if how == "to-hf of a model" else run
+    source = store.model_path(run, 2) if how == "to-hf of a model" else run
     assert main([*command, str(source), str(out)]) == 0
     return out
 
@@ -181,7 +181,7 @@ def test_an_earlier_versions_checkpoint_is_exported_complete(
 
 
 def test_what_nobody_knows_is_one_line_with_the_key(old, tmp_path, capsys, monkeypatch):
-    path = manager.model_path(old, 2)
+    path = store.model_path(old, 2)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer["added_tokens"] = [
@@ -202,7 +202,7 @@ def test_what_nobody_knows_is_one_line_with_the_key(old, tmp_path, capsys, monke
 
 def test_the_manifest_covers_the_added_files(run_dir, tmp_path, capsys):
     run = Path(shutil.copytree(run_dir, tmp_path / "run"))
-    path = manager.model_path(run, 2)
+    path = store.model_path(run, 2)
     listed = {entry.name for entry in read_manifest(path).files}
     assert listed == {one.name for one in path.iterdir()} - {MANIFEST}
     assert listed > set(ADDED)
@@ -213,7 +213,7 @@ def test_the_manifest_covers_the_added_files(run_dir, tmp_path, capsys):
 
 
 def test_the_datas_end_comes_before_the_configured_ones(run_dir):
-    full = manager.full_path(run_dir, 2)
+    full = store.full_path(run_dir, 2)
     config = model_config_of(full)
     for given, expected in (((), (0,)), ((5, 0), (0, 5)), ((VOCABULARY,), (0,))):
         changed = config.model_copy(update={"eos_token_ids": given})
@@ -389,7 +389,7 @@ def test_links_of_the_hubs_cache_are_copied_as_files(run_dir, tmp_path):
     source, target = tmp_path / "snapshots" / "1", tmp_path / "target"
     for path in (source, target, tmp_path / "blobs"):
         path.mkdir(parents=True)
-    tokenizer = manager.full_path(run_dir, 2) / "tokenizer.json"
+    tokenizer = store.full_path(run_dir, 2) / "tokenizer.json"
     shutil.copy(tokenizer, tmp_path / "blobs" / "4")
     (source / "tokenizer.json").symlink_to("../../blobs/4")
     (tmp_path / "blobs" / "5").write_text("{{ messages }}")

@@ -15,21 +15,24 @@ import numpy
 import pytest
 import xxhash
 
-from optimus.checkpoint import manifest as manifests
-from optimus.checkpoint.index import INDEX, Written, decode, encode
-from optimus.checkpoint.inspect import show, verify
-from optimus.checkpoint.manifest import (
+from optimus.checkpoint import format as format_module
+from optimus.checkpoint.format import (
     GENERATION_CONFIG,
+    INDEX,
     MANIFEST,
     SIDECARS,
     TEMPLATES,
+    Written,
+    decode,
+    encode,
     read_manifest,
-    seal,
 )
-from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.shards import Identity, ShardWriter
-from optimus.checkpoint.stream import ShardWeights
-from optimus.checkpoint.transfer import Readers, Want
+from optimus.checkpoint.inspect import show, verify
+from optimus.checkpoint.load import Readers, Want
+from optimus.checkpoint.shard_file import Identity, ShardWriter
+from optimus.checkpoint.slices import Piece, whole_box
+from optimus.checkpoint.store import seal
+from optimus.checkpoint.weights import ShardWeights
 from optimus.cli import main
 from optimus.errors import CheckpointError
 from optimus.io import files
@@ -389,9 +392,9 @@ def test_folder_of_templates_with_too_many_entries_or_levels_is_refused(
     """The folder has three levels and three entries, two of which are folders."""
     (checkpoint / TEMPLATES / "a" / "b").mkdir(parents=True)
     (checkpoint / TEMPLATES / "x.jinja").write_text("{}")
-    monkeypatch.setattr(manifests, limit, 3)
+    monkeypatch.setattr(format_module, limit, 3)
     read_manifest(checkpoint).check()
-    monkeypatch.setattr(manifests, limit, 2)
+    monkeypatch.setattr(format_module, limit, 2)
     with pytest.raises(CheckpointError, match=f"{TEMPLATES}: more than .* levels of folders"):
         read_manifest(checkpoint).check()
 

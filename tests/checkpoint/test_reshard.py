@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from optimus.checkpoint import shards, stream
-from optimus.checkpoint.index import Index, Written, decode, encode
-from optimus.checkpoint.pieces import Piece, Span, spans_to_write
-from optimus.checkpoint.reshard import runs_between
-from optimus.checkpoint.shards import ShardFile
-from optimus.checkpoint.stream import ShardWeights
-from optimus.checkpoint.transfer import plan_reads
+from optimus.checkpoint import shard_file
+from optimus.checkpoint import weights as weights_module
+from optimus.checkpoint.format import Index, Written, decode, encode
+from optimus.checkpoint.load import plan_reads
+from optimus.checkpoint.shard_file import ShardFile
+from optimus.checkpoint.slices import Piece, Span, runs_between, spans_to_write
+from optimus.checkpoint.weights import ShardWeights
 from optimus.chunks.layout import STATES
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
@@ -73,8 +73,8 @@ def test_every_mesh_is_among_the_pairs():
 @pytest.mark.parametrize("part", range(3))
 def test_what_one_layout_wrote_another_reads_to_the_bit(tmp_path, part, monkeypatch):
     """scripts/drills/reshard.py has more pairs."""
-    monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("optimus.checkpoint.index.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("optimus.checkpoint.format.BLOCK_BYTES", BLOCK_BYTES)
     for number, (one, other) in enumerate(pairwise()[part::3]):
         holdings = one.holdings()
         states = whole_states(all_shapes(holdings), seed=number)
@@ -105,24 +105,24 @@ def weights_of(path: Path, index: Index) -> ShardWeights:
 
 @pytest.mark.parametrize("open_files", [2, 32])
 def test_weights_are_put_together_from_the_parts_of_all_ranks(tmp_path, monkeypatch, open_files):
-    monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("optimus.checkpoint.index.BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(stream, "PIECE", 1000)
-    monkeypatch.setattr(stream, "_OPEN_FILES", open_files)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("optimus.checkpoint.format.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(weights_module, "PIECE", 1000)
+    monkeypatch.setattr(weights_module, "_OPEN_FILES", open_files)
     mesh = Mesh(pp=2, ep=2, tp=2)
     holdings = Holdings(layout_config(mesh, optim__sharding="so"), mesh)
     states = whole_states(all_shapes(holdings))
     index = save(tmp_path, holdings, states)
     found = {name: numpy.full(shape, numpy.nan) for name, shape in all_shapes(holdings).items()}
-    shards.traffic.update(opens=0, bytes=0)
+    shard_file.traffic.update(opens=0, bytes=0)
     with weights_of(tmp_path, index) as weights:
         for name, start, values in weights.stretches():
             found[name].reshape(-1)[start : start + len(values)] = values
     assert all(numpy.array_equal(found[name], whole) for name, whole in states["master"].items())
     if open_files == 32:  # of small blocks few are read twice
-        assert shards.traffic["opens"] == 8
+        assert shard_file.traffic["opens"] == 8
         blocks = sum(math.ceil(shard.size / 3 / BLOCK_BYTES) for shard in index.shards)
-        assert shards.traffic["bytes"] <= 2 * blocks * BLOCK_BYTES + 8 * shards.HEADER_BYTES
+        assert shard_file.traffic["bytes"] <= 2 * blocks * BLOCK_BYTES + 8 * shard_file.HEADER_BYTES
 
 
 def test_weights_of_which_the_index_holds_a_part_are_refused(tmp_path):
@@ -145,7 +145,7 @@ def simulated_report(holdings: Holdings, rank: int, spans: list[Span]) -> Writte
             offsets = [at + place * 4 + state * size for state in range(len(STATES))]
             rows.append((boxes.setdefault((name, box), len(boxes)), start, stop, *offsets))
         at += (span.stop - span.start) * 4
-    blocks = -(-(3 * size + 4096) // shards.BLOCK_BYTES)
+    blocks = -(-(3 * size + 4096) // shard_file.BLOCK_BYTES)
     return Written(ShardFile(rank, 3 * size + 4096, "0" * 16 * blocks), list(boxes), rows)
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimus.checkpoint import load, manager
+from optimus.checkpoint import load, store
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint.load import load_full
-from optimus.checkpoint.pieces import Span
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver
+from optimus.checkpoint.save import FullSaver, RankStates
+from optimus.checkpoint.slices import Span
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import small_saves
 from tests.helpers.whole import read_whole
@@ -39,7 +38,7 @@ def test_a_chunk_may_lack_moments_and_be_of_two_bytes(tmp_path):
     saved, loaded = with_a_master_alone(5), with_a_master_alone(0)
     settings = {"optim.frozen": ["*"]}
     small_saves.save_full(saved, tmp_path / "c", step=1, settings=settings)
-    manifest = manager.read_manifest(tmp_path / "c")
+    manifest = store.read_manifest(tmp_path / "c")
     manifest.verify()
     assert load_full(loaded, manifest, "broadcast") == ""
     for one, other in zip(saved.shards, loaded.shards, strict=True):
@@ -60,7 +59,7 @@ def test_states_that_are_not_in_host_memory_come_in_bounded_batches(monkeypatch)
 
 def test_parameters_of_another_model_are_named(tmp_path):
     save(small_saves.make_states(1), tmp_path / "c")
-    manifest = manager.read_manifest(tmp_path / "c")
+    manifest = store.read_manifest(tmp_path / "c")
     tensors = {name: torch.empty(shape) for name, shape in small_saves.SHAPES.items()}
     read_whole(manifest, tensors)
     wrong = {
@@ -85,7 +84,7 @@ def test_a_shard_file_that_is_not_as_written_is_not_sealed(tmp_path, harm):
         if harm == "cut":
             os.truncate(shard, shard.stat().st_size - 1)
         else:
-            shutil.copyfile(manager.full_path(tmp_path, 2) / shard.name, shard)
+            shutil.copyfile(store.full_path(tmp_path, 2) / shard.name, shard)
 
     told = {
         "cut": r"shard-00000.bin: \d+ bytes, not \d+",
@@ -93,8 +92,8 @@ def test_a_shard_file_that_is_not_as_written_is_not_sealed(tmp_path, harm):
     }
     with pytest.raises(OptimusError, match=told[harm]):
         states = small_saves.make_states(3)
-        small_saves.save_full(states, manager.full_path(tmp_path, 3), write, step=3)
-    names = sorted(path.name for path in manager.checkpoints_dir(tmp_path).iterdir())
+        small_saves.save_full(states, store.full_path(tmp_path, 3), write, step=3)
+    names = sorted(path.name for path in store.checkpoints_dir(tmp_path).iterdir())
     assert names == ["step-00000001", "step-00000002"]
 
 
@@ -109,7 +108,7 @@ def test_what_no_rank_expects_as_a_save_begins_is_told_to_all(tmp_path, monkeypa
 
 def test_a_directory_that_hangs_is_told_in_time(tmp_path, monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(save_module.manifests, "begin", lambda *_: go_on.wait(10))
+    monkeypatch.setattr(save_module.store, "begin", lambda *_: go_on.wait(10))
     states = small_saves.make_states(1)
     saver = FullSaver(states, "balanced", limit_s=0.1)
     with pytest.raises(OptimusError, match=r"c not opened within 0.1 s: .* is slow or hangs"):
@@ -130,5 +129,5 @@ def test_staged_states_may_change_at_once(tmp_path):
                 flat.fill_(99)
         assert under_way.drain().failure is None
         whole = {name: torch.empty(shape) for name, shape in small_saves.SHAPES.items()}
-        read_whole(manager.read_manifest(tmp_path / f"{step}"), whole, "exp_avg")
+        read_whole(store.read_manifest(tmp_path / f"{step}"), whole, "exp_avg")
         assert all((tensor == step).all() for tensor in whole.values())

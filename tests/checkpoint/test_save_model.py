@@ -19,12 +19,10 @@ import numpy
 import pytest
 import torch
 
-from optimus.checkpoint import manager, save_model
-from optimus.checkpoint.pieces import Piece, Span, spans_to_write, whole_box
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.reshard import runs_between
-from optimus.checkpoint.save_model import ModelSaver
-from optimus.checkpoint.weights import open_weights
+from optimus.checkpoint import store, weights
+from optimus.checkpoint.save import RankStates
+from optimus.checkpoint.slices import Piece, Span, runs_between, spans_to_write, whole_box
+from optimus.checkpoint.weights import ModelSaver, open_weights
 from optimus.chunks.buffers import StateShard
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Parameter, lay_out
@@ -83,7 +81,7 @@ def test_a_rank_takes_memory_for_pieces_alone_or_for_its_own_part(ranks, tmp_pat
     [(peak, size)] = ranks(1, peak_of_saving, tree, str(tmp_path), async_save)
     assert size > 100e6
     assert peak - async_save * size < 32e6, f"{peak / 1e6:.1f} MB for a model of {size / 1e6:.1f}"
-    manager.read_manifest(tmp_path / "m1").verify()
+    store.read_manifest(tmp_path / "m1").verify()
 
 
 def lose_a_write() -> None:
@@ -101,7 +99,7 @@ def lose_a_write() -> None:
 
 def leave_some_out() -> None:
     """Nobody writes three of the second rank's pieces."""
-    plain, left = save_model._pieces, []
+    plain, left = weights._pieces, []
 
     def pieces(span: Span) -> Iterator[tuple[Piece, int]]:
         for one in plain(span):
@@ -110,12 +108,12 @@ def leave_some_out() -> None:
             else:
                 yield one
 
-    save_model._pieces = pieces
+    weights._pieces = pieces
 
 
 def break_file(how: Callable[[Path], None]) -> None:
     """As the first model is described, once all ranks have written."""
-    plain, done = save_model.write_hf_json, []
+    plain, done = weights.write_hf_json, []
 
     def write(directory: Path, *arguments: Any) -> None:
         if not done:
@@ -123,7 +121,7 @@ def break_file(how: Callable[[Path], None]) -> None:
         done.append(directory)
         plain(directory, *arguments)
 
-    save_model.write_hf_json = write
+    weights.write_hf_json = write
 
 
 def rewrite(change: Callable[[bytes, int], bytes]) -> Callable[[], None]:
@@ -170,7 +168,7 @@ def test_what_is_not_as_written_is_found_before_the_seal(
 
 def save_in_files_of(limit: int, path: Path) -> tuple[ModelConfig, RankStates]:
     """A model of random values."""
-    save_model.plan_hf = partial(plan_hf, file_bytes=limit)
+    weights.plan_hf = partial(plan_hf, file_bytes=limit)
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states = masters_of(shapes)
@@ -183,7 +181,7 @@ def save_in_files_of(limit: int, path: Path) -> tuple[ModelConfig, RankStates]:
 
 @pytest.fixture
 def plans(monkeypatch):
-    monkeypatch.setattr(save_model, "plan_hf", plan_hf)
+    monkeypatch.setattr(weights, "plan_hf", plan_hf)
 
 
 @pytest.mark.usefixtures("plans")
@@ -191,7 +189,7 @@ def plans(monkeypatch):
 def test_several_files_are_made_of_a_large_model(tmp_path, limit):
     transformers = pytest.importorskip("transformers")
     _, states = save_in_files_of(limit, tmp_path / "m")
-    manager.read_manifest(tmp_path / "m").verify()
+    store.read_manifest(tmp_path / "m").verify()
     assert (len(list((tmp_path / "m").glob("*.safetensors"))) > 1) == (limit == 20_000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()
     chunk = states.shards[0]
@@ -212,7 +210,7 @@ def test_a_file_that_a_manifest_does_not_know_is_not_read(tmp_path):
 
 
 def run_with_small_files(tree: dict[str, Any]) -> Ended:
-    save_model.plan_hf = partial(plan_hf, file_bytes=20_000)
+    weights.plan_hf = partial(plan_hf, file_bytes=20_000)
     return run_with(tree, lambda step: None)
 
 
@@ -221,13 +219,13 @@ def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=1, checkpoint__model_interval=1)
     ended = ranks(2, run_with_small_files, tree, start_world=False)
     assert [one[:2] for one in ended] == [(0, "")] * 2
-    path = manager.model_path(tmp_path, 1)
-    manager.read_manifest(path).verify()
+    path = store.model_path(tmp_path, 1)
+    store.read_manifest(path).verify()
     assert len(list(path.glob("*.safetensors"))) > 3
 
 
 def test_over_all_ranks_every_element_is_written_once(monkeypatch):
-    monkeypatch.setattr(save_model, "PIECE", 100)
+    monkeypatch.setattr(weights, "PIECE", 100)
     for layout in sorted({one for pair in pairwise() for one in pair})[::3]:
         holdings = layout.holdings()
         mesh, shapes = holdings.mesh, all_shapes(holdings)
@@ -236,7 +234,7 @@ def test_over_all_ranks_every_element_is_written_once(monkeypatch):
             one, ends = holdings.of(rank), ends_of(holdings)
             place = mesh.coordinate(rank)
             spans = spans_to_write(one.held, one.boxes, mesh, place, layout.scatter, ends)
-            for piece, _ in itertools.chain(*map(save_model._pieces, spans)):
+            for piece, _ in itertools.chain(*map(weights._pieces, spans)):
                 assert piece.stop - piece.start <= 100
                 box = whole_box(shapes[piece.name])
                 for start, _, length in runs_between(box, piece).tolist():

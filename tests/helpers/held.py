@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from optimus.checkpoint.pieces import Box, Held, part_of
+from optimus.checkpoint.slices import Box, Held, part_of
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
 from optimus.distributed.mesh import Mesh

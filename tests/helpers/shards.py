@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy
 
-from optimus.checkpoint.index import Index, decode, encode
-from optimus.checkpoint.pieces import Piece, spans_to_read, spans_to_write
-from optimus.checkpoint.shards import Identity
-from optimus.checkpoint.transfer import Readers, Want, write_shard
+from optimus.checkpoint.format import Index, decode, encode
+from optimus.checkpoint.load import Readers, Want
+from optimus.checkpoint.save import write_shard
+from optimus.checkpoint.shard_file import Identity
+from optimus.checkpoint.slices import Piece, spans_to_read, spans_to_write
 from optimus.chunks.layout import STATES
 from tests.helpers.held import Holding, Holdings
 

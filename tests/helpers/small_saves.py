@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from optimus.checkpoint import manager
-from optimus.checkpoint.pieces import Scatter
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver
+from optimus.checkpoint import store
+from optimus.checkpoint.save import FullSaver, RankStates
+from optimus.checkpoint.slices import Scatter
 from optimus.chunks.buffers import StateShard
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import STATES, Parameter, lay_out
@@ -70,6 +69,6 @@ def save(run_dir: Path, step: int) -> None:
     def write(directory: Path) -> None:
         (directory / "config.toml").write_text(f"step = {step}\n")
 
-    path = manager.full_path(run_dir, step)
+    path = store.full_path(run_dir, step)
     save_full(make_states(step), path, write, step=step, updates=step)
-    manager.remove_old(run_dir, keep_models=0)
+    store.remove_old(run_dir, keep_models=0)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.manifest import Manifest
-from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.transfer import Readers, Want
+from optimus.checkpoint.format import Manifest
+from optimus.checkpoint.load import Readers, Want
+from optimus.checkpoint.slices import Piece, whole_box
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.config.axes import MODEL

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from optimus.checkpoint import underway
-from optimus.checkpoint.threads import Stop
-from optimus.checkpoint.underway import Failure, Outcome, Underway
+from optimus.checkpoint import async_save
+from optimus.checkpoint.async_save import Failure, Outcome, Underway
+from optimus.checkpoint.shard_file import Stop
 from optimus.distributed.collectives import ALONE
 from optimus.errors import NonFiniteError, OptimusError
 
@@ -152,7 +152,7 @@ def test_a_seal_that_gets_its_name_as_the_limit_passes_is_told_as_sealed():
 
 def test_a_name_that_comes_behind_a_failure_is_told_after_all(monkeypatch):
     """A disk hung for long in the last call of all."""
-    monkeypatch.setattr(underway, "_GRACE_S", 0.2)
+    monkeypatch.setattr(async_save, "_GRACE_S", 0.2)
     save = Save(limit_s=0.2, claims=True)
     save.write.set()
     assert save.under_way.drain().failure is not None
@@ -162,7 +162,7 @@ def test_a_name_that_comes_behind_a_failure_is_told_after_all(monkeypatch):
 
 
 def test_nobody_waits_for_a_removal_that_hangs(monkeypatch):
-    monkeypatch.setattr(underway, "_GRACE_S", 0.3)
+    monkeypatch.setattr(async_save, "_GRACE_S", 0.3)
     save = Save(write=OptimusError("no room"))
     save.clean.clear()
     save.write.set()

@@ -1,10 +1,15 @@
-"""One writer's file of a full checkpoint: raw bytes, hashed in blocks while they are written.
+"""Work in threads: one piece beside what goes on, or many of a kind by a few. Needs no torch.
+
+Reading, writing and hashing let other threads run, so that a few of them keep the disk busy.
+
+Blocks of one file written by a thread while their owner fills the next. Needs no torch.
+
+One writer's file of a full checkpoint: raw bytes, hashed in blocks while they are written.
 
 A fixed header says what the file belongs to: one save of one step by one writer, so that a swapped
 or stale file is none of this checkpoint's. Stretches of state follow, little-endian, each from a
 multiple of 64 bytes on. The hashes of its blocks (of the whole file, header included) stand in the
-checkpoint's index; whoever reads a byte compares the block that it is in. Needs no torch.
-"""
+checkpoint's index; whoever reads a byte compares the block that it is in. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,18 +17,155 @@ import errno
 import fcntl
 import itertools
 import json
+import mmap
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import xxhash
 
-from optimus.checkpoint.threads import Stop
-from optimus.checkpoint.write_behind import WriteBehind
 from optimus.errors import CheckpointError, OptimusError
 from optimus.io import files
+from optimus.launch.environment import available_cores
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_FEW = 4
+"""So many tasks are not worth a pool."""
+
+
+class Task:
+    """One piece of work in a thread of its own. Does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=[work], name="optimus-save", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._value = work()
+        except BaseException as error:  # `value` raises it again
+            self._error = error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def value(self) -> Any:
+        """What the work returned; raises what it raised."""
+        assert self.has_ended
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Stop:
+    """Whether what threads do is still wanted; a `threading.Event` that can come too late."""
+
+    def __init__(self) -> None:
+        self._lock, self._set, self._claimed = threading.Lock(), False, False
+
+    def set(self) -> bool:
+        """Have them stop; False if the work was claimed before."""
+        with self._lock:
+            self._set = not self._claimed
+            return self._set
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def claim(self) -> bool:
+        """Nobody may stop it from here on; False if somebody has."""
+        with self._lock:
+            self._claimed = not self._set
+            return self._claimed
+
+
+def in_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int = 0
+) -> Iterable[Result]:
+    """`function` of every item, in their order; raises what the first that fails raises. `threads`
+    0: two for each core that we may use, as half of them wait for the disk; at most 16."""
+    if len(items) < _FEW or threads == 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads or min(16, 2 * available_cores())) as pool:
+        return list(pool.map(function, items))
+
+
+_BLOCKS = 2
+"""One is filled while the other is written; a third gains nothing (docs/benchmarks)."""
+_HUGE_PAGE = 2 << 20
+
+
+class WriteBehind:
+    """Memory of a few blocks on its way to `write`, in the order in which they are given.
+
+    Whoever fills them is told of what `write` raises by a later call, at the latest by `finish`;
+    nothing is written behind a block that could not be. `close` ends the thread in any case.
+    """
+
+    def __init__(self, block_bytes: int, write: Callable[[memoryview], None]) -> None:
+        self._empty: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._filled: SimpleQueue[memoryview | None] = SimpleQueue()
+        for _ in range(_BLOCKS):
+            self._empty.put(_memory(block_bytes))
+        self._task = Task(lambda: self._run(write))
+
+    def take(self) -> memoryview:
+        """A block to fill, once there is one."""
+        block = self._empty.get()
+        if block is None:
+            self.finish()
+        assert block is not None, "take() after close()"
+        return block
+
+    def give(self, block: memoryview) -> None:
+        """Have it written, all of it; only the last may be shorter than those that were taken."""
+        self._filled.put(block)
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        self.close()
+        self._task.value()
+
+    def close(self) -> None:
+        """End the thread behind what it was given, or where it failed."""
+        self._filled.put(None)
+        self._task.wait()
+
+    def _run(self, write: Callable[[memoryview], None]) -> None:
+        try:
+            while (block := self._filled.get()) is not None:
+                write(block)
+                self._empty.put(block)
+        finally:
+            self._empty.put(None)  # nobody waits for a block that will not come
+
+
+def _memory(size: int) -> memoryview:
+    """Memory that begins with a page, of huge pages where the system has them: past the cache, a
+    disk takes some hundred pages at a time, and so 4 MiB of huge ones at once (twice as fast)."""
+    whole = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            whole.madvise(mmap.MADV_HUGEPAGE)
+    start = -numpy.frombuffer(whole, numpy.uint8).ctypes.data % _HUGE_PAGE
+    return memoryview(whole)[start : start + size]
+
 
 BLOCK_BYTES = 4 << 20
 HEADER_BYTES = 4096

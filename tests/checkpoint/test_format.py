@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from optimus.checkpoint import manifest as manifests
-from optimus.checkpoint.manifest import MANIFEST, begin, read_manifest, seal
-from optimus.checkpoint.threads import Stop
+from optimus.checkpoint import store
+from optimus.checkpoint.format import MANIFEST, read_manifest
+from optimus.checkpoint.shard_file import Stop
+from optimus.checkpoint.store import begin, seal
 from optimus.errors import CheckpointError, OptimusError
 from optimus.io import files
 
@@ -139,13 +140,13 @@ def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypa
 
 def test_what_stands_under_its_name_is_told_as_sealed(tmp_path, monkeypatch):
     """Nothing that could fail comes behind it."""
-    plain = manifests.read_manifest
+    plain = store.read_manifest
 
     def read(path):
         assert Path(path) != tmp_path / "c"
         return plain(path)
 
-    monkeypatch.setattr(manifests, "read_manifest", read)
+    monkeypatch.setattr(store, "read_manifest", read)
     stop = Stop()
     sealed = seal(tmp_path / "c", write_files, kind="model", stop=stop)
     assert sealed == plain(tmp_path / "c")

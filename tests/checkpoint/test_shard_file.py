@@ -13,9 +13,8 @@ import numpy
 import pytest
 import xxhash
 
-from optimus.checkpoint import shards
-from optimus.checkpoint.shards import Identity, ShardReader, ShardWriter, header
-from optimus.checkpoint.threads import Stop
+from optimus.checkpoint import shard_file
+from optimus.checkpoint.shard_file import Identity, ShardReader, ShardWriter, Stop, header
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers.damage import flip, flip_one, lengthen, truncate, zero
 
@@ -24,11 +23,11 @@ OURS = Identity("g", 3, 0)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 5000)
 
 
 def write(directory, parts, identity=OURS, direct=True):
-    size = shards.HEADER_BYTES + sum(shards.aligned(len(part)) for part in parts)
+    size = shard_file.HEADER_BYTES + sum(shard_file.aligned(len(part)) for part in parts)
     with ShardWriter(directory, identity, size, direct=direct) as file:
         begins = [file.write(memoryview(part)) for part in parts]
         return file.finish(), begins
@@ -47,7 +46,7 @@ def test_blocks_are_hashed_as_they_lie_in_the_file(tmp_path):
 
 def test_whole_blocks_go_past_the_cache_where_the_file_system_can(tmp_path, monkeypatch):
     """And through it from the first on that it refuses, as others with stricter rules may."""
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 8192)
     try:
         os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
@@ -119,7 +118,7 @@ def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", broken_at(1000, 0, []))
     shard, _ = write(tmp_path, [os.urandom(36_864)])
     monkeypatch.undo()
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 5000)
     with ShardReader(tmp_path, OURS, shard, 5000) as file:
         file.verify(range(shard.num_blocks))
 
@@ -170,9 +169,9 @@ def test_a_block_is_filled_while_another_is_written(tmp_path, monkeypatch):
 
 
 def test_a_file_that_ends_with_a_block_has_no_empty_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 4096 + 64)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 4096 + 64)
     shard, _ = write(tmp_path, [b"x" * 64])
-    assert len(shard.hashes) == shards.HASH_CHARS
+    assert len(shard.hashes) == shard_file.HASH_CHARS
 
 
 def test_stretches_are_read_to_where_they_are_wanted(tmp_path):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from optimus.checkpoint import pieces
-from optimus.checkpoint.pieces import Part, part_of, spans_to_read, spans_to_write
+from optimus.checkpoint import slices
+from optimus.checkpoint.slices import Part, part_of, spans_to_read, spans_to_write
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
 from tests.helpers.held import Holdings, layout_config
@@ -56,7 +56,7 @@ def assert_every_element_once(config, mesh, spans_of, in_turns=False):
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
-    monkeypatch.setattr(pieces, "STRIPE", 512)
+    monkeypatch.setattr(slices, "STRIPE", 512)
     models = [{"model__tie_embeddings": True}, {}, DENSE | {"model__tie_embeddings": True}]
     lengths = (1, 3000, 1 << 24)
     for number, model in enumerate(models):

@@ -1,8 +1,7 @@
 """The checkpoints of one run: where the next one goes, which to load, which may leave.
 
 `checkpoints/step-00001000/` is a full checkpoint, `checkpoints/model-00001000/` a persistent
-model-only one (also a Hugging Face directory). Readable without torch.
-"""
+model-only one (also a Hugging Face directory). Readable without torch."""
 
 from __future__ import annotations
 
@@ -11,14 +10,22 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from optimus.checkpoint.manifest import SET_ASIDE, Manifest, is_checkpoint, read_manifest
-from optimus.errors import CheckpointError, counted, one_line
+from optimus.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    is_checkpoint,
+    read_manifest,
+)
+from optimus.checkpoint.shard_file import Stop
+from optimus.errors import CheckpointError, OptimusError, counted, one_line
 from optimus.io import files
 
 logger = logging.getLogger(__name__)
@@ -321,3 +328,98 @@ def _step_of(path: Path) -> int:
     digits = re.search(r"\d+", path.name)
     assert digits is not None, path
     return int(digits[0])
+
+
+SET_ASIDE = "set-aside"
+"""Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
+
+
+def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any) -> Manifest:
+    """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them with
+    the `facts` that `finish` takes."""
+    temporary = begin(path)
+    try:
+        write_files(temporary)
+        return finish(temporary, path, **facts)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def begin(path: str | os.PathLike, needed_bytes: int = 0, beside: int = 0) -> Path:
+    """A fresh directory in which the checkpoint that will be at `path` is written.
+
+    Raises OptimusError if there is less room than it and `beside` will need, the bytes of a full
+    one that is due with it, and OSError.
+    """
+    final = Path(path)
+    if not final.parent.is_dir():
+        files.make_dirs(final.parent)
+    free = shutil.disk_usage(final.parent).free
+    if free < needed_bytes + beside:
+        due = f", and the full one of its step {beside / 1e9:.3f} GB" if beside else ""
+        raise OptimusError(
+            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
+            f"{needed_bytes / 1e9:.3f} GB before it removes older checkpoints{due}; make room"
+            f"{_told_aside(final.parent / SET_ASIDE)}"
+        )
+    temporary = files.temporary_name(final)
+    temporary.mkdir()
+    return temporary
+
+
+def _told_aside(aside: Path) -> str:
+    """What a user might remove first, if anything is there."""
+    size = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
+    return f", say in {aside.name}/: {size / 1e9:.3f} GB that no start reads" if size else ""
+
+
+def finish(
+    temporary: Path,
+    path: str | os.PathLike,
+    *,
+    shards: Collection[str] = (),
+    entries: Sequence[FileEntry] = (),
+    stop: Stop | None = None,
+    **facts: Any,
+) -> Manifest:
+    """Seal what `begin` began: all is made durable, described by a manifest of these `facts` (those
+    of `Manifest`, `files` and `path` apart), and renamed. `shards` are files that their writers
+    have made durable and that the index describes, `entries` such that are described already.
+    Raises OptimusError instead once `stop` is set, which it no longer can be behind that, and
+    OSError."""
+    final = Path(path)
+    known = {*shards, *(entry.name for entry in entries)}
+    entries = sorted([*_make_durable(temporary, known), *entries], key=lambda entry: entry.name)
+    told = asdict(Manifest(files=tuple(entries), path=temporary, **facts))
+    kept = {key: value for key, value in told.items() if key != "path" and value is not None}
+    files.write_bytes(temporary / MANIFEST, files.checked_json({"format": FORMAT, **kept}))
+    sealed = read_manifest(temporary)
+    sealed.check_shards()
+    if final.exists():
+        raise CheckpointError(f"{final} exists already; remove it or choose another place")
+    if stop is not None and not stop.claim():
+        raise OptimusError(f"{final.name}: no longer wanted")
+    try:
+        files.commit(temporary, final)
+    except OSError:  # perhaps of the fsync behind the rename: a failed save leaves no name
+        with contextlib.suppress(OSError):
+            os.rename(final, temporary)
+        raise
+    return replace(sealed, path=final)
+
+
+def _make_durable(directory: Path, known: Collection[str]) -> list[FileEntry]:
+    """fsync all that lies below but for what is `known`, and describe the files."""
+    entries = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            files.fsync_dir(path)
+            continue
+        name = path.relative_to(directory).as_posix()
+        if name in known:
+            continue
+        with open(path, "rb") as handle:
+            os.fsync(handle.fileno())
+        entries.append(FileEntry(name, path.stat().st_size, files.xxh3_file(path)))
+    return entries

@@ -1,39 +1,331 @@
-"""What a checkpoint directory holds, readable without torch.
+"""The index of a full checkpoint: its shard files with their hashes, and where each parameter lies.
+
+Lines of JSON: the first tells of files and shapes, every other where the pieces of one parameter
+lie, so that a rank parses only those lines that it wants. The hash of the whole stands in the
+manifest. Needs no torch.
+
+What a checkpoint directory holds, readable without torch.
 
 A checkpoint is a directory whose `manifest.json` was written last, under a temporary name that is
 renamed when everything in it is durable. `kind` is "full" (masters, moments, step: an index and the
 shard files it names) or "model" (weights alone). A directory without a readable manifest, or with a
-file of another size or hash than it says, is not a checkpoint.
-"""
+file of another size or hash than it says, is not a checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
+import fnmatch
+import functools
 import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
+import numpy
 from pydantic import AfterValidator, BaseModel, Field, InstanceOf, ValidationError
 
-from optimus.checkpoint.index import INDEX, Index, decode
-from optimus.checkpoint.threads import Stop, in_threads
+from optimus.checkpoint.shard_file import (
+    ALIGNED_BYTES,
+    BLOCK_BYTES,
+    HASH_CHARS,
+    HEADER_BYTES,
+    Identity,
+    ShardFile,
+    ShardReader,
+    in_threads,
+)
+from optimus.checkpoint.slices import Box, Stored
+from optimus.chunks.layout import STATES
 from optimus.config.axes import AXES
 from optimus.config.sections import MAX_PATTERN_CHARS, MAX_PATTERNS
-from optimus.errors import CheckpointError, OptimusError, one_line
+from optimus.errors import CheckpointError, one_line
 from optimus.io import files, tensor_file
+
+INDEX = "index.jsonl"
+DTYPE = "float32"
+ITEMSIZE = 4
+_COLUMNS = 4 + len(STATES)
+_ROW = f"[{','.join(['%d'] * _COLUMNS)}]"
+_MOST = 1 << 56
+"""Elements or bytes, of which int64 can count the bits."""
+_MOST_BLOCK_BYTES = 64 << 20
+"""Memory that a reader takes for a block; those written now have 4 MiB."""
+_INTEGERS = re.compile("[-0-9,]+")
+_MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
+_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError)
+
+
+class Written(NamedTuple):
+    """What one writer put where, in a form that is short as JSON."""
+
+    shard: ShardFile
+    boxes: list[tuple[str, Box]]
+    """Parameters and their boxes, each once."""
+    rows: list[tuple[int, ...]]
+    """A row for each piece: its index in `boxes`, its start and stop, and the byte where each of
+    STATES begins, -1 where it has none."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """A checkpoint's index. `lines` are parsed when their parameter is asked for."""
+
+    generation: str
+    step: int
+    block_bytes: int
+    shards: tuple[ShardFile, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the whole parameters, by name."""
+    lines: Mapping[str, str]
+
+    def stored(self, name: str) -> Stored:
+        """Where a parameter lies; CheckpointError if the checkpoint has none of that name."""
+        if name not in self.lines:
+            raise CheckpointError(f"the checkpoint has no parameter {name}")
+        try:
+            table, _, text = self.lines[name].rpartition('"rows":')
+            raw = json.loads(table.rstrip(", ") + "}", parse_float=_refuse_float)
+            boxes = tuple(
+                tuple(tuple((a, b) for a, b in dim) for dim in box) for box in raw["boxes"]
+            )
+            sizes, rows = _box_sizes(boxes, self.shapes[name]), _parse_rows(text)
+            self._check_rows(rows, sizes)
+        except _UNREADABLE as error:
+            raise CheckpointError(f"{INDEX}: parameter {name}: {one_line(error)}") from None
+        if not _covers(rows, sizes):
+            raise CheckpointError(
+                f"the index holds only a part of parameter {name}, or a part of it twice"
+            )
+        return Stored(name, boxes, rows)
+
+    def _check_rows(self, rows: numpy.ndarray, box_sizes: numpy.ndarray) -> None:
+        """Check that the rows of a parameter have the ranges that `encode` gives them. Raises
+        ValueError."""
+        shard, box, start, stop = rows[:, :4].T
+        for what, number, count in (("shard file", shard, len(self.shards)),
+                                    ("box", box, len(box_sizes))):  # fmt: skip
+            if number.min() < 0 or number.max() >= count:
+                raise ValueError(f"a row names another {what} than 0 to {count - 1}")
+        if start.min() < 0 or (start >= stop).any() or (stop > box_sizes[box]).any():
+            raise ValueError("a row leads out of its box")
+        offsets = rows[:, 4:]
+        last = self._shard_sizes[shard] - (stop - start) * ITEMSIZE
+        right = (offsets >= HEADER_BYTES) & (offsets <= last[:, None])
+        if not (right | (offsets == -1)).all():
+            raise ValueError("a row leads out of its shard file")
+        if (offsets[offsets >= 0] % ALIGNED_BYTES).any():
+            raise ValueError(f"a row begins at a byte that is no multiple of {ALIGNED_BYTES}")
+        # A frozen parameter has a master alone.
+        if (offsets[:, 0] < 0).any() or (
+            (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
+        ).any():
+            raise ValueError(f"a row without some of {', '.join(STATES)}")
+
+    @functools.cached_property
+    def _shard_sizes(self) -> numpy.ndarray:
+        return numpy.array([shard.size for shard in self.shards], dtype=numpy.int64)
+
+    def check_rows(self, frozen: Sequence[str] = ()) -> None:
+        """Check the rows of all parameters against each other.
+
+        Every parameter is stored completely, with all states unless a pattern of `frozen` matches
+        its name. No two rows overlap, and the states of neighboring rows of a shard file are
+        equally far apart, as `write_shard` places them. Raises CheckpointError.
+        """
+        matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
+        found = [numpy.empty((0, _COLUMNS), dtype=numpy.int64)]
+        for name in self.lines:
+            rows = self.stored(name).rows
+            is_partial = (rows[:, 4:] < 0).any()
+            if is_partial and not any(match(name) for match in matchers):
+                raise CheckpointError(f"{INDEX}: parameter {name} has not all of its states")
+            found.append(rows)
+        rows = numpy.concatenate(found)
+        rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
+        # A frozen row has a master alone: behind it, the distance between the states is another.
+        has_all = rows[:, 5] >= 0
+        neighbors = (rows[1:, 0] == rows[:-1, 0]) & has_all[1:] & has_all[:-1]
+        distances = numpy.diff(rows[:, 4:], axis=1)
+        if (distances[1:] != distances[:-1])[neighbors].any():
+            raise CheckpointError(
+                f"{INDEX}: the states of two neighboring rows are not equally far apart"
+            )
+        length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
+        ranges = [
+            numpy.stack([rows[:, 0], offset, offset + length], 1)[offset >= 0]
+            for offset in rows[:, 4:].T
+        ]
+        every = numpy.concatenate(ranges)
+        shard, start, stop = every[numpy.lexsort((every[:, 1], every[:, 0]))].T
+        if ((shard[1:] == shard[:-1]) & (start[1:] < stop[:-1])).any():
+            raise CheckpointError(f"{INDEX}: two rows lead to the same bytes of a shard file")
+
+    def open(self, directory: Path, number: int) -> ShardReader:
+        """Shard file `number` of `shards`; CheckpointError if it is not as this index says."""
+        shard = self.shards[number]
+        identity = Identity(self.generation, self.step, shard.writer)
+        return ShardReader(directory, identity, shard, self.block_bytes)
+
+    def verify(self, directory: Path, number: int, blocks: range) -> None:
+        """Compare blocks of shard file `number` with their hashes; raises CheckpointError."""
+        with self.open(directory, number) as file:
+            file.verify(blocks)
+
+
+def encode(
+    generation: str, step: int, writers: Sequence[Written], shapes: Mapping[str, Sequence[int]]
+) -> bytes:
+    """The index of what `writers` wrote of parameters of these whole `shapes`."""
+    head = {
+        "generation": generation,
+        "step": step,
+        "block_bytes": BLOCK_BYTES,
+        "states": STATES,
+        "dtype": DTYPE,
+        "shards": [list(one.shard) for one in writers],
+    }
+    rows: dict[str, list[tuple[int, int, str]]] = {}
+    boxes: dict[str, dict[Box, int]] = {}
+    for number, one in enumerate(writers):
+        numbered = []
+        for name, box in one.boxes:
+            known = boxes.setdefault(name, {})
+            numbered.append((name, known.setdefault(box, len(known))))
+        for in_boxes, start, *rest in one.rows:
+            name, at = numbered[in_boxes]
+            # As text, of which the collector of garbage has nothing to follow: there are 400,000.
+            row = _ROW % (number, at, start, *rest)
+            rows.setdefault(name, []).append((at, start, row))
+    lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]
+    for name, found in rows.items():
+        table = json.dumps({"name": name, "boxes": list(boxes[name])}, separators=(",", ":"))
+        lines.append(f'{table[:-1]},"rows":[{",".join(row for *_, row in sorted(found))}]}}')
+    return "\n".join([*lines, ""]).encode()
+
+
+def decode(data: bytes) -> Index:
+    """What `encode` made, from bytes whose hash has been compared. Raises CheckpointError."""
+    try:
+        head, *lines = data.decode().splitlines()
+        raw = json.loads(head)
+        if (raw["states"], raw["dtype"]) != (list(STATES), DTYPE):
+            raise CheckpointError(f"states {raw['states']} of {raw['dtype']} are unknown here")
+        by_name = {line.split('"', 4)[3]: line for line in lines}
+        shards = tuple(ShardFile(*one) for one in raw["shards"])
+        shapes = {name: tuple(shape) for name, shape in raw["shapes"].items()}
+        _check_head(raw, shards, shapes)
+        if by_name.keys() != shapes.keys() or len(lines) != len(shapes):
+            raise ValueError("its lines are not one for each shape")
+        return Index(raw["generation"], raw["step"], raw["block_bytes"], shards, shapes, by_name)
+    except (*_UNREADABLE, AttributeError) as error:
+        raise CheckpointError(f"{INDEX}: not readable: {one_line(error)}") from None
+
+
+def _check_head(
+    raw: Mapping[str, Any], shards: Sequence[ShardFile], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check the types and ranges of an index's first line. Raises ValueError and TypeError."""
+    block_bytes, generation = raw["block_bytes"], raw["generation"]
+    if not _is_count(block_bytes, 1, _MOST_BLOCK_BYTES) or not _is_count(raw["step"]):
+        raise ValueError(f"block_bytes = {block_bytes!r:.40}, step = {raw['step']!r:.40}")
+    if type(generation) is not str or len(generation) > 100:
+        raise ValueError(f"generation = {generation!r:.40}")
+    for writer, size, hashes in shards:
+        if not (_is_count(writer) and _is_count(size, HEADER_BYTES) and type(hashes) is str):
+            raise ValueError(f"shard file of writer {writer!r:.40} and size {size!r:.40}")
+        if len(hashes) != -(-size // block_bytes) * HASH_CHARS:
+            raise ValueError(f"hashes of shard file {writer} are not those of {size} bytes")
+    if len({shard.writer for shard in shards}) != len(shards):
+        raise ValueError("a shard file is listed twice")
+    for name, shape in shapes.items():
+        sizes = 0 < len(shape) <= _MOST_DIMS and all(_is_count(size, 1) for size in shape)
+        if not sizes or math.prod(shape) >= _MOST or len(name) > _MOST_NAME_CHARS:
+            raise ValueError(f"shape of {name:.200} = {list(shape)!r:.80}")
+
+
+def _parse_rows(text: str) -> numpy.ndarray:
+    """Return the rows in the rest of a line, int64 [n, _COLUMNS]. Raises ValueError.
+
+    The json module would make an object of every number: with all checks this takes 0.8 of its
+    time for a whole index.
+    """
+    text = text.replace(" ", "")
+    numbers = text[2:-3].replace("],[", ",")
+    if text[:2] == "[[" and text[-3:] == "]]}" and _INTEGERS.fullmatch(numbers):
+        # It ends at what is no integer, and gives the largest for one that int64 cannot hold.
+        found = numpy.fromstring(numbers, dtype=numpy.int64, sep=",")
+        if len(found) == (text.count("],[") + 1) * _COLUMNS:
+            return found.reshape(-1, _COLUMNS)
+    raise ValueError(f"rows are not lists of {_COLUMNS} integers")
+
+
+def _refuse_float(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no integer")
+
+
+def _is_count(value: object, least: int = 0, most: int = _MOST - 1) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+@functools.lru_cache(256)
+def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
+    """Return the elements of each box, int64 [boxes]. Raises ValueError unless the boxes are all of
+    a parameter of this shape, each element in one."""
+    for box in boxes:
+        if len(box) != len(shape):
+            raise ValueError(f"a box of {len(box)} dims, where the shape has {len(shape)}")
+        for dim, size in zip(box, shape, strict=True):
+            ends = [end for interval in dim for end in interval]
+            if not ends or not all(type(end) is int for end in ends):
+                raise ValueError("a box is not made of ranges of integers")
+            steps = zip([0, *ends], [*ends, size], strict=True)
+            if not all(low < high if n % 2 else low <= high for n, (low, high) in enumerate(steps)):
+                raise ValueError("a box leads out of the parameter")
+    sizes = [math.prod(sum(b - a for a, b in dim) for dim in box) for box in boxes]
+    if sum(sizes) != math.prod(shape) or (len(boxes) > 1 and _overlap(boxes, shape)):
+        raise ValueError("its boxes leave out elements or hold some twice")
+    return numpy.array(sizes, dtype=numpy.int64)
+
+
+def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Return whether two boxes have an element in common. Raises ValueError for boxes that are cut
+    at more places than any layout does."""
+    cuts = [
+        sorted({0, size, *(end for box in boxes for interval in box[dim] for end in interval)})
+        for dim, size in enumerate(shape)
+    ]
+    if math.prod(map(len, cuts)) > _MOST_CELLS:
+        raise ValueError("its boxes are cut at too many places")
+    number = [{cut: n for n, cut in enumerate(dim)} for dim in cuts]
+    taken = numpy.zeros([len(dim) - 1 for dim in cuts], dtype=bool)
+    for box in boxes:
+        cells = numpy.ix_(
+            *(
+                numpy.concatenate([numpy.arange(at[a], at[b]) for a, b in dim])
+                for at, dim in zip(number, box, strict=True)
+            )
+        )
+        if taken[cells].any():
+            return True
+        taken[cells] = True
+    return False
+
+
+def _covers(rows: numpy.ndarray, box_sizes: numpy.ndarray) -> bool:
+    """Return whether rows, by box and start, hold every element of every box once."""
+    stops = numpy.cumsum(box_sizes)
+    begins = (stops - box_sizes)[rows[:, 1]]
+    start, stop = begins + rows[:, 2], begins + rows[:, 3]
+    return bool(start[0] == 0 and (start[1:] == stop[:-1]).all() and stop[-1] == stops[-1])
+
 
 FORMAT = 2
 """Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""
 MANIFEST = "manifest.json"
-SET_ASIDE = "set-aside"
-"""Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
 _CONFIGS = ("config.toml", "config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 """A checkpoint that lists one of these files was saved with a tokenizer."""
@@ -375,94 +667,3 @@ def _check_listed(kind: str, names: set[str]) -> None:
         raise ValueError(f"files lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}")
     if names.isdisjoint(_CONFIGS):
         raise ValueError(f"files lists neither {' nor '.join(_CONFIGS)}")
-
-
-def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any) -> Manifest:
-    """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them with
-    the `facts` that `finish` takes."""
-    temporary = begin(path)
-    try:
-        write_files(temporary)
-        return finish(temporary, path, **facts)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def begin(path: str | os.PathLike, needed_bytes: int = 0, beside: int = 0) -> Path:
-    """A fresh directory in which the checkpoint that will be at `path` is written.
-
-    Raises OptimusError if there is less room than it and `beside` will need, the bytes of a full
-    one that is due with it, and OSError.
-    """
-    final = Path(path)
-    if not final.parent.is_dir():
-        files.make_dirs(final.parent)
-    free = shutil.disk_usage(final.parent).free
-    if free < needed_bytes + beside:
-        due = f", and the full one of its step {beside / 1e9:.3f} GB" if beside else ""
-        raise OptimusError(
-            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
-            f"{needed_bytes / 1e9:.3f} GB before it removes older checkpoints{due}; make room"
-            f"{_told_aside(final.parent / SET_ASIDE)}"
-        )
-    temporary = files.temporary_name(final)
-    temporary.mkdir()
-    return temporary
-
-
-def _told_aside(aside: Path) -> str:
-    """What a user might remove first, if anything is there."""
-    size = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
-    return f", say in {aside.name}/: {size / 1e9:.3f} GB that no start reads" if size else ""
-
-
-def finish(
-    temporary: Path,
-    path: str | os.PathLike,
-    *,
-    shards: Collection[str] = (),
-    entries: Sequence[FileEntry] = (),
-    stop: Stop | None = None,
-    **facts: Any,
-) -> Manifest:
-    """Seal what `begin` began: all is made durable, described by a manifest of these `facts` (those
-    of `Manifest`, `files` and `path` apart), and renamed. `shards` are files that their writers
-    have made durable and that the index describes, `entries` such that are described already.
-    Raises OptimusError instead once `stop` is set, which it no longer can be behind that, and
-    OSError."""
-    final = Path(path)
-    known = {*shards, *(entry.name for entry in entries)}
-    entries = sorted([*_make_durable(temporary, known), *entries], key=lambda entry: entry.name)
-    told = asdict(Manifest(files=tuple(entries), path=temporary, **facts))
-    kept = {key: value for key, value in told.items() if key != "path" and value is not None}
-    files.write_bytes(temporary / MANIFEST, files.checked_json({"format": FORMAT, **kept}))
-    sealed = read_manifest(temporary)
-    sealed.check_shards()
-    if final.exists():
-        raise CheckpointError(f"{final} exists already; remove it or choose another place")
-    if stop is not None and not stop.claim():
-        raise OptimusError(f"{final.name}: no longer wanted")
-    try:
-        files.commit(temporary, final)
-    except OSError:  # perhaps of the fsync behind the rename: a failed save leaves no name
-        with contextlib.suppress(OSError):
-            os.rename(final, temporary)
-        raise
-    return replace(sealed, path=final)
-
-
-def _make_durable(directory: Path, known: Collection[str]) -> list[FileEntry]:
-    """fsync all that lies below but for what is `known`, and describe the files."""
-    entries = []
-    for path in sorted(directory.rglob("*")):
-        if path.is_dir():
-            files.fsync_dir(path)
-            continue
-        name = path.relative_to(directory).as_posix()
-        if name in known:
-            continue
-        with open(path, "rb") as handle:
-            os.fsync(handle.fileno())
-        entries.append(FileEntry(name, path.stat().st_size, files.xxh3_file(path)))
-    return entries

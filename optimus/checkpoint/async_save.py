@@ -4,8 +4,7 @@ Threads make no collective: those of a backend must be begun in one order on all
 of threads' own would connect every rank to every other once more (gloo), or not be had for host
 memory at all (nccl). Instead all ranks `poll` together between updates: one all-reduce of an
 integer. What it costs is that a checkpoint is sealed an update after its last byte is durable, and
-told of one later.
-"""
+told of one later."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from optimus.checkpoint.threads import Stop, Task
+from optimus.checkpoint.shard_file import Stop, Task
 from optimus.distributed.collectives import Group, all_gather_objects, gather_bytes, greatest
 from optimus.errors import NonFiniteError, OptimusError
 
