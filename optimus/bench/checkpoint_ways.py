@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from optimus.checkpoint.async_save import Underway
+from optimus.checkpoint.async_save import AsyncSave
 from optimus.checkpoint.format import read_manifest
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.save import FullSaver, RankStates
@@ -81,7 +81,7 @@ class Stall:
     def __init__(self, states: RankStates) -> None:
         self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
         self._copies = [(flat, torch.zeros_like(flat)) for flat in flats_of(states)]
-        self._underway: Underway | None = None
+        self._underway: AsyncSave | None = None
 
     def begin(self, directory: Path) -> None:
         self._underway = self._saver.begin(self._states, directory / STEP, _write_config, step=1)

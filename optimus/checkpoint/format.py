@@ -1,15 +1,15 @@
-"""The index of a full checkpoint: its shard files with their hashes, and where each parameter lies.
+"""The files that describe a checkpoint: manifest.json and index.jsonl. Needs no torch.
 
-Lines of JSON: the first tells of files and shapes, every other where the pieces of one parameter
-lie, so that a rank parses only those lines that it wants. The hash of the whole stands in the
-manifest. Needs no torch.
+A checkpoint is a directory whose `manifest.json` lists its other files with sizes and hashes. A
+save writes it last, into a temporary directory, and then renames the directory. A checkpoint is
+valid if its manifest is readable and all files have the listed sizes and hashes.
 
-What a checkpoint directory holds, readable without torch.
-
-A checkpoint is a directory whose `manifest.json` was written last, under a temporary name that is
-renamed when everything in it is durable. `kind` is "full" (masters, moments, step: an index and the
-shard files it names) or "model" (weights alone). A directory without a readable manifest, or with a
-file of another size or hash than it says, is not a checkpoint."""
+`kind` is "full" or "model". A full checkpoint has the master weights and the moments in shard files
+(optimus/checkpoint/shard_file.py), and `index.jsonl` with the hashes of their blocks and the
+location of every parameter. The first line of the index lists files and shapes. Each other line is
+for one parameter, so that a rank parses only the lines that it needs. A model-only checkpoint has
+the weights alone, in safetensors files.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ from optimus.checkpoint.shard_file import (
     ShardReader,
     in_threads,
 )
-from optimus.checkpoint.slices import Box, Stored
+from optimus.checkpoint.slices import Box, StoredParam
 from optimus.chunks.layout import STATES
 from optimus.config.axes import AXES
 from optimus.config.sections import MAX_PATTERN_CHARS, MAX_PATTERNS
 from optimus.errors import CheckpointError, one_line
 from optimus.io import files, tensor_file
+
+# -- The index ------------------------------------------------------------------------------------
 
 INDEX = "index.jsonl"
 DTYPE = "float32"
@@ -51,39 +53,44 @@ ITEMSIZE = 4
 _COLUMNS = 4 + len(STATES)
 _ROW = f"[{','.join(['%d'] * _COLUMNS)}]"
 _MOST = 1 << 56
-"""Elements or bytes, of which int64 can count the bits."""
+"""Maximum number of elements or bytes: int64 can count their bits."""
 _MOST_BLOCK_BYTES = 64 << 20
-"""Memory that a reader takes for a block; those written now have 4 MiB."""
+"""Maximum block size, the memory that a reader allocates. Saves write blocks of 4 MiB."""
 _INTEGERS = re.compile("[-0-9,]+")
 _MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError)
 
 
-class Written(NamedTuple):
-    """What one writer put where, in a form that is short as JSON."""
+class ShardReport(NamedTuple):
+    """A shard file and its content, as its writer reports them to the first rank."""
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
-    """Parameters and their boxes, each once."""
+    """Each parameter and box in the file, once."""
     rows: list[tuple[int, ...]]
-    """A row for each piece: its index in `boxes`, its start and stop, and the byte where each of
-    STATES begins, -1 where it has none."""
+    """A row for each slice of a parameter: number in `boxes`, start and stop of the elements in the
+    box, and for each of STATES the byte offset in the file (-1: not stored)."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """A checkpoint's index. `lines` are parsed when their parameter is asked for."""
+    """The index of a full checkpoint. The line of a parameter is parsed on request."""
 
     generation: str
     step: int
     block_bytes: int
     shards: tuple[ShardFile, ...]
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the whole parameters, by name."""
+    """Shapes of the whole parameters, by name."""
     lines: Mapping[str, str]
+    """Lines of the index, by name of the parameter."""
 
-    def stored(self, name: str) -> Stored:
-        """Where a parameter lies; CheckpointError if the checkpoint has none of that name."""
+    def stored(self, name: str) -> StoredParam:
+        """Return the location of a parameter.
+
+        Raises:
+            CheckpointError: The checkpoint does not have the parameter, or its line is invalid.
+        """
         if name not in self.lines:
             raise CheckpointError(f"the checkpoint has no parameter {name}")
         try:
@@ -96,20 +103,24 @@ class Index:
             self._check_rows(rows, sizes)
         except _UNREADABLE as error:
             raise CheckpointError(f"{INDEX}: parameter {name}: {one_line(error)}") from None
-        if not _covers(rows, sizes):
+        # The rows, sorted by box and start, must contain every element of every box once.
+        stops = numpy.cumsum(sizes)
+        offsets = (stops - sizes)[rows[:, 1]]
+        start, stop = offsets + rows[:, 2], offsets + rows[:, 3]
+        if start[0] != 0 or (start[1:] != stop[:-1]).any() or stop[-1] != stops[-1]:
             raise CheckpointError(
                 f"the index holds only a part of parameter {name}, or a part of it twice"
             )
-        return Stored(name, boxes, rows)
+        return StoredParam(name, boxes, rows)
 
     def _check_rows(self, rows: numpy.ndarray, box_sizes: numpy.ndarray) -> None:
-        """Check that the rows of a parameter have the ranges that `encode` gives them. Raises
+        """Check that the rows of a parameter have values that `encode` can write. Raises
         ValueError."""
         shard, box, start, stop = rows[:, :4].T
-        for what, number, count in (("shard file", shard, len(self.shards)),
+        for kind, number, count in (("shard file", shard, len(self.shards)),
                                     ("box", box, len(box_sizes))):  # fmt: skip
             if number.min() < 0 or number.max() >= count:
-                raise ValueError(f"a row names another {what} than 0 to {count - 1}")
+                raise ValueError(f"a row names another {kind} than 0 to {count - 1}")
         if start.min() < 0 or (start >= stop).any() or (stop > box_sizes[box]).any():
             raise ValueError("a row leads out of its box")
         offsets = rows[:, 4:]
@@ -134,19 +145,25 @@ class Index:
 
         Every parameter is stored completely, with all states unless a pattern of `frozen` matches
         its name. No two rows overlap, and the states of neighboring rows of a shard file are
-        equally far apart, as `write_shard` places them. Raises CheckpointError.
+        equally far apart, as `write_shard` places them.
+
+        Args:
+            frozen: `optim.frozen` of the run.
+
+        Raises:
+            CheckpointError: A row is invalid.
         """
         matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
-        found = [numpy.empty((0, _COLUMNS), dtype=numpy.int64)]
+        rows_of_params = [numpy.empty((0, _COLUMNS), dtype=numpy.int64)]
         for name in self.lines:
             rows = self.stored(name).rows
             is_partial = (rows[:, 4:] < 0).any()
             if is_partial and not any(match(name) for match in matchers):
                 raise CheckpointError(f"{INDEX}: parameter {name} has not all of its states")
-            found.append(rows)
-        rows = numpy.concatenate(found)
+            rows_of_params.append(rows)
+        rows = numpy.concatenate(rows_of_params)
         rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
-        # A frozen row has a master alone: behind it, the distance between the states is another.
+        # A frozen row has a master alone. After it, the states have another distance.
         has_all = rows[:, 5] >= 0
         neighbors = (rows[1:, 0] == rows[:-1, 0]) & has_all[1:] & has_all[:-1]
         distances = numpy.diff(rows[:, 4:], axis=1)
@@ -159,63 +176,70 @@ class Index:
             numpy.stack([rows[:, 0], offset, offset + length], 1)[offset >= 0]
             for offset in rows[:, 4:].T
         ]
-        every = numpy.concatenate(ranges)
-        shard, start, stop = every[numpy.lexsort((every[:, 1], every[:, 0]))].T
+        all_ranges = numpy.concatenate(ranges)
+        shard, start, stop = all_ranges[numpy.lexsort((all_ranges[:, 1], all_ranges[:, 0]))].T
         if ((shard[1:] == shard[:-1]) & (start[1:] < stop[:-1])).any():
             raise CheckpointError(f"{INDEX}: two rows lead to the same bytes of a shard file")
 
     def open(self, directory: Path, number: int) -> ShardReader:
-        """Shard file `number` of `shards`; CheckpointError if it is not as this index says."""
+        """Open shard file `number` of `shards`. Raises CheckpointError if the file differs in its
+        size or header."""
         shard = self.shards[number]
         identity = Identity(self.generation, self.step, shard.writer)
         return ShardReader(directory, identity, shard, self.block_bytes)
 
-    def verify(self, directory: Path, number: int, blocks: range) -> None:
-        """Compare blocks of shard file `number` with their hashes; raises CheckpointError."""
-        with self.open(directory, number) as file:
-            file.verify(blocks)
-
 
 def encode(
-    generation: str, step: int, writers: Sequence[Written], shapes: Mapping[str, Sequence[int]]
+    generation: str, step: int, reports: Sequence[ShardReport], shapes: Mapping[str, Sequence[int]]
 ) -> bytes:
-    """The index of what `writers` wrote of parameters of these whole `shapes`."""
+    """Return the content of an index.
+
+    Args:
+        generation: Random name of the save.
+        step: Number of completed updates.
+        reports: The reports of all writers.
+        shapes: Shapes of the whole parameters, by name.
+    """
     head = {
         "generation": generation,
         "step": step,
         "block_bytes": BLOCK_BYTES,
         "states": STATES,
         "dtype": DTYPE,
-        "shards": [list(one.shard) for one in writers],
+        "shards": [list(report.shard) for report in reports],
     }
     rows: dict[str, list[tuple[int, int, str]]] = {}
     boxes: dict[str, dict[Box, int]] = {}
-    for number, one in enumerate(writers):
+    for number, report in enumerate(reports):
         numbered = []
-        for name, box in one.boxes:
+        for name, box in report.boxes:
             known = boxes.setdefault(name, {})
             numbered.append((name, known.setdefault(box, len(known))))
-        for in_boxes, start, *rest in one.rows:
-            name, at = numbered[in_boxes]
-            # As text, of which the collector of garbage has nothing to follow: there are 400,000.
-            row = _ROW % (number, at, start, *rest)
-            rows.setdefault(name, []).append((at, start, row))
+        for in_boxes, start, *rest in report.rows:
+            name, box_number = numbered[in_boxes]
+            # As text, which the garbage collector does not traverse: there can be 400,000 rows.
+            row = _ROW % (number, box_number, start, *rest)
+            rows.setdefault(name, []).append((box_number, start, row))
     lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]
-    for name, found in rows.items():
+    for name, of_param in rows.items():
         table = json.dumps({"name": name, "boxes": list(boxes[name])}, separators=(",", ":"))
-        lines.append(f'{table[:-1]},"rows":[{",".join(row for *_, row in sorted(found))}]}}')
+        lines.append(f'{table[:-1]},"rows":[{",".join(row for *_, row in sorted(of_param))}]}}')
     return "\n".join([*lines, ""]).encode()
 
 
 def decode(data: bytes) -> Index:
-    """What `encode` made, from bytes whose hash has been compared. Raises CheckpointError."""
+    """Return the index with this content, whose hash has been compared.
+
+    Raises:
+        CheckpointError: The content is invalid.
+    """
     try:
         head, *lines = data.decode().splitlines()
         raw = json.loads(head)
         if (raw["states"], raw["dtype"]) != (list(STATES), DTYPE):
             raise CheckpointError(f"states {raw['states']} of {raw['dtype']} are unknown here")
         by_name = {line.split('"', 4)[3]: line for line in lines}
-        shards = tuple(ShardFile(*one) for one in raw["shards"])
+        shards = tuple(ShardFile(*fields) for fields in raw["shards"])
         shapes = {name: tuple(shape) for name, shape in raw["shapes"].items()}
         _check_head(raw, shards, shapes)
         if by_name.keys() != shapes.keys() or len(lines) != len(shapes):
@@ -248,18 +272,18 @@ def _check_head(
 
 
 def _parse_rows(text: str) -> numpy.ndarray:
-    """Return the rows in the rest of a line, int64 [n, _COLUMNS]. Raises ValueError.
+    """Return the rows at the end of a line, int64 [n, _COLUMNS]. Raises ValueError.
 
-    The json module would make an object of every number: with all checks this takes 0.8 of its
-    time for a whole index.
+    The json module would create an object for every number: with all checks, this function takes
+    0.8 of its time for a whole index.
     """
     text = text.replace(" ", "")
     numbers = text[2:-3].replace("],[", ",")
     if text[:2] == "[[" and text[-3:] == "]]}" and _INTEGERS.fullmatch(numbers):
-        # It ends at what is no integer, and gives the largest for one that int64 cannot hold.
-        found = numpy.fromstring(numbers, dtype=numpy.int64, sep=",")
-        if len(found) == (text.count("],[") + 1) * _COLUMNS:
-            return found.reshape(-1, _COLUMNS)
+        # It stops at anything except an integer, and returns the greatest int64 for larger ones.
+        parsed = numpy.fromstring(numbers, dtype=numpy.int64, sep=",")
+        if len(parsed) == (text.count("],[") + 1) * _COLUMNS:
+            return parsed.reshape(-1, _COLUMNS)
     raise ValueError(f"rows are not lists of {_COLUMNS} integers")
 
 
@@ -273,8 +297,8 @@ def _is_count(value: object, least: int = 0, most: int = _MOST - 1) -> bool:
 
 @functools.lru_cache(256)
 def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
-    """Return the elements of each box, int64 [boxes]. Raises ValueError unless the boxes are all of
-    a parameter of this shape, each element in one."""
+    """Return the number of elements of each box, int64 [boxes]. Raises ValueError unless each
+    element of a parameter of this shape is in exactly one box."""
     for box in boxes:
         if len(box) != len(shape):
             raise ValueError(f"a box of {len(box)} dims, where the shape has {len(shape)}")
@@ -301,7 +325,7 @@ def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     if math.prod(map(len, cuts)) > _MOST_CELLS:
         raise ValueError("its boxes are cut at too many places")
     number = [{cut: n for n, cut in enumerate(dim)} for dim in cuts]
-    taken = numpy.zeros([len(dim) - 1 for dim in cuts], dtype=bool)
+    covered = numpy.zeros([len(dim) - 1 for dim in cuts], dtype=bool)
     for box in boxes:
         cells = numpy.ix_(
             *(
@@ -309,22 +333,17 @@ def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
                 for at, dim in zip(number, box, strict=True)
             )
         )
-        if taken[cells].any():
+        if covered[cells].any():
             return True
-        taken[cells] = True
+        covered[cells] = True
     return False
 
 
-def _covers(rows: numpy.ndarray, box_sizes: numpy.ndarray) -> bool:
-    """Return whether rows, by box and start, hold every element of every box once."""
-    stops = numpy.cumsum(box_sizes)
-    begins = (stops - box_sizes)[rows[:, 1]]
-    start, stop = begins + rows[:, 2], begins + rows[:, 3]
-    return bool(start[0] == 0 and (start[1:] == stop[:-1]).all() and stop[-1] == stops[-1])
-
+# -- The manifest ---------------------------------------------------------------------------------
 
 FORMAT = 2
-"""Format 1 held whole tensors and no hash of the manifest itself; of it models alone are read."""
+"""Format 1 had whole tensors and no hash of the manifest. Only its model-only checkpoints are
+read."""
 MANIFEST = "manifest.json"
 _CONFIGS = ("config.toml", "config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -338,14 +357,14 @@ _TOKENIZER_FILES = (
 )
 GENERATION_CONFIG = "generation_config.json"
 SIDECARS = (*_TOKENIZER_FILES, GENERATION_CONFIG)
-"""Files and a folder of a Hugging Face directory that a checkpoint may have, too."""
+"""Files and a folder of Hugging Face directories that a checkpoint may have, too."""
 _READ_BY_NAME = (tensor_file.INDEX, *_CONFIGS)
-"""Other files that readers open by their names. Weights are found by their suffix instead."""
+"""Other files that readers open by name. Weights are recognised by their suffix."""
 FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
-"""The key of `settings` that holds the token which ends each document of a run's data."""
+"""The key of `settings` with the token that ends each document of the run's data."""
 _BLOCKS_A_TASK = 16
-"""Of verifying: 64 MiB, beside which opening a file and reading its header costs nothing."""
+"""Blocks that a call in a thread verifies: 64 MiB, so that opening the file costs little."""
 _READ_SETTINGS = {
     **dict.fromkeys((f"parallel.{axis}" for axis in AXES), int),
     **dict.fromkeys(("train.batch_tokens", "train.seq_len", "train.max_steps"), int),
@@ -356,12 +375,12 @@ _READ_SETTINGS = {
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
     FROZEN: list,
 }
-"""Settings of a checkpoint that are used for more than a comparison, and their types."""
+"""Types of the settings that are used for more than a comparison."""
 _MOST_RANKS = 1 << 22
 _MANIFEST_BYTES = 4 << 20
-"""Largest manifest that is read; ours have some kilobytes."""
-_COMPANION_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
-"""Largest files besides weights, and largest index: 40 times that of 400,000 pieces."""
+"""Maximum size of a manifest. Saves write a few kilobytes."""
+_SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
+"""Maximum sizes of files except weights, and of an index: 40 times that of 400,000 slices."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
@@ -382,13 +401,15 @@ _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 @dataclass(frozen=True)
 class FileEntry:
+    """A file that a manifest lists."""
+
     name: _Name
     size: _Int
     xxh3: _Hash
 
 
 class _Fields(BaseModel):
-    """The fields of manifest.json and what they may hold, however its hash was made."""
+    """The types and ranges of the fields of manifest.json. A hash does not prove them."""
 
     kind: Literal["full", "model"]
     step: _Int
@@ -399,16 +420,16 @@ class _Fields(BaseModel):
     files: tuple[FileEntry, ...]
     loss_scale: dict[Literal["scale", "good_steps", "skipped"], _Float] | None = None
     ranks: dict[str, _Ranks] | None = None
-    begun: _Int | None = None
+    first_step: _Int | None = Field(None, alias="begun")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The sealed description of one checkpoint.
+    """The content of manifest.json.
 
-    `step` counts updates of the run, `updates` those of this optimizer (fewer after a restart from
-    a model alone), `tokens` those read; `origin` is the `checkpoint.load` its run began with;
-    `settings` maps "section.key" to its value.
+    `step` counts the updates of the run, `updates` those of this optimizer (fewer after a restart
+    from weights alone), and `tokens` the tokens of the run. `origin` is the `checkpoint.load` with
+    which the run was started. `settings` maps "section.key" to its value.
     """
 
     kind: str
@@ -422,25 +443,34 @@ class Manifest:
     loss_scale: Mapping[str, float] | None = None
     """State of dynamic loss scaling (fp16); None without it."""
     ranks: Mapping[str, int] | None = None
-    """Sizes of the mesh that wrote it, and `per_node`, how many ranks a node had."""
-    begun: int | None = None
-    """The step that its run was begun at; None where that was not noted."""
+    """Sizes of the mesh of the writers, and `per_node`, the number of ranks of a node."""
+    first_step: int | None = None
+    """The step at which the run was started; None if unknown."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its states lie in shard files, as those of every full checkpoint do."""
+        """True if the states are in shard files, as in every full checkpoint."""
         return any(entry.name == INDEX for entry in self.files)
 
     def check(self, hashed_bytes: float = math.inf, weights: bool = True) -> None:
-        """Compare files with their hashes (larger ones than `hashed_bytes`, and without `weights`
-        those of a model alone, with their sizes alone), shard files with their sizes and headers:
-        what can be done at once. The bytes of shard files, and of weights by whoever streams them,
-        are compared when they are read. CheckpointError names the first that differs."""
+        """Check the files as far as that is quick.
+
+        Files are compared with their sizes and hashes; shard files with their sizes and headers.
+        Readers compare the hashes of the other bytes.
+
+        Args:
+            hashed_bytes: Files larger than this are compared with their sizes only.
+            weights: False to compare safetensors files with their sizes only.
+
+        Raises:
+            CheckpointError: Names the first file that differs.
+        """
         self._check_unlisted()
         for entry in self.files:
-            is_later = not weights and entry.name.endswith(".safetensors")
-            compare = _read_checked if entry.size <= hashed_bytes and not is_later else _check_size
-            compare(self.path / entry.name, entry)
+            size_only = entry.size > hashed_bytes or (
+                not weights and entry.name.endswith(".safetensors")
+            )
+            (_check_size if size_only else _read_checked)(self.path / entry.name, entry)
         self.check_shards()
 
     def _check_unlisted(self) -> None:
@@ -449,10 +479,10 @@ class Manifest:
         listed = {entry.name for entry in self.files}
         may_be_added = () if listed.intersection(_TOKENIZERS) else _TOKENIZER_FILES
         try:
-            found = os.listdir(self.path)
+            names = os.listdir(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from None
-        read = [name for name in found if name.endswith(".safetensors") or name in _READ_BY_NAME]
+        read = [name for name in names if name.endswith(".safetensors") or name in _READ_BY_NAME]
         for name in sorted([*read, *sidecars(self.path)]):
             if name not in listed and name.split("/")[0] not in may_be_added:
                 raise CheckpointError(
@@ -460,14 +490,14 @@ class Manifest:
                 )
 
     def check_shards(self) -> None:
-        """Compare sizes and headers of the shard files, if any; raises CheckpointError."""
+        """Compare the sizes and headers of shard files, if any. Raises CheckpointError."""
         if self.is_sharded:
             index = self.index()
             numbers = range(len(index.shards))
             in_threads(lambda number: index.open(self.path, number).close(), numbers)
 
     def check_rows(self, index: Index) -> None:
-        """Check that the index leads to every element of every parameter once. Raises
+        """Check that the index locates every element of every parameter once. Raises
         CheckpointError."""
         try:
             index.check_rows(self.settings.get(FROZEN) or ())
@@ -475,48 +505,69 @@ class Manifest:
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def verify(self, threads: int = 0) -> None:
-        """Compare every byte; CheckpointError names the first file that differs."""
+        """Compare every byte. Raises CheckpointError for the first file that differs."""
         if problems := self.problems(threads):
             raise CheckpointError(problems[0])
 
     def problems(self, threads: int = 0) -> list[str]:
-        """What is not as it was written: a line for each such file, with the first place."""
-        checks: list[Callable[[], object]] = [partial(self._verify_file, one) for one in self.files]
-        checks.append(self._check_unlisted)
-        found = [problem for problem in in_threads(_problem, checks, threads) if problem]
+        """Compare every byte.
+
+        Args:
+            threads: As for `in_threads`.
+
+        Returns:
+            A line for each file that differs, with the first position.
+        """
+        checks: list[Callable[[], object]] = [
+            *(partial(self._verify_file, entry) for entry in self.files),
+            self._check_unlisted,
+        ]
+        problems = [problem for problem in in_threads(_problem, checks, threads) if problem]
         if not self.is_sharded:
-            return found
+            return problems
         try:
             index = self.index()
             self.check_rows(index)
         except CheckpointError as error:
-            return found or [str(error)]  # nobody knows what shard files should hold
+            return problems or [str(error)]  # without an index, shard files cannot be checked
+
+        def verify(number: int, blocks: range) -> None:
+            with index.open(self.path, number) as file:
+                file.verify(blocks)
+
         tasks = [
             (number, range(shard.num_blocks)[first : first + _BLOCKS_A_TASK])
             for number, shard in enumerate(index.shards)
             for first in range(0, shard.num_blocks, _BLOCKS_A_TASK)
         ]
-        checks = [partial(index.verify, self.path, *task) for task in tasks]
+        checks = [partial(verify, *task) for task in tasks]
         first_of: dict[int, str] = {}
         for (number, _), problem in zip(tasks, in_threads(_problem, checks, threads), strict=True):
             if problem:
                 first_of.setdefault(number, problem)
-        return [*found, *first_of.values()]
+        return [*problems, *first_of.values()]
 
     def _verify_file(self, entry: FileEntry) -> None:
-        """Compare a file with its hash, and read its header if it holds weights."""
+        """Compare a file with its hash, and read its header if it has weights."""
         path = self.path / entry.name
         _read_checked(path, entry)
         if entry.name.endswith(".safetensors"):
             tensor_file.TensorFile(path).close()
         elif entry.name == tensor_file.INDEX:
-            listed = {one.name for one in self.files}
+            listed = {entry.name for entry in self.files}
             for name in sorted(set(tensor_file.weight_map(self.path).values())):
                 if name not in listed:
                     raise CheckpointError(f"{path}: names {name}, which the manifest does not list")
 
     def index(self, data: bytes | None = None) -> Index:
-        """Where the states lie; `data`: the index file's content, if another rank has read it."""
+        """Return the index of a full checkpoint.
+
+        Args:
+            data: Content of the index file, if another rank has read it.
+
+        Raises:
+            CheckpointError: There is no valid index.
+        """
         if data is None:
             data = self.index_bytes()
         try:
@@ -528,7 +579,7 @@ class Manifest:
         return index
 
     def index_bytes(self) -> bytes:
-        """Return the index file's content. Raises CheckpointError."""
+        """Return the content of the index file. Raises CheckpointError."""
         for entry in self.files:
             if entry.name == INDEX:
                 return _read_checked(self.path / INDEX, entry, wanted=True)
@@ -536,7 +587,7 @@ class Manifest:
 
 
 def _problem(check: Callable[[], object]) -> str:
-    """What a check refuses, or nothing."""
+    """Return the message of the CheckpointError that a check raises, or ""."""
     try:
         check()
     except CheckpointError as error:
@@ -545,7 +596,7 @@ def _problem(check: Callable[[], object]) -> str:
 
 
 def _read_checked(path: Path, entry: FileEntry, wanted: bool = False) -> bytes:
-    """Compare a file with its size and hash; its content, if that is `wanted`."""
+    """Compare a file with its size and hash. Return its content if `wanted`, else b""."""
     _check_size(path, entry)
     try:
         content = files.read_regular(path, entry.size) if wanted else b""
@@ -566,7 +617,7 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether a directory claims to be a checkpoint of ours."""
+    """Return whether a directory has a manifest, valid or not."""
     return (Path(path) / MANIFEST).is_file()
 
 
@@ -586,21 +637,24 @@ def sidecars(directory: Path) -> list[str]:
 
     names.remove(TEMPLATES)
     entries = 0
-    for root, folders, found in os.walk(directory / TEMPLATES, onerror=refuse):
+    for root, folders, in_folder in os.walk(directory / TEMPLATES, onerror=refuse):
         folder = Path(root).relative_to(directory)
-        entries += len(folders) + len(found)
+        entries += len(folders) + len(in_folder)
         if entries > _MAX_TEMPLATES or len(folder.parts) > _MAX_LEVELS:
             raise CheckpointError(
                 f"{directory / TEMPLATES}: more than {_MAX_TEMPLATES:,} entries or {_MAX_LEVELS} "
                 "levels of folders; remove everything except chat templates"
             )
-        names += [(folder / name).as_posix() for name in found]
+        names += [(folder / name).as_posix() for name in in_folder]
     return names
 
 
 def read_manifest(path: str | os.PathLike) -> Manifest:
-    """Return the manifest of a checkpoint directory. Raises CheckpointError if there is no usable
-    one, or a field has a type or a value that no save writes."""
+    """Return the manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: There is no manifest, or a field has a type or a value that no save writes.
+    """
     path = Path(path)
     try:
         data = files.read_regular(path / MANIFEST, _MANIFEST_BYTES)
@@ -619,16 +673,16 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = one_line(first["msg"]).removeprefix("Value error, ")
-        what = f"{'.'.join(map(str, first['loc']))}: {reason}"
-        raise CheckpointError(f"{path / MANIFEST}: not readable: {what}") from None
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path / MANIFEST}: not readable: {key}: {reason}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST}: not readable: {one_line(error)}") from None
 
 
 def _check_dependent(fields: _Fields) -> None:
-    """Check what several fields or entries must agree on. Raises ValueError."""
-    names = [entry.name for entry in fields.files]
-    if len(set(names)) != len(names):
+    """Check conditions on several fields or entries. Raises ValueError."""
+    names = {entry.name for entry in fields.files}
+    if len(names) != len(fields.files):
         raise ValueError("files has a name twice")
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
@@ -641,9 +695,17 @@ def _check_dependent(fields: _Fields) -> None:
             f"settings: {FROZEN} is not a list of at most {MAX_PATTERNS:,} patterns of at most "
             f"{MAX_PATTERN_CHARS} characters"
         )
-    _check_listed(fields.kind, set(names))
+    # The files must include those that every save of the kind writes.
+    if fields.kind == "full" and INDEX not in names:
+        raise ValueError(f"files of a full checkpoint lists no {INDEX}")
+    if fields.kind == "model" and INDEX in names:
+        raise ValueError(f"files of a model lists {INDEX}, which only a full checkpoint has")
+    if fields.kind == "model" and names.isdisjoint((tensor_file.MODEL, tensor_file.INDEX)):
+        raise ValueError(f"files lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}")
+    if names.isdisjoint(_CONFIGS):
+        raise ValueError(f"files lists neither {' nor '.join(_CONFIGS)}")
     for entry in fields.files:
-        most = _INDEX_BYTES if entry.name == INDEX else _COMPANION_BYTES
+        most = _INDEX_BYTES if entry.name == INDEX else _SIDECAR_BYTES
         if entry.size > most and not entry.name.endswith(".safetensors"):
             raise ValueError(f"files: {entry.name} is larger than {most:,} bytes")
     scale, ranks = fields.loss_scale, fields.ranks
@@ -654,16 +716,3 @@ def _check_dependent(fields: _Fields) -> None:
     sizes = [ranks.get(axis, 1) for axis in AXES]
     if not {"pp", "per_node"} <= ranks.keys() or math.prod(sizes) > _MOST_RANKS:
         raise ValueError(f"ranks = {ranks} is no mesh of at most {_MOST_RANKS:,} ranks")
-
-
-def _check_listed(kind: str, names: set[str]) -> None:
-    """Check that the files of a checkpoint include what every save of its kind writes. Raises
-    ValueError."""
-    if kind == "full" and INDEX not in names:
-        raise ValueError(f"files of a full checkpoint lists no {INDEX}")
-    if kind == "model" and INDEX in names:
-        raise ValueError(f"files of a model lists {INDEX}, which only a full checkpoint has")
-    if kind == "model" and names.isdisjoint((tensor_file.MODEL, tensor_file.INDEX)):
-        raise ValueError(f"files lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}")
-    if names.isdisjoint(_CONFIGS):
-        raise ValueError(f"files lists neither {' nor '.join(_CONFIGS)}")

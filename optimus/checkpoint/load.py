@@ -1,14 +1,11 @@
-"""Between the memory of a rank and shard files: spans written as they lie, spans read by a plan.
+"""Loading of full checkpoints: every rank reads a share of its states and sends it to the others.
 
-Memory is given as bytes, whoever owns it. Needs no torch.
-
-Model broadcasting: what one rank has read reaches the ranks that hold the same, in place.
-
-Each of n copies of a shard has read an n-th of it. By `broadcast` everyone in turn gives what it
-has, axis by axis; by `all_reduce` they add what they have, zeros elsewhere, as integers, so that no
-bit changes. Nothing is allocated for it but one stripe for what both end stages hold.
-
-Loading full states: every rank reads its own part, and copies pass on what they have read."""
+If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
+place, by `checkpoint.distribute`: with `broadcast` each rank in turn sends its share, one mesh axis
+after the other; with `all_reduce` they add integers that are zero outside of their shares, which
+changes no bits. Only the exchange between the end stages of the pipeline allocates memory, for one
+stripe.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +20,17 @@ from torch import Tensor
 
 from optimus.checkpoint.format import ITEMSIZE, Index, Manifest
 from optimus.checkpoint.save import RankStates
-from optimus.checkpoint.shard_file import (
-    ShardReader,
-)
+from optimus.checkpoint.shard_file import ShardReader
 from optimus.checkpoint.slices import (
     STRIPE,
-    Held,
-    Part,
-    Piece,
-    Span,
-    bounds,
-    first_nonfinite,
-    part_of,
-    spans_to_read,
+    ChunkShard,
+    ParamSlice,
+    Share,
+    StateSlice,
+    find_nonfinite,
+    share_bounds,
+    share_of,
+    slices_to_read,
 )
 from optimus.chunks.buffers import StateShard
 from optimus.chunks.layout import STATES
@@ -54,154 +49,94 @@ from optimus.errors import CheckpointError
 from optimus.io import files
 from optimus.io.safetensors import as_bytes, check_shapes
 
+HOST_BYTES = 1 << 30
+"""Maximum host memory for reading states of another device."""
+Distribute = Literal["broadcast", "all_reduce"]
+"""Values of `checkpoint.distribute`."""
 
-class Want(NamedTuple):
-    """A state of some pieces of parameters, each with the place of its first element in memory."""
+
+class ReadRequest(NamedTuple):
+    """A state of some slices of parameters, each with its offset in `memory`, in elements."""
 
     state: str
-    pieces: Sequence[tuple[Piece, int]]
+    params: Sequence[tuple[ParamSlice, int]]
     memory: memoryview
 
 
 class Readers(files.Closing):
-    """The shard files of a checkpoint, of which the last `limit` stay open, with the block that
-    was not read in whole: whoever wants one thing after the other reads it once."""
+    """The shard files of a checkpoint. The last `limit` files that were used stay open, each with
+    the last block that was read in part, so that later requests do not read it again."""
 
     def __init__(self, directory: Path, index: Index, limit: int) -> None:
         self._directory, self._index, self._limit = directory, index, limit
         self._open: dict[int, ShardReader] = {}
-        """The last used last."""
+        """In order of use."""
 
-    def read(self, wants: Sequence[Want]) -> None:
-        """Fill the memory of every want; a file that holds some of them is opened once, and a block
-        of it read once. Raises CheckpointError naming the file that is damaged or what is
-        missing."""
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill the memory of all requests. Each file is opened once, and each block read once.
+
+        Raises:
+            CheckpointError: Names the damaged file, or the parameter that is missing.
+        """
         try:
-            runs = plan_reads(self._index, wants)
+            ranges = plan_reads(self._index, requests)
         except CheckpointError as error:
             raise CheckpointError(f"{self._directory}: {error}") from None
-        limits = [*numpy.flatnonzero(numpy.diff(runs[:, 0], prepend=-1)), len(runs)]
-        targets = [want.memory for want in wants]
+        limits = [*numpy.flatnonzero(numpy.diff(ranges[:, 0], prepend=-1)), len(ranges)]
+        targets = [request.memory for request in requests]
         for low, high in itertools.pairwise(limits):
-            self._file(int(runs[low, 0])).read(runs[low:high, 1:], targets)
-
-    def _file(self, number: int) -> ShardReader:
-        file = self._open.pop(number, None)
-        if file is None:
-            while len(self._open) >= self._limit:
-                self._open.pop(next(iter(self._open))).close()
-            file = self._index.open(self._directory, number)
-        self._open[number] = file
-        return file
+            number = int(ranges[low, 0])
+            file = self._open.pop(number, None)
+            if file is None:
+                while len(self._open) >= self._limit:
+                    self._open.pop(next(iter(self._open))).close()
+                file = self._index.open(self._directory, number)
+            self._open[number] = file
+            file.read(ranges[low:high, 1:], targets)
 
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
 
 
-def plan_reads(index: Index, wants: Sequence[Want]) -> numpy.ndarray:
-    """int64 [n, 5]: shard, offset in its file, number of the want, offset in its memory, length; in
-    bytes, by shard and offset. Raises CheckpointError if the index does not lead to everything."""
-    stored = {name: index.stored(name) for name in {p.name for w in wants for p, _ in w.pieces}}
-    known: dict[Piece, numpy.ndarray] = {}
-    found = [numpy.empty((0, 5), dtype=numpy.int64)]
-    for number, want in enumerate(wants):
-        state = STATES.index(want.state)
-        for piece, at in want.pieces:
-            if piece not in known:
-                known[piece] = stored[piece.name].element_runs(piece)
-            runs = stored[piece.name].byte_runs(known[piece], state, ITEMSIZE)
-            runs[:, 2] += at * ITEMSIZE
-            found.append(numpy.insert(runs, 2, number, axis=1))
-    every = numpy.concatenate(found)
-    return every[numpy.lexsort((every[:, 1], every[:, 0]))]
+def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
+    """Return the byte ranges to read for some requests.
+
+    Returns:
+        int64 [n, 5]: number of the shard file, offset in it, number of the request, offset in its
+        memory, length; in bytes, sorted by file and offset.
+
+    Raises:
+        CheckpointError: The checkpoint does not have everything.
+    """
+    names = {param.name for request in requests for param, _ in request.params}
+    stored = {name: index.stored(name) for name in names}
+    known: dict[ParamSlice, numpy.ndarray] = {}
+    planned = [numpy.empty((0, 5), dtype=numpy.int64)]
+    for number, request in enumerate(requests):
+        state = STATES.index(request.state)
+        for param, offset in request.params:
+            if param not in known:
+                known[param] = stored[param.name].element_ranges(param)
+            ranges = stored[param.name].byte_ranges(known[param], state, ITEMSIZE)
+            ranges[:, 2] += offset * ITEMSIZE
+            planned.append(numpy.insert(ranges, 2, number, axis=1))
+    ranges = numpy.concatenate(planned)
+    return ranges[numpy.lexsort((ranges[:, 1], ranges[:, 0]))]
 
 
-Distribute = Literal["broadcast", "all_reduce"]
+def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str:
+    """Fill the states from a full checkpoint of any layout. A collective of all ranks.
 
+    The first rank reads the index for all ranks. Every block that is read is checked.
 
-def pass_to_copies(held: Held, flats: Iterable[Tensor], groups: Groups, how: Distribute) -> None:
-    """Complete the states `flats` of a shard, of which this rank has its own part. A collective of
-    the ranks that hold the same shard."""
-    mesh, place = groups.mesh, groups.coordinate
-    part = part_of(mesh, place, held.copies)
-    if part.count == 1:
-        return
-    start, stop = bounds(held, part)
-    along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in held.copies]
-    for flat in flats:
-        if how == "all_reduce":
-            flat[:start] = 0
-            flat[stop:] = 0
-        stride = 1
-        for group, size in reversed(along):
-            if how == "all_reduce":
-                all_reduce_sum(_integers(flat), group)
-                continue
-            base = part.index // (stride * size) * (stride * size)
-            for source in range(size):
-                low = bounds(held, Part(base + source * stride, part.count))[0]
-                high = bounds(held, Part(base + (source + 1) * stride - 1, part.count))[1]
-                if high > low:
-                    broadcast(flat[low:high], group, source)
-            stride *= size
+    Args:
+        states: The states of this rank. If the load fails, their values are undefined.
+        manifest: The checkpoint.
+        method: `checkpoint.distribute`.
 
-
-def pass_to_far_end(
-    name: str, shards: Sequence[StateShard], groups: Groups, how: Distribute
-) -> None:
-    """The last stage's shard of a parameter from the first's, which may be cut in another way: a
-    stripe at a time. A collective of the end stages; nothing on others."""
-    holder = next((s for s in shards if any(slot.name == name for slot in s.chunk.slots)), None)
-    if holder is None or groups.ends.size == 1:
-        return
-    slot = next(slot for slot in holder.chunk.slots if slot.name == name)
-    far = holder.groups.is_tied_copy
-    low, high = max(slot.start, holder.first), min(slot.stop, _end(holder))
-    for flat in holder.states.values():
-        for start in range(slot.start, slot.stop, STRIPE):
-            stop = min(start + STRIPE, slot.stop)
-            stripe = flat.new_zeros(stop - start)
-            a, b = max(low, start), min(high, stop)
-            own = flat[a - holder.first : b - holder.first] if a < b else None
-            if own is not None and not far:
-                stripe[a - start : b - start] = own
-            if not far:
-                all_reduce_sum(_integers(stripe), holder.groups.shard_group)
-            give(_integers(stripe), groups.ends, how)
-            if own is not None and far:
-                own.copy_(stripe[a - start : b - start])
-
-
-def _end(shard: StateShard) -> int:
-    return shard.first + shard.chunk.shard_length
-
-
-def give(tensor: Tensor, group: Group, how: Distribute) -> None:
-    """The first rank's integers on every rank; to be added, those of the others must be zeros."""
-    if how == "broadcast":
-        broadcast(tensor, group)
-    else:
-        all_reduce_sum(tensor, group)
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers, of which zeros added change no bit. (Of two bytes gloo adds
-    none.)"""
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)
-
-
-HOST_BYTES = 1 << 30
-"""What loading may take of the host's memory for states on another device."""
-
-
-def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
-    """Fill the states from a checkpoint of any layout; why that failed, the same on every rank, or
-    nothing. A collective of all ranks.
-
-    The first rank reads the index for all. Each rank reads its part of what it and its copies hold,
-    and every block is checked; then copies pass their parts on. After a failure the states hold
-    anything, until a checkpoint is loaded in whole.
+    Returns:
+        The reason of a failure, or "". The same on all ranks.
     """
     everyone, problem, data = states.groups.everyone, "", b""
     if everyone.rank == 0:
@@ -217,62 +152,149 @@ def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
         _read(states, manifest, data)
     except CheckpointError as error:
         problem = str(error)
-    if problem := _first_told(problem, states):
-        return problem
-    for one, held in zip(states.shards, states.held, strict=True):
-        if not held.far:
-            pass_to_copies(held, one.states.values(), states.groups, how)
-    for name in states.on_both_ends:
-        pass_to_far_end(name, states.shards, states.groups, how)
+    if greatest(int(bool(problem)), everyone, states.device):
+        return next(filter(None, all_gather_objects(problem, everyone, str)))
+    for state_shard, shard in zip(states.shards, states.chunk_shards, strict=True):
+        if not shard.is_tied_copy:
+            broadcast_to_replicas(shard, state_shard.states.values(), states.groups, method)
+    for name in states.tied:
+        send_to_tied_stage(name, states.shards, states.groups, method)
     return ""
 
 
-def _first_told(problem: str, states: RankStates) -> str:
-    """The first rank's problem of those that have one."""
-    everyone = states.groups.everyone
-    if not greatest(int(bool(problem)), everyone, states.device):
-        return ""
-    problems = all_gather_objects(problem, everyone, str)
-    return next(text for text in problems if text)
-
-
 def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
-    """This rank's part from disk. Host memory is filled in place, at once; other devices' through
-    up to HOST_BYTES of host memory. Raises CheckpointError."""
+    """Read this rank's share. Host memory is filled in place; states of other devices pass through
+    at most HOST_BYTES of host memory. Raises CheckpointError."""
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index.shapes, states.shapes)
-    spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.coordinate)
-    parts = states.parts(spans)
-    for batch in [parts] if states.device.type == "cpu" else _batches(parts):
-        targets = [states.memory(*one) for one in batch]
+    slices = states.with_states(
+        slices_to_read(states.chunk_shards, states.boxes, groups.mesh, groups.coordinate)
+    )
+    for batch in [slices] if states.device.type == "cpu" else _batches(slices):
+        targets = [states.view(*pair) for pair in batch]
         hosts = [
             t if t.is_cpu and t.dtype is torch.float32 else torch.empty(t.shape) for t in targets
         ]
-        wants = [
-            Want(state, span.pieces, as_bytes(host))
-            for (state, span), host in zip(batch, hosts, strict=True)
+        requests = [
+            ReadRequest(state, state_slice.params, as_bytes(host))
+            for (state, state_slice), host in zip(batch, hosts, strict=True)
         ]
         with Readers(manifest.path, index, 1) as readers:
-            readers.read(wants)
-        for (state, span), host in zip(batch, hosts, strict=True):
-            if found := first_nonfinite(host.numpy(), span):
+            readers.read(requests)
+        for (state, state_slice), host in zip(batch, hosts, strict=True):
+            if nonfinite := find_nonfinite(host.numpy(), state_slice):
                 raise CheckpointError(
-                    f"{manifest.path}: {state} of {found}, and it was saved so: its hash is right"
+                    f"{manifest.path}: {state} of {nonfinite}, and it was saved so: its hash is "
+                    "right"
                 )
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
                 target.copy_(host)
 
 
-def _batches(parts: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, Span]]]:
-    """Runs of states of spans that fit into HOST_BYTES, or are alone."""
-    batch: list[tuple[str, Span]] = []
+def _batches(
+    slices: Sequence[tuple[str, StateSlice]],
+) -> Iterator[Sequence[tuple[str, StateSlice]]]:
+    """Yield consecutive slices that fit into HOST_BYTES together, or a single larger one."""
+    batch: list[tuple[str, StateSlice]] = []
     filled = 0
-    for state, span in parts:
-        size = (span.stop - span.start) * ITEMSIZE
+    for state, state_slice in slices:
+        size = (state_slice.stop - state_slice.start) * ITEMSIZE
         if batch and filled + size > HOST_BYTES:
             yield batch
             batch, filled = [], 0
-        batch.append((state, span))
+        batch.append((state, state_slice))
         filled += size
     yield batch
+
+
+def broadcast_to_replicas(
+    shard: ChunkShard, flats: Iterable[Tensor], groups: Groups, method: Distribute
+) -> None:
+    """Complete the states of a shard. A collective of the ranks that have the same shard.
+
+    Args:
+        shard: The shard.
+        flats: Its states, in which this rank has filled its share.
+        groups: Process groups of this rank.
+        method: `checkpoint.distribute`.
+    """
+    mesh = groups.mesh
+    share = share_of(mesh, groups.coordinate, shard.copy_axes)
+    if share.count == 1:
+        return
+    start, stop = share_bounds(shard, share)
+    along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in shard.copy_axes]
+    for flat in flats:
+        if method == "all_reduce":
+            flat[:start] = 0
+            flat[stop:] = 0
+        stride = 1
+        for group, size in reversed(along):
+            if method == "all_reduce":
+                all_reduce_sum(_as_integers(flat), group)
+                continue
+            base = share.index // (stride * size) * (stride * size)
+            for source in range(size):
+                first, last = base + source * stride, base + (source + 1) * stride - 1
+                low = share_bounds(shard, Share(first, share.count))[0]
+                high = share_bounds(shard, Share(last, share.count))[1]
+                if high > low:
+                    broadcast(flat[low:high], group, source)
+            stride *= size
+
+
+def send_to_tied_stage(
+    name: str, shards: Sequence[StateShard], groups: Groups, method: Distribute
+) -> None:
+    """Copy a tied parameter from the first pipeline stage to the last, one stripe at a time, since
+    the chunk layouts of the stages may differ.
+
+    A collective of the end stages. It does nothing on other stages.
+
+    Args:
+        name: Name of the parameter.
+        shards: The shards of this rank.
+        groups: Process groups of this rank.
+        method: `checkpoint.distribute`.
+    """
+    slots = ((shard, slot) for shard in shards for slot in shard.chunk.slots if slot.name == name)
+    shard, slot = next(slots, (None, None))
+    if shard is None or slot is None or groups.ends.size == 1:
+        return
+    is_source = not shard.groups.is_tied_copy
+    low = max(slot.start, shard.first)
+    high = min(slot.stop, shard.first + shard.chunk.shard_length)
+    for flat in shard.states.values():
+        for start in range(slot.start, slot.stop, STRIPE):
+            stop = min(start + STRIPE, slot.stop)
+            stripe = flat.new_zeros(stop - start)
+            a, b = max(low, start), min(high, stop)
+            local = flat[a - shard.first : b - shard.first] if a < b else None
+            if is_source:
+                if local is not None:
+                    stripe[a - start : b - start] = local
+                all_reduce_sum(_as_integers(stripe), shard.groups.shard_group)
+            broadcast_from_first(_as_integers(stripe), groups.ends, method)
+            if local is not None and not is_source:
+                local.copy_(stripe[a - start : b - start])
+
+
+def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> None:
+    """Copy integers of the first rank to all ranks. A collective of `group`.
+
+    Args:
+        tensor: Integers. With `all_reduce`, those of other ranks must be zero.
+        group: The ranks.
+        method: `checkpoint.distribute`.
+    """
+    if method == "broadcast":
+        broadcast(tensor, group)
+    else:
+        all_reduce_sum(tensor, group)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return a view as integers, so that adding zeros changes no bits. (gloo cannot add integers of
+    two bytes.)"""
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)

@@ -1,15 +1,17 @@
-"""Which rank writes, and reads, which part of the model states: values, made from places alone.
+"""Slices of model states: which rank writes or reads which elements, and where two slices overlap.
 
-Of a chunk's shard some ranks hold the same copy; they divide it among themselves, so that the
-states are written once and by all. A stretch of a shard is a `Span`: one run of memory, in which
-pieces of parameters lie one behind the other. A `Piece` says by itself what it is of the model.
-Lengths and offsets are in elements.
+The vocabulary of this package. Lengths and offsets are in elements.
 
-From the pieces that were written to those that a rank wants: a plan of what to read where.
+- A box is the set of elements that a rank has of a parameter: index ranges of every dim.
+- A `ParamSlice` is a range of a flattened box. It is independent of ranks and layouts.
+- A `ChunkShard` is the shard of a chunk that a rank has. Several ranks may have the same shard.
+- A `StateSlice` is a contiguous range of a shard, and so a sequence of slices of parameters. It
+  applies to the master weights and the moments of the shard.
+- A `Share` is one of n equal shares of a shard that n ranks have in common.
+- `StoredParam` lists the slices of a parameter in the files of a checkpoint.
 
-Pure: boxes and ranges in, arrays of runs out, all int64. Works between any two layouts, since a
-piece says by itself what it is of the whole parameter. A rank plans only its own wants; of each
-parameter it wants, it looks at the pieces of that parameter alone."""
+All functions are pure: they compute from coordinates of ranks and from index ranges alone.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,20 @@ from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import CheckpointError
 
 Scatter = Literal["balanced", "paper"]
+"""Values of `checkpoint.scatter`."""
 Intervals = tuple[tuple[int, int], ...]
 Box = tuple[Intervals, ...]
-"""What a rank holds of a whole parameter: ranges [start, stop) of every dim."""
+"""Index ranges [start, stop) for every dim of a whole parameter."""
 
 STRIPE = 1 << 20
-"""In which turns the two end stages write what they both hold: 4 MiB of fp32."""
+"""Elements that an end stage of the pipeline writes of a tied parameter before the other end stage
+writes as many: 4 MiB of fp32."""
+BATCH_ELEMENTS = 1 << 22
+"""Maximum number of elements that are converted or copied at once: 16 MiB of fp32."""
 
 
-class Piece(NamedTuple):
-    """Elements [start, stop) of the flattened part of parameter `name` that lies in `box`."""
+class ParamSlice(NamedTuple):
+    """Elements [start, stop) of the flattened elements of parameter `name` in `box`."""
 
     name: str
     box: Box
@@ -46,171 +52,172 @@ class Piece(NamedTuple):
     stop: int
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    """All of a parameter."""
-    return tuple(((0, size),) for size in shape)
-
-
 @dataclass(frozen=True)
-class Span:
-    """Elements [start, stop) of this rank's shard of a chunk (its number among those held)."""
+class StateSlice:
+    """Elements [start, stop) of a rank's shard with the number `shard`."""
 
-    held: int
+    shard: int
     start: int
     stop: int
-    pieces: tuple[tuple[Piece, int], ...]
-    """Each with the place of its first element in the span; between them lies padding."""
+    params: tuple[tuple[ParamSlice, int], ...]
+    """Slices of parameters, each with the offset of its first element in this slice. The elements
+    between them are padding."""
 
 
-def first_nonfinite(flat: numpy.ndarray, span: Span) -> str:
-    """The first non-finite value of a parameter in fp32 `flat`, the memory of a span; "" if none.
-
-    Padding does not count. One sum decides the common case.
-    """
-    with numpy.errstate(all="ignore"):
-        if numpy.isfinite(flat.sum()):
-            return ""
-    for piece, at in span.pieces:
-        values = flat[at : at + piece.stop - piece.start]
-        bad = numpy.flatnonzero(~numpy.isfinite(values))
-        if len(bad):
-            return f"{piece.name} is {values[bad[0]]} at element {piece.start + bad[0]}"
-    return ""
-
-
-class Held(NamedTuple):
-    """A rank's shard of a chunk: it begins at element `first`."""
+class ChunkShard(NamedTuple):
+    """The shard of a chunk that a rank has."""
 
     chunk: Chunk
     first: int
-    copies: tuple[str, ...]
-    """Axes along which ranks hold the same shard."""
-    far: bool
-    """Whether it is a copy of what the first stage holds, cut into other shards perhaps."""
+    """Index in the chunk of the shard's first element."""
+    copy_axes: tuple[str, ...]
+    """Mesh axes along which ranks have copies of the same shard."""
+    is_tied_copy: bool
+    """True on the last pipeline stage for parameters that the first stage has, too. The chunk
+    layouts of the two stages may differ."""
 
 
-class Part(NamedTuple):
-    """One of `count` about equal parts."""
+class Share(NamedTuple):
+    """One of `count` shares of about equal size."""
 
     index: int  # type: ignore[assignment]  # hides a method of tuple that is not used
     count: int  # type: ignore[assignment]  # the same
 
 
-WHOLE = Part(0, 1)
+WHOLE = Share(0, 1)
 
 
-def part_of(mesh: Mesh, place: Coordinate, copies: Collection[str]) -> Part:
-    """Which part of a shard falls to the rank at `place`, of those that hold the same."""
-    return Part(mesh.number_of(place, copies), mesh.size_of(copies))
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of all elements of a parameter."""
+    return tuple(((0, size),) for size in shape)
 
 
-def bounds(held: Held, part: Part) -> tuple[int, int]:
-    """Where a part of a shard begins and ends: what holds parameters is divided; padding behind
-    them is not, nor ever written."""
-    if part.count == 1:
-        return 0, held.chunk.shard_length
-    used = _used(held)
-    units, (index, count) = used // ALIGNMENT, part
+def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
+    """Return a description of the first non-finite element of a parameter; "" if there is none.
+
+    Args:
+        flat: The values of `state_slice`, fp32. Padding may have any value.
+        state_slice: The slice that names the parameters.
+    """
+    with numpy.errstate(all="ignore"):
+        if numpy.isfinite(flat.sum()):  # one pass decides the common case
+            return ""
+    for param, offset in state_slice.params:
+        values = flat[offset : offset + param.stop - param.start]
+        bad = numpy.flatnonzero(~numpy.isfinite(values))
+        if len(bad):
+            return f"{param.name} is {values[bad[0]]} at element {param.start + bad[0]}"
+    return ""
+
+
+def share_of(mesh: Mesh, coordinate: Coordinate, axes: Collection[str]) -> Share:
+    """Return the share of the rank at `coordinate` among the ranks along `axes`."""
+    return Share(mesh.number_of(coordinate, axes), mesh.size_of(axes))
+
+
+def share_bounds(shard: ChunkShard, share: Share) -> tuple[int, int]:
+    """Return start and stop of a share of a shard. If there are several shares, the padding at the
+    end of the shard is in none of them."""
+    if share.count == 1:
+        return 0, shard.chunk.shard_length
+    # A shard starts with a parameter, aligned as all are, or has padding only.
+    last = shard.first + shard.chunk.shard_length
+    slots = shard.chunk.slots_in(shard.first, last)
+    used = min(slots[-1].stop, last) - shard.first if slots else 0
+    units, (index, count) = used // ALIGNMENT, share
     start, stop = (units * number // count * ALIGNMENT for number in (index, index + 1))
     return start, used if index + 1 == count else stop
 
 
-def spans_to_write(
-    held: Sequence[Held],
+def slices_to_write(
+    shards: Sequence[ChunkShard],
     boxes: Mapping[str, Box],
     mesh: Mesh,
-    place: Coordinate,
+    coordinate: Coordinate,
     scatter: Scatter = "balanced",
-    on_both_ends: Collection[str] = (),
-) -> list[Span]:
-    """What the rank at `place` writes; over all ranks every element once.
+    tied: Collection[str] = (),
+) -> list[StateSlice]:
+    """Return the slices that a rank writes. All ranks together write each element once.
 
-    `balanced`: all that hold a copy of a shard write equal parts of it; what is `on_both_ends` of
-    the pipeline (tied embeddings) goes to them in turns of STRIPE. `paper`: of the copies of
-    model-parallel shard m, data-parallel index m mod dp writes it whole, the first stage alone.
+    Args:
+        shards: The rank's shards.
+        boxes: The boxes of the rank's parameters, by name.
+        mesh: The mesh of all ranks.
+        coordinate: The rank's coordinate.
+        scatter: `balanced`: all ranks that have a copy of a shard write equal shares of it, and the
+            two end stages write alternate stripes of `tied`. `paper`: of the copies of
+            model-parallel shard m, the rank with data-parallel index m mod dp writes all; of tied
+            parameters, the first stage writes all.
+        tied: Names of parameters that both end stages have.
     """
-    spans: list[Span] = []
-    parts = {copies: part_of(mesh, place, copies) for copies in {one.copies for one in held}}
-    for number, one in enumerate(held):
-        turns = {name: Part(int(one.far), 2) for name in on_both_ends}
-        part = parts[one.copies]
+    slices: list[StateSlice] = []
+    shares = {axes: share_of(mesh, coordinate, axes) for axes in {s.copy_axes for s in shards}}
+    for number, shard in enumerate(shards):
+        axes = shard.copy_axes
+        turns = {name: Share(int(shard.is_tied_copy), 2) for name in tied}
+        share = shares[axes]
         if scatter == "paper":
-            if one.far or not _writes_in_paper(mesh, place, one.copies):
+            is_writer = not any(getattr(coordinate, axis) for axis in axes if axis != "dp") and (
+                "dp" not in axes or coordinate.dp == writer_in_paper(mesh, coordinate)
+            )
+            if shard.is_tied_copy or not is_writer:
                 continue
-            turns, part = {}, WHOLE
-        spans += _spans(number, one, boxes, *bounds(one, part), turns)
-    return spans
+            turns, share = {}, WHOLE
+        slices += _slice_shard(number, shard, boxes, *share_bounds(shard, share), turns)
+    return slices
 
 
-def spans_to_read(
-    held: Sequence[Held], boxes: Mapping[str, Box], mesh: Mesh, place: Coordinate
-) -> list[Span]:
-    """What the rank at `place` reads: an equal part of each shard, the other parts of which come
-    from the ranks that hold the same. A far copy comes whole from the first stage."""
-    spans: list[Span] = []
-    for number, one in enumerate(held):
-        if not one.far:
-            part = part_of(mesh, place, one.copies)
-            spans += _spans(number, one, boxes, *bounds(one, part), {})
-    return spans
+def slices_to_read(
+    shards: Sequence[ChunkShard], boxes: Mapping[str, Box], mesh: Mesh, coordinate: Coordinate
+) -> list[StateSlice]:
+    """Return the slices that a rank reads: an equal share of each shard.
+
+    The other shares come from the ranks that have the same shard, and tied copies come from the
+    first stage. The arguments are those of `slices_to_write`.
+    """
+    slices: list[StateSlice] = []
+    for number, shard in enumerate(shards):
+        if not shard.is_tied_copy:
+            bounds = share_bounds(shard, share_of(mesh, coordinate, shard.copy_axes))
+            slices += _slice_shard(number, shard, boxes, *bounds, {})
+    return slices
 
 
-def writer_in_paper(mesh: Mesh, place: Coordinate) -> int:
-    """The data-parallel index that writes the model-parallel shard at `place`: m mod dp."""
-    return mesh.number_of(place, MODEL) % mesh.dp
+def writer_in_paper(mesh: Mesh, coordinate: Coordinate) -> int:
+    """Return the data-parallel index m mod dp that writes model-parallel shard m, that of
+    `coordinate`, with `checkpoint.scatter = "paper"`."""
+    return mesh.number_of(coordinate, MODEL) % mesh.dp
 
 
-def _writes_in_paper(mesh: Mesh, place: Coordinate, copies: Collection[str]) -> bool:
-    if any(getattr(place, axis) for axis in copies if axis != "dp"):
-        return False
-    return "dp" not in copies or place.dp == writer_in_paper(mesh, place)
-
-
-def _used(held: Held) -> int:
-    """Where padding begins in a shard: it begins with a parameter, aligned as these are, or holds
-    none."""
-    first, last = held.first, held.first + held.chunk.shard_length
-    met = held.chunk.slots_in(first, last)
-    return min(met[-1].stop, last) - first if met else 0
-
-
-def _spans(
+def _slice_shard(
     number: int,
-    held: Held,
+    shard: ChunkShard,
     boxes: Mapping[str, Box],
     start: int,
     stop: int,
-    turns: Mapping[str, Part],
-) -> Iterator[Span]:
-    """[start, stop) of the shard but for others' turns; a gap of a turn begins a new span."""
-    pieces: list[tuple[Piece, int]] = []
-    begun = end = start
-    for piece, at in _pieces(held, boxes, start, stop, turns):
-        if pieces and at - end >= ALIGNMENT:
-            yield Span(number, begun, end, tuple(pieces))
-            pieces = []
-        if not pieces:
-            begun = at
-        pieces.append((piece, at - begun))
-        end = at + piece.stop - piece.start
-    if pieces:
-        yield Span(number, begun, end, tuple(pieces))
+    turns: Mapping[str, Share],
+) -> Iterator[StateSlice]:
+    """Yield the slices of [start, stop) of a shard, without the stripes of tied parameters that the
+    other end stage writes. A gap of such a stripe ends a slice."""
+    params: list[tuple[ParamSlice, int]] = []
+    first = end = start
+    for slot in shard.chunk.slots_in(shard.first + start, shard.first + stop):
+        begin = slot.start - shard.first
+        low, high = max(start - begin, 0), min(stop, slot.stop - shard.first) - begin
+        for a, b in _stripes(low, high, turns.get(slot.name, WHOLE)):
+            if params and begin + a - end >= ALIGNMENT:
+                yield StateSlice(number, first, end, tuple(params))
+                params = []
+            if not params:
+                first = begin + a
+            params.append((ParamSlice(slot.name, boxes[slot.name], a, b), begin + a - first))
+            end = begin + b
+    if params:
+        yield StateSlice(number, first, end, tuple(params))
 
 
-def _pieces(
-    held: Held, boxes: Mapping[str, Box], start: int, stop: int, turns: Mapping[str, Part]
-) -> Iterator[tuple[Piece, int]]:
-    """Each piece and its place in the shard."""
-    for slot in held.chunk.slots_in(held.first + start, held.first + stop):
-        begun = slot.start - held.first
-        low, high = max(start - begun, 0), min(stop, slot.stop - held.first) - begun
-        turn = turns.get(slot.name, WHOLE)
-        for a, b in _in_turn(low, high, turn):
-            yield Piece(slot.name, boxes[slot.name], a, b), begun + a
-
-
-def _in_turn(low: int, high: int, turn: Part) -> Iterator[tuple[int, int]]:
-    """The parts of [low, high) that lie in every `count`-th stripe from the `index`-th on."""
+def _stripes(low: int, high: int, turn: Share) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of [low, high) in stripes `turn.index`, `turn.index + turn.count`, ..."""
     if turn.count == 1:
         if low < high:
             yield low, high
@@ -222,137 +229,161 @@ def _in_turn(low: int, high: int, turn: Part) -> Iterator[tuple[int, int]]:
                 yield a, b
 
 
+# -- Resharding: where a slice of one layout is in the slices of another --------------------------
+
+
 @dataclass(frozen=True)
-class Stored:
-    """Where a parameter lies on disk."""
+class StoredParam:
+    """The slices of a parameter that the shard files of a checkpoint contain."""
 
     name: str
     boxes: tuple[Box, ...]
     rows: ndarray
-    """[n, 4 + states]: shard file (its number in the index), box, elements [start, stop) of the
-    flattened box, and the byte in the file where each state of them begins (-1: not kept). By box
-    and start."""
+    """int64 [n, 4 + states], sorted by box and start. Columns: number of the shard file in the
+    index, number of the box, start and stop of the elements in the flattened box, and for each
+    state the byte offset of the slice in the file (-1: not stored)."""
 
     @cached_property
-    def _of_box(self) -> list[slice]:
+    def _rows_of_boxes(self) -> list[slice]:
         limits = numpy.searchsorted(self.rows[:, 1], numpy.arange(len(self.boxes) + 1))
         return [slice(*pair) for pair in itertools.pairwise(limits)]
 
-    def element_runs(self, want: Piece) -> ndarray:
-        """[n, 4]: row, offset in that row's piece, offset in `want`, length; in elements.
+    def element_ranges(self, param: ParamSlice) -> ndarray:
+        """Return where the elements of `param` are stored.
 
-        Raises CheckpointError if they do not cover `want`.
+        Returns:
+            int64 [n, 4]: row, offset in the slice of that row, offset in `param`, length; in
+            elements.
+
+        Raises:
+            CheckpointError: The rows do not cover `param`.
         """
-        found = []
-        for box, rows in zip(self.boxes, self._of_box, strict=True):
-            runs = runs_between(box, want)
-            if len(runs):
-                found.append(_cut(runs, self.rows[rows, 2:4], rows.start))
-        runs = numpy.concatenate(found) if found else numpy.empty((0, 4), dtype=numpy.int64)
-        if runs[:, 3].sum() != want.stop - want.start:
+        cuts = [numpy.empty((0, 4), dtype=numpy.int64)]
+        for box, rows in zip(self.boxes, self._rows_of_boxes, strict=True):
+            ranges = intersect(box, param)
+            if len(ranges):
+                cuts.append(_cut(ranges, self.rows[rows, 2:4], rows.start))
+        ranges = numpy.concatenate(cuts)
+        if ranges[:, 3].sum() != param.stop - param.start:
             raise CheckpointError(f"the index holds only a part of parameter {self.name}")
-        return runs
+        return ranges
 
-    def byte_runs(self, runs: ndarray, state: int, itemsize: int) -> ndarray:
-        """The `element_runs` of a state (its number) as [n, 4]: shard, offset in its file, offset
-        in what is wanted, length; in bytes."""
-        start = self.rows[runs[:, 0], 4 + state]
+    def byte_ranges(self, ranges: ndarray, state: int, itemsize: int) -> ndarray:
+        """Convert the result of `element_ranges` to bytes of files.
+
+        Args:
+            ranges: Result of `element_ranges`.
+            state: Number of the state.
+            itemsize: Bytes of an element.
+
+        Returns:
+            int64 [n, 4]: number of the shard file, offset in it, offset in the requested slice,
+            length; in bytes.
+
+        Raises:
+            CheckpointError: A row does not contain the state.
+        """
+        start = self.rows[ranges[:, 0], 4 + state]
         if (start < 0).any():
             raise CheckpointError(f"the index holds not every state of parameter {self.name}")
-        shard = self.rows[runs[:, 0], 0]
-        inside, wanted, length = (runs[:, column] * itemsize for column in (1, 2, 3))
-        return numpy.stack([shard, start + inside, wanted, length], 1)
+        shard = self.rows[ranges[:, 0], 0]
+        offset, target, length = (ranges[:, column] * itemsize for column in (1, 2, 3))
+        return numpy.stack([shard, start + offset, target, length], 1)
 
 
-def runs_between(disk: Box, want: Piece) -> ndarray:
-    """[n, 3]: offset in the flattened box `disk`, offset in `want`, length, ascending: what both
-    have of a parameter."""
-    if disk == want.box:
-        return numpy.array([[want.start, 0, want.stop - want.start]], dtype=numpy.int64)
-    overlaps = [_overlap(a, b) for a, b in zip(disk, want.box, strict=True)]
-    if not all(len(one) for one in overlaps):
+def intersect(box: Box, param: ParamSlice) -> ndarray:
+    """Return the contiguous ranges of elements that `box` and `param` have in common.
+
+    Returns:
+        int64 [n, 3]: offset in the flattened box, offset in `param`, length; ascending.
+    """
+    if box == param.box:
+        return numpy.array([[param.start, 0, param.stop - param.start]], dtype=numpy.int64)
+    overlaps = [_overlap(a, b) for a, b in zip(box, param.box, strict=True)]
+    if not all(map(len, overlaps)):
         return numpy.empty((0, 3), dtype=numpy.int64)
-    divided = max(d for d in range(len(disk)) if disk[d] != want.box[d])
-    sizes = [[sum(b - a for a, b in dim) for dim in box] for box in (disk, want.box)]
-    places = []
-    for column, shape in enumerate(sizes):
+    # From the dim after this one on, both boxes have the same elements.
+    divided = max(dim for dim in range(len(box)) if box[dim] != param.box[dim])
+    shapes = [[sum(b - a for a, b in dim) for dim in each] for each in (box, param.box)]
+    offsets = []
+    for column, shape in enumerate(shapes):
         flat = numpy.zeros(1, dtype=numpy.int64)
         for dim in range(divided):
-            index = _indices(overlaps[dim])[:, column]
-            if dim == 0:
-                index = index[_rows_met(overlaps[0], sizes[1], want)]
-            flat = (flat[:, None] * shape[dim] + index[None, :]).reshape(-1)
+            indices = _indices(overlaps[dim])
+            if dim == 0:  # skip the rows outside the range of `param`
+                row = math.prod(shapes[1][1:])
+                index = indices[:, 1]
+                indices = indices[(index >= param.start // row) & (index < -(-param.stop // row))]
+            flat = (flat[:, None] * shape[dim] + indices[None, :, column]).reshape(-1)
         flat = flat[:, None] * shape[divided] + overlaps[divided][None, :, column]
-        places.append(flat.reshape(-1) * math.prod(shape[divided + 1 :]))
-    inner = math.prod(sizes[0][divided + 1 :])
-    length = numpy.tile(overlaps[divided][:, 2] * inner, len(places[0]) // len(overlaps[divided]))
-    return _merge(_clip(numpy.stack([*places, length], 1), want))
+        offsets.append(flat.reshape(-1) * math.prod(shape[divided + 1 :]))
+    inner = math.prod(shapes[0][divided + 1 :])
+    length = numpy.tile(overlaps[divided][:, 2] * inner, len(offsets[0]) // len(overlaps[divided]))
+    ranges = numpy.stack([*offsets, length], 1)
+    # Limit the ranges to [param.start, param.stop) and count from param.start.
+    low = numpy.maximum(param.start - ranges[:, 1], 0)
+    high = numpy.minimum(param.stop - ranges[:, 1], ranges[:, 2])
+    kept = high > low
+    low, high, ranges = low[kept], high[kept], ranges[kept]
+    return _merge(
+        numpy.stack([ranges[:, 0] + low, ranges[:, 1] + low - param.start, high - low], 1)
+    )
 
 
-def _overlap(disk: Sequence[tuple[int, int]], want: Sequence[tuple[int, int]]) -> ndarray:
-    """[n, 3]: index in `disk`, index in `want`, size, of what both hold of one dim, ascending."""
-    found, here = [], 0
-    for start, stop in disk:
-        there = 0
-        for low, high in want:
+def _overlap(first: Intervals, second: Intervals) -> ndarray:
+    """Return the ranges of one dim that are in both, ascending: int64 [n, 3]: offset in `first`,
+    offset in `second`, length."""
+    ranges, first_offset = [], 0
+    for start, stop in first:
+        second_offset = 0
+        for low, high in second:
             a, b = max(start, low), min(stop, high)
             if a < b:
-                found.append((here + a - start, there + a - low, b - a))
-            there += high - low
-        here += stop - start
-    return numpy.array(found, dtype=numpy.int64).reshape(-1, 3)
+                ranges.append((first_offset + a - start, second_offset + a - low, b - a))
+            second_offset += high - low
+        first_offset += stop - start
+    return numpy.array(ranges, dtype=numpy.int64).reshape(-1, 3)
 
 
 def _indices(overlap: ndarray) -> ndarray:
-    """[n, 2]: both indices of every element of an overlap."""
-    parts = [numpy.arange(size)[:, None] + (here, there) for here, there, size in overlap.tolist()]
-    return numpy.concatenate(parts)
+    """Return both offsets of every element of an overlap, int64 [n, 2]."""
+    return numpy.concatenate(
+        [numpy.arange(size)[:, None] + (a, b) for a, b, size in overlap.tolist()]
+    )
 
 
-def _rows_met(overlap: ndarray, want_shape: Sequence[int], want: Piece) -> ndarray:
-    """Which indices of the first dim lie in the wanted range: all others need no look."""
-    row = math.prod(want_shape[1:])
-    index = _indices(overlap)[:, 1]
-    return (index >= want.start // row) & (index < -(-want.stop // row))
-
-
-def _clip(runs: ndarray, want: Piece) -> ndarray:
-    """Runs by offset in the wanted box -> those in [start, stop), by offset in the piece."""
-    low = numpy.maximum(want.start - runs[:, 1], 0)
-    high = numpy.minimum(want.stop - runs[:, 1], runs[:, 2])
-    kept = high > low
-    low, high, runs = low[kept], high[kept], runs[kept]
-    return numpy.stack([runs[:, 0] + low, runs[:, 1] + low - want.start, high - low], 1)
-
-
-def _merge(runs: ndarray) -> ndarray:
-    """Join runs that follow each other on both sides."""
-    if len(runs) < 2:
-        return runs
-    gap = (runs[1:, :2] != runs[:-1, :2] + runs[:-1, 2:]).any(1)
+def _merge(ranges: ndarray) -> ndarray:
+    """Join ranges that are adjacent on both sides."""
+    if len(ranges) < 2:
+        return ranges
+    gap = (ranges[1:, :2] != ranges[:-1, :2] + ranges[:-1, 2:]).any(1)
     starts = numpy.flatnonzero(numpy.concatenate([[True], gap]))
-    length = numpy.add.reduceat(runs[:, 2], starts)
-    return numpy.stack([runs[starts, 0], runs[starts, 1], length], 1)
+    length = numpy.add.reduceat(ranges[:, 2], starts)
+    return numpy.stack([ranges[starts, 0], ranges[starts, 1], length], 1)
 
 
-def _cut(runs: ndarray, ranges: ndarray, first_row: int) -> ndarray:
-    """Cut runs [n, 3] at the disjoint, ascending ranges [start, stop) of the rows of a box:
-    [m, 4] with the row, and the offset in its piece."""
-    if not len(ranges):
+def _cut(ranges: ndarray, bounds: ndarray, first_row: int) -> ndarray:
+    """Cut ranges of a box at the bounds of its rows.
+
+    Args:
+        ranges: int64 [n, 3], as `intersect` returns them.
+        bounds: int64 [rows, 2]: start and stop of each row, disjoint and ascending.
+        first_row: Number of the first of these rows.
+
+    Returns:
+        int64 [m, 4]: row, offset in its slice, offset in the requested slice, length.
+    """
+    if not len(bounds):
         return numpy.empty((0, 4), dtype=numpy.int64)
-    start, stop = runs[:, 0], runs[:, 0] + runs[:, 2]
-    low = numpy.maximum(numpy.searchsorted(ranges[:, 0], start, "right") - 1, 0)
-    high = numpy.searchsorted(ranges[:, 0], stop, "left")
+    start, stop = ranges[:, 0], ranges[:, 0] + ranges[:, 2]
+    low = numpy.maximum(numpy.searchsorted(bounds[:, 0], start, "right") - 1, 0)
+    high = numpy.searchsorted(bounds[:, 0], stop, "left")
     count = numpy.maximum(high - low, 0)
-    which = numpy.repeat(numpy.arange(len(runs)), count)
-    nth = numpy.arange(len(which)) - numpy.repeat(numpy.cumsum(count) - count, count)
-    row = low[which] + nth
-    a = numpy.maximum(start[which], ranges[row, 0])
-    b = numpy.minimum(stop[which], ranges[row, 1])
-    out = numpy.stack([row + first_row, a - ranges[row, 0], runs[which, 1] + a - start[which]], 1)
-    out = numpy.concatenate([out, (b - a)[:, None]], 1)
+    source = numpy.repeat(numpy.arange(len(ranges)), count)
+    nth = numpy.arange(len(source)) - numpy.repeat(numpy.cumsum(count) - count, count)
+    row = low[source] + nth
+    a = numpy.maximum(start[source], bounds[row, 0])
+    b = numpy.minimum(stop[source], bounds[row, 1])
+    target = ranges[source, 1] + a - start[source]
+    out = numpy.stack([row + first_row, a - bounds[row, 0], target, b - a], 1)
     return out[b > a]
-
-
-PIECE = 1 << 22
-"""Elements of a piece at most: 16 MiB of fp32."""

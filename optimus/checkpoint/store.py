@@ -1,7 +1,8 @@
-"""The checkpoints of one run: where the next one goes, which to load, which may leave.
+"""The checkpoints of a run: creation and commit, the start of a run, and retention. Needs no torch.
 
-`checkpoints/step-00001000/` is a full checkpoint, `checkpoints/model-00001000/` a persistent
-model-only one (also a Hugging Face directory). Readable without torch."""
+`checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
+checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary.
+"""
 
 from __future__ import annotations
 
@@ -31,58 +32,193 @@ from optimus.io import files
 logger = logging.getLogger(__name__)
 
 KEPT_FULL = 2
+"""Number of full checkpoints that retention keeps."""
+QUARANTINE = "set-aside"
+"""Folder among the checkpoints of a run. A start moves the checkpoints there that do not precede
+it. Nothing removes them."""
 _REMOVED = "removed-"
-"""Marks the temporary names of directories under removal: no save writes to them."""
+"""Prefix in the temporary names of directories that are in removal. No save writes to them."""
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
 def checkpoints_dir(run_dir: str | os.PathLike) -> Path:
+    """Return the directory of a run's checkpoints."""
     return Path(run_dir) / "checkpoints"
 
 
 def full_path(run_dir: str | os.PathLike, step: int) -> Path:
+    """Return the directory of the full checkpoint of a step."""
     return checkpoints_dir(run_dir) / f"step-{step:08d}"
 
 
 def model_path(run_dir: str | os.PathLike, step: int) -> Path:
+    """Return the directory of the model-only checkpoint of a step."""
     return checkpoints_dir(run_dir) / f"model-{step:08d}"
 
 
-def newest_valid(
-    run_dir: str | os.PathLike, thorough: bool = True, but: Mapping[Path, str] = NOTHING
-) -> Manifest | None:
-    """The full checkpoint of the highest step that is right; tells what it reads again, and skips.
+# -- Creation and commit --------------------------------------------------------------------------
 
-    `thorough`: every byte is read. Otherwise those of the states are left to whoever loads them and
-    finds damage; he then asks again for any `but` those paths.
+
+def write_checkpoint(
+    path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any
+) -> Manifest:
+    """Create and commit a checkpoint at `path` in one call.
+
+    Args:
+        path: Directory of the checkpoint. It must not exist.
+        write_files: Writes the files to a directory.
+        facts: As for `commit`.
+    """
+    temporary = create(path)
+    try:
+        write_files(temporary)
+        return commit(temporary, path, **facts)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int = 0) -> Path:
+    """Create a temporary directory for the checkpoint that will be at `path`.
+
+    Args:
+        path: Directory of the committed checkpoint.
+        needed_bytes: Size of the checkpoint.
+        reserved_bytes: Bytes that the full save of the same step still has to write.
+
+    Returns:
+        The temporary directory, next to `path`.
+
+    Raises:
+        OptimusError: The disk has less free space than both sizes.
+        OSError: The directory cannot be created.
+    """
+    final = Path(path)
+    if not final.parent.is_dir():
+        files.make_dirs(final.parent)
+    free = shutil.disk_usage(final.parent).free
+    if free < needed_bytes + reserved_bytes:
+        aside = final.parent / QUARANTINE
+        size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
+        hint = f", say in {aside.name}/: {size / 1e9:.3f} GB that no start reads" if size else ""
+        reserved = reserved_bytes / 1e9
+        due = f", and the full one of its step {reserved:.3f} GB" if reserved_bytes else ""
+        raise OptimusError(
+            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
+            f"{needed_bytes / 1e9:.3f} GB before it removes older checkpoints{due}; make room{hint}"
+        )
+    temporary = files.temporary_name(final)
+    temporary.mkdir()
+    return temporary
+
+
+def commit(
+    temporary: Path,
+    path: str | os.PathLike,
+    *,
+    shards: Collection[str] = (),
+    entries: Sequence[FileEntry] = (),
+    stop: Stop | None = None,
+    **facts: Any,
+) -> Manifest:
+    """Make the files durable, write the manifest and rename the directory of `create`.
+
+    Args:
+        temporary: The directory that `create` returned.
+        path: Directory of the committed checkpoint.
+        shards: Names of shard files. They are durable, and the index describes them.
+        entries: Entries of files that are durable and described already.
+        stop: The call claims it before the rename.
+        facts: Fields of `Manifest` except `files` and `path`.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        OptimusError: `stop` was set before the rename.
+        CheckpointError: There is something at `path`, or the files are not valid.
+        OSError: A file cannot be read or written.
+    """
+    final = Path(path)
+    known, described = {*shards, *(entry.name for entry in entries)}, list(entries)
+    for file in sorted(temporary.rglob("*")):
+        if file.is_dir():
+            files.fsync_dir(file)
+            continue
+        name = file.relative_to(temporary).as_posix()
+        if name in known:
+            continue
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+        described.append(FileEntry(name, file.stat().st_size, files.xxh3_file(file)))
+    described.sort(key=lambda entry: entry.name)
+    fields = asdict(Manifest(files=tuple(described), path=temporary, **facts))
+    del fields["path"]
+    fields["begun"] = fields.pop("first_step")
+    kept = {key: value for key, value in fields.items() if value is not None}
+    files.write_bytes(temporary / MANIFEST, files.checked_json({"format": FORMAT, **kept}))
+    manifest = read_manifest(temporary)
+    manifest.check_shards()
+    if final.exists():
+        raise CheckpointError(f"{final} exists already; remove it or choose another place")
+    if stop is not None and not stop.claim():
+        raise OptimusError(f"{final.name}: no longer wanted")
+    try:
+        files.commit(temporary, final)
+    except OSError:  # the fsync after the rename may have failed
+        with contextlib.suppress(OSError):
+            os.rename(final, temporary)
+        raise
+    return replace(manifest, path=final)
+
+
+# -- Choice of a checkpoint -----------------------------------------------------------------------
+
+
+def newest_valid(
+    run_dir: str | os.PathLike, thorough: bool = True, excluded: Mapping[Path, str] = NOTHING
+) -> Manifest | None:
+    """Return the valid full checkpoint of the highest step. Log each read that failed.
+
+    Args:
+        run_dir: The run directory.
+        thorough: True to compare every byte. False to leave the states to the caller, who excludes
+            a checkpoint that turns out to be damaged, and calls again.
+        excluded: Checkpoints to skip, with reasons.
     """
     for path in reversed(_of_kind(run_dir, "step")):
-        if path in but:
+        if path in excluded:
             continue
-        # An error of reading may pass, and a newest one costs what was done since the other.
-        for what in ("reading again, for", "passing over a damaged checkpoint:"):
+        # A read error may be temporary, and an older checkpoint would cost the updates since then.
+        for action in ("reading again, for", "passing over a damaged checkpoint:"):
             try:
-                return _checked(path, thorough)
+                return _check(path, thorough)
             except CheckpointError as error:
-                logger.warning("%s %s", what, one_line(error))
+                logger.warning("%s %s", action, one_line(error))
     return None
 
 
 def resolve(
-    path: str | os.PathLike, thorough: bool = True, but: Mapping[Path, str] = NOTHING
+    path: str | os.PathLike, thorough: bool = True, excluded: Mapping[Path, str] = NOTHING
 ) -> Path:
-    """The checkpoint that a CKPT argument means: itself, or the newest valid one of a run.
+    """Return the directory that a CKPT argument of a command selects.
 
-    `thorough` and `but` as in `newest_valid`; by default its every byte is checked. Any other
-    directory is returned as it is, perhaps a Hugging Face one.
+    Args:
+        path: A checkpoint, a run directory (its newest valid full checkpoint), or any other
+            directory, which is returned unchanged and may be a Hugging Face directory.
+        thorough: As for `newest_valid`.
+        excluded: As for `newest_valid`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or excluded, or there is none.
     """
     path = Path(path)
     if is_checkpoint(path):
-        if path in but:
-            raise CheckpointError(but[path])
-        return _checked(path, thorough).path
+        if path in excluded:
+            raise CheckpointError(excluded[path])
+        return _check(path, thorough).path
     if checkpoints_dir(path).is_dir():
-        if newest := newest_valid(path, thorough, but):
+        if newest := newest_valid(path, thorough, excluded):
             return newest.path
         raise CheckpointError(f"{path}: a run directory without a valid checkpoint")
     if not path.exists():
@@ -90,8 +226,8 @@ def resolve(
     return path
 
 
-def _checked(path: Path, thorough: bool) -> Manifest:
-    """The manifest of a checkpoint that is right; raises CheckpointError."""
+def _check(path: Path, thorough: bool) -> Manifest:
+    """Return the manifest of a checkpoint if it is valid. Raises CheckpointError."""
     manifest = read_manifest(path)
     manifest.verify() if thorough else manifest.check(weights=False)
     return manifest
@@ -99,46 +235,66 @@ def _checked(path: Path, thorough: bool) -> Manifest:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at `step`, from the weights or the full state at `path`, if any."""
+    """The start of a run: after `step`, from the weights or the full states at `path`, if any."""
 
     origin: str
+    """The `checkpoint.load` with which the run was started."""
     step: int = 0
     tokens: int = 0
     path: Path | None = None
     full: Manifest | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the run that made `step` updates."""
-    begun: int | None = 0
-    """The step at which this run was begun, from whatever `origin` was then; None: unknown."""
+    """Settings of the run that did the first `step` updates."""
+    first_step: int | None = 0
+    """The step at which this run was started from `origin`; None if unknown."""
 
 
-def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] = NOTHING) -> Start:
-    """What `checkpoint.load` means here and now, `but` for checkpoints found damaged: why, by path.
+def decide_start(
+    run_dir: str | os.PathLike, load: str, excluded: Mapping[Path, str] = NOTHING
+) -> Start:
+    """Return the start that `checkpoint.load` selects.
 
-    The same command given again after a failure goes on from the run's own newest checkpoint: a
-    checkpoint remembers the `origin` that its run was started with. The states of a full one are
-    checked only as they are loaded. Raises CheckpointError, also rather than begin anew where that
-    command has led to a full checkpoint already: that is for the user to say.
+    The same command, given again after a failure, continues from the newest checkpoint of the run:
+    a checkpoint has the `origin` of its run. The states of a full checkpoint are checked when they
+    are loaded.
+
+    Args:
+        run_dir: The run directory.
+        load: `checkpoint.load`.
+        excluded: Checkpoints that proved to be damaged, with reasons.
+
+    Raises:
+        CheckpointError: There is no such checkpoint. Also if the run has saved full checkpoints and
+            none is valid: the user decides whether to start again.
     """
     if load == "none":
         return Start("none")
-    own = newest_valid(run_dir, False, but)
-    if own is not None and _led_to(load, own.path):
-        return _start(own.origin, own, own.begun)
+    newest = newest_valid(run_dir, False, excluded)
+    if newest is not None and _may_come_from(load, newest.path):
+        return _start_at(newest.origin, newest, newest.first_step)
     if load.startswith("model@"):
-        return _start_from_model(run_dir, load)
-    path = None if load == "auto" else resolve(load, False, but)
+        text = load.removeprefix("model@")
+        available = [str(_step_of(path)) for path in _of_kind(run_dir, "model")]
+        if text not in available:
+            raise CheckpointError(
+                f"checkpoint.load = {load!r}: this run keeps the models of steps "
+                f"{', '.join(available) or '(none)'}"
+            )
+        model = read_manifest(model_path(run_dir, int(text)))
+        model.check(weights=False)
+        return replace(_start_at(load, model, model.step), full=None)
+    path = None if load == "auto" else resolve(load, False, excluded)
     manifest = read_manifest(path) if path and is_checkpoint(path) else None
     is_full = manifest is not None and manifest.kind == "full"
-    if own is None:
-        _refuse_if_begun(run_dir, load, manifest.step if manifest and is_full else 0)
+    if newest is None:
+        _refuse_if_saved(run_dir, load, manifest.step if manifest and is_full else 0)
     if path is None:
         return Start("none")
     if manifest is None:
         return Start(load, path=path)
     if is_full:
-        return _start(load, manifest, manifest.step)
-    if _is_own(path, run_dir):
+        return _start_at(load, manifest, manifest.step)
+    if _is_in_run(path, run_dir):
         raise CheckpointError(
             f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
             f"checkpoint.load=model@{manifest.step}, or start a new run in another train.run_dir"
@@ -146,9 +302,15 @@ def decide_start(run_dir: str | os.PathLike, load: str, but: Mapping[Path, str] 
     return Start(load, path=path)
 
 
-def _led_to(load: str, path: Path) -> bool:
-    """Whether a run with this `checkpoint.load`, however its path is spelt, made the checkpoint at
-    `path`, or may have: of a damaged one it may be unknown."""
+def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
+    """Return the start from the full states of a checkpoint."""
+    step, tokens, path = manifest.step, manifest.tokens, manifest.path
+    return Start(origin, step, tokens, path, manifest, manifest.settings, first_step)
+
+
+def _may_come_from(load: str, path: Path) -> bool:
+    """Return whether a run with this `checkpoint.load`, in any spelling of its path, made the
+    checkpoint at `path`. True if its manifest is damaged."""
     try:
         origin = read_manifest(path).origin
     except CheckpointError:
@@ -156,15 +318,25 @@ def _led_to(load: str, path: Path) -> bool:
     return load == "auto" or os.path.realpath(origin) == os.path.realpath(load)
 
 
-def _refuse_if_begun(run_dir: str | os.PathLike, load: str, begun: int) -> None:
-    """Raise CheckpointError if the run, of which no full checkpoint is valid, has had one since the
-    step at which it was begun."""
+def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> None:
+    """Raise CheckpointError if the run, which has no valid full checkpoint, has saved one since
+    `first_step`, the step of its start."""
     directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
-    fulls = [*_of_kind(run_dir, "step"), *directory.glob(f"{SET_ASIDE}/step-[0-9]*")]
-    late = [model for model in models if _is_late(model, begun)]
-    found = [one for one in [*fulls, *late] if _led_to(load, one)]
-    if found:
-        newest = max(found, key=_step_of)
+    candidates = [*_of_kind(run_dir, "step"), *directory.glob(f"{QUARANTINE}/step-[0-9]*")]
+    for model in models:
+        # The run may have been killed before its first full checkpoint, whose save may last until
+        # the second is due. A later model shows that there was a full checkpoint.
+        try:
+            manifest = read_manifest(model)
+        except CheckpointError:
+            candidates.append(model)
+            continue
+        first = first_step if manifest.first_step is None else manifest.first_step
+        if 0 < 2 * manifest.settings.get("checkpoint.interval", 0) < _step_of(model) - first:
+            candidates.append(model)
+    saved = [path for path in candidates if _may_come_from(load, path)]
+    if saved:
+        newest = max(saved, key=_step_of)
         other = f"from a model: checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
             f"{directory}: none of {counted(len(_of_kind(run_dir, 'step')), 'full checkpoint')} "
@@ -174,82 +346,62 @@ def _refuse_if_begun(run_dir: str | os.PathLike, load: str, begun: int) -> None:
         )
 
 
-def _is_late(model: Path, begun: int) -> bool:
-    """Whether its run had a full checkpoint before this model: killed before that, a run begins
-    anew without a question. The first may be under way until the second is due."""
-    try:
-        manifest = read_manifest(model)
-    except CheckpointError:
-        return True
-    interval = manifest.settings.get("checkpoint.interval", 0)
-    begun = begun if manifest.begun is None else manifest.begun  # its origin may have gone on
-    return 0 < 2 * interval < _step_of(model) - begun
-
-
-def _start_from_model(run_dir: str | os.PathLike, load: str) -> Start:
-    text = load.removeprefix("model@")
-    available = [str(_step_of(path)) for path in _of_kind(run_dir, "model")]
-    if text not in available:
-        raise CheckpointError(
-            f"checkpoint.load = {load!r}: this run keeps the models of steps "
-            f"{', '.join(available) or '(none)'}"
-        )
-    manifest = read_manifest(model_path(run_dir, int(text)))
-    manifest.check(weights=False)
-    return replace(_start(load, manifest, manifest.step), full=None)
-
-
-def _start(origin: str, manifest: Manifest, begun: int | None) -> Start:
-    """At the step of a checkpoint, from its full state."""
-    step, tokens, path = manifest.step, manifest.tokens, manifest.path
-    return Start(origin, step, tokens, path, manifest, manifest.settings, begun)
+# -- Removal --------------------------------------------------------------------------------------
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
-    """Remove leftovers of unfinished saves; set aside checkpoints that this start leaves behind.
+    """Remove the directories of unfinished saves, and move the checkpoints to QUARANTINE that do
+    not precede the start of the run.
 
-    Called once the start has been loaded, so that a start that fails leaves all as it was. Each
-    leftover that cannot be removed is named in a warning. Raises CheckpointError if a checkpoint
-    cannot be set aside: the next start would load it as the newest one.
+    Call this after the start has been loaded, so that a failed start changes nothing. A warning
+    names each unfinished directory that cannot be removed.
+
+    Args:
+        run_dir: The run directory.
+        start: The start of the run.
+
+    Raises:
+        CheckpointError: A checkpoint cannot be moved. The next start would load it as the newest.
     """
     directory = checkpoints_dir(run_dir)
     files.make_dirs(directory)
-    leftovers = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
-    if left := remove_all(leftovers):
-        for path, why in left.items():
-            logger.warning("cannot remove %s: %s", path, why)
+    unfinished = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
+    if left := remove_all(unfinished):
+        for path, reason in left.items():
+            logger.warning("cannot remove %s: %s", path, reason)
         logger.warning("%s; remove them by hand", space_left(run_dir))
-    is_own = start.path is not None and _is_own(start.path, run_dir)
-    stay = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
-    stay = [path for path in stay if is_own and _step_of(path) <= start.step]
-    left_behind = [path for path in find_all(run_dir) if path not in stay]
-    aside = directory / SET_ASIDE
-    if left_behind:
+    is_own = start.path is not None and _is_in_run(start.path, run_dir)
+    kept = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
+    kept = [path for path in kept if is_own and _step_of(path) <= start.step]
+    moved = [path for path in find_all(run_dir) if path not in kept]
+    aside = directory / QUARANTINE
+    if moved:
         files.make_dirs(aside)
-    for path in left_behind:
+    for path in moved:
         target = files.temporary_name(aside / path.name).with_suffix("")
         target = target.with_name(target.name.lstrip("."))
         try:
             files.commit(path, target)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: cannot be moved to {SET_ASIDE}/: {error.strerror}; this start leaves it "
-                "behind: move it away by hand and give the same command again"
+                f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; it does not precede "
+                "this start: move it away by hand and give the same command again"
             ) from None
-        logger.info("set aside %s, which this start leaves behind", path.name)
+        logger.info("set aside %s, which does not precede this start", path.name)
     files.fsync_dir(directory)
 
 
 def remove_old(
     run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0
 ) -> dict[Path, str]:
-    """Remove the checkpoints that retention does not keep, and what earlier removals left.
+    """Remove the checkpoints that retention does not keep, and the rest of earlier removals.
 
-    Retention keeps the newest two full checkpoints, the newest `keep_models` models (0: all) and
-    the models of steps that are multiples of `keep_every` (0: none of those). Each of the others is
-    tried, whatever becomes of the rest.
+    Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` models (0: all)
+    and the models of steps that are multiples of `keep_every` (0: none of those). A failed removal
+    does not prevent the others.
 
-    Returns: why, for each path that cannot be removed.
+    Returns:
+        The reason for each path that cannot be removed.
     """
     models = _older_than_newest(_of_kind(run_dir, "model"), keep_models) if keep_models else []
     models = [path for path in models if not keep_every or _step_of(path) % keep_every]
@@ -258,7 +410,7 @@ def remove_old(
 
 
 def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
-    """The paths older than the newest `count` that can be checkpoints: have a readable manifest."""
+    """Return the paths older than the newest `count` that have a readable manifest."""
     for number in reversed(range(len(paths))):
         with contextlib.suppress(CheckpointError):
             read_manifest(paths[number])
@@ -269,54 +421,58 @@ def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
 
 
 def remove_all(paths: Iterable[Path]) -> dict[Path, str]:
-    """Remove directories of `checkpoints/`. Returns: why, for each that stays or stays in part."""
+    """Remove directories in `checkpoints/`.
+
+    Returns:
+        The reason for each directory of which something remains.
+    """
     left = {}
     for path in paths:
-        aside = path
+        renamed = path
         try:
             if not files.is_temporary(path):  # a step-* or model-* has all its files at any time
-                aside = files.temporary_name(path.with_name(_REMOVED + path.name))
-                files.commit(path, aside)
-            _delete(aside)
+                renamed = files.temporary_name(path.with_name(_REMOVED + path.name))
+                files.commit(path, renamed)
+            _delete(renamed)
         except OSError as error:
             inside = Path(error.filename or path).name
-            what = "" if inside in (path.name, aside.name) else f"{inside}: "
-            still = aside if os.path.lexists(aside) else path
-            left[still] = f"{what}{error.strerror}"
+            detail = "" if inside in (path.name, renamed.name) else f"{inside}: "
+            remaining = renamed if os.path.lexists(renamed) else path
+            left[remaining] = f"{detail}{error.strerror}"
     return left
 
 
 def _delete(path: Path) -> None:
-    """Remove a directory, or a link to one: what a user has moved elsewhere stays there."""
+    """Remove a directory, or a link to one. The target of a link stays."""
     if path.is_symlink():
         path.unlink()
         return
     try:
         shutil.rmtree(path)
     except OSError:
-        shutil.rmtree(path, ignore_errors=True)  # a file that cannot be removed keeps no other
+        shutil.rmtree(path, ignore_errors=True)  # remove all files that can be removed
         if os.path.lexists(path):
             raise
 
 
 def space_left(run_dir: str | os.PathLike) -> str:
-    """The free space of the disk that has the run's checkpoints, for messages."""
+    """Return a text with the free space of the disk that has the run's checkpoints."""
     directory = checkpoints_dir(run_dir)
     return f"{directory} has {shutil.disk_usage(directory).free / 1e9:.3f} GB free"
 
 
-def _is_own(path: Path, run_dir: str | os.PathLike) -> bool:
-    """Whether a checkpoint, however its path is spelt, is one of the run's, links among them."""
-    return any(path.samefile(one) for one in find_all(run_dir))
+def _is_in_run(path: Path, run_dir: str | os.PathLike) -> bool:
+    """Return whether a checkpoint is in the run directory, in any spelling of its path."""
+    return any(path.samefile(checkpoint) for checkpoint in find_all(run_dir))
 
 
 def find_all(run_dir: str | os.PathLike) -> list[Path]:
-    """The run's checkpoints of both kinds, valid or not, oldest step first."""
+    """Return the run's checkpoints of both kinds, valid or not, by step."""
     return sorted([*_of_kind(run_dir, "model"), *_of_kind(run_dir, "step")], key=_step_of)
 
 
 def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
-    """Directories that bear a name of ours, oldest step first; copies by users are let be."""
+    """Return the directories with names of saves, by step. Copies with other names are ignored."""
     directory = checkpoints_dir(run_dir)
     if not directory.is_dir():
         return []
@@ -328,98 +484,3 @@ def _step_of(path: Path) -> int:
     digits = re.search(r"\d+", path.name)
     assert digits is not None, path
     return int(digits[0])
-
-
-SET_ASIDE = "set-aside"
-"""Where a start moves what it leaves behind, among a run's checkpoints. Nothing removes it."""
-
-
-def seal(path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any) -> Manifest:
-    """Make a checkpoint at `path`: `write_files(directory)` puts the files, this seals them with
-    the `facts` that `finish` takes."""
-    temporary = begin(path)
-    try:
-        write_files(temporary)
-        return finish(temporary, path, **facts)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def begin(path: str | os.PathLike, needed_bytes: int = 0, beside: int = 0) -> Path:
-    """A fresh directory in which the checkpoint that will be at `path` is written.
-
-    Raises OptimusError if there is less room than it and `beside` will need, the bytes of a full
-    one that is due with it, and OSError.
-    """
-    final = Path(path)
-    if not final.parent.is_dir():
-        files.make_dirs(final.parent)
-    free = shutil.disk_usage(final.parent).free
-    if free < needed_bytes + beside:
-        due = f", and the full one of its step {beside / 1e9:.3f} GB" if beside else ""
-        raise OptimusError(
-            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
-            f"{needed_bytes / 1e9:.3f} GB before it removes older checkpoints{due}; make room"
-            f"{_told_aside(final.parent / SET_ASIDE)}"
-        )
-    temporary = files.temporary_name(final)
-    temporary.mkdir()
-    return temporary
-
-
-def _told_aside(aside: Path) -> str:
-    """What a user might remove first, if anything is there."""
-    size = sum(one.stat().st_size for one in aside.rglob("*") if one.is_file())
-    return f", say in {aside.name}/: {size / 1e9:.3f} GB that no start reads" if size else ""
-
-
-def finish(
-    temporary: Path,
-    path: str | os.PathLike,
-    *,
-    shards: Collection[str] = (),
-    entries: Sequence[FileEntry] = (),
-    stop: Stop | None = None,
-    **facts: Any,
-) -> Manifest:
-    """Seal what `begin` began: all is made durable, described by a manifest of these `facts` (those
-    of `Manifest`, `files` and `path` apart), and renamed. `shards` are files that their writers
-    have made durable and that the index describes, `entries` such that are described already.
-    Raises OptimusError instead once `stop` is set, which it no longer can be behind that, and
-    OSError."""
-    final = Path(path)
-    known = {*shards, *(entry.name for entry in entries)}
-    entries = sorted([*_make_durable(temporary, known), *entries], key=lambda entry: entry.name)
-    told = asdict(Manifest(files=tuple(entries), path=temporary, **facts))
-    kept = {key: value for key, value in told.items() if key != "path" and value is not None}
-    files.write_bytes(temporary / MANIFEST, files.checked_json({"format": FORMAT, **kept}))
-    sealed = read_manifest(temporary)
-    sealed.check_shards()
-    if final.exists():
-        raise CheckpointError(f"{final} exists already; remove it or choose another place")
-    if stop is not None and not stop.claim():
-        raise OptimusError(f"{final.name}: no longer wanted")
-    try:
-        files.commit(temporary, final)
-    except OSError:  # perhaps of the fsync behind the rename: a failed save leaves no name
-        with contextlib.suppress(OSError):
-            os.rename(final, temporary)
-        raise
-    return replace(sealed, path=final)
-
-
-def _make_durable(directory: Path, known: Collection[str]) -> list[FileEntry]:
-    """fsync all that lies below but for what is `known`, and describe the files."""
-    entries = []
-    for path in sorted(directory.rglob("*")):
-        if path.is_dir():
-            files.fsync_dir(path)
-            continue
-        name = path.relative_to(directory).as_posix()
-        if name in known:
-            continue
-        with open(path, "rb") as handle:
-            os.fsync(handle.fileno())
-        entries.append(FileEntry(name, path.stat().st_size, files.xxh3_file(path)))
-    return entries

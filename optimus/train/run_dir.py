@@ -162,7 +162,7 @@ def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
         run_dir: The run directory.
     """
     start, interval = plan.start, 1
-    first = 0 if start.begun is None and start.origin == "none" else start.begun
+    first = 0 if start.first_step is None and start.origin == "none" else start.first_step
     if name == "eval":  # eval_interval may have changed between commands; the copy has all lines
         _, copy = metrics_paths(run_dir, name)
         has_lines = copy.exists() and copy.stat().st_size > 0

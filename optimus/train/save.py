@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.checkpoint import store
-from optimus.checkpoint.async_save import Outcome, Underway
+from optimus.checkpoint.async_save import AsyncSave, Outcome
 from optimus.checkpoint.convert import complete_hf, with_data_eos
 from optimus.checkpoint.format import is_checkpoint
 from optimus.checkpoint.save import BEGIN_S, FullSaver, RankStates, Saver
@@ -61,7 +61,7 @@ class _PendingSave:
     """The save in progress, if any, of one kind of checkpoint: full or model-only."""
 
     def __init__(self) -> None:
-        self.save: Underway | None = None
+        self.save: AsyncSave | None = None
         self.failures = 0
         """Number of failed saves since the last committed save."""
 
@@ -193,7 +193,7 @@ class Saves:
         """
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
-                self._warn(outcome.failure.what)
+                self._warn(outcome.failure.message)
 
     def give_up(self) -> None:
         """Stop the writes of this rank. Not a collective, since other ranks may be lost."""
@@ -201,7 +201,7 @@ class Saves:
             if pending.save is not None:
                 pending.save.give_up()
 
-    def _begin(self, pending: _PendingSave, step: int, begin: Callable[[int], Underway]) -> None:
+    def _begin(self, pending: _PendingSave, step: int, begin: Callable[[int], AsyncSave]) -> None:
         if (before := pending.save) is not None:
             start = time.monotonic()
             self._handle(pending, pending.poll(wait=True))
@@ -234,12 +234,12 @@ class Saves:
         elif outcome.failure.nonfinite:  # in the saved copy, and usually in the states, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
-                log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.what
+                log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.message
                 host = socket.gethostname()
                 guards.write_marker(log_dir, outcome.rank, outcome.step, text, host)
-            raise NonFiniteError(outcome.failure.what)
+            raise NonFiniteError(outcome.failure.message)
         else:
-            self._handle_failure(pending, outcome.step, outcome.failure.what)
+            self._handle_failure(pending, outcome.step, outcome.failure.message)
 
     def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
         """Count and log a failed save. If it is the last of `checkpoint.max_failures` failures in a
@@ -265,11 +265,11 @@ class Saves:
         if self._world.is_first:
             logger.warning(line)
 
-    def _begin_full(self, step: int) -> Underway:
+    def _begin_full(self, step: int) -> AsyncSave:
         path = store.full_path(self._config.train.run_dir, step)
         return self._begin_with(self._saver, path, step)
 
-    def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
+    def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> AsyncSave:
         """Start a model-only save. `reserve` returns the number of bytes that the full save of the
         same step still has to write; the disk must have space for these, too."""
         assert self._model_saver is not None, "due only with checkpoint.model_interval"
@@ -278,7 +278,7 @@ class Saves:
 
     def _begin_with(
         self, saver: Saver, path: Path, step: int, reserve: Callable[[], int] = lambda: 0
-    ) -> Underway:
+    ) -> AsyncSave:
         is_model = saver is self._model_saver
         # Get the shards again, since the chunks may have moved to other buffers.
         states = replace(self._rank_states, shards=self._states.shards())
@@ -289,7 +289,7 @@ class Saves:
                 self._write_model_sidecar_files if is_model else self._write_sidecar_files,
                 self._remove_old,
                 self._remove_leftover,
-                beside=reserve,
+                reserve=reserve,
                 **self._facts(step),
             )
         finally:
@@ -349,7 +349,7 @@ class Saves:
             "tokens": self._plan.tokens_after(step),
             "updates": self._states.num_updates,
             "origin": start.origin,
-            "begun": start.begun,
+            "first_step": start.first_step,
             "settings": self._settings,
             "loss_scale": self._loss_scale.state(),
             "ranks": self._ranks(),

@@ -10,7 +10,7 @@ import pytest
 from optimus.checkpoint import store
 from optimus.checkpoint.format import MANIFEST, read_manifest
 from optimus.checkpoint.shard_file import Stop
-from optimus.checkpoint.store import begin, seal
+from optimus.checkpoint.store import create, write_checkpoint
 from optimus.errors import CheckpointError, OptimusError
 from optimus.io import files
 
@@ -26,7 +26,9 @@ def write_files(directory):
 
 @pytest.fixture
 def sealed(tmp_path):
-    return seal(tmp_path / "c", write_files, kind="model", step=3, settings={"train.seed": 1})
+    return write_checkpoint(
+        tmp_path / "c", write_files, kind="model", step=3, settings={"train.seed": 1}
+    )
 
 
 def test_sealed_checkpoint_reads_back(sealed):
@@ -55,7 +57,7 @@ def test_all_files_are_durable_before_the_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    seal(tmp_path / "c", write_files, kind="model")
+    write_checkpoint(tmp_path / "c", write_files, kind="model")
     assert (tmp_path / "c" / MANIFEST).is_file()
 
 
@@ -82,21 +84,21 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError):
-        seal(tmp_path / "c", fail, kind="model")
+        write_checkpoint(tmp_path / "c", fail, kind="model")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_place_is_refused_and_kept(sealed):
     before = json.loads((sealed.path / MANIFEST).read_text())
     with pytest.raises(CheckpointError, match="exists already"):
-        seal(sealed.path, write_files, kind="model")
+        write_checkpoint(sealed.path, write_files, kind="model")
     assert json.loads((sealed.path / MANIFEST).read_text()) == before
     sealed.verify()
 
 
 @pytest.mark.parametrize("kind", ["model", "full"])
 def test_of_format_1_models_alone_are_read(tmp_path, kind):
-    sealed = seal(tmp_path / "c", write_files, kind="model", step=3)
+    sealed = write_checkpoint(tmp_path / "c", write_files, kind="model", step=3)
     raw = json.loads((sealed.path / MANIFEST).read_text())
     del raw["self_xxh3"]
     (sealed.path / MANIFEST).write_text(json.dumps(raw | {"format": 1, "kind": kind}))
@@ -115,12 +117,12 @@ def test_of_format_1_models_alone_are_read(tmp_path, kind):
 def test_a_seal_needs_room(tmp_path):
     needs = r"c not written: .* GB free, but it needs 1000000000.000"
     with pytest.raises(OptimusError, match=needs):
-        begin(tmp_path / "c", needed_bytes=10**18)
+        create(tmp_path / "c", needed_bytes=10**18)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "set-aside" / "old").mkdir(parents=True)
     (tmp_path / "set-aside" / "old" / "data").write_bytes(bytes(2_000_000))
     with pytest.raises(OptimusError, match=r"make room, say in set-aside/: 0.002 GB that no start"):
-        begin(tmp_path / "c", needed_bytes=10**18)
+        create(tmp_path / "c", needed_bytes=10**18)
 
 
 def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypatch):
@@ -134,7 +136,7 @@ def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypa
 
     monkeypatch.setattr(files, "fsync_dir", fsync_dir)
     with pytest.raises(OSError, match="Input/output error"):
-        seal(tmp_path / "c", write_files, kind="model")
+        write_checkpoint(tmp_path / "c", write_files, kind="model")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,7 +150,7 @@ def test_what_stands_under_its_name_is_told_as_sealed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store, "read_manifest", read)
     stop = Stop()
-    sealed = seal(tmp_path / "c", write_files, kind="model", stop=stop)
+    sealed = write_checkpoint(tmp_path / "c", write_files, kind="model", stop=stop)
     assert sealed == plain(tmp_path / "c")
     assert not stop.set() and not stop.is_set()  # too late
 
@@ -157,5 +159,5 @@ def test_what_is_stopped_gets_no_name(tmp_path):
     stop = Stop()
     assert stop.set()
     with pytest.raises(OptimusError, match="c: no longer wanted"):
-        seal(tmp_path / "c", write_files, kind="model", stop=stop)
+        write_checkpoint(tmp_path / "c", write_files, kind="model", stop=stop)
     assert list(tmp_path.iterdir()) == []

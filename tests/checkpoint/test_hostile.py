@@ -22,16 +22,16 @@ from optimus.checkpoint.format import (
     MANIFEST,
     SIDECARS,
     TEMPLATES,
-    Written,
+    ShardReport,
     decode,
     encode,
     read_manifest,
 )
 from optimus.checkpoint.inspect import show, verify
-from optimus.checkpoint.load import Readers, Want
+from optimus.checkpoint.load import Readers, ReadRequest
 from optimus.checkpoint.shard_file import Identity, ShardWriter
-from optimus.checkpoint.slices import Piece, whole_box
-from optimus.checkpoint.store import seal
+from optimus.checkpoint.slices import ParamSlice, whole_box
+from optimus.checkpoint.store import write_checkpoint
 from optimus.checkpoint.weights import ShardWeights
 from optimus.cli import main
 from optimus.errors import CheckpointError
@@ -44,42 +44,42 @@ ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))
 """The two halves of embed.weight, a box each."""
 
 
-def write_checkpoint(path: Path, frozen: str = "") -> Path:
+def write_full(path: Path, frozen: str = "") -> Path:
     """Write a full checkpoint of one writer, state by state: embed.weight in two boxes, head.weight
     in two rows. The parameter `frozen` has a master alone."""
 
     def write(directory: Path) -> None:
         pieces = [
-            Piece("embed.weight", (ROWS[0][:1], ROWS[0][1:]), 0, 12),
-            Piece("embed.weight", (ROWS[1][:1], ROWS[1][1:]), 0, 12),
-            Piece("head.weight", whole_box(SHAPES["head.weight"]), 0, 8),
-            Piece("head.weight", whole_box(SHAPES["head.weight"]), 8, 16),
+            ParamSlice("embed.weight", (ROWS[0][:1], ROWS[0][1:]), 0, 12),
+            ParamSlice("embed.weight", (ROWS[1][:1], ROWS[1][1:]), 0, 12),
+            ParamSlice("head.weight", whole_box(SHAPES["head.weight"]), 0, 8),
+            ParamSlice("head.weight", whole_box(SHAPES["head.weight"]), 8, 16),
         ]
-        begins = {(state, piece): -1 for state in range(3) for piece in pieces}
+        begins = {(state, param): -1 for state in range(3) for param in pieces}
         written = [key for key in begins if key[0] == 0 or key[1].name != frozen]
         with ShardWriter(directory, Identity("g", 3, 0), 4096 + 64 * len(written)) as file:
             for key in written:
                 values = numpy.zeros(16, dtype=numpy.float32)  # a multiple of 64 bytes
                 begins[key] = file.write(memoryview(values).cast("B"))
             shard = file.finish()
-        boxes = list(dict.fromkeys(piece[:2] for piece in pieces))
+        boxes = list(dict.fromkeys(param[:2] for param in pieces))
         rows = [
-            (boxes.index(piece[:2]), piece.start, piece.stop, *(begins[n, piece] for n in range(3)))
-            for piece in pieces
+            (boxes.index(param[:2]), param.start, param.stop, *(begins[n, param] for n in range(3)))
+            for param in pieces
         ]
-        (directory / INDEX).write_bytes(encode("g", 3, [Written(shard, boxes, rows)], SHAPES))
+        (directory / INDEX).write_bytes(encode("g", 3, [ShardReport(shard, boxes, rows)], SHAPES))
         (directory / "config.toml").write_text("")
 
     ranks = {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "per_node": 1}
     settings = {"optim.sharding": "so", "train.dtype": "fp32", "parallel.schedule": "1f1b"}
     if frozen:
         settings["optim.frozen"] = [frozen]
-    return seal(path, write, kind="full", step=3, ranks=ranks, settings=settings).path
+    return write_checkpoint(path, write, kind="full", step=3, ranks=ranks, settings=settings).path
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("sound") / "c")
+    return write_full(tmp_path_factory.mktemp("sound") / "c")
 
 
 @pytest.fixture
@@ -313,8 +313,8 @@ def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, told
 
 
 def test_a_frozen_parameter_has_a_master_alone(tmp_path):
-    read_manifest(write_checkpoint(tmp_path / "a", frozen="embed.weight")).verify()
-    read_manifest(write_checkpoint(tmp_path / "b", frozen="head.weight")).verify()
+    read_manifest(write_full(tmp_path / "a", frozen="embed.weight")).verify()
+    read_manifest(write_full(tmp_path / "b", frozen="head.weight")).verify()
 
 
 def write_model(directory: Path, parts: int) -> None:
@@ -350,9 +350,9 @@ def test_a_model_whose_weights_cannot_be_read_is_refused(
         else:
             (directory / name).unlink()
 
-    seal(tmp_path / "m", lambda directory: write_model(directory, parts), kind="model")
+    write_checkpoint(tmp_path / "m", lambda directory: write_model(directory, parts), kind="model")
     read_manifest(tmp_path / "m").verify()
-    seal(tmp_path / "c", write, kind="model")
+    write_checkpoint(tmp_path / "c", write, kind="model")
     assert main(["checkpoint", "verify", str(tmp_path / "c")]) == 1
     assert told in capsys.readouterr().out
 
@@ -494,10 +494,10 @@ def test_a_checkpoint_that_no_load_would_take_is_not_valid(tmp_path, name, chang
 
 
 def load(checkpoint: Path) -> None:
-    want = Piece("embed.weight", whole_box((6, 4)), 0, 24)
+    request = ParamSlice("embed.weight", whole_box((6, 4)), 0, 24)
     memory = numpy.empty(24, dtype=numpy.float32)
     with Readers(checkpoint, read_manifest(checkpoint).index(), 1) as readers:
-        readers.read([Want("master", [(want, 0)], memoryview(memory).cast("B"))])
+        readers.read([ReadRequest("master", [(request, 0)], memoryview(memory).cast("B"))])
 
 
 def test_a_full_checkpoint_without_an_index_is_refused_by_a_load(checkpoint):

@@ -16,10 +16,10 @@ import pytest
 
 from optimus.checkpoint import shard_file
 from optimus.checkpoint import weights as weights_module
-from optimus.checkpoint.format import Index, Written, decode, encode
+from optimus.checkpoint.format import Index, ShardReport, decode, encode
 from optimus.checkpoint.load import plan_reads
 from optimus.checkpoint.shard_file import ShardFile
-from optimus.checkpoint.slices import Piece, Span, runs_between, spans_to_write
+from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write
 from optimus.checkpoint.weights import ShardWeights
 from optimus.chunks.layout import STATES
 from optimus.config import load_config
@@ -27,7 +27,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
 from tests.helpers.held import Holdings, layout_config
 from tests.helpers.reshard import BLOCK_BYTES, all_layouts, pairwise
-from tests.helpers.shards import all_shapes, assert_loads, save, take, wants_of, whole_states
+from tests.helpers.shards import all_shapes, assert_loads, requests_of, save, take, whole_states
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -50,13 +50,13 @@ def test_runs_between_any_two_boxes_carry_what_both_have(dims):
         disk, box = random_box(shape, generator), random_box(shape, generator)
         if generator.random() < 0.3:  # often they differ in one dim alone
             box = (box[0], *disk[1:])
-        full = Piece("p", disk, 0, 10**6)
+        full = ParamSlice("p", disk, 0, 10**6)
         size = len(take(whole, full._replace(box=box)))
         start = generator.randint(0, size - 1)
-        want = Piece("p", box, start, generator.randint(start + 1, size))
-        there, wanted = take(whole, full), take(whole, want)
+        request = ParamSlice("p", box, start, generator.randint(start + 1, size))
+        there, wanted = take(whole, full), take(whole, request)
         found = numpy.full(len(wanted), -1)
-        for offset, at, length in runs_between(disk, want).tolist():
+        for offset, at, length in intersect(disk, request).tolist():
             found[at : at + length] = there[offset : offset + length]
         expected = numpy.where(numpy.isin(wanted, there), wanted, -1)
         assert numpy.array_equal(found, expected)
@@ -90,11 +90,11 @@ def test_an_index_that_leads_to_too_little_is_refused(tmp_path):
     states = whole_states(all_shapes(holdings))
     index = save(tmp_path, holdings, states)
     stored = index.stored("embed.weight")
-    want = Piece("embed.weight", stored.boxes[0], 0, stored.rows[-1, 3])
-    assert stored.element_runs(want)[:, 3].sum() == want.stop
+    request = ParamSlice("embed.weight", stored.boxes[0], 0, stored.rows[-1, 3])
+    assert stored.element_ranges(request)[:, 3].sum() == request.stop
     less = type(stored)(stored.name, stored.boxes, stored.rows[:-1])
     with pytest.raises(CheckpointError, match="only a part of parameter embed.weight"):
-        less.element_runs(want)
+        less.element_ranges(request)
     with pytest.raises(CheckpointError, match="no parameter x"):
         index.stored("x")
 
@@ -107,7 +107,7 @@ def weights_of(path: Path, index: Index) -> ShardWeights:
 def test_weights_are_put_together_from_the_parts_of_all_ranks(tmp_path, monkeypatch, open_files):
     monkeypatch.setattr(shard_file, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr("optimus.checkpoint.format.BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(weights_module, "PIECE", 1000)
+    monkeypatch.setattr(weights_module, "BATCH_ELEMENTS", 1000)
     monkeypatch.setattr(weights_module, "_OPEN_FILES", open_files)
     mesh = Mesh(pp=2, ep=2, tp=2)
     holdings = Holdings(layout_config(mesh, optim__sharding="so"), mesh)
@@ -116,7 +116,7 @@ def test_weights_are_put_together_from_the_parts_of_all_ranks(tmp_path, monkeypa
     found = {name: numpy.full(shape, numpy.nan) for name, shape in all_shapes(holdings).items()}
     shard_file.traffic.update(opens=0, bytes=0)
     with weights_of(tmp_path, index) as weights:
-        for name, start, values in weights.stretches():
+        for name, start, values in weights.ranges():
             found[name].reshape(-1)[start : start + len(values)] = values
     assert all(numpy.array_equal(found[name], whole) for name, whole in states["master"].items())
     if open_files == 32:  # of small blocks few are read twice
@@ -137,16 +137,21 @@ def test_weights_of_which_the_index_holds_a_part_are_refused(tmp_path):
             list(weights_of(tmp_path, less))
 
 
-def simulated_report(holdings: Holdings, rank: int, spans: list[Span]) -> Written:
-    """What the writer of these spans would report, without its file."""
-    at, boxes, rows, size = 4096, {}, [], sum(span.stop - span.start for span in spans) * 4
-    for span in spans:
-        for (name, box, start, stop), place in span.pieces:
+def simulated_report(holdings: Holdings, rank: int, slices: list[StateSlice]) -> ShardReport:
+    """What the writer of these slices would report, without its file."""
+    at, boxes, rows, size = (
+        4096,
+        {},
+        [],
+        sum(s.stop - s.start for s in slices) * 4,
+    )
+    for state_slice in slices:
+        for (name, box, start, stop), place in state_slice.params:
             offsets = [at + place * 4 + state * size for state in range(len(STATES))]
             rows.append((boxes.setdefault((name, box), len(boxes)), start, stop, *offsets))
-        at += (span.stop - span.start) * 4
+        at += (state_slice.stop - state_slice.start) * 4
     blocks = -(-(3 * size + 4096) // shard_file.BLOCK_BYTES)
-    return Written(ShardFile(rank, 3 * size + 4096, "0" * 16 * blocks), list(boxes), rows)
+    return ShardReport(ShardFile(rank, 3 * size + 4096, "0" * 16 * blocks), list(boxes), rows)
 
 
 def processor_s(function, *arguments):
@@ -173,9 +178,9 @@ def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsy
     gc.disable()  # all reports are kept here, which no real rank but the first does
     for rank in range(9984):
         one, place = saved.of(rank), saved.mesh.coordinate(rank)
-        seconds, spans = processor_s(spans_to_write, one.held, one.boxes, saved.mesh, place)
+        seconds, slices = processor_s(slices_to_write, one.shards, one.boxes, saved.mesh, place)
         of_writers += seconds
-        written.append(simulated_report(saved, rank, spans))
+        written.append(simulated_report(saved, rank, slices))
     gc.enable()
     of_index, data = processor_s(encode, "g", 1, written, shapes)
     rows = sum(len(one.rows) for one in written)
@@ -183,11 +188,11 @@ def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsy
     other = holdings(Mesh(pp=4, dp=312, ep=4, tp=2), "so")
     of_readers, opened = [], []
     for rank in (0, 1, 4992, 9983):
-        wants = wants_of(other.of(rank), other, rank, fill=False)
-        seconds, runs = processor_s(lambda wants: plan_reads(decode(data), wants), wants)
+        requests = requests_of(other.of(rank), other, rank, fill=False)
+        seconds, runs = processor_s(lambda requests: plan_reads(decode(data), requests), requests)
         of_readers.append(seconds)
         opened.append(len(set(runs[:, 0].tolist())))
-        needed = sum(len(want.memory) for want in wants)
+        needed = sum(len(request.memory) for request in requests)
         assert 0.97 * needed <= runs[:, 4].sum() <= needed
     total = of_writers + of_index + max(of_readers)
     with capsys.disabled():

@@ -15,7 +15,7 @@ from optimus.checkpoint import load, store
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.save import FullSaver, RankStates
-from optimus.checkpoint.slices import Span
+from optimus.checkpoint.slices import StateSlice
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import small_saves
 from tests.helpers.whole import read_whole
@@ -52,9 +52,9 @@ def test_a_chunk_may_lack_moments_and_be_of_two_bytes(tmp_path):
 
 
 def test_states_that_are_not_in_host_memory_come_in_bounded_batches(monkeypatch):
-    spans = [("master", Span(0, 0, size, ())) for size in (10, 20, 30, 5)]
+    slices = [("master", StateSlice(0, 0, size, ())) for size in (10, 20, 30, 5)]
     monkeypatch.setattr(load, "HOST_BYTES", 120)
-    assert [len(batch) for batch in load._batches(spans)] == [2, 1, 1]
+    assert [len(batch) for batch in load._batches(slices)] == [2, 1, 1]
 
 
 def test_parameters_of_another_model_are_named(tmp_path):
@@ -108,7 +108,7 @@ def test_what_no_rank_expects_as_a_save_begins_is_told_to_all(tmp_path, monkeypa
 
 def test_a_directory_that_hangs_is_told_in_time(tmp_path, monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(save_module.store, "begin", lambda *_: go_on.wait(10))
+    monkeypatch.setattr(save_module.store, "create", lambda *_: go_on.wait(10))
     states = small_saves.make_states(1)
     saver = FullSaver(states, "balanced", limit_s=0.1)
     with pytest.raises(OptimusError, match=r"c not opened within 0.1 s: .* is slow or hangs"):

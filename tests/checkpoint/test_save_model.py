@@ -21,7 +21,7 @@ import torch
 
 from optimus.checkpoint import store, weights
 from optimus.checkpoint.save import RankStates
-from optimus.checkpoint.slices import Piece, Span, runs_between, spans_to_write, whole_box
+from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write, whole_box
 from optimus.checkpoint.weights import ModelSaver, open_weights
 from optimus.chunks.buffers import StateShard
 from optimus.chunks.groups import ParamProcessGroups
@@ -99,16 +99,16 @@ def lose_a_write() -> None:
 
 def leave_some_out() -> None:
     """Nobody writes three of the second rank's pieces."""
-    plain, left = weights._pieces, []
+    plain, left = weights._params_of, []
 
-    def pieces(span: Span) -> Iterator[tuple[Piece, int]]:
-        for one in plain(span):
+    def pieces(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
+        for one in plain(state_slice):
             if read_launch_env().rank == 1 and len(left) < 3:
                 left.append(one)
             else:
                 yield one
 
-    weights._pieces = pieces
+    weights._params_of = pieces
 
 
 def break_file(how: Callable[[Path], None]) -> None:
@@ -203,7 +203,7 @@ def test_a_file_that_a_manifest_does_not_know_is_not_read(tmp_path):
     config, _ = save_in_files_of(20_000, tmp_path / "several")
     save_in_files_of(1 << 40, tmp_path / "one")
     with open_weights(config, tmp_path / "several") as weights:
-        assert len(list(weights)) == len(weights.pieces)
+        assert len(list(weights)) == len(weights.slices)
     shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "several")
     with pytest.raises(CheckpointError, match=r"model.safetensors: .* manifest does not know it"):
         open_weights(config, tmp_path / "several")
@@ -225,7 +225,7 @@ def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
 
 
 def test_over_all_ranks_every_element_is_written_once(monkeypatch):
-    monkeypatch.setattr(weights, "PIECE", 100)
+    monkeypatch.setattr(weights, "BATCH_ELEMENTS", 100)
     for layout in sorted({one for pair in pairwise() for one in pair})[::3]:
         holdings = layout.holdings()
         mesh, shapes = holdings.mesh, all_shapes(holdings)
@@ -233,12 +233,12 @@ def test_over_all_ranks_every_element_is_written_once(monkeypatch):
         for rank in range(mesh.world_size):
             one, ends = holdings.of(rank), ends_of(holdings)
             place = mesh.coordinate(rank)
-            spans = spans_to_write(one.held, one.boxes, mesh, place, layout.scatter, ends)
-            for piece, _ in itertools.chain(*map(weights._pieces, spans)):
-                assert piece.stop - piece.start <= 100
-                box = whole_box(shapes[piece.name])
-                for start, _, length in runs_between(box, piece).tolist():
-                    seen[piece.name][start : start + length] += 1
+            slices = slices_to_write(one.shards, one.boxes, mesh, place, layout.scatter, ends)
+            for param, _ in itertools.chain(*map(weights._params_of, slices)):
+                assert param.stop - param.start <= 100
+                box = whole_box(shapes[param.name])
+                for start, _, length in intersect(box, param).tolist():
+                    seen[param.name][start : start + length] += 1
         assert all((count == 1).all() for count in seen.values()), layout
 
 

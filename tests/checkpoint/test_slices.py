@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from optimus.checkpoint import slices
-from optimus.checkpoint.slices import Part, part_of, spans_to_read, spans_to_write
+from optimus.checkpoint import slices as slices_module
+from optimus.checkpoint.slices import Share, share_of, slices_to_read, slices_to_write
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
 from tests.helpers.held import Holdings, layout_config
@@ -27,11 +27,11 @@ MESHES = [
 ]
 
 
-def paint(counts, piece):
-    """Count each element of a whole parameter that a piece holds."""
-    indices = [numpy.concatenate([numpy.arange(*one) for one in dim]) for dim in piece.box]
+def paint(counts, param):
+    """Count each element of a whole parameter that a param holds."""
+    indices = [numpy.concatenate([numpy.arange(*one) for one in dim]) for dim in param.box]
     flat = numpy.ravel_multi_index(numpy.ix_(*indices), counts.shape).reshape(-1)
-    numpy.add.at(counts.reshape(-1), flat[piece.start : piece.stop], 1)
+    numpy.add.at(counts.reshape(-1), flat[param.start : param.stop], 1)
 
 
 def assert_every_element_once(config, mesh, spans_of, in_turns=False):
@@ -41,12 +41,15 @@ def assert_every_element_once(config, mesh, spans_of, in_turns=False):
         holding = holdings.of(rank)
         for name, shape in holding.shapes.items():
             counts.setdefault(name, numpy.zeros(shape, dtype=numpy.int64))
-        spans = spans_of(holding, mesh.coordinate(rank))
-        assert in_turns or len({span.held for span in spans}) == len(spans)
-        for span in spans:
-            for piece, at in span.pieces:
-                assert at >= 0 and at + piece.stop - piece.start <= span.stop - span.start
-                paint(counts[piece.name], piece)
+        slices = spans_of(holding, mesh.coordinate(rank))
+        assert in_turns or len({s.shard for s in slices}) == len(slices)
+        for state_slice in slices:
+            for param, at in state_slice.params:
+                assert (
+                    at >= 0
+                    and at + param.stop - param.start <= state_slice.stop - state_slice.start
+                )
+                paint(counts[param.name], param)
     assert len(counts) > 5
     wrong = [name for name, count in counts.items() if not (count == 1).all()]
     assert not wrong
@@ -56,7 +59,7 @@ def assert_every_element_once(config, mesh, spans_of, in_turns=False):
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
-    monkeypatch.setattr(slices, "STRIPE", 512)
+    monkeypatch.setattr(slices_module, "STRIPE", 512)
     models = [{"model__tie_embeddings": True}, {}, DENSE | {"model__tie_embeddings": True}]
     lengths = (1, 3000, 1 << 24)
     for number, model in enumerate(models):
@@ -69,8 +72,8 @@ def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
         assert_every_element_once(
             config,
             mesh,
-            lambda one, place: spans_to_write(
-                one.held,
+            lambda one, place: slices_to_write(
+                one.shards,
                 one.boxes,
                 mesh,
                 place,
@@ -88,7 +91,7 @@ def test_every_element_is_read_once(mesh, sharding):
     config = layout_config(
         mesh, optim__sharding=sharding, model__num_layers=4, model__tie_embeddings=True
     )
-    read = lambda one, place: spans_to_read(one.held, one.boxes, mesh, place)  # noqa: E731
+    read = lambda one, place: slices_to_read(one.shards, one.boxes, mesh, place)  # noqa: E731
     assert_every_element_once(config, mesh, read)
 
 
@@ -97,7 +100,9 @@ def test_copies_are_numbered_as_ranks_are():
     for rank in range(mesh.world_size):
         for axes in (("dp",), ("ep", "dp"), ("dp", "ep", "tp"), ("ep", "tp")):
             group = mesh.group_of(rank, axes)
-            assert part_of(mesh, mesh.coordinate(rank), axes) == Part(group.index(rank), len(group))
+            assert share_of(mesh, mesh.coordinate(rank), axes) == Share(
+                group.index(rank), len(group)
+            )
 
 
 def written(config, mesh, scatter="balanced"):
@@ -106,8 +111,8 @@ def written(config, mesh, scatter="balanced"):
     ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
     for rank in range(mesh.world_size):
         one = holdings.of(rank)
-        spans = spans_to_write(one.held, one.boxes, mesh, mesh.coordinate(rank), scatter, ends)
-        yield sum(span.stop - span.start for span in spans) * 4
+        slices = slices_to_write(one.shards, one.boxes, mesh, mesh.coordinate(rank), scatter, ends)
+        yield sum(s.stop - s.start for s in slices) * 4
 
 
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])

@@ -8,7 +8,7 @@ import pytest
 
 from optimus.checkpoint import store
 from optimus.checkpoint.format import INDEX, encode
-from optimus.checkpoint.store import seal
+from optimus.checkpoint.store import write_checkpoint
 from optimus.errors import CheckpointError
 from optimus.io import files
 from tests.helpers.disks import immutable
@@ -16,7 +16,7 @@ from tests.helpers.disks import immutable
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 
 
-def save(run_dir, step, kind="full", origin="none", interval=100, begun=None):
+def save(run_dir, step, kind="full", origin="none", interval=100, first_step=None):
     place = store.full_path if kind == "full" else store.model_path
     path = place(run_dir, step)
 
@@ -28,8 +28,12 @@ def save(run_dir, step, kind="full", origin="none", interval=100, begun=None):
         else:
             (directory / "model.safetensors").write_bytes(NO_TENSORS)
 
-    facts = {"settings": {"checkpoint.interval": interval}, "origin": origin, "begun": begun}
-    return seal(path, write, kind=kind, step=step, tokens=step * 10, **facts)
+    facts = {
+        "settings": {"checkpoint.interval": interval},
+        "origin": origin,
+        "first_step": first_step,
+    }
+    return write_checkpoint(path, write, kind=kind, step=step, tokens=step * 10, **facts)
 
 
 def damage(manifest):
@@ -342,14 +346,14 @@ def test_a_model_remembers_where_its_run_was_begun(tmp_path):
     """The run that it began from has gone on since: its newest is no measure any more."""
     run, other = tmp_path / "run", tmp_path / "other"
     save(other, 10_000)
-    assert store.decide_start(run, str(other)).begun == 10_000
-    save(run, 10_201, "model", origin=str(other), begun=10_000)
+    assert store.decide_start(run, str(other)).first_step == 10_000
+    save(run, 10_201, "model", origin=str(other), first_step=10_000)
     save(other, 10_150)
     with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
         store.decide_start(run, str(other))
-    save(run, 10_300, origin=str(other), begun=10_000)
-    assert store.decide_start(run, str(other)).begun == 10_000
-    assert store.decide_start(run, "model@10201").begun == 10_201
+    save(run, 10_300, origin=str(other), first_step=10_000)
+    assert store.decide_start(run, str(other)).first_step == 10_000
+    assert store.decide_start(run, "model@10201").first_step == 10_201
 
 
 def test_a_run_whose_only_full_checkpoint_is_its_last_begins_anew_before(tmp_path):

@@ -50,17 +50,17 @@ def write_config(directory: Path) -> None:
 def save_full(
     states: RankStates,
     final: Path,
-    write_companions: Callable[[Path], None] = write_config,
+    write_sidecars: Callable[[Path], None] = write_config,
     scatter: Scatter = "balanced",
     **facts: Any,
 ) -> None:
-    """Write and seal the checkpoint `final`, and wait for it. A collective of all ranks.
+    """Write and commit the checkpoint `final`, and wait for it. A collective of all ranks.
 
     Raises OptimusError on every rank, with nothing left behind, if any rank cannot write.
     """
-    underway = FullSaver(states, scatter).begin(states, final, write_companions, **facts)
-    if failure := underway.drain().failure:
-        raise OptimusError(failure.what)
+    save = FullSaver(states, scatter).begin(states, final, write_sidecars, **facts)
+    if failure := save.drain().failure:
+        raise OptimusError(failure.message)
 
 
 def save(run_dir: Path, step: int) -> None:

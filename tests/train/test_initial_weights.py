@@ -38,7 +38,7 @@ SIZES = {
 
 
 def piecewise(size: int) -> None:
-    weights.PIECE = load_module.PIECE = size
+    weights.BATCH_ELEMENTS = load_module.BATCH_ELEMENTS = size
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
@@ -102,7 +102,7 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
         assert read["bytes"] <= stored + 2 * sum(heads)
     with open_weights(make_config(tree).model, path) as weights:
         wanted = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
-        for name, start, values in weights.stretches():
+        for name, start, values in weights.ranges():
             wanted[name].view(-1)[start : start + len(values)] = values
     assert masters.keys() == wanted.keys()
     assert all(torch.equal(masters[name], wanted[name]) for name in wanted)

@@ -172,13 +172,13 @@ def test_failure_of_the_last_checkpoint_ends_the_run_in_error(
 
 
 def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
-    plain, started = store.begin, []
+    plain, started = store.create, []
 
     def begin(path: Path, *free_bytes: int) -> Path:
         started.append(path.name)
         return plain(path, *free_bytes)
 
-    store.begin = begin
+    store.create = begin
     assert run_with(tree, lambda step: None).status == 0
     return started
 
