@@ -81,10 +81,10 @@ class Stall:
     def __init__(self, states: RankStates) -> None:
         self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
         self._copies = [(flat, torch.zeros_like(flat)) for flat in flats_of(states)]
-        self._underway: AsyncSave | None = None
+        self._save: AsyncSave | None = None
 
     def begin(self, directory: Path) -> None:
-        self._underway = self._saver.begin(self._states, directory / STEP, _write_config, step=1)
+        self._save = self._saver.begin(self._states, directory / STEP, _write_config, step=1)
 
     def copy(self) -> None:
         for flat, memory in self._copies:
@@ -92,11 +92,11 @@ class Stall:
 
     def wait(self) -> None:
         """For a save that `begin` began. A collective of all ranks."""
-        if self._underway is not None:
-            outcome = self._underway.drain()
+        if self._save is not None:
+            outcome = self._save.drain()
             assert outcome is not None
             assert outcome.failure is None, outcome.failure
-        self._underway = None
+        self._save = None
 
 
 def raw(flats: Sequence[Tensor], world: World) -> Way:

@@ -81,8 +81,11 @@ def describe(path: Path) -> dict[str, Any]:
         about |= _facts(manifest)
         manifest.check(_HASHED_BYTES)
         if manifest.is_sharded:
-            manifest.check_rows(manifest.index())
-        params = _count_params(manifest)
+            manifest.check_rows(index := manifest.index())
+            params = sum(math.prod(shape) for shape in index.shapes.values())
+        else:
+            names = (entry.name for entry in manifest.files)
+            params = sum(_count_elements(path / n) for n in names if n.endswith(".safetensors"))
         about |= {"params": params, "bytes_per_param": about["bytes"] / params if params else None}
     except CheckpointError as error:
         about |= {"state": "damaged", "problem": str(error)}
@@ -135,14 +138,6 @@ def _directory_bytes(path: Path) -> int:
                 elif entry.is_file():
                     total += entry.stat().st_size
     return total
-
-
-def _count_params(manifest: Manifest) -> int:
-    """Return the number of parameters. Raises CheckpointError."""
-    if manifest.is_sharded:
-        return sum(math.prod(shape) for shape in manifest.index().shapes.values())
-    names = [entry.name for entry in manifest.files if entry.name.endswith(".safetensors")]
-    return sum(_count_elements(manifest.path / name) for name in names)
 
 
 def _count_elements(path: Path) -> int:

@@ -309,7 +309,9 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
     for column, shape in enumerate(shapes):
         flat = numpy.zeros(1, dtype=numpy.int64)
         for dim in range(divided):
-            indices = _indices(overlaps[dim])
+            indices = numpy.concatenate(
+                [numpy.arange(size)[:, None] + (a, b) for a, b, size in overlaps[dim].tolist()]
+            )
             if dim == 0:  # skip the rows outside the range of `param`
                 row = math.prod(shapes[1][1:])
                 index = indices[:, 1]
@@ -325,9 +327,14 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
     high = numpy.minimum(param.stop - ranges[:, 1], ranges[:, 2])
     kept = high > low
     low, high, ranges = low[kept], high[kept], ranges[kept]
-    return _merge(
-        numpy.stack([ranges[:, 0] + low, ranges[:, 1] + low - param.start, high - low], 1)
-    )
+    ranges = numpy.stack([ranges[:, 0] + low, ranges[:, 1] + low - param.start, high - low], 1)
+    if len(ranges) < 2:
+        return ranges
+    # Join ranges that are adjacent in both slices.
+    gap = (ranges[1:, :2] != ranges[:-1, :2] + ranges[:-1, 2:]).any(1)
+    starts = numpy.flatnonzero(numpy.concatenate([[True], gap]))
+    length = numpy.add.reduceat(ranges[:, 2], starts)
+    return numpy.stack([ranges[starts, 0], ranges[starts, 1], length], 1)
 
 
 def _overlap(first: Intervals, second: Intervals) -> ndarray:
@@ -343,23 +350,6 @@ def _overlap(first: Intervals, second: Intervals) -> ndarray:
             second_offset += high - low
         first_offset += stop - start
     return numpy.array(ranges, dtype=numpy.int64).reshape(-1, 3)
-
-
-def _indices(overlap: ndarray) -> ndarray:
-    """Return both offsets of every element of an overlap, int64 [n, 2]."""
-    return numpy.concatenate(
-        [numpy.arange(size)[:, None] + (a, b) for a, b, size in overlap.tolist()]
-    )
-
-
-def _merge(ranges: ndarray) -> ndarray:
-    """Join ranges that are adjacent on both sides."""
-    if len(ranges) < 2:
-        return ranges
-    gap = (ranges[1:, :2] != ranges[:-1, :2] + ranges[:-1, 2:]).any(1)
-    starts = numpy.flatnonzero(numpy.concatenate([[True], gap]))
-    length = numpy.add.reduceat(ranges[:, 2], starts)
-    return numpy.stack([ranges[starts, 0], ranges[starts, 1], length], 1)
 
 
 def _cut(ranges: ndarray, bounds: ndarray, first_row: int) -> ndarray:

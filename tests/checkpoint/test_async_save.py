@@ -81,12 +81,12 @@ def poll(save: Save) -> Outcome | None:
     return save.save.poll()
 
 
-def test_every_pair_of_state_and_status_is_in_the_table_or_impossible():
+def test_the_table_has_all_possible_pairs_of_state_and_status():
     pairs = set(itertools.product(State, Status))
     assert TRANSITIONS.keys() == pairs - IMPOSSIBLE and pairs >= IMPOSSIBLE
 
 
-def test_every_state_reaches_the_end_and_none_goes_back():
+def test_all_states_are_reached_and_transitions_never_go_back():
     order = list(State)
     for (state, status), following in TRANSITIONS.items():
         assert order.index(following) >= order.index(state)

@@ -1,4 +1,4 @@
-"""Who writes what: every element once, and everybody about as much."""
+"""Tests of the division of states: each element once, and equal amounts for all writers."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ MESHES = [
 
 
 def paint(counts, param):
-    """Count each element of a whole parameter that a param holds."""
-    indices = [numpy.concatenate([numpy.arange(*one) for one in dim]) for dim in param.box]
+    """Increment the counts of the elements of a slice."""
+    indices = [numpy.concatenate([numpy.arange(*pair) for pair in dim]) for dim in param.box]
     flat = numpy.ravel_multi_index(numpy.ix_(*indices), counts.shape).reshape(-1)
     numpy.add.at(counts.reshape(-1), flat[param.start : param.stop], 1)
 
 
-def assert_every_element_once(config, mesh, spans_of, in_turns=False):
-    """And in one stretch of each shard, where nobody takes turns."""
+def assert_each_element_once(config, mesh, slices_of, alternates=False):
+    """Check also that each shard has one slice, unless stripes of tied parameters alternate."""
     holdings, counts = Holdings(config, mesh), {}
     for rank in range(mesh.world_size):
         holding = holdings.of(rank)
         for name, shape in holding.shapes.items():
             counts.setdefault(name, numpy.zeros(shape, dtype=numpy.int64))
-        slices = spans_of(holding, mesh.coordinate(rank))
-        assert in_turns or len({s.shard for s in slices}) == len(slices)
+        slices = slices_of(holding, mesh.coordinate(rank))
+        assert alternates or len({s.shard for s in slices}) == len(slices)
         for state_slice in slices:
-            for param, at in state_slice.params:
+            for param, offset in state_slice.params:
                 assert (
-                    at >= 0
-                    and at + param.stop - param.start <= state_slice.stop - state_slice.start
+                    offset >= 0
+                    and offset + param.stop - param.start <= state_slice.stop - state_slice.start
                 )
                 paint(counts[param.name], param)
     assert len(counts) > 5
@@ -58,7 +58,7 @@ def assert_every_element_once(config, mesh, spans_of, in_turns=False):
 @pytest.mark.parametrize("scatter", ["balanced", "paper"])
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
+def test_each_element_is_written_once(mesh, sharding, scatter, monkeypatch):
     monkeypatch.setattr(slices_module, "STRIPE", 512)
     models = [{"model__tie_embeddings": True}, {}, DENSE | {"model__tie_embeddings": True}]
     lengths = (1, 3000, 1 << 24)
@@ -69,33 +69,36 @@ def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
         model = {"model__num_layers": 4, "optim__chunk_length": length} | model
         config = layout_config(mesh, optim__sharding=sharding, **model)
         ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
-        assert_every_element_once(
+        assert_each_element_once(
             config,
             mesh,
-            lambda one, place: slices_to_write(
-                one.shards,
-                one.boxes,
+            lambda holding, coordinate: slices_to_write(
+                holding.shards,
+                holding.boxes,
                 mesh,
-                place,
+                coordinate,
                 scatter,
                 ends,  # noqa: B023
             ),
-            in_turns=scatter == "balanced" and bool(ends),
+            alternates=scatter == "balanced" and bool(ends),
         )
 
 
 @pytest.mark.parametrize("sharding", ["none", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_element_is_read_once(mesh, sharding):
-    """A far copy of tied embeddings comes from the first stage."""
+def test_each_element_is_read_once(mesh, sharding):
+    """The copy of tied embeddings comes from the first stage."""
     config = layout_config(
         mesh, optim__sharding=sharding, model__num_layers=4, model__tie_embeddings=True
     )
-    read = lambda one, place: slices_to_read(one.shards, one.boxes, mesh, place)  # noqa: E731
-    assert_every_element_once(config, mesh, read)
+    assert_each_element_once(
+        config,
+        mesh,
+        lambda holding, coordinate: slices_to_read(holding.shards, holding.boxes, mesh, coordinate),
+    )
 
 
-def test_copies_are_numbered_as_ranks_are():
+def test_shares_have_the_order_of_ranks():
     mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
     for rank in range(mesh.world_size):
         for axes in (("dp",), ("ep", "dp"), ("dp", "ep", "tp"), ("ep", "tp")):
@@ -106,12 +109,14 @@ def test_copies_are_numbered_as_ranks_are():
 
 
 def written(config, mesh, scatter="balanced"):
-    """Bytes of a state that each rank writes, by rank."""
+    """Yield the bytes of a state that each rank writes."""
     holdings = Holdings(config, mesh)
     ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
     for rank in range(mesh.world_size):
-        one = holdings.of(rank)
-        slices = slices_to_write(one.shards, one.boxes, mesh, mesh.coordinate(rank), scatter, ends)
+        holding = holdings.of(rank)
+        slices = slices_to_write(
+            holding.shards, holding.boxes, mesh, mesh.coordinate(rank), scatter, ends
+        )
         yield sum(s.stop - s.start for s in slices) * 4
 
 
@@ -128,7 +133,7 @@ def written(config, mesh, scatter="balanced"):
     ids=str,
 )
 def test_writers_and_nodes_of_a_stage_write_about_as_much(model, mesh, sharding):
-    """Stages differ in size, and nobody else holds what is theirs."""
+    """Stages differ in size, since they have different parameters."""
     path = CONFIGS / "model" / f"{model}.toml"
     sizes = [f"parallel.{axis}={size}" for axis, size in mesh._asdict().items()]
     config = load_config(path, [*sizes, f"optim.sharding={sharding}"])
@@ -143,6 +148,9 @@ def test_the_rule_of_the_paper_names_the_writer():
     config = layout_config(mesh, model__num_layers=4, model__intermediate_size=16)
     amounts = list(written(config, mesh, "paper"))
     most = sorted(range(12), key=amounts.__getitem__)[-4:]
-    places = [mesh.coordinate(rank) for rank in sorted(most)]
-    assert all(place.dp == (place.pp * mesh.tp + place.tp) % mesh.dp for place in places)
+    coordinates = [mesh.coordinate(rank) for rank in sorted(most)]
+    assert all(
+        coordinate.dp == (coordinate.pp * mesh.tp + coordinate.tp) % mesh.dp
+        for coordinate in coordinates
+    )
     assert math.fsum(amounts) == math.fsum(written(config, mesh))
