@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from optimus.checkpoint.manager import newest_valid
+from optimus.checkpoint.store import newest_valid
 from optimus.observe.metrics import read_json_lines
 
 

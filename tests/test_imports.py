@@ -241,7 +241,10 @@ def test_planted_cycle_is_detected(tmp_path):
 
 @pytest.mark.parametrize(
     "statement",
-    ["import optimus", "import optimus.config", "import optimus.cli", "import data_prep.cli"],
+    [
+        *("import optimus", "import optimus.config", "import optimus.cli", "import data_prep.cli"),
+        *("import optimus.checkpoint.format", "import optimus.checkpoint.store"),
+    ],
 )
 def test_imports_without_torch(statement):
     heavy = "' '.join({'torch', 'transformers', 'matplotlib'} & {*sys.modules})"

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """The subcommands, for the parser of `optimus`."""
+    """Add the subcommands to the parser of `optimus`."""
     text = "List, check, show and export the checkpoints of a run."
     parser = commands.add_parser("checkpoint", help=text, description=text)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
@@ -51,7 +51,7 @@ def _list(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Exit status 1 on any damage."""
+    """Run `verify`. The exit status is 1 if there is damage."""
     from optimus.checkpoint.inspect import verify
 
     if args.threads < 0:
@@ -62,7 +62,7 @@ def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _show(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Exit status 1 where the checkpoint is damaged."""
+    """Run `show`. The exit status is 1 if the checkpoint is damaged."""
     from optimus.checkpoint.inspect import show
 
     result = show(args.path)
@@ -71,7 +71,7 @@ def _show(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, arguments: list[str]) -> int:
-    """What `optimus convert to-hf` does; exit status 1 where the checkpoint is damaged."""
+    """Run `export`, as `optimus convert to-hf`. The exit status is 1 for a damaged one."""
     from optimus.checkpoint.convert import to_hf
     from optimus.checkpoint.inspect import find
 
@@ -89,33 +89,33 @@ def _export(args: argparse.Namespace, arguments: list[str]) -> int:
 def _format_list(result: Mapping[str, Any]) -> str:
     head = ("checkpoint", "state", "step", "tokens", "size", "B/param", "age", "layout")
     rows = [head]
-    for one in result["checkpoints"]:
-        per_param = one["bytes_per_param"]
+    for about in result["checkpoints"]:
+        per_param = about["bytes_per_param"]
         rows.append(
             (
-                ("set-aside/" if one["set_aside"] else "") + one["name"],
-                one["state"],
-                _number(one["step"]),
-                _number(one["tokens"]),
-                _size(one["bytes"]),
+                ("set-aside/" if about["set_aside"] else "") + about["name"],
+                about["state"],
+                _number(about["step"]),
+                _number(about["tokens"]),
+                _size(about["bytes"]),
                 "-" if per_param is None else f"{per_param:.2f}",
-                "-" if one["age_s"] is None else _age(one["age_s"]),
-                printable(one["layout"] or "-"),
+                "-" if about["age_s"] is None else _age(about["age_s"]),
+                printable(about["layout"] or "-"),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [
-        printable(f"{one['name']}: {one['problem']}")
-        for one in result["checkpoints"]
-        if one["problem"]
+        printable(f"{about['name']}: {about['problem']}")
+        for about in result["checkpoints"]
+        if about["problem"]
     ]
     if result["full_by_model"]:
         lines.append(
             f"a model-only checkpoint takes 1/{result['full_by_model']:.2f} of a full one (1/8 in "
             "the paper, which counts gradients too)"
         )
-    if any(one["kind"] == "full" for one in result["checkpoints"]):
+    if any(about["kind"] == "full" for about in result["checkpoints"]):
         start = result["next_start"] or "nothing: no full checkpoint is valid"
         lines.append(f"checkpoint.load = auto resumes from {start}")
     return "\n".join(lines)
@@ -123,12 +123,11 @@ def _format_list(result: Mapping[str, Any]) -> str:
 
 def _format_verify(result: Mapping[str, Any]) -> str:
     lines = []
-    for one in result["checkpoints"]:
-        speed = (
-            f"{_size(one['bytes'])} in {one['s']:.2f} s, {one['bytes'] / one['s'] / 1e6:,.0f} MB/s"
-        )
-        lines.append(f"{one['name']}: " + ("DAMAGED" if one["problems"] else f"valid; {speed}"))
-        lines += [f"    {printable(problem)}" for problem in one["problems"]]
+    for about in result["checkpoints"]:
+        size, seconds = about["bytes"], about["s"]
+        speed = f"{_size(size)} in {seconds:.2f} s, {size / seconds / 1e6:,.0f} MB/s"
+        lines.append(f"{about['name']}: " + ("DAMAGED" if about["problems"] else f"valid; {speed}"))
+        lines += [f"    {printable(problem)}" for problem in about["problems"]]
     return "\n".join(lines)
 
 

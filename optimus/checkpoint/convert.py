@@ -1,4 +1,4 @@
-"""Between Hugging Face directories and checkpoints of ours, tensor by tensor without a change."""
+"""Conversion between Hugging Face directories and checkpoints. The values do not change."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 
 from data_prep.dataset import read_manifest as read_data_manifest
 from data_prep.dataset import sha256_of
-from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import (
+from optimus.checkpoint import store
+from optimus.checkpoint.format import (
     DATA_EOS,
     GENERATION_CONFIG,
     TEMPLATES,
     is_checkpoint,
     read_manifest,
-    seal,
     sidecars,
 )
 from optimus.checkpoint.weights import CONFIG, model_config_of, open_weights
@@ -41,13 +40,21 @@ from optimus.platform import dtype_of
 logger = logging.getLogger(__name__)
 
 _TEXTS = (".txt", ".jinja")
-"""Endings of sidecar files whose content does not show that it is what the name says."""
+"""Suffixes of sidecar files whose content is not checked."""
 _SIDECAR_BYTES, _SIDECARS_BYTES = 256 << 20, 1 << 30
-"""Largest sidecar file, and largest size of all that a conversion copies."""
+"""Maximum size of a sidecar file, and of all that a conversion copies."""
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
-    """Make a model checkpoint of ours at `out` from a Hugging Face directory, in its own dtypes."""
+    """Convert a Hugging Face directory to a model-only checkpoint. The dtypes do not change.
+
+    Args:
+        source: The Hugging Face directory.
+        out: Directory of the checkpoint. It must not exist.
+
+    Raises:
+        CheckpointError: The directory is incomplete or damaged.
+    """
     source = Path(source)
     if not is_hf_directory(source):
         raise CheckpointError(
@@ -60,22 +67,35 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
         tensors = (PlannedTensor(n, n, 0, dtypes[n], shape) for n, shape in weights.shapes.items())
 
         def write(directory: Path) -> None:
-            write_all(directory, plan_files(tensors), weights.stretches())
+            write_all(directory, plan_files(tensors), weights.ranges())
             (directory / CONFIG).write_text(dump_toml(Config(model=config)), encoding="utf-8")
             _copy_sidecars(source, directory)
 
-        seal(out, write, kind="model", origin=f"from-hf {source.name}")
+        store.write_checkpoint(out, write, kind="model", origin=f"from-hf {source.name}")
 
 
 def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None) -> Path:
-    """Write a checkpoint as a complete Hugging Face directory, its weights as stored or in `dtype`;
-    the checkpoint that `source` meant. Every byte is read once and compared with its checksum.
-    Raises CheckpointError where it is damaged; a run's newest full one is passed over then. Raises
-    ConfigError where something is at `out`."""
+    """Convert a checkpoint to a complete Hugging Face directory.
+
+    Every byte is read once and compared with its checksum. If the newest full checkpoint of a run
+    is damaged, the next older one is converted.
+
+    Args:
+        source: A checkpoint or a run directory.
+        out: Directory to create. It must not exist.
+        dtype: Type of the weights, such as "bf16". None keeps the stored types.
+
+    Returns:
+        The checkpoint that was converted.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+        ConfigError: There is something at `out`.
+    """
     source, out = Path(source), Path(out)
     damaged: dict[Path, str] = {}
     while True:
-        path = manager.resolve(source, thorough=False, but=damaged)
+        path = store.resolve(source, thorough=False, excluded=damaged)
         try:
             _write_hf(path, out, dtype)
             return path
@@ -100,13 +120,13 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
             for line in complete_hf(directory, config):
                 logger.warning(line)
 
-        write_hf(out, config, weights.stretches(), dtypes, add_files=add_files)
+        write_hf(out, config, weights.ranges(), dtypes, add_files=add_files)
 
 
 def _copy_sidecars(source: Path, target: Path) -> None:
-    """Copy the sidecar files unchanged. Raises CheckpointError for a file that is not what its name
-    says or links out of `source`: a link in a downloaded directory may lead to any file of this
-    user, and what is copied here is published."""
+    """Copy the sidecar files without changes. Raises CheckpointError for a file that is not of the
+    type that its name implies, or that links out of `source`: a link in a downloaded directory may
+    lead to any file of this user, and the copies may be published."""
     _resolve_inside(source / TEMPLATES, source)
     copied_bytes = 0
     for name in sidecars(source):
@@ -161,26 +181,29 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
         return content
     kind = "a sentencepiece model" if path.suffix == ".model" else "a JSON object"
     is_vocabulary = path.name in ("tokenizer.json", "tokenizer.model")
-    if not (is_vocabulary and has_pieces(content)) and not _is_object(content, path.name):
+    if is_vocabulary and has_pieces(content):
+        return content
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict) or (path.name == "tokenizer.json" and "model" not in parsed):
         raise CheckpointError(f"{path}: is not {kind}; replace it or remove it")
     return content
 
 
-def _is_object(content: bytes, name: str) -> bool:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and (name != "tokenizer.json" or "model" in found)
-
-
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the ids at which the model at `path` ends a text; () if they are not known.
+    """Return the ids of the tokens that end a text of a model; () if they are not known.
 
-    The token that ended the documents it was trained on comes first: the manifest records it. For a
-    checkpoint of an earlier version it is looked up in the data set, if that is still there with
-    the same tokenizer, or recognised in the tokenizer by its name, if `model.eos_token_ids` is
-    empty. Of a directory that came from Hugging Face its configuration decides.
+    The first id is that of the token which ended the documents of the training data. The manifest
+    records it. For a checkpoint of an earlier version, it comes from the data set, if that still
+    exists with the same tokenizer, or else from the names in the tokenizer, if
+    `model.eos_token_ids` is empty. For a converted Hugging Face directory, its configuration
+    decides.
+
+    Args:
+        path: A checkpoint or a Hugging Face directory.
+        config: Its model.
     """
     of_data = None
     file = tokenizer_path(path)
@@ -194,14 +217,19 @@ def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
-    """Return `of_data` and then `model.eos_token_ids`, each once, those in the vocabulary."""
-    found = [*([] if of_data is None else [of_data]), *config.eos_token_ids]
-    return tuple(dict.fromkeys(one for one in found if 0 <= one < config.vocab_size))
+    """Return `of_data` and `model.eos_token_ids` without duplicates and ids outside the vocabulary.
+
+    Args:
+        config: The model.
+        of_data: Id of the token that ends the documents of the data; None if unknown.
+    """
+    ids = [*([] if of_data is None else [of_data]), *config.eos_token_ids]
+    return tuple(dict.fromkeys(token for token in ids if 0 <= token < config.vocab_size))
 
 
 def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
-    """That of the data sets that a checkpoint's configuration names, where they can be read and
-    have the checkpoint's tokenizer."""
+    """Return the end token of the first data set in a checkpoint's configuration that is readable
+    and has the checkpoint's tokenizer; None if there is none."""
     try:
         data = load_saved_config(path / CONFIG).data
         for dataset in (data.path, *(source.path for source in data.mix)):
@@ -214,7 +242,7 @@ def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
 
 
 def _eos_of_tokenizer(file: Path) -> int | None:
-    """The token that tokenizer_config.json names, else the one known by its name."""
+    """Return the end token that tokenizer_config.json names, or else one with a known name."""
     try:
         named = _read_object(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
@@ -224,13 +252,20 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
-    """Add the files of tokenizer and generation that a Hugging Face directory lacks beside its
-    config.json and its tokenizer, and take ids outside the vocabulary from those that it has.
+    """Add the missing configurations of tokenizer and generation to a Hugging Face directory, and
+    remove ids outside the vocabulary from the existing ones.
 
-    `config.eos_token_ids` are as `eos_token_ids` gives them. Returns warnings, a line each.
+    Args:
+        directory: A directory with config.json and a tokenizer.
+        config: The model. Its `eos_token_ids` are those that `eos_token_ids` returns.
+
+    Returns:
+        Warnings, one line each.
     """
     eos, file, lines = config.eos_token_ids, tokenizer_path(directory), []
-    bos, pad = (None if one < 0 else one for one in (config.bos_token_id, config.pad_token_id))
+    bos, pad = (
+        None if token < 0 else token for token in (config.bos_token_id, config.pad_token_id)
+    )
     if not eos:
         lines.append(
             "eos_token_id is not known, so generation ends at its limit alone; set "
@@ -256,14 +291,14 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
         return lines + _keep_within_vocabulary(path, config)
     pad = eos[0] if pad is None and eos else pad
     ids = {"bos_token_id": bos, "eos_token_id": list(eos) or None, "pad_token_id": pad}
-    write_json(path, {key: one for key, one in ids.items() if one is not None})
+    write_json(path, {key: token for key, token in ids.items() if token is not None})
     return lines
 
 
 def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
-    """Replace special tokens that tokenizer_config.json or generation_config.json has and the
-    model's vocabulary has not: the padding token by the one that ends a text, others by none. Any
-    other file stays as it is. Returns a line for each."""
+    """Replace the special tokens in tokenizer_config.json or generation_config.json that are not in
+    the model's vocabulary: the padding token by the end token, others by null. Returns a line for
+    each."""
     fields, file = _read_object(path), tokenizer_path(path.parent)
     tokenizer = TextTokenizer(file) if file.is_file() else None
     suffix = "_token_id" if path.name == GENERATION_CONFIG else "_token"
@@ -273,8 +308,8 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
             return any(map(is_outside, token))
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and tokenizer is not None:
-            found = tokenizer.token_id(token)
-            return found is None or found >= config.vocab_size
+            token_id = tokenizer.token_id(token)
+            return token_id is None or token_id >= config.vocab_size
         return isinstance(token, int) and token >= config.vocab_size
 
     lines = []
@@ -293,9 +328,9 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty where there is none. Raises DataError."""
+    """Return the JSON object in a file; {} if there is none. Raises DataError."""
     try:
-        found = json.loads(read_regular(path, _SIDECAR_BYTES)) if path.is_file() else {}
+        content = json.loads(read_regular(path, _SIDECAR_BYTES)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not readable as JSON: {one_line(error)}") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""Facts about checkpoints, ready for JSON. Only `verify` needs torch."""
+"""Descriptions of checkpoints as JSON values. Only `verify` needs torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import MANIFEST, SET_ASIDE, Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint import store
+from optimus.checkpoint.format import MANIFEST, Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.store import QUARANTINE
 from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.io import files
 
 _HEADER_BYTES = 100_000_000
-"""Of a safetensors file, at most: as the safetensors library has it."""
+"""Maximum size of the header of a safetensors file, as in the safetensors library."""
 _MOST = 1 << 56
 _HASHED_BYTES = 64 << 20
-"""Larger files are left to `optimus checkpoint verify`."""
+"""Only `optimus checkpoint verify` hashes larger files."""
 _UNKNOWN = (
     *("kind", "step", "tokens", "updates", "origin", "layout", "ranks"),
     *("params", "bytes_per_param", "saved_at", "age_s"),
@@ -29,49 +30,62 @@ _UNKNOWN = (
 
 
 def find(path: str | os.PathLike) -> list[Path]:
-    """The checkpoints of a run by step, then those set aside and what is not sealed; or the one
-    checkpoint that `path` is. Raises CheckpointError where there is none."""
+    """Return checkpoint directories.
+
+    Args:
+        path: A checkpoint, or a run directory. For a run directory, the result has its checkpoints
+            by step, then those in quarantine, then unfinished saves.
+
+    Raises:
+        CheckpointError: There is none.
+    """
     path = Path(path)
     if is_checkpoint(path):
         return [path]
-    directory = manager.checkpoints_dir(path)
+    directory = store.checkpoints_dir(path)
     if not directory.is_dir():
-        what = "neither a run directory nor a checkpoint" if path.exists() else "no such directory"
-        raise CheckpointError(f"{path}: {what}")
-    aside = [one for one in (directory / SET_ASIDE).glob("*") if one.is_dir()]
-    unsealed = [one for one in directory.iterdir() if files.is_temporary(one) and one.is_dir()]
-    found = manager.find_all(path) + sorted(aside) + sorted(unsealed)
-    if not found:
+        reason = (
+            "neither a run directory nor a checkpoint" if path.exists() else "no such directory"
+        )
+        raise CheckpointError(f"{path}: {reason}")
+    aside = [entry for entry in (directory / QUARANTINE).glob("*") if entry.is_dir()]
+    unfinished = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
+    paths = store.find_all(path) + sorted(aside) + sorted(unfinished)
+    if not paths:
         raise CheckpointError(f"{path}: a run directory without a checkpoint")
-    return found
+    return paths
 
 
-def look_at(path: Path) -> dict[str, Any]:
-    """What can be told at once: of large files sizes and headers are compared, not every byte.
+def describe(path: Path) -> dict[str, Any]:
+    """Return a description of a checkpoint. Of large files, only sizes and headers are compared.
 
-    `state` is "valid", "damaged" or "unsealed", and `problem` says why; what cannot be known is
-    None. `bytes` are all on disk, `bytes_per_param` of them.
+    `state` is "valid", "damaged" or "unsealed", and `problem` has the reason. Unknown values are
+    None. `bytes` is the size of the directory, and `bytes_per_param` its ratio to the number of
+    parameters.
     """
     about: dict[str, Any] = {
         "name": path.name,
         "path": str(path),
         "state": "valid",
         "problem": "",
-        "set_aside": path.parent.name == SET_ASIDE,
+        "set_aside": path.parent.name == QUARANTINE,
         **dict.fromkeys(_UNKNOWN),
         "bytes": 0,
     }
     try:
         about["bytes"] = _directory_bytes(path)
         if files.is_temporary(path):
-            why = "a save that has not ended or never will"
-            return about | {"state": "unsealed", "problem": why}
+            reason = "a save that has not ended or never will"
+            return about | {"state": "unsealed", "problem": reason}
         manifest = read_manifest(path)
         about |= _facts(manifest)
         manifest.check(_HASHED_BYTES)
         if manifest.is_sharded:
-            manifest.check_rows(manifest.index())
-        params = _count_params(manifest)
+            manifest.check_rows(index := manifest.index())
+            params = sum(math.prod(shape) for shape in index.shapes.values())
+        else:
+            names = (entry.name for entry in manifest.files)
+            params = sum(_count_elements(path / n) for n in names if n.endswith(".safetensors"))
         about |= {"params": params, "bytes_per_param": about["bytes"] / params if params else None}
     except CheckpointError as error:
         about |= {"state": "damaged", "problem": str(error)}
@@ -97,12 +111,12 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _world(ranks: Mapping[str, int]) -> int:
-    """`ranks` as in a manifest, which may be older than an axis."""
+    """Return the number of ranks from `Manifest.ranks`, which may lack an axis."""
     return math.prod(ranks.get(axis, 1) for axis in AXES)
 
 
 def _layout(manifest: Manifest) -> str | None:
-    """Such as "pp2 dp4 ep1 tp1 epso 1f1b bf16"; None for a model that no run of ours saved."""
+    """Return a text such as "pp2 dp4 ep1 tp1 epso 1f1b bf16"; None for converted models."""
     settings = manifest.settings
     if "optim.sharding" not in settings:
         return None
@@ -126,22 +140,14 @@ def _directory_bytes(path: Path) -> int:
     return total
 
 
-def _count_params(manifest: Manifest) -> int:
-    """Raises CheckpointError."""
-    if manifest.is_sharded:
-        return sum(math.prod(shape) for shape in manifest.index().shapes.values())
-    names = [one.name for one in manifest.files if one.name.endswith(".safetensors")]
-    return sum(_count_elements(manifest.path / name) for name in names)
-
-
 def _count_elements(path: Path) -> int:
-    """Of all tensors of a safetensors file, from its header."""
+    """Return the number of elements in a safetensors file, from its header."""
     try:
         with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size  # more than that is damage
             length = min(size, _HEADER_BYTES, int.from_bytes(file.read(8), "little"))
             header = json.loads(file.read(length))
-        shapes = [one["shape"] for name, one in header.items() if name != "__metadata__"]
+        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
         if any(type(n) is not int or not 0 <= n < _MOST for shape in shapes for n in shape):
             raise ValueError("a shape is no list of sizes")
         params = sum(map(math.prod, shapes))
@@ -153,73 +159,98 @@ def _count_elements(path: Path) -> int:
 
 
 def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
-    """All that are there. `next_start` is the name of that from which `checkpoint.load = "auto"`
-    would go on, `full_by_model` how often the newest model-only one fits into the newest full one.
-    Raises CheckpointError where there is none."""
-    found = [look_at(one) for one in find(path)]
-    found = [one for one in found if os.path.isdir(one["path"])]  # a run may seal or remove some
+    """Describe all checkpoints of a run.
+
+    Returns:
+        `path`; `checkpoints`, as `describe` returns them; `next_start`, the name of the checkpoint
+        from which `checkpoint.load = "auto"` continues; and `full_by_model`, the ratio of the sizes
+        of the newest full and the newest model-only checkpoint.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    checkpoints = [describe(checkpoint) for checkpoint in find(path)]
+    # A run may have renamed or removed some of them.
+    checkpoints = [about for about in checkpoints if os.path.isdir(about["path"])]
     newest: dict[str, Any] = {}
-    for one in found:
-        if one["state"] == "valid" and not one["set_aside"]:
-            newest[one["kind"]] = one
+    for about in checkpoints:
+        if about["state"] == "valid" and not about["set_aside"]:
+            newest[about["kind"]] = about
     full, model = newest.get("full"), newest.get("model")
     ratio = full["bytes"] / model["bytes"] if full and model else None
     return {
         "path": str(path),
-        "checkpoints": found,
+        "checkpoints": checkpoints,
         "next_start": full["name"] if full else None,
         "full_by_model": ratio,
     }
 
 
 def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
-    """Compare every byte of a checkpoint, or of all that a run could load, with its checksums, and
-    its weights with its configurations, as a load does. Imports torch.
+    """Compare every byte of checkpoints with the checksums, and the weights with the
+    configurations. Imports torch.
 
-    Each of `checkpoints` has `name`, `kind`, `bytes`, `s` and `problems`, a line for each file that
-    is damaged. Raises CheckpointError where there is nothing to verify.
+    Args:
+        path: A checkpoint, or a run directory for all its checkpoints outside quarantine.
+        threads: As for `in_threads`.
+
+    Returns:
+        `path`, `valid`, the names in `damaged`, and `checkpoints`: `name`, `kind`, `bytes`, the
+        seconds `s`, and `problems`, a line for each damaged file.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
     """
-    paths = [Path(path)] if is_checkpoint(path) else manager.find_all(path)
+    paths = [Path(path)] if is_checkpoint(path) else store.find_all(path)
     if not paths:
         find(path)
         raise CheckpointError(f"{path}: no sealed checkpoint; only unsealed or set aside ones")
-    results = [(one, _verify_one(one, threads)) for one in paths]
-    checked = [result for one, result in results if one.is_dir()]  # a run may remove old ones
+    results = [(checkpoint, _verify_path(checkpoint, threads)) for checkpoint in paths]
+    checked = [result for checkpoint, result in results if checkpoint.is_dir()]  # not removed
     if not checked:
         raise CheckpointError(f"{path}: removed while it was read; give the command again")
-    damaged = [one["name"] for one in checked if one["problems"]]
+    damaged = [result["name"] for result in checked if result["problems"]]
     return {"path": str(path), "valid": not damaged, "damaged": damaged, "checkpoints": checked}
 
 
-def _verify_one(path: Path, threads: int) -> dict[str, Any]:
-    from optimus.checkpoint.weights import check_content  # imports torch
+def _verify_path(path: Path, threads: int) -> dict[str, Any]:
+    from optimus.checkpoint.weights import check_content
 
     start, kind, size = time.perf_counter(), None, 0
     try:
         manifest = read_manifest(path)
-        kind, size = manifest.kind, sum(one.size for one in manifest.files)
+        kind, size = manifest.kind, sum(entry.size for entry in manifest.files)
         problems = manifest.problems(threads)
         if not problems:
             check_content(manifest)
         if manifest.is_sharded and not problems:
             size += sum(shard.size for shard in manifest.index().shards)
-    except OptimusError as error:  # ConfigError: of a configuration in it
+    except OptimusError as error:  # includes ConfigError, for its configuration
         problems = [str(error)]
     seconds = time.perf_counter() - start
     return {"name": path.name, "kind": kind, "bytes": size, "s": seconds, "problems": problems}
 
 
 def show(path: str | os.PathLike) -> dict[str, Any]:
-    """All that is known of one checkpoint, of a run's newest valid full one: what `look_at` tells,
-    its files, its settings, and how evenly its ranks wrote. Raises CheckpointError."""
-    one = Path(path)
-    if not is_checkpoint(one):
+    """Describe one checkpoint in detail.
+
+    Args:
+        path: A checkpoint, or a run directory for its newest valid full checkpoint.
+
+    Returns:
+        The keys of `describe`, the files, the settings, and the balance of the writers.
+
+    Raises:
+        CheckpointError: There is no valid checkpoint.
+    """
+    directory = Path(path)
+    if not is_checkpoint(directory):
         find(path)
-        newest = manager.newest_valid(path, thorough=False)
+        newest = store.newest_valid(path, thorough=False)
         if newest is None:
             raise CheckpointError(f"{path}: a run directory without a valid full checkpoint")
-        one = newest.path
-    manifest, about = read_manifest(one), look_at(one)
+        directory = newest.path
+    manifest, about = read_manifest(directory), describe(directory)
     about["files"] = {entry.name: entry.size for entry in manifest.files}
     about["loss_scale"], about["settings"] = manifest.loss_scale, dict(manifest.settings)
     about["mesh"] = manifest.ranks
@@ -235,25 +266,29 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any]:
-    """How evenly ranks and nodes wrote: `sizes` are bytes by rank, `ranks` as in a manifest.
+    """Return how evenly ranks and nodes wrote.
 
-    Stages hold different parameters, which nobody else could write: so greatest by mean is taken
-    of the ranks of each stage, and of the nodes that have ranks of it, and the worst stage counts.
+    The pipeline stages have different parameters. Therefore the ratio of maximum to mean is
+    computed for the ranks and for the nodes of each stage, and the greatest ratio counts.
+
+    Args:
+        sizes: Bytes of the shard files, by rank.
+        ranks: `Manifest.ranks`.
     """
     world = _world(ranks)
     stage = world // ranks["pp"]
-    every = [sizes.get(rank, 0) for rank in range(world)]
+    all_sizes = [sizes.get(rank, 0) for rank in range(world)]
     by_rank, by_node = [], []
     for first in range(0, world, stage):
-        written = every[first : first + stage]
+        written = all_sizes[first : first + stage]
         by_rank.append(_greatest_by_mean(written))
         nodes = itertools.groupby(range(first, first + stage), lambda r: r // ranks["per_node"])
-        groups = [[every[rank] for rank in node] for _, node in nodes]
-        most = max(map(len, groups))  # a node that stages share is in part another's
+        groups = [[all_sizes[rank] for rank in node] for _, node in nodes]
+        most = max(map(len, groups))  # leave out nodes that stages share
         by_node.append(_greatest_by_mean([sum(node) for node in groups if len(node) == most]))
     return {
-        "largest_bytes": max(every),
-        "smallest_bytes": min(every),
+        "largest_bytes": max(all_sizes),
+        "smallest_bytes": min(all_sizes),
         "rank_max_by_mean": max(by_rank),
         "node_max_by_mean": max(by_node),
     }

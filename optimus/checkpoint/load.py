@@ -1,37 +1,142 @@
-"""Loading full states: every rank reads its own part, and copies pass on what they have read."""
+"""Loading of full checkpoints: every rank reads a share of its states and sends it to the others.
+
+If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
+place, by `checkpoint.distribute`: with `broadcast` each rank in turn sends its share, one mesh axis
+after the other; with `all_reduce` they add integers that are zero outside of their shares, which
+changes no bits. Only the exchange between the end stages of the pipeline allocates memory, for one
+stripe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+import numpy
 import torch
+from torch import Tensor
 
-from optimus.checkpoint.distribute import Distribute, pass_to_copies, pass_to_far_end
-from optimus.checkpoint.index import ITEMSIZE
-from optimus.checkpoint.manifest import Manifest
-from optimus.checkpoint.pieces import Span, first_nonfinite, spans_to_read
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.transfer import Readers, Want
+from optimus.checkpoint.format import ITEMSIZE, Index, Manifest
+from optimus.checkpoint.save import RankStates
+from optimus.checkpoint.shard_file import ShardReader
+from optimus.checkpoint.slices import (
+    STRIPE,
+    ChunkShard,
+    ParamSlice,
+    Share,
+    StateSlice,
+    find_nonfinite,
+    share_bounds,
+    share_of,
+    slices_to_read,
+)
+from optimus.chunks.buffers import StateShard
+from optimus.chunks.layout import STATES
+from optimus.config.axes import AXES
 from optimus.distributed.collectives import (
+    Group,
     all_gather_objects,
+    all_reduce_sum,
+    broadcast,
     broadcast_bytes,
     broadcast_object,
     greatest,
 )
+from optimus.distributed.groups import Groups
 from optimus.errors import CheckpointError
+from optimus.io import files
 from optimus.io.safetensors import as_bytes, check_shapes
 
 HOST_BYTES = 1 << 30
-"""What loading may take of the host's memory for states on another device."""
+"""Maximum host memory for reading states of another device."""
+Distribute = Literal["broadcast", "all_reduce"]
+"""Values of `checkpoint.distribute`."""
 
 
-def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
-    """Fill the states from a checkpoint of any layout; why that failed, the same on every rank, or
-    nothing. A collective of all ranks.
+class ReadRequest(NamedTuple):
+    """A state of some slices of parameters, each with its offset in `memory`, in elements."""
 
-    The first rank reads the index for all. Each rank reads its part of what it and its copies hold,
-    and every block is checked; then copies pass their parts on. After a failure the states hold
-    anything, until a checkpoint is loaded in whole.
+    state: str
+    params: Sequence[tuple[ParamSlice, int]]
+    memory: memoryview
+
+
+class Readers(files.Closing):
+    """The shard files of a checkpoint. The last `limit` files that were used stay open, each with
+    the last block that was read in part, so that later requests do not read it again."""
+
+    def __init__(self, directory: Path, index: Index, limit: int) -> None:
+        self._directory, self._index, self._limit = directory, index, limit
+        self._open: dict[int, ShardReader] = {}
+        """In order of use."""
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill the memory of all requests. Each file is opened once, and each block read once.
+
+        Raises:
+            CheckpointError: Names the damaged file, or the parameter that is missing.
+        """
+        try:
+            ranges = plan_reads(self._index, requests)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._directory}: {error}") from None
+        limits = [*numpy.flatnonzero(numpy.diff(ranges[:, 0], prepend=-1)), len(ranges)]
+        targets = [request.memory for request in requests]
+        for low, high in itertools.pairwise(limits):
+            number = int(ranges[low, 0])
+            file = self._open.pop(number, None)
+            if file is None:
+                while len(self._open) >= self._limit:
+                    self._open.pop(next(iter(self._open))).close()
+                file = self._index.open(self._directory, number)
+            self._open[number] = file
+            file.read(ranges[low:high, 1:], targets)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
+    """Return the byte ranges to read for some requests.
+
+    Returns:
+        int64 [n, 5]: number of the shard file, offset in it, number of the request, offset in its
+        memory, length; in bytes, sorted by file and offset.
+
+    Raises:
+        CheckpointError: The checkpoint does not have everything.
+    """
+    names = {param.name for request in requests for param, _ in request.params}
+    stored = {name: index.stored(name) for name in names}
+    known: dict[ParamSlice, numpy.ndarray] = {}
+    planned = [numpy.empty((0, 5), dtype=numpy.int64)]
+    for number, request in enumerate(requests):
+        state = STATES.index(request.state)
+        for param, offset in request.params:
+            if param not in known:
+                known[param] = stored[param.name].element_ranges(param)
+            ranges = stored[param.name].byte_ranges(known[param], state, ITEMSIZE)
+            ranges[:, 2] += offset * ITEMSIZE
+            planned.append(numpy.insert(ranges, 2, number, axis=1))
+    ranges = numpy.concatenate(planned)
+    return ranges[numpy.lexsort((ranges[:, 1], ranges[:, 0]))]
+
+
+def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str:
+    """Fill the states from a full checkpoint of any layout. A collective of all ranks.
+
+    The first rank reads the index for all ranks. Every block that is read is checked.
+
+    Args:
+        states: The states of this rank. If the load fails, their values are undefined.
+        manifest: The checkpoint.
+        method: `checkpoint.distribute`.
+
+    Returns:
+        The reason of a failure, or "". The same on all ranks.
     """
     everyone, problem, data = states.groups.everyone, "", b""
     if everyone.rank == 0:
@@ -47,62 +152,149 @@ def load_full(states: RankStates, manifest: Manifest, how: Distribute) -> str:
         _read(states, manifest, data)
     except CheckpointError as error:
         problem = str(error)
-    if problem := _first_told(problem, states):
-        return problem
-    for one, held in zip(states.shards, states.held, strict=True):
-        if not held.far:
-            pass_to_copies(held, one.states.values(), states.groups, how)
-    for name in states.on_both_ends:
-        pass_to_far_end(name, states.shards, states.groups, how)
+    if greatest(int(bool(problem)), everyone, states.device):
+        return next(filter(None, all_gather_objects(problem, everyone, str)))
+    for state_shard, shard in zip(states.shards, states.chunk_shards, strict=True):
+        if not shard.is_tied_copy:
+            broadcast_to_replicas(shard, state_shard.states.values(), states.groups, method)
+    for name in states.tied:
+        send_to_tied_stage(name, states.shards, states.groups, method)
     return ""
 
 
-def _first_told(problem: str, states: RankStates) -> str:
-    """The first rank's problem of those that have one."""
-    everyone = states.groups.everyone
-    if not greatest(int(bool(problem)), everyone, states.device):
-        return ""
-    problems = all_gather_objects(problem, everyone, str)
-    return next(text for text in problems if text)
-
-
 def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
-    """This rank's part from disk. Host memory is filled in place, at once; other devices' through
-    up to HOST_BYTES of host memory. Raises CheckpointError."""
+    """Read this rank's share. Host memory is filled in place; states of other devices pass through
+    at most HOST_BYTES of host memory. Raises CheckpointError."""
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index.shapes, states.shapes)
-    spans = spans_to_read(states.held, states.boxes, groups.mesh, groups.coordinate)
-    parts = states.parts(spans)
-    for batch in [parts] if states.device.type == "cpu" else _batches(parts):
-        targets = [states.memory(*one) for one in batch]
+    slices = states.with_states(
+        slices_to_read(states.chunk_shards, states.boxes, groups.mesh, groups.coordinate)
+    )
+    for batch in [slices] if states.device.type == "cpu" else _batches(slices):
+        targets = [states.view(*pair) for pair in batch]
         hosts = [
             t if t.is_cpu and t.dtype is torch.float32 else torch.empty(t.shape) for t in targets
         ]
-        wants = [
-            Want(state, span.pieces, as_bytes(host))
-            for (state, span), host in zip(batch, hosts, strict=True)
+        requests = [
+            ReadRequest(state, state_slice.params, as_bytes(host))
+            for (state, state_slice), host in zip(batch, hosts, strict=True)
         ]
         with Readers(manifest.path, index, 1) as readers:
-            readers.read(wants)
-        for (state, span), host in zip(batch, hosts, strict=True):
-            if found := first_nonfinite(host.numpy(), span):
+            readers.read(requests)
+        for (state, state_slice), host in zip(batch, hosts, strict=True):
+            if nonfinite := find_nonfinite(host.numpy(), state_slice):
                 raise CheckpointError(
-                    f"{manifest.path}: {state} of {found}, and it was saved so: its hash is right"
+                    f"{manifest.path}: {state} of {nonfinite}, and it was saved so: its hash is "
+                    "right"
                 )
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
                 target.copy_(host)
 
 
-def _batches(parts: Sequence[tuple[str, Span]]) -> Iterator[Sequence[tuple[str, Span]]]:
-    """Runs of states of spans that fit into HOST_BYTES, or are alone."""
-    batch: list[tuple[str, Span]] = []
+def _batches(
+    slices: Sequence[tuple[str, StateSlice]],
+) -> Iterator[Sequence[tuple[str, StateSlice]]]:
+    """Yield consecutive slices that fit into HOST_BYTES together, or a single larger one."""
+    batch: list[tuple[str, StateSlice]] = []
     filled = 0
-    for state, span in parts:
-        size = (span.stop - span.start) * ITEMSIZE
+    for state, state_slice in slices:
+        size = (state_slice.stop - state_slice.start) * ITEMSIZE
         if batch and filled + size > HOST_BYTES:
             yield batch
             batch, filled = [], 0
-        batch.append((state, span))
+        batch.append((state, state_slice))
         filled += size
     yield batch
+
+
+def broadcast_to_replicas(
+    shard: ChunkShard, flats: Iterable[Tensor], groups: Groups, method: Distribute
+) -> None:
+    """Complete the states of a shard. A collective of the ranks that have the same shard.
+
+    Args:
+        shard: The shard.
+        flats: Its states, in which this rank has filled its share.
+        groups: Process groups of this rank.
+        method: `checkpoint.distribute`.
+    """
+    mesh = groups.mesh
+    share = share_of(mesh, groups.coordinate, shard.copy_axes)
+    if share.count == 1:
+        return
+    start, stop = share_bounds(shard, share)
+    along = [(groups.over(axis), getattr(mesh, axis)) for axis in AXES if axis in shard.copy_axes]
+    for flat in flats:
+        if method == "all_reduce":
+            flat[:start] = 0
+            flat[stop:] = 0
+        stride = 1
+        for group, size in reversed(along):
+            if method == "all_reduce":
+                all_reduce_sum(_as_integers(flat), group)
+                continue
+            base = share.index // (stride * size) * (stride * size)
+            for source in range(size):
+                first, last = base + source * stride, base + (source + 1) * stride - 1
+                low = share_bounds(shard, Share(first, share.count))[0]
+                high = share_bounds(shard, Share(last, share.count))[1]
+                if high > low:
+                    broadcast(flat[low:high], group, source)
+            stride *= size
+
+
+def send_to_tied_stage(
+    name: str, shards: Sequence[StateShard], groups: Groups, method: Distribute
+) -> None:
+    """Copy a tied parameter from the first pipeline stage to the last, one stripe at a time, since
+    the chunk layouts of the stages may differ.
+
+    A collective of the end stages. It does nothing on other stages.
+
+    Args:
+        name: Name of the parameter.
+        shards: The shards of this rank.
+        groups: Process groups of this rank.
+        method: `checkpoint.distribute`.
+    """
+    slots = ((shard, slot) for shard in shards for slot in shard.chunk.slots if slot.name == name)
+    shard, slot = next(slots, (None, None))
+    if shard is None or slot is None or groups.ends.size == 1:
+        return
+    is_source = not shard.groups.is_tied_copy
+    low = max(slot.start, shard.first)
+    high = min(slot.stop, shard.first + shard.chunk.shard_length)
+    for flat in shard.states.values():
+        for start in range(slot.start, slot.stop, STRIPE):
+            stop = min(start + STRIPE, slot.stop)
+            stripe = flat.new_zeros(stop - start)
+            a, b = max(low, start), min(high, stop)
+            local = flat[a - shard.first : b - shard.first] if a < b else None
+            if is_source:
+                if local is not None:
+                    stripe[a - start : b - start] = local
+                all_reduce_sum(_as_integers(stripe), shard.groups.shard_group)
+            broadcast_from_first(_as_integers(stripe), groups.ends, method)
+            if local is not None and not is_source:
+                local.copy_(stripe[a - start : b - start])
+
+
+def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> None:
+    """Copy integers of the first rank to all ranks. A collective of `group`.
+
+    Args:
+        tensor: Integers. With `all_reduce`, those of other ranks must be zero.
+        group: The ranks.
+        method: `checkpoint.distribute`.
+    """
+    if method == "broadcast":
+        broadcast(tensor, group)
+    else:
+        all_reduce_sum(tensor, group)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return a view as integers, so that adding zeros changes no bits. (gloo cannot add integers of
+    two bytes.)"""
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)

@@ -1,4 +1,8 @@
-"""Saving the full state of a run: every rank writes its own part, the first seals the whole."""
+"""Saves of full checkpoints: every rank writes its shard file, and the first rank commits them.
+
+`Saver` is the common sequence of full and model-only saves; optimus/checkpoint/weights.py has the
+model-only one.
+"""
 
 from __future__ import annotations
 
@@ -8,155 +12,339 @@ import shutil
 import socket
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 
 from optimus import platform
-from optimus.checkpoint import manifest as manifests
-from optimus.checkpoint.index import INDEX, Written, encode
-from optimus.checkpoint.pieces import Scatter, Span, first_nonfinite
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.shards import Identity, shard_name
-from optimus.checkpoint.staging import Staging, share_of
-from optimus.checkpoint.threads import Stop, Task
-from optimus.checkpoint.transfer import shard_size, write_shard
-from optimus.checkpoint.underway import Underway
+from optimus.checkpoint import store
+from optimus.checkpoint.async_save import AsyncSave
+from optimus.checkpoint.format import INDEX, ITEMSIZE, ShardReport, encode
+from optimus.checkpoint.shard_file import (
+    HEADER_BYTES,
+    Identity,
+    ShardWriter,
+    Stop,
+    Task,
+    aligned,
+    shard_name,
+)
+from optimus.checkpoint.slices import (
+    BATCH_ELEMENTS,
+    Box,
+    ChunkShard,
+    Scatter,
+    StateSlice,
+    find_nonfinite,
+    slices_to_write,
+)
+from optimus.chunks.buffers import StateShard
+from optimus.chunks.layout import STATES
 from optimus.distributed.collectives import (
     all_reduce_sum,
     broadcast_object,
     decode_object,
     encode_object,
 )
+from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, OptimusError, one_line
 from optimus.io.safetensors import as_bytes
 
 BEGIN_S = 60.0
-"""What looking for room and making a directory may take at most."""
+"""Maximum time to check the free space and to create a directory."""
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """The shards of a rank and the slices of the model's parameters that they contain."""
+
+    groups: Groups
+    shards: Sequence[StateShard]
+    boxes: Mapping[str, Box]
+    """Boxes of the parameters of this rank, by name."""
+    shapes: Mapping[str, Sequence[int]]
+    """Shapes of all whole parameters of the model, by name."""
+    tied: tuple[str, ...] = ()
+    """Parameters that the first and the last of several pipeline stages both have."""
+
+    @property
+    def chunk_shards(self) -> list[ChunkShard]:
+        return [
+            ChunkShard(shard.chunk, shard.first, shard.groups.copy_axes, shard.groups.is_tied_copy)
+            for shard in self.shards
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return self.shards[0].states["master"].device
+
+    def with_states(self, slices: Sequence[StateSlice]) -> list[tuple[str, StateSlice]]:
+        """Return pairs of a state and a slice that has it, sorted by state. Frozen parameters have
+        no moments."""
+        return [
+            (state, state_slice)
+            for state in STATES
+            for state_slice in slices
+            if state in self.shards[state_slice.shard].states
+        ]
+
+    def view(self, state: str, state_slice: StateSlice) -> Tensor:
+        """Return a state of a slice, as a view of the shard."""
+        shard = self.shards[state_slice.shard]
+        return shard.states[state][state_slice.start : state_slice.stop]
+
+
+def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, StateSlice]]:
+    """Return the states and slices that this rank writes to a full checkpoint."""
+    groups = states.groups
+    return states.with_states(
+        slices_to_write(
+            *(states.chunk_shards, states.boxes, groups.mesh, groups.coordinate),
+            *(scatter, states.tied),
+        )
+    )
+
+
+def staging_bytes(
+    slices: Sequence[tuple[str, StateSlice]], dtype: torch.dtype = torch.float32
+) -> int:
+    """Return the bytes of a `Staging` of these states and slices."""
+    return sum(aligned((s.stop - s.start) * dtype.itemsize) for _, s in slices)
+
+
+class Staging:
+    """Host memory for the states that a rank writes, so that training can continue. Reused."""
+
+    def __init__(
+        self,
+        slices: Sequence[tuple[str, StateSlice]],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate the memory.
+
+        Args:
+            slices: The states and slices to copy.
+            device: Device of the states. The memory is pinned unless it is the CPU.
+            dtype: Type of the copies.
+        """
+        size = staging_bytes(slices, dtype) // dtype.itemsize
+        self._flat = torch.empty(size, dtype=dtype, pin_memory=device.type != "cpu")
+        self._flat.zero_()  # allocate its pages before the first copy
+        self._copies: dict[tuple[str, StateSlice], Tensor] = {}
+        offset = 0
+        for state, state_slice in slices:
+            length = state_slice.stop - state_slice.start
+            self._copies[state, state_slice] = self._flat[offset : offset + length]
+            offset += aligned(length * dtype.itemsize) // dtype.itemsize
+
+    def fill(self, states: RankStates) -> None:
+        """Copy the current states."""
+        for (state, state_slice), copy in self._copies.items():
+            # A conversion allocates memory on the device, so convert a few elements at a time.
+            source = states.view(state, state_slice)
+            batches = zip(copy.split(BATCH_ELEMENTS), source.split(BATCH_ELEMENTS), strict=True)
+            for target, values in batches:
+                target.copy_(values, non_blocking=True)
+        platform.synchronize(states.device)
+
+    def copy_of(self, state: str, state_slice: StateSlice) -> Tensor:
+        """Return the copy that `fill` made of a state of a slice."""
+        return self._copies[state, state_slice]
+
+
+def shard_size(slices: Sequence[tuple[str, StateSlice]]) -> int:
+    """Return the bytes of the shard file of these states and slices."""
+    return HEADER_BYTES + sum(aligned((s.stop - s.start) * ITEMSIZE) for _, s in slices)
+
+
+def write_shard(
+    directory: Path,
+    identity: Identity,
+    slices: Sequence[tuple[str, StateSlice]],
+    bytes_of: Callable[[str, StateSlice], memoryview],
+    stop: Stop | None = None,
+    direct: bool = True,
+) -> ShardReport:
+    """Write a shard file and make it durable.
+
+    Args:
+        directory: Directory of the checkpoint.
+        identity: The save, step and writer.
+        slices: The states and slices to write.
+        bytes_of: Returns the bytes of a state of a slice.
+        stop: As for ShardWriter.
+        direct: As for ShardWriter.
+
+    Returns:
+        The description of the file for the index.
+
+    Raises:
+        OSError: The file cannot be written.
+        OptimusError: `stop` was set.
+    """
+    offsets: dict[StateSlice, dict[str, int]] = {}
+    with ShardWriter(directory, identity, shard_size(slices), stop, direct) as file:
+        for state, state_slice in slices:
+            offsets.setdefault(state_slice, {})[state] = file.write(bytes_of(state, state_slice))
+        shard = file.finish()
+    boxes: dict[tuple[str, Box], int] = {}
+    rows: list[tuple[int, ...]] = []
+    for state_slice, of_state in offsets.items():
+        for (name, box, start, end), at in state_slice.params:
+            columns = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in STATES)
+            rows.append((boxes.setdefault((name, box), len(boxes)), start, end, *columns))
+    return ShardReport(shard, list(boxes), rows)
 
 
 class Generation(NamedTuple):
-    """One save, and the directory that it fills."""
+    """A save: its random name, and the directory that it fills."""
 
     name: str
     directory: Path
 
 
 class Saver(ABC):
-    """Writes checkpoints of one kind, of states that stay where they are; one at a time."""
+    """Saves checkpoints of one kind, one at a time. The sizes of the states do not change."""
 
     bytes: int
-    """Of all files of states together."""
+    """Bytes of the files with states of all ranks."""
     _report: Any
-    """The type that `_write` returns."""
+    """Type of the value that `_write` returns."""
 
     def __init__(
         self,
         states: RankStates,
-        parts: Sequence[tuple[str, Span]],
+        slices: Sequence[tuple[str, StateSlice]],
         dtype: torch.dtype,
         *,
         staged: bool = False,
         limit_s: float = 1800.0,
         begin_s: float = BEGIN_S,
     ) -> None:
-        """This rank writes `parts`. `staged`: they are copied to host memory first, in `dtype`; it
-        is taken here. `limit_s`: as for Underway; `begin_s`: how long ranks wait for one another at
-        most."""
-        self._parts, self._limit_s, self._begin_s = parts, limit_s, min(limit_s, begin_s)
-        self._staging = Staging(parts, states.device, dtype) if staged else None
+        """Plan the saves of this rank.
+
+        Args:
+            states: The states of this rank.
+            slices: The states and slices that this rank writes.
+            dtype: Type of the staged copies.
+            staged: True to copy the states to host memory first. The memory is allocated here.
+            limit_s: As for AsyncSave.
+            begin_s: Maximum time that the ranks wait in `begin` for the first rank.
+        """
+        self._slices, self._limit_s, self._begin_s = slices, limit_s, min(limit_s, begin_s)
+        self._staging = Staging(slices, states.device, dtype) if staged else None
         self._directory: Path | None = None
 
     def begin(
         self,
         states: RankStates,
         final: Path,
-        write_companions: Callable[[Path], None],
-        after_seal: Callable[[], None] = lambda: None,
+        write_sidecars: Callable[[Path], None],
+        after_commit: Callable[[], None] = lambda: None,
         clean: Callable[[Path], None] = lambda path: shutil.rmtree(path, ignore_errors=True),
         *,
-        beside: Callable[[], int] = lambda: 0,
+        reserve: Callable[[], int] = lambda: 0,
         step: int,
         **facts: Any,
-    ) -> Underway:
-        """Begin to write `final`. A collective of all ranks; no save of this one is under way.
+    ) -> AsyncSave:
+        """Start a save. A collective of all ranks; the previous save of this Saver has ended.
 
-        The first rank makes a fresh directory where there is room for this one and `beside()` bytes
-        more, every rank writes its part there and makes it durable, the first rank adds what
-        describes it and `write_companions`, checks all files and seals them; then it calls
-        `after_seal`. After a failure it calls `clean` with the directory. Staged, the states may
-        change at once; otherwise once the save is over. Raises OptimusError on every rank if it
-        cannot begin.
+        The first rank creates a directory, every rank writes its file there, and then the first
+        rank writes the other files, checks all and commits. Staged states may change when this
+        function returns; others may change when the save has ended.
+
+        Args:
+            states: The states of this rank.
+            final: Directory of the committed checkpoint.
+            write_sidecars: Writes further files to a directory. Called on the first rank.
+            after_commit: Called on the first rank after the commit.
+            clean: Removes the directory of a failed save. Called on the first rank.
+            reserve: Returns the bytes of another save that the disk must have space for.
+            step: Number of completed updates.
+            facts: Other fields of the manifest.
+
+        Raises:
+            OptimusError: The save cannot start. All ranks raise it.
         """
         everyone, device = states.groups.everyone, states.device
-        opening = Task(lambda: self._make(final, beside)) if everyone.rank == 0 else None
-        if self._staging is not None:
-            self._staging.fill(states)  # meanwhile
-            states = replace(states, shards=())  # fp32 copies of frozen ones need not stay
-        else:
-            platform.synchronize(device)  # threads have streams of their own
-        opened = self._opened(opening, final) if opening is not None else None
-        opened = broadcast_object(opened, everyone, Generation | str)
-        if isinstance(opened, str):
-            raise OptimusError(opened)
+        states, created = self._stage(states, final, reserve)
 
         def write(stop: Stop) -> bytes:
             try:
                 return encode_object(
-                    self._write(states, opened, step, stop) if self._parts else None
+                    self._write(states, created, step, stop) if self._slices else None
                 )
             except OSError as error:
-                what = f"{final.name}/{self._name_of(everyone.rank)}"
-                raise OptimusError(f"{what} not written: {error.strerror}") from None
+                path = f"{final.name}/{self._name_of(everyone.rank)}"
+                raise OptimusError(f"{path} not written: {error.strerror}") from None
 
-        def seal(stop: Stop, reports: list[bytes]) -> None:
+        def commit(stop: Stop, reports: list[bytes]) -> None:
             try:
-                found = [decode_object(data, self._report | None) for data in reports]
-                shown = self._describe(states, opened, step, stop, found)
-                write_companions(opened.directory)
-                manifests.finish(opened.directory, final, step=step, stop=stop, **shown, **facts)
+                decoded = [decode_object(data, self._report | None) for data in reports]
+                described = self._describe(states, created, step, stop, decoded)
+                write_sidecars(created.directory)
+                store.commit(created.directory, final, step=step, stop=stop, **described, **facts)
             except OSError as error:
-                where = error.filename or opened.directory
-                raise OptimusError(f"{final.name} not written: {where}: {error.strerror}") from None
+                path = error.filename or created.directory
+                raise OptimusError(f"{final.name} not written: {path}: {error.strerror}") from None
 
-        return Underway(
+        return AsyncSave(
             final.name,
             step,
             everyone,
             device,
             self._limit_s,
             write=write,
-            seal=seal,
-            after_seal=after_seal,
-            clean=lambda: clean(opened.directory),
+            commit=commit,
+            after_commit=after_commit,
+            clean=lambda: clean(created.directory),
         )
+
+    def _stage(
+        self, states: RankStates, final: Path, reserve: Callable[[], int]
+    ) -> tuple[RankStates, Generation]:
+        """Copy the states if they are staged, while the first rank creates the directory. Raises
+        OptimusError on all ranks if it cannot."""
+        everyone, device = states.groups.everyone, states.device
+        creating = Task(lambda: self._create(final, reserve)) if everyone.rank == 0 else None
+        if self._staging is not None:
+            self._staging.fill(states)
+            states = replace(states, shards=())  # release fp32 copies of frozen parameters
+        else:
+            platform.synchronize(device)  # threads have their own streams
+        created: Any = None
+        if creating is not None:
+            creating.wait(self._begin_s)  # all ranks wait for this
+            created = (
+                creating.value()
+                if creating.has_ended
+                else f"{final.name} not opened within {self._begin_s:g} s: {final.parent} is slow "
+                "or hangs"
+            )
+        created = broadcast_object(created, everyone, Generation | str)
+        if isinstance(created, str):
+            raise OptimusError(created)
+        return states, created
 
     def unwritten(self) -> int:
-        """Bytes of the latest save for which the disk has given no room yet: of one that is
-        under way no longer, all. On the first rank."""
-        given = 0
+        """Return the bytes of the latest save that the disk has not allocated yet: all, if that
+        save has ended. Called on the first rank."""
+        allocated = 0
         if self._directory is not None:
-            with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as there:
-                given = sum(512 * one.stat().st_blocks for one in there)
-        return max(0, self.bytes - given)
+            with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+                allocated = sum(512 * entry.stat().st_blocks for entry in entries)
+        return max(0, self.bytes - allocated)
 
-    def _opened(self, opening: Task, final: Path) -> Generation | str:
-        """A new generation, or why there is none; soon, since all ranks wait for it."""
-        opening.wait(self._begin_s)
-        if opening.has_ended:
-            return opening.value()
-        return (
-            f"{final.name} not opened within {self._begin_s:g} s: {final.parent} is slow or hangs"
-        )
-
-    def _make(self, final: Path, beside: Callable[[], int]) -> Generation | str:
-        """A new generation, or why there is none."""
+    def _create(self, final: Path, reserve: Callable[[], int]) -> Generation | str:
+        """Return a new generation, or the reason why there is none."""
         try:
-            self._directory = directory = manifests.begin(final, self.bytes, beside())
+            self._directory = directory = store.create(final, self.bytes, reserve())
             try:
                 self._prepare(directory)
             except BaseException:
@@ -170,72 +358,81 @@ class Saver(ABC):
         except Exception as error:  # the other ranks wait for an answer
             return f"{final.name} not written: {type(error).__name__}: {one_line(error)}"
 
-    def _prepare(self, directory: Path) -> None:  # noqa: B027 - most have nothing to do
-        """What the first rank does there before any writes. Raises OSError."""
+    def _prepare(self, directory: Path) -> None:  # noqa: B027 - full saves have nothing to do
+        """Prepare the directory on the first rank before any rank writes. Raises OSError."""
 
     @abstractmethod
     def _name_of(self, rank: int) -> str:
-        """The file that a rank writes, for messages."""
+        """Return the name of the file that a rank writes, for messages."""
 
     @abstractmethod
     def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> Any:
-        """This rank's part; what the first rank is told of it. Raises OSError and OptimusError."""
+        """Write this rank's slices and return a report for the first rank. Raises OSError and
+        OptimusError."""
 
     @abstractmethod
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
-        """The first rank's part once every rank has reported (None where it had no part): what to
-        tell `manifest.finish`. Raises as `_write`."""
+        """Return arguments for `store.commit`, on the first rank, from the reports of all ranks
+        (None for a rank without slices). Raises as `_write`."""
 
 
 class FullSaver(Saver):
-    """Writes full checkpoints: a file of its own of every rank that has a part."""
+    """Saves full checkpoints: one shard file for each rank that has slices to write."""
 
-    _report = Written
+    _report = ShardReport
 
     def __init__(
-        self, states: RankStates, scatter: Scatter, *, direct: bool = True, **how: Any
+        self, states: RankStates, scatter: Scatter, *, direct: bool = True, **limits: Any
     ) -> None:
-        """What each rank writes is planned here, once; staged, it is looked through for what is not
-        finite. `direct`: as for ShardWriter; `how`: as for Saver. A collective of all ranks."""
-        parts = share_of(states, scatter)
-        super().__init__(states, parts, torch.float32, **how)
+        """Plan the shard files. A collective of all ranks.
+
+        Args:
+            states: The states of this rank.
+            scatter: `checkpoint.scatter`.
+            direct: As for ShardWriter.
+            limits: `staged`, `limit_s` and `begin_s` of Saver. Staged copies are checked for
+                non-finite values.
+        """
+        slices = states_to_write(states, scatter)
+        super().__init__(states, slices, torch.float32, **limits)
         self._direct = direct
-        sizes = torch.tensor([shard_size(parts) if parts else 0], device=states.device)
+        sizes = torch.tensor([shard_size(slices) if slices else 0], device=states.device)
         all_reduce_sum(sizes, states.groups.everyone)
         self.bytes = int(sizes)
 
     def _name_of(self, rank: int) -> str:
         return shard_name(rank)
 
-    def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> Written:
-        def bytes_of(state: str, span: Span) -> memoryview:
+    def _write(
+        self, states: RankStates, generation: Generation, step: int, stop: Stop
+    ) -> ShardReport:
+        rank = states.groups.everyone.rank
+
+        def bytes_of(state: str, state_slice: StateSlice) -> memoryview:
             if self._staging is None:
-                return as_bytes(states.memory(state, span).to("cpu", torch.float32))
-            content = as_bytes(self._staging.taken(state, span))
-            _refuse_nonfinite(content, state, span, step, states.groups.everyone.rank)
+                return as_bytes(states.view(state, state_slice).to("cpu", torch.float32))
+            content = as_bytes(self._staging.copy_of(state, state_slice))
+            values = numpy.frombuffer(content, dtype=numpy.float32)
+            if nonfinite := find_nonfinite(values, state_slice):
+                raise NonFiniteError(
+                    f"non-finite values on rank {rank} ({socket.gethostname()}) in the copy of "
+                    f"step {step} for its checkpoint: {state} of {nonfinite}; no checkpoint has "
+                    "them; the copy is damaged: give the same command again to resume from the "
+                    "last one, and suspect the host's memory"
+                )
             return content
 
-        identity = Identity(generation.name, step, states.groups.everyone.rank)
-        directory = generation.directory
-        return write_shard(directory, identity, self._parts, bytes_of, stop, self._direct)
+        identity = Identity(generation.name, step, rank)
+        return write_shard(
+            generation.directory, identity, self._slices, bytes_of, stop, self._direct
+        )
 
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
-        written = [one for one in reports if one is not None]
+        written = [report for report in reports if report is not None]
         index = encode(generation.name, step, written, states.shapes)
         (generation.directory / INDEX).write_bytes(index)
-        return {"kind": "full", "shards": {one.shard.name for one in written}}
-
-
-def _refuse_nonfinite(content: memoryview, state: str, span: Span, step: int, rank: int) -> None:
-    """Raise NonFiniteError for the first parameter with a non-finite value in the staged copy."""
-    if found := first_nonfinite(numpy.frombuffer(content, dtype=numpy.float32), span):
-        raise NonFiniteError(
-            f"non-finite values on rank {rank} ({socket.gethostname()}) in the copy of step {step} "
-            f"for its checkpoint: {state} of {found}; no checkpoint has them; the copy is damaged: "
-            "give the same command again to resume from the last one, and suspect the host's "
-            "memory"
-        )
+        return {"kind": "full", "shards": {report.shard.name for report in written}}

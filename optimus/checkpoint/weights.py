@@ -1,28 +1,73 @@
-"""Weights of a model from whatever directory holds them: a checkpoint or a Hugging Face one."""
+"""Weights of models: read from any directory, and saved as model-only checkpoints.
+
+Weights are read in the order in which the files contain them, a few elements at a time. A
+model-only save has no shard files: every rank writes its master weights in bf16 into common
+safetensors files, at positions that follow from the model. No rank needs the whole model, and
+nothing is sent. The first rank creates the files before, and reads them once after all ranks have
+written, to compute the hashes and to compare the content with the reports of the writers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
+from torch import Tensor
 
-from optimus.checkpoint.manifest import FROZEN, Manifest, is_checkpoint, read_manifest
-from optimus.checkpoint.stream import FileWeights, ShardWeights, Weights
+from optimus.checkpoint.format import FROZEN, FileEntry, Manifest, is_checkpoint, read_manifest
+from optimus.checkpoint.load import Readers, ReadRequest
+from optimus.checkpoint.save import Generation, RankStates, Saver, states_to_write
+from optimus.checkpoint.shard_file import Stop, in_threads
+from optimus.checkpoint.slices import (
+    BATCH_ELEMENTS,
+    ParamSlice,
+    Scatter,
+    StateSlice,
+    intersect,
+    whole_box,
+)
 from optimus.config import ModelConfig, load_saved_config
-from optimus.errors import CheckpointError, counted
-from optimus.hf import check_hf_weights, is_hf_directory, read_hf_config
-from optimus.io.safetensors import check_shapes
+from optimus.errors import CheckpointError, OptimusError, counted
+from optimus.hf import (
+    check_hf_weights,
+    hf_tensors,
+    is_hf_directory,
+    plan_hf,
+    read_hf_config,
+    write_hf_json,
+)
+from optimus.io import files
+from optimus.io.safetensors import DTYPES, TensorFiles, as_bytes, check_shapes
+from optimus.io.safetensors_writer import Checksum, TensorWriter, create_files
 from optimus.io.tensor_file import MODEL, TensorFile
 from optimus.model.identity import first_difference
 from optimus.model.transformer import Transformer
 
 CONFIG = "config.toml"
+DTYPE = torch.bfloat16
+"""Type of the weights in model-only checkpoints."""
+_OPEN_FILES = 32
+"""Shard files that are open at once, each with a block of 4 MiB."""
+_BLOCK_BYTES = 4 << 20
 
 
 def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
-    """Return the `[model]` section that the weights at `path` belong to; `compare_counts` as for
-    `read_hf_config`."""
+    """Return the `[model]` section of the weights in a directory.
+
+    Args:
+        path: A checkpoint or a Hugging Face directory.
+        compare_counts: As for `read_hf_config`.
+
+    Raises:
+        CheckpointError: The directory is neither.
+    """
     if is_hf_directory(path):
         return read_hf_config(path, compare_counts)
     if is_checkpoint(path):
@@ -31,9 +76,14 @@ def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
 
 
 def check_weights(config: ModelConfig, path: Path) -> None:
-    """Refuse weights that do not fit `config`, from their headers, before anything is built.
+    """Check from the headers of the files that weights fit a model. Builds no model.
 
-    Raises CheckpointError naming the first setting or tensor in which the stored model differs.
+    Args:
+        config: The model.
+        path: A checkpoint or a Hugging Face directory.
+
+    Raises:
+        CheckpointError: Names the first setting or tensor that differs.
     """
     # The headers are read once, below: this config.json builds no model.
     if difference := first_difference(config, model_config_of(path, compare_counts=False)):
@@ -45,15 +95,15 @@ def check_weights(config: ModelConfig, path: Path) -> None:
     if is_hf_directory(path):
         check_hf_weights(config, path)
         return
-    found: Mapping[str, Sequence[int]]
-    if full := _sharded(path):
-        found = full.index().shapes
+    shapes: Mapping[str, Sequence[int]]
+    if full := _read_sharded(path):
+        shapes = full.index().shapes
     else:
         file = TensorFile(path / MODEL)
         file.close()
-        found, path = {name: one.shape for name, one in file.tensors.items()}, file.path
+        shapes, path = {name: entry.shape for name, entry in file.tensors.items()}, file.path
     # A model of more layers would take memory before its tensors could be compared.
-    layers = {name.split(".")[1] for name in found if name.startswith("blocks.")}
+    layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     if config.num_layers > len(layers):
         raise CheckpointError(
             f"{path}: model.num_layers = {config.num_layers}, but its weights have "
@@ -66,12 +116,12 @@ def check_weights(config: ModelConfig, path: Path) -> None:
         raise CheckpointError(
             f"{path}: its configuration describes a tensor of more elements than torch can count"
         ) from None
-    check_shapes(path, found, expected)
+    check_shapes(path, shapes, expected)
 
 
 def check_content(manifest: Manifest) -> None:
     """Check that a checkpoint can be loaded: its configurations are readable and agree, and its
-    weights are the tensors of their model, of types that are read. Reads no weights.
+    weights are the tensors of their model, with supported types. Reads no weights.
 
     Raises:
         CheckpointError, ConfigError: Names the file, and the first setting or tensor.
@@ -91,33 +141,286 @@ def check_content(manifest: Manifest) -> None:
                 f"{path / CONFIG}: {FROZEN} = {list(config.optim.frozen)}, but the manifest has "
                 f"{frozen}"
             )
-    if manifest.is_sharded:  # of fp32 alone
+    if manifest.is_sharded:  # shard files have fp32 only
         check_weights(model, path)
     else:
         open_weights(model, path).close()
 
 
+class Weights(files.Closing, ABC):
+    """Weights in the order in which the files contain them, a few elements at a time.
+
+    A context manager, and an iterable of the slices in `slices` with their values. The values are
+    flat on the host, in the stored type, and valid until the next iteration. Checksums are compared
+    during the iteration, the last one after the last slice. Raises CheckpointError.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of the parameters, by name."""
+    slices: Sequence[ParamSlice]
+    """Slices of whole parameters, of at most BATCH_ELEMENTS elements. Together they contain each
+    element of every parameter once."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]: ...
+
+    @abstractmethod
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the stored type of each parameter. Raises CheckpointError if a parameter has
+        several."""
+
+    def ranges(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (name, index of the first element, values) of the flattened whole parameters."""
+        for param, values in self:
+            yield param.name, param.start, values
+
+
+class FileWeights(Weights):
+    """Weights in safetensors files, with names of Hugging Face or of Optimus."""
+
+    def __init__(self, config: ModelConfig, path: Path) -> None:
+        """Open the files of a directory that `check_weights` has accepted."""
+        self._files = TensorFiles(path)
+        manifest = read_manifest(path) if is_checkpoint(path) else None
+        self._hashes = {entry.name: entry.xxh3 for entry in manifest.files} if manifest else {}
+        with torch.device("meta"):
+            model = Transformer(config)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
+        unchanged = ((name, name, parameter) for name, parameter in model.named_parameters())
+        located = []
+        for theirs, ours, view in (
+            hf_tensors(config, self._files.names()) if is_hf_directory(path) else unchanged
+        ):
+            file, entry = self._files.find(theirs)
+            first = int(view.storage_offset())
+            last = first + view.numel()
+            for start in range(first, last, BATCH_ELEMENTS):
+                param = ParamSlice(ours, boxes[ours], start, min(start + BATCH_ELEMENTS, last))
+                offset = entry.start + (start - first) * DTYPES[entry.dtype].itemsize
+                located.append((file, offset, DTYPES[entry.dtype], param))
+        self._located = sorted(located, key=lambda entry: (entry[0].path, entry[1]))
+        for file, *_ in located:
+            if manifest and file.path.name not in self._hashes:
+                raise CheckpointError(f"{file.path}: its checkpoint's manifest does not know it")
+        self.slices = [param for *_, param in self._located]
+
+    def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]:
+        memory = torch.empty(BATCH_ELEMENTS, dtype=torch.float64)  # the widest type
+        for file, located in itertools.groupby(self._located, lambda entry: entry[0]):
+            reader = _HashedFile(file, self._hashes[file.path.name]) if self._hashes else file
+            for _, offset, dtype, param in located:
+                values = memory.view(dtype)[: param.stop - param.start]
+                reader.read(offset, as_bytes(values))
+                yield param, values
+            if isinstance(reader, _HashedFile):
+                reader.finish()
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        dtypes: dict[str, torch.dtype] = {}
+        for file, _, dtype, param in self._located:
+            if dtypes.setdefault(param.name, dtype) is not dtype:
+                raise CheckpointError(
+                    f"{file.path.parent}: parts of {param.name} are of several types ({dtype} and "
+                    f"{dtypes[param.name]}); bring them to one type first"
+                )
+        return dtypes
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class _HashedFile:
+    """A file that is read and hashed from start to end, including bytes between the tensors."""
+
+    def __init__(self, file: TensorFile, expected: str) -> None:
+        self._file, self._expected = file, expected
+        self._position, self._digest = 0, xxhash.xxh3_64()
+
+    def read(self, start: int, target: memoryview) -> None:
+        self._skip_to(start)
+        self._file.read(start, target)
+        self._digest.update(target)
+        self._position = start + len(target)
+
+    def finish(self) -> None:
+        """Raise CheckpointError if the file does not match its checksum."""
+        self._skip_to(self._file.size)
+        if self._digest.hexdigest() != self._expected:
+            raise CheckpointError(f"{self._file.path}: its content does not match its checksum")
+
+    def _skip_to(self, start: int) -> None:
+        while self._position < start:
+            size = min(start - self._position, BATCH_ELEMENTS)
+            self.read(self._position, memoryview(bytearray(size)))
+
+
+class ShardWeights(Weights):
+    """The master weights of a full checkpoint, one whole parameter after the other."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._path, self._index = manifest.path, manifest.index()
+        # All rows are used: no two parameters may have the same bytes.
+        manifest.check_rows(self._index)
+        self.shapes = self._index.shapes
+        self.slices = [
+            ParamSlice(name, whole_box(shape), start, min(start + BATCH_ELEMENTS, math.prod(shape)))
+            for name, shape in self.shapes.items()
+            for start in range(0, math.prod(shape), BATCH_ELEMENTS)
+        ]
+
+    def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]:
+        memory = torch.empty(BATCH_ELEMENTS)
+        with Readers(self._path, self._index, _OPEN_FILES) as readers:
+            for param in self.slices:
+                values = memory[: param.stop - param.start]
+                readers.read([ReadRequest("master", [(param, 0)], as_bytes(values))])
+                yield param, values
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return dict.fromkeys(self.shapes, torch.float32)
+
+
 def load_weights(model: Transformer, path: Path) -> None:
-    """Fill the parameters of `model` from a directory, casting; raises CheckpointError."""
+    """Fill the parameters of a model from a directory, with conversion of types. Raises
+    CheckpointError."""
     with open_weights(model.config, path) as weights:
         fill(model, weights)
 
 
 def fill(model: Transformer, weights: Weights) -> None:
-    """Copy weights into the parameters of `model`, casting. Raises CheckpointError."""
+    """Copy weights to the parameters of a model, with conversion of types. Raises
+    CheckpointError."""
     parameters = dict(model.named_parameters())
-    for name, start, values in weights.stretches():
+    for name, start, values in weights.ranges():
         parameters[name].data.view(-1)[start : start + len(values)].copy_(values)
 
 
 def open_weights(config: ModelConfig, path: Path) -> Weights:
-    """What `check_weights` lets pass of a directory, to be read once; raises CheckpointError."""
+    """Check the weights in a directory and open them.
+
+    Args:
+        config: The model.
+        path: A checkpoint or a Hugging Face directory.
+
+    Raises:
+        CheckpointError: The weights do not fit the model, or a file is damaged.
+    """
     check_weights(config, path)
-    full = _sharded(path)
+    full = _read_sharded(path)
     return ShardWeights(full) if full else FileWeights(config, path)
 
 
-def _sharded(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint whose weights lie in shard files."""
+def _read_sharded(path: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint with shard files, None for any other directory."""
     manifest = read_manifest(path) if is_checkpoint(path) else None
     return manifest if manifest is not None and manifest.is_sharded else None
+
+
+# -- Model-only saves -----------------------------------------------------------------------------
+
+
+def masters_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, StateSlice]]:
+    """Return the master weights that this rank writes to a model-only checkpoint."""
+    return [pair for pair in states_to_write(states, scatter) if pair[0] == "master"]
+
+
+class ModelSaver(Saver):
+    """Saves model-only checkpoints, as Hugging Face directories."""
+
+    _report = dict[str, Checksum]
+
+    def __init__(
+        self, states: RankStates, config: ModelConfig, scatter: Scatter, **limits: Any
+    ) -> None:
+        """Plan the files.
+
+        Args:
+            states: The states of this rank.
+            config: The model.
+            scatter: `checkpoint.scatter`.
+            limits: `staged`, `limit_s` and `begin_s` of Saver.
+
+        Raises:
+            ConfigError: transformers cannot represent the model.
+        """
+        super().__init__(states, masters_to_write(states, scatter), DTYPE, **limits)
+        self._config, self._plan = config, plan_hf(config, dict.fromkeys(states.shapes, DTYPE))
+        self.bytes = sum(self._plan.sizes.values())
+
+    def _name_of(self, rank: int) -> str:
+        return f"weights of rank {rank}"
+
+    def _prepare(self, directory: Path) -> None:
+        create_files(directory, self._plan)
+
+    def _write(
+        self, states: RankStates, generation: Generation, step: int, stop: Stop
+    ) -> dict[str, Checksum]:
+        memory = torch.empty(BATCH_ELEMENTS, dtype=DTYPE) if self._staging is None else None
+        with TensorWriter(generation.directory, self._plan, checksums=True) as writer:
+            for state, state_slice in self._slices:
+                for param, offset in _params_of(state_slice):
+                    if stop.is_set():
+                        raise OptimusError(f"model of step {step}: no longer wanted")
+                    selected = slice(offset, offset + param.stop - param.start)
+                    if memory is None:
+                        assert self._staging is not None
+                        values = self._staging.copy_of(state, state_slice)[selected]
+                    else:
+                        values = memory[: param.stop - param.start]
+                        values.copy_(states.view(state, state_slice)[selected])
+                    data = as_bytes(values)
+                    box = whole_box(states.shapes[param.name])
+                    for start, source, length in (2 * intersect(box, param)).tolist():
+                        writer.write_bytes(param.name, start // 2, data[source : source + length])
+            writer.finish()
+        return writer.written
+
+    def _describe(
+        self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
+    ) -> dict[str, Any]:
+        directory = generation.directory
+        write_hf_json(directory, self._config, self._plan)
+
+        def check(name: str) -> FileEntry:
+            checksums = [report[name] for report in reports if report and name in report]
+            header, size = self._plan.headers[name], self._plan.sizes[name]
+            return _check_file(directory / name, header, size, checksums, stop)
+
+        return {"kind": "model", "entries": list(in_threads(check, list(self._plan.sizes)))}
+
+
+def _params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
+    """Yield the slices of parameters in a slice, of at most BATCH_ELEMENTS elements, each with its
+    offset in the slice."""
+    for param, offset in state_slice.params:
+        for start in range(param.start, param.stop, BATCH_ELEMENTS):
+            batch = param._replace(start=start, stop=min(start + BATCH_ELEMENTS, param.stop))
+            yield batch, offset + start - param.start
+
+
+def _check_file(
+    path: Path, header: bytes, size: int, checksums: Sequence[Checksum], stop: Stop
+) -> FileEntry:
+    """Compare a file on the disk with its header, its size and the checksums of its writers, and
+    return its entry for the manifest. Raises OptimusError if it differs."""
+    digest, content = xxhash.xxh3_64(header), Checksum()
+    with open(path, "rb") as file:
+        files.sync_to_disk(file.fileno())  # what all local ranks have written
+        if (actual := os.fstat(file.fileno()).st_size) != size:
+            raise OptimusError(f"{path.name}: {actual} bytes, not {size} as written")
+        has_header = file.read(len(header)) == header
+        while block := file.read(_BLOCK_BYTES):
+            if stop.is_set():
+                raise OptimusError(f"{path.name}: no longer wanted")
+            digest.update(block)
+            content = content.plus(memoryview(block), len(header) + content.nbytes)
+    written = Checksum(size - len(header), sum(entry.weighted_sum for entry in checksums))
+    if (
+        not has_header
+        or content != written
+        or sum(entry.nbytes for entry in checksums) != written.nbytes
+    ):
+        raise OptimusError(f"{path.name} does not hold what was to be written")
+    return FileEntry(path.name, size, digest.hexdigest())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from optimus import platform
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.checkpoint.convert import eos_token_ids
 from optimus.checkpoint.weights import CONFIG
 from optimus.config import load_saved_config
@@ -47,7 +47,7 @@ def evaluate_checkpoint(
             f"--batch-size {batch_size} must be at least 1, "
             f"and --instances {instances} must be at least 0"
         )
-    source = manager.resolve(checkpoint)
+    source = store.resolve(checkpoint)
     dataset = TokenDataset(data)
     device = platform.pick_device(0)
     model = load_resolved(source, device=device)
@@ -103,7 +103,7 @@ def continue_text(
         )
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")
-    source = manager.resolve(checkpoint)
+    source = store.resolve(checkpoint)
     file = tokenizer_path(source)
     if not file.is_file():
         raise DataError(

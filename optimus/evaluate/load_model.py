@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.checkpoint.weights import fill, model_config_of, open_weights
 from optimus.model.transformer import Transformer
 
@@ -32,13 +32,13 @@ def load_model(
     Raises:
         CheckpointError: `path` has no usable model.
     """
-    return load_resolved(manager.resolve(path), dtype, device)
+    return load_resolved(store.resolve(path), dtype, device)
 
 
 def load_resolved(
     source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """Load the model from a directory that `manager.resolve` returned."""
+    """Load the model from a directory that `store.resolve` returned."""
     config = model_config_of(source)
     with open_weights(config, source) as weights:  # refuses wrong sizes before memory is allocated
         with torch.device(device):

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from optimus.checkpoint.pieces import writer_in_paper
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save_model import DTYPE as MODEL_DTYPE
-from optimus.checkpoint.save_model import model_parts
-from optimus.checkpoint.staging import share_of, staging_bytes
+from optimus.checkpoint.save import RankStates, staging_bytes, states_to_write
+from optimus.checkpoint.slices import writer_in_paper
+from optimus.checkpoint.weights import DTYPE as MODEL_DTYPE
+from optimus.checkpoint.weights import masters_to_write
 from optimus.chunks.buffers import TiedUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
@@ -98,7 +97,7 @@ def states_of_rank(
         states.shards(),
         {name: placement.intervals for name, placement in layout.placements.items()},
         {name: tuple(p.shape) for name, p in whole_model(model).named_parameters()},
-        on_both_ends=("embed.weight",) if tied else (),
+        tied=("embed.weight",) if tied else (),
     )
 
 
@@ -114,7 +113,7 @@ def groups_of_param(
     if not owner:
         return None
     kind = layout.placements[owner].kind
-    # The sum over partial axes is a separate all-reduce: no group spans dp, ep and tp.
+    # The sum over partial axes is a separate all-reduce: no group state_slices dp, ep and tp.
     reducing = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
     options = options_of(owner, optim)
     sharding = () if options.frozen else shard_axes(kind, optim.sharding)
@@ -216,9 +215,9 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
         staging = 0
         if config.checkpoint.async_save:
             of_rank = states_of_rank(config.model, planned.layout, planned.groups, planned.engine)
-            staging = staging_bytes(share_of(of_rank, scatter))
+            staging = staging_bytes(states_to_write(of_rank, scatter))
             if config.checkpoint.model_interval:
-                staging += staging_bytes(model_parts(of_rank, scatter), MODEL_DTYPE)
+                staging += staging_bytes(masters_to_write(of_rank, scatter), MODEL_DTYPE)
         yield (
             coordinate,
             sizes | {"cache": cache, "total": sizes["total"] + cache, "staging": staging},

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from optimus import platform
-from optimus.checkpoint.manifest import Manifest
+from optimus.checkpoint.format import Manifest
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, ModelConfig
 from optimus.config.sections import ParallelConfig, TrainConfig

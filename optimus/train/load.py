@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from optimus import errors
-from optimus.checkpoint.distribute import Distribute, give
-from optimus.checkpoint.load import load_full
-from optimus.checkpoint.pieces import Piece
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.reshard import runs_between
-from optimus.checkpoint.stream import PIECE, Weights
-from optimus.checkpoint.weights import open_weights
+from optimus.checkpoint.load import Distribute, broadcast_from_first, load_full
+from optimus.checkpoint.save import RankStates
+from optimus.checkpoint.slices import BATCH_ELEMENTS, ParamSlice, intersect
+from optimus.checkpoint.weights import Weights, open_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.distributed.collectives import Group, broadcast_object
@@ -132,69 +129,69 @@ def load_weights(
                 weights = files.enter_context(open_weights())
             except OptimusError as error:
                 problem = error
-        pieces = weights.pieces if weights else []
+        slices = weights.slices if weights else []
         _raise_on_all(problem, everyone)
         batches = [
-            *_batches(broadcast_object(pieces, everyone, list[Piece])),
+            *_batches(broadcast_object(slices, everyone, list[ParamSlice])),
             [],
         ]  # for the empty batch, the first rank checks that no weights are left
-        values, memory = iter(weights or ()), torch.empty(PIECE + 1, device=world.device)
+        values, memory = iter(weights or ()), torch.empty(BATCH_ELEMENTS + 1, device=world.device)
         for batch in batches:
             flat = memory[: sum(map(_size, batch)) + 1].zero_()
             if everyone.rank == 0:
                 problem = _read(batch, values, flat) or _nonfinite(batch, flat, origin)
                 flat[-1] = float(bool(problem))
-            give(flat.view(torch.int32), everyone, distribute)
+            broadcast_from_first(flat.view(torch.int32), everyone, distribute)
             if flat[-1]:
                 _raise_on_all(problem, everyone)
-            for piece in batch:
-                _put_piece(put, layout, piece, flat[: _size(piece)])
-                flat = flat[_size(piece) :]
+            for param in batch:
+                _put_slice(put, layout, param, flat[: _size(param)])
+                flat = flat[_size(param) :]
 
 
-def _put_piece(put: PutValues, layout: Layout, piece: Piece, values: Tensor) -> None:
-    """Store the values of `piece` that belong to this rank's slice of the parameter."""
-    if piece.name not in layout.placements:
+def _put_slice(put: PutValues, layout: Layout, param: ParamSlice, values: Tensor) -> None:
+    """Store the values of `param` that belong to this rank's slice of the parameter."""
+    if param.name not in layout.placements:
         return
-    runs = runs_between(layout.placements[piece.name].intervals, piece)
-    gaps = numpy.flatnonzero(runs[1:, 0] != runs[:-1, 0] + runs[:-1, 2]) + 1
+    ranges = intersect(layout.placements[param.name].intervals, param)
+    gaps = numpy.flatnonzero(ranges[1:, 0] != ranges[:-1, 0] + ranges[:-1, 2]) + 1
     # Each call of `put` stores a contiguous range of the slice.
-    for adjacent in numpy.split(runs, gaps) if len(runs) else ():
+    for adjacent in numpy.split(ranges, gaps) if len(ranges) else ():
         first, start, length = adjacent.T
         selected = values[start[0] : start[0] + length[0]]
         if len(adjacent) > 1:
             index = numpy.repeat(start - numpy.cumsum(length) + length, length)
             index += numpy.arange(len(index))
             selected = values[torch.from_numpy(index).to(values.device)]
-        put(piece.name, selected, int(first[0]))
+        put(param.name, selected, int(first[0]))
 
 
-def _size(piece: Piece) -> int:
-    return piece.stop - piece.start
+def _size(param: ParamSlice) -> int:
+    return param.stop - param.start
 
 
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of consecutive pieces, each list with at most PIECE elements in total."""
-    batch: list[Piece] = []
+def _batches(slices: Sequence[ParamSlice]) -> Iterator[list[ParamSlice]]:
+    """Yield lists of consecutive slices, each with at most BATCH_ELEMENTS elements in total."""
+    batch: list[ParamSlice] = []
     filled = 0
-    for piece in pieces:
-        if batch and filled + _size(piece) > PIECE:
+    for param in slices:
+        if batch and filled + _size(param) > BATCH_ELEMENTS:
             yield batch
             batch, filled = [], 0
-        batch.append(piece)
-        filled += _size(piece)
+        batch.append(param)
+        filled += _size(param)
     yield batch
 
 
 def _read(
-    batch: Sequence[Piece], values: Iterator[tuple[Piece, Tensor]], flat: Tensor
+    batch: Sequence[ParamSlice], values: Iterator[tuple[ParamSlice, Tensor]], flat: Tensor
 ) -> OptimusError | None:
-    """Copy the values of all pieces in `batch` from `values` to `flat`, in order. Return the error
+    """Copy the values of all slices in `batch` from `values` to `flat`, in order. Return the error
     if a read fails, else None."""
     try:
-        for piece in batch:
-            flat[: _size(piece)].copy_(next(values)[1])
-            flat = flat[_size(piece) :]
+        for param in batch:
+            flat[: _size(param)].copy_(next(values)[1])
+            flat = flat[_size(param) :]
         # An empty batch checks that no values are left.
         assert batch or next(values, None) is None
     except OptimusError as error:
@@ -202,17 +199,17 @@ def _read(
     return None
 
 
-def _nonfinite(batch: Sequence[Piece], flat: Tensor, origin: object) -> CheckpointError | None:
+def _nonfinite(batch: Sequence[ParamSlice], flat: Tensor, origin: object) -> CheckpointError | None:
     """Return an error that names the first non-finite value in `flat`; None if all are finite."""
     if guards.is_finite(flat):
         return None
-    for piece in batch:
-        values, flat = flat[: _size(piece)], flat[_size(piece) :]
+    for param in batch:
+        values, flat = flat[: _size(param)], flat[_size(param) :]
         bad = (~torch.isfinite(values)).nonzero()
         if len(bad):
-            at, value = piece.start + int(bad[0]), float(values[bad[0]])
+            at, value = param.start + int(bad[0]), float(values[bad[0]])
             return CheckpointError(
-                f"{origin}: {piece.name} is {value} at element {at}; "
+                f"{origin}: {param.name} is {value} at element {at}; "
                 "use weights that are all finite"
             )
     return None

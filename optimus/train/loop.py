@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optimus import platform
-from optimus.checkpoint.manager import Start, full_path
+from optimus.checkpoint.store import Start, full_path
 from optimus.config import Config
 from optimus.config.sections import TrainConfig
 from optimus.data.loader import Loader

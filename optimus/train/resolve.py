@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.dataset import PARTS, held_out_problem, integer_weights, read_manifest
-from optimus.checkpoint.manager import NOTHING, Start, decide_start
-from optimus.checkpoint.manifest import DATA_EOS
+from optimus.checkpoint.format import DATA_EOS
+from optimus.checkpoint.store import NOTHING, Start, decide_start
 from optimus.config import Config, ModelConfig
 from optimus.config.sections import DataConfig, MixSource, TrainConfig
 from optimus.data.batch import BatchPlan, plan_batch

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from optimus.checkpoint.manager import prepare_directory
+from optimus.checkpoint.store import prepare_directory
 from optimus.config import Config, dump_toml
 from optimus.errors import ConfigError
 from optimus.io import files
@@ -162,7 +162,7 @@ def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
         run_dir: The run directory.
     """
     start, interval = plan.start, 1
-    first = 0 if start.begun is None and start.origin == "none" else start.begun
+    first = 0 if start.first_step is None and start.origin == "none" else start.first_step
     if name == "eval":  # eval_interval may have changed between commands; the copy has all lines
         _, copy = metrics_paths(run_dir, name)
         has_lines = copy.exists() and copy.stat().st_size > 0

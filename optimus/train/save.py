@@ -14,14 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import manager
-from optimus.checkpoint import manifest as manifests
+from optimus.checkpoint import store
+from optimus.checkpoint.async_save import AsyncSave, Outcome
 from optimus.checkpoint.convert import complete_hf, with_data_eos
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import BEGIN_S, FullSaver, Saver
-from optimus.checkpoint.save_model import ModelSaver
-from optimus.checkpoint.underway import Outcome, Underway
-from optimus.checkpoint.weights import CONFIG, check_weights
+from optimus.checkpoint.format import is_checkpoint
+from optimus.checkpoint.save import BEGIN_S, FullSaver, RankStates, Saver
+from optimus.checkpoint.weights import CONFIG, ModelSaver, check_weights
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config, ModelConfig, dump_toml
 from optimus.distributed.collectives import broadcast_object
@@ -40,7 +38,7 @@ _FEW_SAVES = 4
 space is low, `Saves` repeats its warning each time that there is space for fewer saves."""
 
 
-def check_saves(model: ModelConfig, model_interval: int, start: manager.Start) -> None:
+def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
     """Check that a run's initial weights fit the model, and that a model-only checkpoint of the
     model is possible. Builds no model.
 
@@ -63,7 +61,7 @@ class _PendingSave:
     """The save in progress, if any, of one kind of checkpoint: full or model-only."""
 
     def __init__(self) -> None:
-        self.save: Underway | None = None
+        self.save: AsyncSave | None = None
         self.failures = 0
         """Number of failed saves since the last committed save."""
 
@@ -143,11 +141,9 @@ class Saves:
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
         due = interval and start.step and start.step % interval == 0
-        if not due or start.path != manager.full_path(run_dir, start.step):
+        if not due or start.path != store.full_path(run_dir, start.step):
             return
-        missing = self._world.is_first and not manifests.is_checkpoint(
-            manager.model_path(run_dir, start.step)
-        )
+        missing = self._world.is_first and not is_checkpoint(store.model_path(run_dir, start.step))
         if broadcast_object(missing, self._world.everyone, bool):
             self._begin(self._models, start.step, self._begin_model)
             self._handle(self._models, self._models.poll(wait=True))
@@ -180,7 +176,7 @@ class Saves:
         if full:
             self._begin(self._fulls, step, self._begin_full)
         if model:
-            is_committed = self._newest == manager.full_path("", step).name
+            is_committed = self._newest == store.full_path("", step).name
             reserve = self._saver.unwritten if full and not is_committed else lambda: 0
             self._begin(self._models, step, partial(self._begin_model, reserve=reserve))
         if last:
@@ -197,7 +193,7 @@ class Saves:
         """
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
-                self._warn(outcome.failure.what)
+                self._warn(outcome.failure.message)
 
     def give_up(self) -> None:
         """Stop the writes of this rank. Not a collective, since other ranks may be lost."""
@@ -205,7 +201,7 @@ class Saves:
             if pending.save is not None:
                 pending.save.give_up()
 
-    def _begin(self, pending: _PendingSave, step: int, begin: Callable[[int], Underway]) -> None:
+    def _begin(self, pending: _PendingSave, step: int, begin: Callable[[int], AsyncSave]) -> None:
         if (before := pending.save) is not None:
             start = time.monotonic()
             self._handle(pending, pending.poll(wait=True))
@@ -234,16 +230,16 @@ class Saves:
         if outcome.failure is None:
             pending.failures = 0
             if pending is self._fulls:
-                self._newest = manager.full_path("", outcome.step).name
+                self._newest = store.full_path("", outcome.step).name
         elif outcome.failure.nonfinite:  # in the saved copy, and usually in the states, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
-                log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.what
+                log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.message
                 host = socket.gethostname()
                 guards.write_marker(log_dir, outcome.rank, outcome.step, text, host)
-            raise NonFiniteError(outcome.failure.what)
+            raise NonFiniteError(outcome.failure.message)
         else:
-            self._handle_failure(pending, outcome.step, outcome.failure.what)
+            self._handle_failure(pending, outcome.step, outcome.failure.message)
 
     def _handle_failure(self, pending: _PendingSave, step: int, reason: str) -> None:
         """Count and log a failed save. Raise OptimusError if `checkpoint.max_failures` saves in a
@@ -272,20 +268,20 @@ class Saves:
         if self._world.is_first:
             logger.warning(line)
 
-    def _begin_full(self, step: int) -> Underway:
-        path = manager.full_path(self._config.train.run_dir, step)
+    def _begin_full(self, step: int) -> AsyncSave:
+        path = store.full_path(self._config.train.run_dir, step)
         return self._begin_with(self._saver, path, step)
 
-    def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> Underway:
+    def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> AsyncSave:
         """Start a model-only save. `reserve` returns the number of bytes that the full save of the
         same step still has to write; the disk must have space for these, too."""
         assert self._model_saver is not None, "due only with checkpoint.model_interval"
-        path = manager.model_path(self._config.train.run_dir, step)
+        path = store.model_path(self._config.train.run_dir, step)
         return self._begin_with(self._model_saver, path, step, reserve)
 
     def _begin_with(
         self, saver: Saver, path: Path, step: int, reserve: Callable[[], int] = lambda: 0
-    ) -> Underway:
+    ) -> AsyncSave:
         is_model = saver is self._model_saver
         # Get the shards again, since the chunks may have moved to other buffers.
         states = replace(self._rank_states, shards=self._states.shards())
@@ -296,7 +292,7 @@ class Saves:
                 self._write_model_sidecar_files if is_model else self._write_sidecar_files,
                 self._remove_old,
                 self._remove_leftover,
-                beside=reserve,
+                reserve=reserve,
                 **self._facts(step),
             )
         finally:
@@ -307,16 +303,16 @@ class Saves:
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
             try:
-                left = manager.remove_old(run_dir, settings.keep_models, settings.keep_models_every)
+                left = store.remove_old(run_dir, settings.keep_models, settings.keep_models_every)
                 self._warn_of_unremovable(left)
             except OSError as error:
-                where = error.filename or manager.checkpoints_dir(run_dir)
+                where = error.filename or store.checkpoints_dir(run_dir)
                 logger.warning("cannot remove old checkpoints: %s: %s", where, error.strerror)
 
     def _remove_leftover(self, directory: Path) -> None:
         """Remove the directory of a failed save. Runs in a thread of the first rank."""
         with self._removing, contextlib.suppress(OSError):
-            self._warn_of_unremovable(self._unremovable | manager.remove_all([directory]))
+            self._warn_of_unremovable(self._unremovable | store.remove_all([directory]))
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
         """Log a warning with the directories that could not be removed and the free disk space.
@@ -329,7 +325,7 @@ class Saves:
         self._unremovable = left
         run_dir = self._config.train.run_dir
         save_bytes = self._saver.bytes + (self._model_saver.bytes if self._model_saver else 0)
-        saves = shutil.disk_usage(manager.checkpoints_dir(run_dir)).free // max(1, save_bytes)
+        saves = shutil.disk_usage(store.checkpoints_dir(run_dir)).free // max(1, save_bytes)
         # Without a new warning, log the free space only if it suffices for fewer saves than before.
         if not left or not (new or saves < self._least_saves):
             return
@@ -340,7 +336,7 @@ class Saves:
             "%s cannot be removed; %s, and a save takes %.3f GB; remove the directories named "
             "above by hand",
             counted(len(left), "old checkpoint directory", "old checkpoint directories"),
-            manager.space_left(run_dir),
+            store.space_left(run_dir),
             save_bytes / 1e9,
         )
 
@@ -356,7 +352,7 @@ class Saves:
             "tokens": self._plan.tokens_after(step),
             "updates": self._states.num_updates,
             "origin": start.origin,
-            "begun": start.begun,
+            "first_step": start.first_step,
             "settings": self._settings,
             "loss_scale": self._loss_scale.state(),
             "ranks": self._ranks(),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from data_prep.dataset import MAX_EPOCHS
-from optimus.checkpoint.manager import full_path
+from optimus.checkpoint.store import full_path
 from optimus.config import Config
 from optimus.config.sections import (
     CheckpointConfig,

@@ -37,12 +37,11 @@ from torch import Tensor
 
 from optimus.bench.meters import paired
 from optimus.bench.step import make_rank
+from optimus.checkpoint import async_save
+from optimus.checkpoint.format import read_manifest
 from optimus.checkpoint.load import load_full
-from optimus.checkpoint.manifest import read_manifest
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver
-from optimus.checkpoint.shards import BLOCK_BYTES
-from optimus.checkpoint.underway import Underway
+from optimus.checkpoint.save import FullSaver, RankStates
+from optimus.checkpoint.shard_file import BLOCK_BYTES
 from optimus.distributed.collectives import all_gather_objects, barrier
 from optimus.distributed.world import World
 from optimus.errors import ConfigError
@@ -97,7 +96,7 @@ class AsyncSave:
     def __init__(self, states: RankStates) -> None:
         self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
         self._copies = [(flat, torch.zeros_like(flat)) for flat in _flat_tensors(states)]
-        self._save: Underway | None = None
+        self._save: async_save.AsyncSave | None = None
 
     def start(self, folder: Path) -> None:
         """Start an asynchronous save. Training continues when this function returns."""

@@ -27,9 +27,9 @@ from results import Results
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from optimus.checkpoint import index as index_module  # noqa: E402
-from optimus.checkpoint import shards  # noqa: E402
-from optimus.checkpoint.index import Index  # noqa: E402
+from optimus.checkpoint import format as format_module  # noqa: E402
+from optimus.checkpoint import shard_file  # noqa: E402
+from optimus.checkpoint.format import Index  # noqa: E402
 from tests.helpers.reshard import BLOCK_BYTES, Layout, Pair, all_layouts  # noqa: E402
 from tests.helpers.shards import all_shapes, assert_loads, save, whole_states  # noqa: E402
 
@@ -65,7 +65,7 @@ class Saved:
 
 def main() -> int:
     args = _arguments()
-    shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK_BYTES
+    shard_file.BLOCK_BYTES = format_module.BLOCK_BYTES = BLOCK_BYTES
     every = all_layouts()
     if args.row and args.row not in map(str, every):
         print(f"--row {args.row}: no such layout; one is {every[-1]}", file=sys.stderr)

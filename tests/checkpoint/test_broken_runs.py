@@ -1,6 +1,6 @@
-"""Real runs of two ranks whose saves are cut short, fail, or lose their power: samples.
+"""Samples of killed saves, failed saves and power cuts, in real runs of two ranks.
 
-All of it: scripts/drills/checkpoint_kill.py.
+scripts/drills/checkpoint_kill.py runs all cases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.helpers.power_loss import Disk
 from tests.helpers.rank_pool import RankPool
 
 DEATHS = (2, 1)
-"""How many of some 250 are tried here, by rank; and of failures one of each kind."""
+"""Number of kills of each rank, of about 250."""
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +39,22 @@ def save(request, pool, tiny_data, tmp_path_factory) -> Save:
 
 
 def sample(cases: list, count: int) -> list:
-    """One of each `count`-th part of them."""
+    """Return `count` cases, one from each range of equal length."""
     rng, limits = random.Random(0), [n * len(cases) // count for n in range(count + 1)]
     return [cases[rng.randrange(low, high)] for low, high in itertools.pairwise(limits)]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["the-first-rank", "the-second-rank"])
-def test_a_run_killed_as_it_saves_goes_on_to_the_same_end(pool, save, tiny_data, tmp_path, victim):
+def test_a_run_killed_during_a_save_resumes_with_the_same_result(
+    pool, save, tiny_data, tmp_path, victim
+):
     cases = [case for case in save.cases() if case.rank == victim]
     assert len(save.numbers(victim)) >= (60, 3)[victim]
     for number, case in enumerate(sample(cases, DEATHS[victim])):
         broken_runs.break_save(pool, tiny_data, tmp_path / f"run-{number}", save, case)
 
 
-def test_a_run_whose_save_fails_goes_on_and_says_so(pool, save, tiny_data, tmp_path):
+def test_a_run_with_a_failed_save_continues_and_reports_it(pool, save, tiny_data, tmp_path):
     cases = save.errors()
     for action in (Action.EIO, Action.ENOSPC, Action.SHORT):
         tried = sample([case for case in cases if case.action is action], 3)
@@ -64,12 +66,12 @@ def test_a_run_whose_save_fails_goes_on_and_says_so(pool, save, tiny_data, tmp_p
 
 @pytest.fixture(scope="module")
 def recorded(pool, tiny_data, tmp_path_factory) -> tuple[Path, list[Call]]:
-    """A whole run's calls, and the directory below which they were made."""
+    """Return the directory of a run and its calls on files."""
     root = tmp_path_factory.mktemp("disk")
     return root, broken_runs.record(pool, tiny_data, root, root.parent / f"{root.name}.log")
 
 
-def test_every_call_that_changes_a_file_is_recorded(recorded):
+def test_all_calls_that_change_a_file_are_recorded(recorded):
     root, calls = recorded
     disk = Disk(str(root))
     for call in calls:
@@ -77,7 +79,7 @@ def test_every_call_that_changes_a_file_is_recorded(recorded):
     assert disk.now(lambda path: True) == power_check.tree_of(root)
 
 
-def test_a_run_finds_its_way_from_all_that_a_power_cut_may_leave(recorded):
+def test_a_run_resumes_after_any_power_cut(recorded):
     root, calls = recorded
     summary = replay(calls, root, samples=100)
     assert summary.faults == []
@@ -86,8 +88,8 @@ def test_a_run_finds_its_way_from_all_that_a_power_cut_may_leave(recorded):
 
 
 @pytest.mark.parametrize("op", ["shard", "model", "directory"])
-def test_the_power_cuts_find_a_forgotten_fsync(recorded, op):
-    """Of everything in a checkpoint's making that is made durable, one thing is not."""
+def test_power_cuts_detect_a_missing_fsync(recorded, op):
+    """Leave out the fsyncs of one kind of file."""
     root, calls = recorded
     end = {"shard": ".bin", "model": ".safetensors", "directory": "/checkpoints"}[op]
     forgotten = {n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith(end)}
@@ -96,8 +98,8 @@ def test_the_power_cuts_find_a_forgotten_fsync(recorded, op):
     assert replay(left, root, samples=0, max_faults=1).faults
 
 
-def test_the_power_cuts_find_that_the_oldest_went_too_early(recorded):
-    """Before its successor has its name: though the newest is there, it would be alone."""
+def test_power_cuts_detect_a_removal_before_the_commit(recorded):
+    """The oldest checkpoint is removed before the newest has its final name."""
     root, calls = recorded
     goes = next(n for n, c in enumerate(calls) if c.op == "rename" and "/step-" in c.path)
     sealed = [n for n, c in enumerate(calls[:goes]) if c.op == "rename" and "/step-" in c.other]
@@ -106,7 +108,7 @@ def test_the_power_cuts_find_that_the_oldest_went_too_early(recorded):
     assert fault.endswith("1 full checkpoints are there, though 2 are kept")
 
 
-def test_made_directories_are_durable(tmp_path, monkeypatch):
+def test_new_directories_are_durable(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(files, "fsync_dir", lambda path: synced.append(Path(path)))
     files.make_dirs(tmp_path / "a" / "b")

@@ -1,4 +1,4 @@
-"""`optimus checkpoint`: what exists, what is sound, what it holds, and its weights for others."""
+"""Tests of `optimus checkpoint list`, `verify`, `show` and `export`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optimus.checkpoint import inspect, manager, shards
+from optimus.checkpoint import inspect, shard_file, store
 from optimus.checkpoint.inspect import balance
 from optimus.cli import main
 from optimus.io import files
@@ -23,7 +23,7 @@ from tests.helpers.tiny import tiny_tree
 
 @pytest.fixture(scope="module")
 def trained(rank_pool, tiny_data, tmp_path_factory) -> Path:
-    """A run of two ranks: full checkpoints of steps 4 and 6, models of 3 and 6."""
+    """Return a run of two ranks with full checkpoints of steps 4 and 6 and models of 3 and 6."""
     path = tmp_path_factory.mktemp("commands") / "run"
     settings = {"train__max_steps": 6, "optim__sharding": "epso", "train__dtype": "bf16"}
     settings |= {"checkpoint__interval": 2, "checkpoint__model_interval": 3}
@@ -36,51 +36,51 @@ def run_dir(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def told(capsys, *arguments: object, code: int = 0) -> dict:
-    """The one JSON object that a command prints."""
+def run_json(capsys, *arguments: object, code: int = 0) -> dict:
+    """Return the JSON object that a command prints."""
     capsys.readouterr()
     assert main(["checkpoint", *map(str, arguments), "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_list_tells_what_there_is(run_dir, capsys):
-    directory = manager.checkpoints_dir(run_dir)
+def test_list_describes_all_checkpoints(run_dir, capsys):
+    directory = store.checkpoints_dir(run_dir)
     unsealed = files.temporary_name(directory / "step-00000007")
     unsealed.mkdir()
     (unsealed / "shard-00000.bin").write_bytes(b"x" * 100)
     (directory / "set-aside").mkdir()
     (directory / "model-00000003").rename(directory / "set-aside" / "model-00000003")
-    found = told(capsys, "list", run_dir)
-    by_name = {one["name"]: one for one in found["checkpoints"]}
+    result = run_json(capsys, "list", run_dir)
+    by_name = {about["name"]: about for about in result["checkpoints"]}
     assert list(by_name) == [
         *("step-00000004", "model-00000006", "step-00000006", "model-00000003"),
         unsealed.name,
     ]
-    assert [one["state"] for one in by_name.values()] == [*["valid"] * 4, "unsealed"]
+    assert [about["state"] for about in by_name.values()] == [*["valid"] * 4, "unsealed"]
     assert by_name[unsealed.name]["bytes"] == 100 and by_name["model-00000003"]["set_aside"]
     full, model = by_name["step-00000006"], by_name["model-00000006"]
-    assert found["next_start"] == "step-00000006"
+    assert result["next_start"] == "step-00000006"
     assert (full["kind"], full["step"], full["tokens"]) == ("full", 6, 6 * 8 * 32)
     assert full["layout"] == "pp1 dp2 ep1 tp1 epso bf16" and full["ranks"] == 2
     assert 0 <= full["age_s"] < 600
     assert full["bytes"] == sum(p.stat().st_size for p in (directory / full["name"]).iterdir())
-    shapes = manager.read_manifest(directory / full["name"]).index().shapes.values()
+    shapes = store.read_manifest(directory / full["name"]).index().shapes.values()
     assert full["params"] == model["params"] == sum(torch.Size(shape).numel() for shape in shapes)
-    assert found["full_by_model"] == full["bytes"] / model["bytes"]
+    assert result["full_by_model"] == full["bytes"] / model["bytes"]
 
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 9 and "checkpoint.load = auto resumes from step-00000006" in out
 
 
-def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
-    directory = manager.checkpoints_dir(run_dir)
+def test_list_gives_the_reason_of_damage(run_dir, capsys):
+    directory = store.checkpoints_dir(run_dir)
     shard = directory / "step-00000006" / "shard-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     flip(directory / "step-00000004" / "manifest.json", 100)
-    found = told(capsys, "list", run_dir)
-    by_name = {one["name"]: one for one in found["checkpoints"]}
-    assert found["next_start"] is None
+    result = run_json(capsys, "list", run_dir)
+    by_name = {about["name"]: about for about in result["checkpoints"]}
+    assert result["next_start"] is None
     for name, problem in {
         "step-00000006": "shard-00001.bin: ",
         "step-00000004": "manifest.json: not readable: damaged",
@@ -92,8 +92,10 @@ def test_a_list_says_why_one_is_not_valid(run_dir, capsys):
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])
-def test_what_a_run_removes_meanwhile_is_not_told_as_damage(run_dir, capsys, monkeypatch, action):
-    oldest, plain = manager.full_path(run_dir, 4), inspect.read_manifest
+def test_a_checkpoint_removed_meanwhile_is_not_reported_as_damaged(
+    run_dir, capsys, monkeypatch, action
+):
+    oldest, plain = store.full_path(run_dir, 4), inspect.read_manifest
 
     def read_late(path):
         manifest = plain(path)
@@ -102,72 +104,72 @@ def test_what_a_run_removes_meanwhile_is_not_told_as_damage(run_dir, capsys, mon
         return manifest
 
     monkeypatch.setattr(inspect, "read_manifest", read_late)
-    names = [one["name"] for one in told(capsys, action, run_dir)["checkpoints"]]
+    names = [about["name"] for about in run_json(capsys, action, run_dir)["checkpoints"]]
     assert names == ["model-00000003", "model-00000006", "step-00000006"]
 
 
 def test_a_header_that_claims_more_than_the_file_is_damage(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(inspect, "_HASHED_BYTES", 0)
-    path = manager.model_path(run_dir, 3) / "model.safetensors"
+    path = store.model_path(run_dir, 3) / "model.safetensors"
     path.write_bytes(b"\xff" * 7 + b"\x3f" + path.read_bytes()[8:])
-    (one,) = told(capsys, "list", path.parent)["checkpoints"]
-    assert one["state"] == "damaged" and "model.safetensors" in one["problem"]
+    (about,) = run_json(capsys, "list", path.parent)["checkpoints"]
+    assert about["state"] == "damaged" and "model.safetensors" in about["problem"]
 
 
-def test_verify_reads_every_byte_once(run_dir, capsys):
-    directory = manager.full_path(run_dir, 6)
-    shards.traffic.update(opens=0, bytes=0)
-    result = told(capsys, "verify", directory, "--threads", "1")
-    assert result["valid"] and [one["problems"] for one in result["checkpoints"]] == [[]]
-    sizes = [shard.size for shard in manager.read_manifest(directory).index().shards]
-    assert shards.traffic == {"opens": 2, "bytes": sum(sizes) + 2 * shards.HEADER_BYTES}
-    result = told(capsys, "verify", run_dir)
-    assert [one["name"] for one in result["checkpoints"]] == [
+def test_verify_reads_each_byte_once(run_dir, capsys):
+    directory = store.full_path(run_dir, 6)
+    shard_file.traffic.update(opens=0, bytes=0)
+    result = run_json(capsys, "verify", directory, "--threads", "1")
+    assert result["valid"] and [about["problems"] for about in result["checkpoints"]] == [[]]
+    sizes = [shard.size for shard in store.read_manifest(directory).index().shards]
+    assert shard_file.traffic == {"opens": 2, "bytes": sum(sizes) + 2 * shard_file.HEADER_BYTES}
+    result = run_json(capsys, "verify", run_dir)
+    assert [about["name"] for about in result["checkpoints"]] == [
         *("model-00000003", "step-00000004", "model-00000006", "step-00000006"),
     ]
 
 
 @pytest.mark.parametrize("threads", ["1", "4"])
-def test_verify_names_every_damaged_file(run_dir, capsys, threads, monkeypatch):
-    monkeypatch.setattr("optimus.checkpoint.manifest._BLOCKS_A_TASK", 1)
-    directory = manager.checkpoints_dir(run_dir)
-    hurt = [
+def test_verify_names_all_damaged_files(run_dir, capsys, threads, monkeypatch):
+    monkeypatch.setattr("optimus.checkpoint.format._BLOCKS_A_TASK", 1)
+    directory = store.checkpoints_dir(run_dir)
+    damaged = [
         directory / "step-00000004" / "shard-00001.bin",
         directory / "step-00000006" / "shard-00000.bin",
         directory / "step-00000006" / "config.toml",
         directory / "model-00000003" / "model.safetensors",
     ]
-    for path in hurt:
+    for path in damaged:
         flip(path)
     (directory / "model-00000006" / "config.json").unlink()
-    result = told(capsys, "verify", run_dir, "--threads", threads, code=1)
+    result = run_json(capsys, "verify", run_dir, "--threads", threads, code=1)
     assert len(result["damaged"]) == 4 and not result["valid"]
-    problems = [problem for one in result["checkpoints"] for problem in one["problems"]]
+    problems = [problem for about in result["checkpoints"] for problem in about["problems"]]
     assert len(problems) == 5
-    for path in hurt:
+    for path in damaged:
         assert sum(str(path) in problem for problem in problems) == 1
     assert main(["checkpoint", "verify", str(run_dir)]) == 1
     assert capsys.readouterr().out.count("DAMAGED") == 4
     assert main(["checkpoint", "verify", str(directory / "step-00000004")]) == 1
 
 
-def test_show_tells_how_evenly_ranks_wrote(run_dir, capsys):
-    about = told(capsys, "show", run_dir)
+def test_show_has_the_balance_of_the_writers(run_dir, capsys):
+    about = run_json(capsys, "show", run_dir)
     assert about["name"] == "step-00000006" and about["state"] == "valid"
     assert about["mesh"] == {"pp": 1, "dp": 2, "ep": 1, "tp": 1, "per_node": 2}
-    index = manager.read_manifest(manager.full_path(run_dir, 6)).index()
+    index = store.read_manifest(store.full_path(run_dir, 6)).index()
     sizes = [shard.size for shard in index.shards]
     assert about["writers"]["rank_max_by_mean"] == max(sizes) * 2 / sum(sizes) <= 1.1
     assert about["writers"]["node_max_by_mean"] == 1
     assert about["settings"]["model.hidden_size"] == 32
-    assert main(["checkpoint", "show", str(manager.model_path(run_dir, 3))]) == 0
+    assert main(["checkpoint", "show", str(store.model_path(run_dir, 3))]) == 0
     assert "model" in capsys.readouterr().out
 
 
 def test_show_of_a_damaged_index_has_status_1(run_dir, capsys):
-    path = manager.full_path(run_dir, 6)
+    path = store.full_path(run_dir, 6)
     flip(path / "index.jsonl")
-    about = told(capsys, "show", path, code=1)
+    about = run_json(capsys, "show", path, code=1)
     assert about["state"] == "damaged" and "index.jsonl" in about["problem"]
     assert main(["checkpoint", "show", str(path)]) == 1
     assert "damaged: " in capsys.readouterr().out
@@ -176,21 +178,21 @@ def test_show_of_a_damaged_index_has_status_1(run_dir, capsys):
 def test_balance_is_of_the_ranks_and_nodes_of_a_stage():
     ranks = {"pp": 2, "dp": 4, "ep": 1, "tp": 1, "per_node": 2}
     sizes = dict(enumerate([10, 10, 10, 10, 100, 120, 90]))
-    found = balance(sizes, ranks)
-    assert found["rank_max_by_mean"] == pytest.approx(120 * 4 / 310)
-    assert found["node_max_by_mean"] == pytest.approx(220 * 2 / 310)
-    assert (found["largest_bytes"], found["smallest_bytes"]) == (120, 0)
+    result = balance(sizes, ranks)
+    assert result["rank_max_by_mean"] == pytest.approx(120 * 4 / 310)
+    assert result["node_max_by_mean"] == pytest.approx(220 * 2 / 310)
+    assert (result["largest_bytes"], result["smallest_bytes"]) == (120, 0)
 
 
-def test_a_model_only_checkpoint_is_what_transformers_loads(run_dir, tmp_path, capsys):
-    """Directly, in bf16, of two bytes a parameter; an export of the full one rounds to the same."""
+def test_transformers_loads_a_model_only_checkpoint(run_dir, tmp_path, capsys):
+    """It has two bytes for each parameter. An export of the full checkpoint has the same bits."""
     transformers = pytest.importorskip("transformers")
-    path = manager.model_path(run_dir, 6)
+    path = store.model_path(run_dir, 6)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert theirs.dtype is torch.bfloat16
     weights = load_file(path / "model.safetensors")
     count = sum(weight.numel() for weight in weights.values())
-    assert count == told(capsys, "show", path)["params"]
+    assert count == run_json(capsys, "show", path)["params"]
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     head = int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little")
     assert (path / "model.safetensors").stat().st_size == 8 + head + 2 * count
@@ -209,24 +211,24 @@ def test_a_model_only_checkpoint_is_what_transformers_loads(run_dir, tmp_path, c
 
 
 def test_export_reads_shard_files_once_and_passes_over_damage(run_dir, tmp_path, capsys):
-    newest, older = manager.full_path(run_dir, 6), manager.full_path(run_dir, 4)
+    newest, older = store.full_path(run_dir, 6), store.full_path(run_dir, 4)
     size = sum(path.stat().st_size for path in newest.glob("shard-*"))
-    headers = 2 * shards.HEADER_BYTES * len(list(newest.glob("shard-*")))
-    shards.traffic.update(opens=0, bytes=0)
+    headers = 2 * shard_file.HEADER_BYTES * len(list(newest.glob("shard-*")))
+    shard_file.traffic.update(opens=0, bytes=0)
     assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "a")]) == 0
-    assert 0 < shards.traffic["bytes"] <= size + headers
+    assert 0 < shard_file.traffic["bytes"] <= size + headers
     flip(newest / "shard-00001.bin")
     assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "b")]) == 0
-    told = capsys.readouterr()
-    assert "passing over a damaged checkpoint" in told.err and str(older) in told.out
+    output = capsys.readouterr()
+    assert "passing over a damaged checkpoint" in output.err and str(older) in output.out
     flip(older / "shard-00000.bin")
     assert main(["checkpoint", "export", str(run_dir), str(tmp_path / "c")]) == 1
     assert "without a valid checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
 
 
-def test_damage_is_1_and_a_mistake_2(run_dir, tmp_path, capsys):
-    path = manager.full_path(run_dir, 6)
+def test_the_exit_status_is_1_for_damage_and_2_for_wrong_arguments(run_dir, tmp_path, capsys):
+    path = store.full_path(run_dir, 6)
     flip(path / "shard-00001.bin")
     out = tmp_path / "hf"
     assert main(["checkpoint", "export", str(path), str(out)]) == 1
@@ -242,7 +244,7 @@ def test_damage_is_1_and_a_mistake_2(run_dir, tmp_path, capsys):
     assert main(["checkpoint", "verify", str(path), "--threads", "-1"]) == 2
 
 
-def test_looking_needs_no_torch(run_dir):
+def test_list_and_show_need_no_torch(run_dir):
     code = "import sys; from optimus.cli import main\n"
     for action in ("list", "show"):
         code += f"assert main(['checkpoint', '{action}', {str(run_dir)!r}]) == 0\n"

@@ -1,4 +1,4 @@
-"""Damage to any file of the newest checkpoint is found and told, and the other slot is loaded."""
+"""Tests of damage to any file of the newest checkpoint: the older checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.checkpoint.load import load_full
 from tests.helpers import small_saves
 from tests.helpers.damage import flip_one, lengthen, truncate, zero
@@ -24,10 +24,10 @@ def run_dir(tmp_path) -> Path:
 
 
 def load_as_a_run_does(run_dir: Path) -> int:
-    """The step that is loaded; every element of the states is of it."""
+    """Load the newest checkpoint without damage, check its elements, and return its step."""
     damaged = {}
     while True:
-        start = manager.decide_start(run_dir, "auto", damaged)
+        start = store.decide_start(run_dir, "auto", damaged)
         states = small_saves.make_states(0)
         if not (problem := load_full(states, start.full, "broadcast")):
             break
@@ -44,8 +44,10 @@ def load_as_a_run_does(run_dir: Path) -> int:
     [(flip_one, FLIPS), (truncate, 100), (zero, 100), (lengthen, 20)],
     ids=["flip", "cut", "zero", "lengthen"],
 )
-def test_any_damage_to_any_file_leads_to_the_other_slot(run_dir, capsys, damage, times):
-    newest, generator = manager.full_path(run_dir, 2), random.Random(damage.__name__)
+def test_after_any_damage_to_any_file_the_older_checkpoint_is_loaded(
+    run_dir, capsys, damage, times
+):
+    newest, generator = store.full_path(run_dir, 2), random.Random(damage.__name__)
     files = sorted(newest.iterdir())
     assert {path.name for path in files} == {
         "manifest.json",
@@ -59,28 +61,28 @@ def test_any_damage_to_any_file_leads_to_the_other_slot(run_dir, capsys, damage,
         content = bytearray(whole)
         damage(content, generator)
         path.write_bytes(content)
-        assert manager.newest_valid(run_dir).step == 1, path.name
+        assert store.newest_valid(run_dir).step == 1, path.name
         assert "step-00000002" in capsys.readouterr().err
-        # Not read by a run: what fills up the header's block, and stretches, to their ends.
+        # A run does not read padding.
         assert load_as_a_run_does(run_dir) == 1 or path.name == "shard-00000.bin"
         capsys.readouterr()
         path.write_bytes(whole)
-    assert manager.newest_valid(run_dir).step == 2 == load_as_a_run_does(run_dir)
+    assert store.newest_valid(run_dir).step == 2 == load_as_a_run_does(run_dir)
 
 
 def test_a_missing_file_is_damage_too(run_dir):
-    for path in sorted(manager.full_path(run_dir, 2).iterdir()):
+    for path in sorted(store.full_path(run_dir, 2).iterdir()):
         whole = path.read_bytes()
         path.unlink()
-        assert manager.newest_valid(run_dir).step == 1 == load_as_a_run_does(run_dir)
+        assert store.newest_valid(run_dir).step == 1 == load_as_a_run_does(run_dir)
         path.write_bytes(whole)
 
 
-def test_files_of_the_other_slot_are_found_out(run_dir):
-    old, new = (manager.full_path(run_dir, step) for step in (1, 2))
+def test_files_of_the_other_checkpoint_are_detected(run_dir):
+    old, new = (store.full_path(run_dir, step) for step in (1, 2))
     for path in sorted(new.iterdir()):
         whole = path.read_bytes()
         path.write_bytes((old / path.name).read_bytes())
-        assert manager.newest_valid(run_dir).step == 1, path.name
-        assert manager.decide_start(run_dir, "auto").step == 1, path.name
+        assert store.newest_valid(run_dir).step == 1, path.name
+        assert store.decide_start(run_dir, "auto").step == 1, path.name
         path.write_bytes(whole)

@@ -1,4 +1,4 @@
-"""Exported directories are complete: transformers pads, generates and ends with them."""
+"""Tests that exported directories are complete: transformers pads and ends texts with them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from data_prep.dataset.manifest import read_manifest as read_data_manifest
-from optimus.checkpoint import convert, manager
+from optimus.checkpoint import convert, store
 from optimus.checkpoint.convert import _copy_sidecars, eos_token_ids, from_hf, to_hf
-from optimus.checkpoint.manifest import MANIFEST, SIDECARS, TEMPLATES, read_manifest
+from optimus.checkpoint.format import MANIFEST, SIDECARS, TEMPLATES, read_manifest
 from optimus.checkpoint.weights import model_config_of
 from optimus.cli import main
 from optimus.config import make_config
@@ -33,7 +33,7 @@ transformers = pytest.importorskip("transformers")
 
 PROMPTS = ["abc", "a longer prompt: of several words, déjà vu  (x)"]
 VOCABULARY = VOCAB + 64
-"""Of the models: padded beyond the tokenizers'."""
+"""Vocabulary of the models, larger than that of the tokenizers."""
 ADDED = ("tokenizer_config.json", "generation_config.json")
 
 
@@ -64,9 +64,9 @@ def sentencepiece_run(sentencepiece_data, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def old(run_dir, tmp_path) -> Path:
-    """The run as version 0.1.0 wrote it: without the files and the setting that are new."""
+    """Return a run as version 0.1.0 wrote it, without files and a setting of later versions."""
     run_dir = Path(shutil.copytree(run_dir, tmp_path / "old"))
-    for path in manager.find_all(run_dir):
+    for path in store.find_all(run_dir):
         if (path / "config.json").is_file():
             config = json.loads((path / "config.json").read_text())
             files.write_json(path / "config.json", config | {"eos_token_id": None})
@@ -77,30 +77,32 @@ def old(run_dir, tmp_path) -> Path:
 
 
 def rewrite_manifest(path: Path) -> None:
-    """Describe the files of a checkpoint as they are now, without the setting."""
+    """List the current files of a checkpoint, without the setting."""
     tree = json.loads((path / MANIFEST).read_text())
     del tree["self_xxh3"]
     tree["settings"].pop("data.eos_token_id", None)
     tree["files"] = [
-        {"name": one["name"], "size": file.stat().st_size, "xxh3": files.xxh3_file(file)}
-        for one in tree["files"]
-        if (file := path / one["name"]).exists()
+        {"name": entry["name"], "size": file.stat().st_size, "xxh3": files.xxh3_file(file)}
+        for entry in tree["files"]
+        if (file := path / entry["name"]).exists()
     ]
     (path / MANIFEST).write_bytes(files.checked_json(tree))
 
 
 def check_directory(path: Path, data: Path) -> None:
-    """What a user does first with a directory."""
+    """Check padding, generation and the end of texts with transformers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    own, manifest = TextTokenizer(tokenizer_path(data)), read_data_manifest(data)
+    text_tokenizer, manifest = TextTokenizer(tokenizer_path(data)), read_data_manifest(data)
     assert tokenizer.eos_token_id == manifest.eos_id
     assert 0 <= tokenizer.pad_token_id < len(tokenizer) == manifest.vocab_size
     batch = tokenizer(PROMPTS, padding=True, return_tensors="pt")
     assert list(batch) == ["input_ids", "attention_mask"]
     assert batch["input_ids"].max() < manifest.vocab_size
     for text, ids, mask in zip(PROMPTS, batch["input_ids"], batch["attention_mask"], strict=True):
-        assert ids[mask.bool()].tolist() == own.encode(text)
-        assert tokenizer.decode(ids, skip_special_tokens=True) == own.decode(own.encode(text))
+        assert ids[mask.bool()].tolist() == text_tokenizer.encode(text)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text_tokenizer.decode(
+            text_tokenizer.encode(text)
+        )
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert manifest.eos_id in eos_of(model.config.eos_token_id)
     assert model(**batch).logits.isfinite().all()
@@ -110,11 +112,11 @@ def check_directory(path: Path, data: Path) -> None:
     ]
     together = model.generate(**batch, max_new_tokens=6, do_sample=False)
     length = batch["input_ids"].shape[1]
-    for text, one, row in zip(PROMPTS, alone, together, strict=True):
-        new = one[0, len(own.encode(text)) :]
+    for text, single, row in zip(PROMPTS, alone, together, strict=True):
+        new = single[0, len(text_tokenizer.encode(text)) :]
         assert row[length : length + len(new)].tolist() == new.tolist()
-    # Now one that ends: the second prompt at once, the first one step later.
-    last = [own.encode(text)[-1] for text in PROMPTS]
+    # The second prompt ends at once, the first prompt one step later.
+    last = [text_tokenizer.encode(text)[-1] for text in PROMPTS]
     assert last[0] != last[1]
     end_with(model, {last[0]: last[1], last[1]: manifest.eos_id})
     ended = model.generate(**batch, max_new_tokens=50, do_sample=False)[:, length:]
@@ -123,12 +125,12 @@ def check_directory(path: Path, data: Path) -> None:
 
 
 def end_with(model: torch.nn.Module, following: dict[int, int]) -> None:
-    """Give the model weights with which these tokens are followed by those."""
+    """Set weights with which each token of `following` is followed by its value."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
-                parameter.zero_()  # a token is all that decides about the next
+                parameter.zero_()  # only the last token selects the next
         table = model.model.embed_tokens.weight.normal_()
         model.lm_head.weight.zero_()
         for token, after in following.items():
@@ -140,11 +142,11 @@ def eos_of(field: int | list[int]) -> list[int]:
 
 
 def exported(run: Path, out: Path, how: str) -> Path:
-    """A Hugging Face directory of a run, by the command or the checkpoint named."""
+    """Return a Hugging Face directory of a run, made by the command `how`."""
     if how == "model-only":
-        return manager.model_path(run, 2)
+        return store.model_path(run, 2)
     command = ["checkpoint", "export"] if how == "export" else ["convert", "to-hf"]
-    source = manager.model_path(run, 2) if how == "to-hf of a model" else run
+    source = store.model_path(run, 2) if how == "to-hf of a model" else run
     assert main([*command, str(source), str(out)]) == 0
     return out
 
@@ -171,7 +173,7 @@ def test_a_sentencepiece_model_is_exported_too(
 def test_an_earlier_versions_checkpoint_is_exported_complete(
     old, tiny_data, tmp_path, capsys, monkeypatch, how, data_is_there
 ):
-    """The token comes from the data set or, where that is gone, from the tokenizer's names."""
+    """The token comes from the data set or, without it, from the names in the tokenizer."""
     from optimus.checkpoint import convert
 
     absent = "_eos_of_data_sets" if not data_is_there else "_eos_of_tokenizer"
@@ -180,8 +182,8 @@ def test_an_earlier_versions_checkpoint_is_exported_complete(
     assert "warning" not in capsys.readouterr().err
 
 
-def test_what_nobody_knows_is_one_line_with_the_key(old, tmp_path, capsys, monkeypatch):
-    path = manager.model_path(old, 2)
+def test_an_unknown_end_token_is_reported_with_the_key(old, tmp_path, capsys, monkeypatch):
+    path = store.model_path(old, 2)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer["added_tokens"] = [
@@ -194,17 +196,17 @@ def test_what_nobody_knows_is_one_line_with_the_key(old, tmp_path, capsys, monke
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     rewrite_manifest(path)
     assert main(["convert", "to-hf", str(path), str(tmp_path / "hf")]) == 0
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "eos_token_id is not known" in told and "set model.eos_token_ids" in told
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "eos_token_id is not known" in printed and "set model.eos_token_ids" in printed
     assert "eos_token_id" not in json.loads((tmp_path / "hf" / ADDED[1]).read_text())
 
 
 def test_the_manifest_covers_the_added_files(run_dir, tmp_path, capsys):
     run = Path(shutil.copytree(run_dir, tmp_path / "run"))
-    path = manager.model_path(run, 2)
+    path = store.model_path(run, 2)
     listed = {entry.name for entry in read_manifest(path).files}
-    assert listed == {one.name for one in path.iterdir()} - {MANIFEST}
+    assert listed == {file.name for file in path.iterdir()} - {MANIFEST}
     assert listed > set(ADDED)
     assert main(["checkpoint", "verify", str(path)]) == 0
     flip(path / ADDED[0], 10)
@@ -212,16 +214,16 @@ def test_the_manifest_covers_the_added_files(run_dir, tmp_path, capsys):
     assert f"{ADDED[0]}: its content does not match" in capsys.readouterr().out
 
 
-def test_the_datas_end_comes_before_the_configured_ones(run_dir):
-    full = manager.full_path(run_dir, 2)
+def test_the_end_token_of_the_data_precedes_the_configured_tokens(run_dir):
+    full = store.full_path(run_dir, 2)
     config = model_config_of(full)
-    for given, expected in (((), (0,)), ((5, 0), (0, 5)), ((VOCABULARY,), (0,))):
-        changed = config.model_copy(update={"eos_token_ids": given})
+    for configured, expected in (((), (0,)), ((5, 0), (0, 5)), ((VOCABULARY,), (0,))):
+        changed = config.model_copy(update={"eos_token_ids": configured})
         assert eos_token_ids(full, changed) == expected
 
 
 def source_directory(directory: Path, run: Path, **generation: object) -> dict[str, bytes]:
-    """A directory as its makers might publish it, and the files that are theirs."""
+    """Make a directory as it may be published. Return the files that a conversion must keep."""
     assert main(["convert", "to-hf", str(run), str(directory)]) == 0
     config = {"eos_token": {"content": "<|endoftext|>"}, "model_max_length": 77}
     config |= {"pad_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizerFast", "x": 1}
@@ -255,8 +257,8 @@ def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, cap
     source_directory(hf, run_dir, pad_token_id=VOCABULARY)
     assert main(["convert", "from-hf", str(hf), str(ours)]) == 0
     assert main(["convert", "to-hf", str(ours), str(again)]) == 0
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and f"pad_token_id = {VOCABULARY} is outside" in told
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and f"pad_token_id = {VOCABULARY} is outside" in printed
     assert json.loads((again / ADDED[1]).read_text()) == {
         "eos_token_id": [0, 7],
         "top_k": 3,
@@ -277,8 +279,8 @@ def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, cap
         ("additional_chat_templates/a.jinja", b"secret"),
     ],
 )
-def test_what_the_name_does_not_say_is_not_copied(tmp_path, name, content):
-    """What leads out of a downloaded directory could be published with the model."""
+def test_a_sidecar_file_of_another_type_is_not_copied(tmp_path, name, content):
+    """A file outside a downloaded directory could be published with the model."""
     secret, source, target = tmp_path / "secret", tmp_path / "source", tmp_path / "target"
     secret.write_bytes(content)
     (source / name).parent.mkdir(parents=True)
@@ -321,9 +323,9 @@ def test_a_link_out_of_the_directory_is_not_copied(tmp_path, name):
 def test_a_folder_replaced_by_a_link_meanwhile_is_not_followed(tmp_path, monkeypatch):
     secrets, source, target = tmp_path / "secrets", tmp_path / "source", tmp_path / "target"
     folder = source / "additional_chat_templates"
-    for one in (secrets, folder, target):
-        one.mkdir(parents=True)
-        (one / "a.json").write_text("{}")
+    for directory in (secrets, folder, target):
+        directory.mkdir(parents=True)
+        (directory / "a.json").write_text("{}")
     (target / "a.json").unlink()
 
     def replace_first(path, *rest):
@@ -346,7 +348,7 @@ def test_a_folder_replaced_by_a_link_meanwhile_is_not_followed(tmp_path, monkeyp
     ],
 )
 def test_a_link_out_of_a_hugging_face_directory_is_refused(run_dir, tmp_path, name, link):
-    """Also one that only the index of the weights names."""
+    """This includes a link that only the index of the weights names."""
     out = tmp_path / "hf"
     to_hf(run_dir, out)
     if link != name:
@@ -367,7 +369,7 @@ def test_templates_in_too_many_folders_are_not_copied(tmp_path):
         _copy_sidecars(tmp_path / "source", tmp_path / "target")
 
 
-def test_large_templates_are_copied_one_at_a_time_up_to_a_limit(tmp_path, monkeypatch):
+def test_large_templates_are_copied_singly_up_to_a_limit(tmp_path, monkeypatch):
     folder, size_bytes = tmp_path / "source" / TEMPLATES, 8 << 20
     for path in (folder, tmp_path / "target"):
         path.mkdir(parents=True)
@@ -389,7 +391,7 @@ def test_links_of_the_hubs_cache_are_copied_as_files(run_dir, tmp_path):
     source, target = tmp_path / "snapshots" / "1", tmp_path / "target"
     for path in (source, target, tmp_path / "blobs"):
         path.mkdir(parents=True)
-    tokenizer = manager.full_path(run_dir, 2) / "tokenizer.json"
+    tokenizer = store.full_path(run_dir, 2) / "tokenizer.json"
     shutil.copy(tokenizer, tmp_path / "blobs" / "4")
     (source / "tokenizer.json").symlink_to("../../blobs/4")
     (tmp_path / "blobs" / "5").write_text("{{ messages }}")

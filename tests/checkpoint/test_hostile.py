@@ -1,4 +1,4 @@
-"""Checkpoints that no save wrote, with right hashes, are refused in one line."""
+"""Tests that invalid checkpoints with valid hashes are refused in one line."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ import numpy
 import pytest
 import xxhash
 
-from optimus.checkpoint import manifest as manifests
-from optimus.checkpoint.index import INDEX, Written, decode, encode
-from optimus.checkpoint.inspect import show, verify
-from optimus.checkpoint.manifest import (
+from optimus.checkpoint import format as format_module
+from optimus.checkpoint.format import (
     GENERATION_CONFIG,
+    INDEX,
     MANIFEST,
     SIDECARS,
     TEMPLATES,
+    ShardReport,
+    decode,
+    encode,
     read_manifest,
-    seal,
 )
-from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.shards import Identity, ShardWriter
-from optimus.checkpoint.stream import ShardWeights
-from optimus.checkpoint.transfer import Readers, Want
+from optimus.checkpoint.inspect import show, verify
+from optimus.checkpoint.load import Readers, ReadRequest
+from optimus.checkpoint.shard_file import Identity, ShardWriter
+from optimus.checkpoint.slices import ParamSlice, whole_box
+from optimus.checkpoint.store import write_checkpoint
+from optimus.checkpoint.weights import ShardWeights
 from optimus.cli import main
 from optimus.errors import CheckpointError
 from optimus.io import files
@@ -38,62 +41,67 @@ from optimus.io.tensor_file import MODEL
 
 SHAPES = {"embed.weight": (6, 4), "head.weight": (4, 4)}
 ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))
-"""The two halves of embed.weight, a box each."""
+"""The two halves of embed.weight, one box each."""
 
 
-def write_checkpoint(path: Path, frozen: str = "", order: Sequence[int] = range(4)) -> Path:
+def write_full(path: Path, frozen: str = "", order: Sequence[int] = range(4)) -> Path:
     """Write a full checkpoint of one writer, state by state: embed.weight in two boxes, head.weight
     in two rows. The parameter `frozen` has a master alone. `order`: of the four in the file."""
 
     def write(directory: Path) -> None:
-        pieces = [
-            Piece("embed.weight", (ROWS[0][:1], ROWS[0][1:]), 0, 12),
-            Piece("embed.weight", (ROWS[1][:1], ROWS[1][1:]), 0, 12),
-            Piece("head.weight", whole_box(SHAPES["head.weight"]), 0, 8),
-            Piece("head.weight", whole_box(SHAPES["head.weight"]), 8, 16),
+        slices = [
+            ParamSlice("embed.weight", (ROWS[0][:1], ROWS[0][1:]), 0, 12),
+            ParamSlice("embed.weight", (ROWS[1][:1], ROWS[1][1:]), 0, 12),
+            ParamSlice("head.weight", whole_box(SHAPES["head.weight"]), 0, 8),
+            ParamSlice("head.weight", whole_box(SHAPES["head.weight"]), 8, 16),
         ]
-        begins = {(state, pieces[n]): -1 for state in range(3) for n in order}
-        written = [key for key in begins if key[0] == 0 or key[1].name != frozen]
+        offsets = {(state, slices[n]): -1 for state in range(3) for n in order}
+        written = [key for key in offsets if key[0] == 0 or key[1].name != frozen]
         with ShardWriter(directory, Identity("g", 3, 0), 4096 + 64 * len(written)) as file:
             for key in written:
                 values = numpy.zeros(16, dtype=numpy.float32)  # a multiple of 64 bytes
-                begins[key] = file.write(memoryview(values).cast("B"))
+                offsets[key] = file.write(memoryview(values).cast("B"))
             shard = file.finish()
-        boxes = list(dict.fromkeys(piece[:2] for piece in pieces))
+        boxes = list(dict.fromkeys(param[:2] for param in slices))
         rows = [
-            (boxes.index(piece[:2]), piece.start, piece.stop, *(begins[n, piece] for n in range(3)))
-            for piece in pieces
+            (
+                boxes.index(param[:2]),
+                param.start,
+                param.stop,
+                *(offsets[n, param] for n in range(3)),
+            )
+            for param in slices
         ]
-        (directory / INDEX).write_bytes(encode("g", 3, [Written(shard, boxes, rows)], SHAPES))
+        (directory / INDEX).write_bytes(encode("g", 3, [ShardReport(shard, boxes, rows)], SHAPES))
         (directory / "config.toml").write_text("")
 
     ranks = {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "per_node": 1}
     settings = {"optim.sharding": "so", "train.dtype": "fp32", "parallel.schedule": "1f1b"}
     if frozen:
         settings["optim.frozen"] = [frozen]
-    return seal(path, write, kind="full", step=3, ranks=ranks, settings=settings).path
+    return write_checkpoint(path, write, kind="full", step=3, ranks=ranks, settings=settings).path
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("sound") / "c")
+def valid(tmp_path_factory) -> Path:
+    return write_full(tmp_path_factory.mktemp("valid") / "c")
 
 
 @pytest.fixture
-def checkpoint(sound, tmp_path) -> Path:
-    shutil.copytree(sound, tmp_path / "c")
+def checkpoint(valid, tmp_path) -> Path:
+    shutil.copytree(valid, tmp_path / "c")
     return tmp_path / "c"
 
 
 def rewrite_manifest(path: Path, **fields: object) -> None:
-    """Change fields and make the hash right again."""
+    """Change fields and correct the hash."""
     raw = json.loads((path / MANIFEST).read_bytes())
     raw.pop("self_xxh3")
     (path / MANIFEST).write_bytes(files.checked_json(raw | fields))
 
 
 def rewrite_index(path: Path, change) -> None:
-    """Let `change` edit the parsed lines of the index, and make all hashes right again."""
+    """Change the parsed lines of the index, and correct all hashes."""
     lines = [json.loads(line) for line in (path / INDEX).read_text().splitlines()]
     change(*lines)
     data = "\n".join([*map(json.dumps, lines), ""]).encode()
@@ -105,8 +113,8 @@ def rewrite_index(path: Path, change) -> None:
     rewrite_manifest(path, files=entries)
 
 
-def look(path: Path, capsys) -> str:
-    """Return the one line in which both `verify` and `show` refuse a checkpoint."""
+def problem_of(path: Path, capsys) -> str:
+    """Return the line in which `verify` refuses a checkpoint. Check that `show` refuses it, too."""
     capsys.readouterr()
     assert main(["checkpoint", "verify", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -120,7 +128,7 @@ def look(path: Path, capsys) -> str:
     return lines[1]
 
 
-def test_the_checkpoint_is_sound_before_it_is_changed(checkpoint):
+def test_the_checkpoint_is_valid_before_it_is_changed(checkpoint):
     read_manifest(checkpoint).verify()
     assert show(checkpoint)["state"] == "valid"
     rewrite_index(checkpoint, lambda head, embed, rest: None)
@@ -194,8 +202,8 @@ def test_a_manifest_that_no_save_wrote_is_refused(checkpoint, capsys, fields):
     rewrite_manifest(checkpoint, **fields)
     with pytest.raises(CheckpointError, match=r"manifest\.json: not readable"):
         read_manifest(checkpoint)
-    told = look(checkpoint, capsys)
-    assert "manifest.json: not readable" in told and "Value error" not in told
+    message = problem_of(checkpoint, capsys)
+    assert "manifest.json: not readable" in message and "Value error" not in message
 
 
 def test_a_manifest_is_parsed_only_if_its_hash_is_right(checkpoint, monkeypatch):
@@ -209,11 +217,11 @@ def test_a_manifest_is_parsed_only_if_its_hash_is_right(checkpoint, monkeypatch)
         read_manifest(checkpoint)
 
 
-def test_a_hash_is_left_out_in_format_1_alone(checkpoint):
+def test_only_format_1_has_no_hash(checkpoint):
     raw = json.loads((checkpoint / MANIFEST).read_bytes())
     raw.pop("self_xxh3")
     text = json.dumps(raw)[1:]
-    (checkpoint / MANIFEST).write_text('{"format": 1, ' + text)  # the key is there twice
+    (checkpoint / MANIFEST).write_text('{"format": 1, ' + text)  # the key occurs twice
     with pytest.raises(CheckpointError, match="of format 2, this version reads"):
         read_manifest(checkpoint)
 
@@ -221,7 +229,7 @@ def test_a_hash_is_left_out_in_format_1_alone(checkpoint):
 @pytest.mark.parametrize("content", [nested(), b"[" * 100_000, b"1" * 5000, b"\xff"])
 def test_a_manifest_that_is_no_json_is_refused(checkpoint, capsys, content):
     (checkpoint / MANIFEST).write_bytes(content)
-    assert "manifest.json: not readable" in look(checkpoint, capsys)
+    assert "manifest.json: not readable" in problem_of(checkpoint, capsys)
 
 
 def set_head(**fields):
@@ -236,7 +244,7 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (set_head(block_bytes=-4), "block_bytes = -4"),
         (set_head(block_bytes="x"), "block_bytes = 'x'"),
@@ -300,35 +308,35 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
         (lambda head, embed, rest: embed.pop("boxes"), "boxes"),
     ],
 )  # fmt: skip
-def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, told):
-    """By `verify`, by `show` and by a load."""
+def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, message):
+    """`verify`, `show` and loads refuse it."""
     rewrite_index(checkpoint, change)
-    assert told in look(checkpoint, capsys)
-    with pytest.raises(CheckpointError, match=told.partition("exp_avg")[0]):
+    assert message in problem_of(checkpoint, capsys)
+    with pytest.raises(CheckpointError, match=message.partition("exp_avg")[0]):
         ShardWeights(read_manifest(checkpoint))  # reads every row, for conversions
     # A load reads a single parameter and state: it cannot see faults across several.
-    if any(text in told for text in ("two rows", "not all", "not equally")):
+    if any(text in message for text in ("two rows", "not all", "not equally")):
         return
     with pytest.raises(CheckpointError, match=r"^/[^\n]*$"):
         load(checkpoint)
 
 
 def test_a_frozen_parameter_has_a_master_alone(tmp_path):
-    read_manifest(write_checkpoint(tmp_path / "a", frozen="embed.weight")).verify()
-    read_manifest(write_checkpoint(tmp_path / "b", frozen="head.weight")).verify()
+    read_manifest(write_full(tmp_path / "a", frozen="embed.weight")).verify()
+    read_manifest(write_full(tmp_path / "b", frozen="head.weight")).verify()
 
 
 def test_bytes_that_belong_to_no_parameter_are_refused(checkpoint, capsys):
     """The index has the masters of a frozen parameter, and the file also has its other states."""
     rewrite_index(checkpoint, set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]))
     rewrite_manifest(checkpoint, settings={"optim.frozen": ["embed.*"]})
-    assert "bytes to which no row leads" in look(checkpoint, capsys)
+    assert "bytes to which no row leads" in problem_of(checkpoint, capsys)
 
 
 @pytest.mark.parametrize("columns", [(5,), (5, 6)])
 def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys, columns):
     """A frozen row changes the distance to the masters, not that of the other states."""
-    path = write_checkpoint(tmp_path / "c", frozen="embed.weight", order=(2, 0, 1, 3))
+    path = write_full(tmp_path / "c", frozen="embed.weight", order=(2, 0, 1, 3))
     read_manifest(path).verify()
 
     def change(head, embed, head_weight) -> None:
@@ -337,24 +345,24 @@ def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys
             first[column], second[column] = second[column], first[column]
 
     rewrite_index(path, change)
-    assert "not equally far apart" in look(path, capsys)
+    assert "not equally far apart" in problem_of(path, capsys)
 
 
-def write_model(directory: Path, parts: int) -> None:
+def write_model(directory: Path, num_files: int) -> None:
     """Write a model's weights: a tensor in each of its files."""
-    names = [f"model-{n + 1}.safetensors" for n in range(parts)] if parts > 1 else [MODEL]
+    names = [f"model-{n + 1}.safetensors" for n in range(num_files)] if num_files > 1 else [MODEL]
     for n, name in enumerate(names):
         header = json.dumps({f"w{n}": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})
         data = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
         (directory / name).write_bytes(data)
-    if parts > 1:
+    if num_files > 1:
         table = {f"w{n}": name for n, name in enumerate(names)}
         (directory / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": table}))
     (directory / "config.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
-    ("parts", "name", "content", "told"),
+    ("num_files", "name", "content", "message"),
     [
         (1, MODEL, b"garbage that is no safetensors", "truncated, or not a safetensors file"),
         (2, "model-2.safetensors", b"garbage that is no safetensors", "truncated"),
@@ -364,20 +372,22 @@ def write_model(directory: Path, parts: int) -> None:
     ],
 )
 def test_a_model_whose_weights_cannot_be_read_is_refused(
-    tmp_path, capsys, parts, name, content, told
+    tmp_path, capsys, num_files, name, content, message
 ):
     def write(directory: Path) -> None:
-        write_model(directory, parts)
+        write_model(directory, num_files)
         if content is not None:
             (directory / name).write_bytes(content)
         else:
             (directory / name).unlink()
 
-    seal(tmp_path / "m", lambda directory: write_model(directory, parts), kind="model")
+    write_checkpoint(
+        tmp_path / "m", lambda directory: write_model(directory, num_files), kind="model"
+    )
     read_manifest(tmp_path / "m").verify()
-    seal(tmp_path / "c", write, kind="model")
+    write_checkpoint(tmp_path / "c", write, kind="model")
     assert main(["checkpoint", "verify", str(tmp_path / "c")]) == 1
-    assert told in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -387,7 +397,7 @@ def test_a_model_whose_weights_cannot_be_read_is_refused(
         *(f"{TEMPLATES}/a.jinja", f"{TEMPLATES}/folder/a.jinja"),
     ],
 )
-def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys, name):
+def test_files_that_readers_open_by_name_must_be_listed(checkpoint, capsys, name):
     listed = "tokenizer.model" if name == "tokenizer.json" else "tokenizer.json"
     (checkpoint / listed).write_text("{}")
     entries = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
@@ -395,13 +405,13 @@ def test_a_file_that_readers_open_by_its_name_must_be_listed(checkpoint, capsys,
     rewrite_manifest(checkpoint, files=entries)
     (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
     (checkpoint / name).write_text("{}")
-    assert f"{name}: its manifest does not list it" in look(checkpoint, capsys)
+    assert f"{name}: its manifest does not list it" in problem_of(checkpoint, capsys)
     with pytest.raises(CheckpointError, match="does not list it"):
         read_manifest(checkpoint).check()
 
 
-def test_a_tokenizer_added_to_a_checkpoint_without_one_is_accepted(checkpoint):
-    """Checkpoints of runs whose data set has no tokenizer file; `generate` says where to put it."""
+def test_a_tokenizer_may_be_added_to_a_checkpoint_without_tokenizer(checkpoint):
+    """A run may have no tokenizer. `generate` then asks the user to add it to the checkpoint."""
     (checkpoint / TEMPLATES).mkdir()
     for name in {*SIDECARS, f"{TEMPLATES}/a.jinja"} - {TEMPLATES, GENERATION_CONFIG}:
         (checkpoint / name).write_text("{}")
@@ -415,9 +425,9 @@ def test_folder_of_templates_with_too_many_entries_or_levels_is_refused(
     """The folder has three levels and three entries, two of which are folders."""
     (checkpoint / TEMPLATES / "a" / "b").mkdir(parents=True)
     (checkpoint / TEMPLATES / "x.jinja").write_text("{}")
-    monkeypatch.setattr(manifests, limit, 3)
+    monkeypatch.setattr(format_module, limit, 3)
     read_manifest(checkpoint).check()
-    monkeypatch.setattr(manifests, limit, 2)
+    monkeypatch.setattr(format_module, limit, 2)
     with pytest.raises(CheckpointError, match=f"{TEMPLATES}: more than .* levels of folders"):
         read_manifest(checkpoint).check()
 
@@ -430,13 +440,13 @@ def write_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
     data = (path / MODEL).read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = change(json.loads(data[8:end]))
-    stop = max((one["data_offsets"][1] for one in header.values()), default=0)
+    stop = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     text = json.dumps(header).encode()
     (path / MODEL).write_bytes(len(text).to_bytes(8, "little") + text + data[end : end + stop])
 
 
 def without_metadata(header: dict[str, Any], **fields: object) -> dict[str, Any]:
-    return {name: one | fields for name, one in header.items() if name != "__metadata__"}
+    return {name: entry | fields for name, entry in header.items() if name != "__metadata__"}
 
 
 def edit_config(path: Path, old: str, new: str) -> None:
@@ -445,8 +455,8 @@ def edit_config(path: Path, old: str, new: str) -> None:
     (path / "config.toml").write_text(text.replace(f"\n{old}\n", f"\n{new}\n"))
 
 
-def reseal(path: Path, **settings: object) -> None:
-    """Make sizes and hashes of all files right again, and change settings."""
+def update_manifest(path: Path, **settings: object) -> None:
+    """Correct the sizes and hashes of all files, and change settings."""
     raw = json.loads((path / MANIFEST).read_bytes())
     entries = [
         {"name": name, "size": (path / name).stat().st_size, "xxh3": files.xxh3_file(path / name)}
@@ -471,7 +481,7 @@ def reseal(path: Path, **settings: object) -> None:
         ("step-00000002", lambda path: (path / "config.toml").write_text(""), "model is missing"),
         (
             "step-00000002",
-            lambda path: reseal(path, **{"optim.frozen": ["*"]}),
+            lambda path: update_manifest(path, **{"optim.frozen": ["*"]}),
             r"optim.frozen = \[\], but the manifest has \['\*'\]",
         ),
         (
@@ -501,23 +511,23 @@ def reseal(path: Path, **settings: object) -> None:
         ("model-00000002", lambda path: (path / "config.json").write_text("{"), "as JSON"),
     ],
 )
-def test_a_checkpoint_that_no_load_would_take_is_not_valid(tmp_path, name, change, message):
-    """Hashes and sizes are right; the content is not that of its configuration's model."""
+def test_a_checkpoint_that_cannot_be_loaded_is_not_valid(tmp_path, name, change, message):
+    """Hashes and sizes are correct, but the content does not belong to the configured model."""
     path = Path(shutil.copytree(GOLDEN / name, tmp_path / "c"))
-    reseal(path)
+    update_manifest(path)
     assert verify(path)["valid"]
     change(path)
-    reseal(path)
+    update_manifest(path)
     read_manifest(path).verify()
     (problem,) = verify(path)["checkpoints"][0]["problems"]
     assert re.search(message, problem) and "\n" not in problem
 
 
 def load(checkpoint: Path) -> None:
-    want = Piece("embed.weight", whole_box((6, 4)), 0, 24)
+    request = ParamSlice("embed.weight", whole_box((6, 4)), 0, 24)
     memory = numpy.empty(24, dtype=numpy.float32)
     with Readers(checkpoint, read_manifest(checkpoint).index(), 1) as readers:
-        readers.read([Want("master", [(want, 0)], memoryview(memory).cast("B"))])
+        readers.read([ReadRequest("master", [(request, 0)], memoryview(memory).cast("B"))])
 
 
 def test_a_full_checkpoint_without_an_index_is_refused_by_a_load(checkpoint):
@@ -550,7 +560,7 @@ def test_rows_that_are_no_integers_are_refused(checkpoint, old, new):
         replace(index, lines=lines).stored("embed.weight")
 
 
-def test_show_escapes_what_would_control_the_terminal(checkpoint, capsys):
+def test_show_escapes_control_characters(checkpoint, capsys):
     rewrite_manifest(checkpoint, origin="\x1b]0;owned\x07\nstate  valid")
     assert main(["checkpoint", "show", str(checkpoint)]) == 0
     printed = capsys.readouterr().out

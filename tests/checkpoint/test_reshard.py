@@ -1,4 +1,4 @@
-"""Any layout to any layout, by plans over real files; and how long planning takes on many ranks."""
+"""Tests of loading under another layout, from real files, and of plans for many ranks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from optimus.checkpoint import shards, stream
-from optimus.checkpoint.index import Index, Written, decode, encode
-from optimus.checkpoint.pieces import Piece, Span, spans_to_write
-from optimus.checkpoint.reshard import runs_between
-from optimus.checkpoint.shards import ShardFile
-from optimus.checkpoint.stream import ShardWeights
-from optimus.checkpoint.transfer import plan_reads
+from optimus.checkpoint import shard_file
+from optimus.checkpoint import weights as weights_module
+from optimus.checkpoint.format import Index, ShardReport, decode, encode
+from optimus.checkpoint.load import plan_reads
+from optimus.checkpoint.shard_file import ShardFile
+from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write
+from optimus.checkpoint.weights import ShardWeights
 from optimus.chunks.layout import STATES
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
 from tests.helpers.held import Holdings, layout_config
 from tests.helpers.reshard import BLOCK_BYTES, all_layouts, pairwise
-from tests.helpers.shards import all_shapes, assert_loads, save, take, wants_of, whole_states
+from tests.helpers.shards import all_shapes, assert_loads, requests_of, save, take, whole_states
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def random_box(shape, generator):
-    """One or two ranges of each dim."""
+    """Return a box of one or two ranges of each dim."""
     box = []
     for size in shape:
         cuts = sorted(generator.sample(range(size + 1), 4))
@@ -42,27 +42,27 @@ def random_box(shape, generator):
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_runs_between_any_two_boxes_carry_what_both_have(dims):
+def test_intersect_returns_the_common_elements_of_two_boxes(dims):
     generator = random.Random(dims)
     for _ in range(150):
         shape = tuple(generator.randint(4, 9) for _ in range(dims))
         whole = numpy.arange(numpy.prod(shape)).reshape(shape)
         disk, box = random_box(shape, generator), random_box(shape, generator)
-        if generator.random() < 0.3:  # often they differ in one dim alone
+        if generator.random() < 0.3:  # often they differ in one dim only
             box = (box[0], *disk[1:])
-        full = Piece("p", disk, 0, 10**6)
+        full = ParamSlice("p", disk, 0, 10**6)
         size = len(take(whole, full._replace(box=box)))
         start = generator.randint(0, size - 1)
-        want = Piece("p", box, start, generator.randint(start + 1, size))
-        there, wanted = take(whole, full), take(whole, want)
-        found = numpy.full(len(wanted), -1)
-        for offset, at, length in runs_between(disk, want).tolist():
-            found[at : at + length] = there[offset : offset + length]
-        expected = numpy.where(numpy.isin(wanted, there), wanted, -1)
-        assert numpy.array_equal(found, expected)
+        request = ParamSlice("p", box, start, generator.randint(start + 1, size))
+        stored_values, wanted = take(whole, full), take(whole, request)
+        result = numpy.full(len(wanted), -1)
+        for offset, at, length in intersect(disk, request).tolist():
+            result[at : at + length] = stored_values[offset : offset + length]
+        expected = numpy.where(numpy.isin(wanted, stored_values), wanted, -1)
+        assert numpy.array_equal(result, expected)
 
 
-def test_every_mesh_is_among_the_pairs():
+def test_pairs_contain_all_meshes():
     pairs = pairwise()
     meshes = {layout.mesh for layout in all_layouts()}
     assert len(meshes) == 35 and len(pairs) < 50
@@ -70,31 +70,31 @@ def test_every_mesh_is_among_the_pairs():
         assert {layout.mesh for layout in side} == meshes
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_what_one_layout_wrote_another_reads_to_the_bit(tmp_path, part, monkeypatch):
+@pytest.mark.parametrize("third", range(3))
+def test_a_layout_reads_the_bits_that_another_layout_wrote(tmp_path, third, monkeypatch):
     """scripts/drills/reshard.py has more pairs."""
-    monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("optimus.checkpoint.index.BLOCK_BYTES", BLOCK_BYTES)
-    for number, (one, other) in enumerate(pairwise()[part::3]):
-        holdings = one.holdings()
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("optimus.checkpoint.format.BLOCK_BYTES", BLOCK_BYTES)
+    for number, (layout, other) in enumerate(pairwise()[third::3]):
+        holdings = layout.holdings()
         states = whole_states(all_shapes(holdings), seed=number)
         directory = tmp_path / str(number)
         directory.mkdir()
-        index = save(directory, holdings, states, one.scatter)
+        index = save(directory, holdings, states, layout.scatter)
         assert_loads(directory, index, other.holdings(), states)
 
 
-def test_an_index_that_leads_to_too_little_is_refused(tmp_path):
+def test_an_index_with_missing_rows_is_refused(tmp_path):
     mesh = Mesh(dp=2)
     holdings = Holdings(layout_config(mesh, optim__sharding="so"), mesh)
     states = whole_states(all_shapes(holdings))
     index = save(tmp_path, holdings, states)
     stored = index.stored("embed.weight")
-    want = Piece("embed.weight", stored.boxes[0], 0, stored.rows[-1, 3])
-    assert stored.element_runs(want)[:, 3].sum() == want.stop
+    request = ParamSlice("embed.weight", stored.boxes[0], 0, stored.rows[-1, 3])
+    assert stored.element_ranges(request)[:, 3].sum() == request.stop
     less = type(stored)(stored.name, stored.boxes, stored.rows[:-1])
     with pytest.raises(CheckpointError, match="only a part of parameter embed.weight"):
-        less.element_runs(want)
+        less.element_ranges(request)
     with pytest.raises(CheckpointError, match="no parameter x"):
         index.stored("x")
 
@@ -104,28 +104,28 @@ def weights_of(path: Path, index: Index) -> ShardWeights:
 
 
 @pytest.mark.parametrize("open_files", [2, 32])
-def test_weights_are_put_together_from_the_parts_of_all_ranks(tmp_path, monkeypatch, open_files):
-    monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("optimus.checkpoint.index.BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(stream, "PIECE", 1000)
-    monkeypatch.setattr(stream, "_OPEN_FILES", open_files)
+def test_weights_are_assembled_from_the_slices_of_all_ranks(tmp_path, monkeypatch, open_files):
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("optimus.checkpoint.format.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(weights_module, "BATCH_ELEMENTS", 1000)
+    monkeypatch.setattr(weights_module, "_OPEN_FILES", open_files)
     mesh = Mesh(pp=2, ep=2, tp=2)
     holdings = Holdings(layout_config(mesh, optim__sharding="so"), mesh)
     states = whole_states(all_shapes(holdings))
     index = save(tmp_path, holdings, states)
-    found = {name: numpy.full(shape, numpy.nan) for name, shape in all_shapes(holdings).items()}
-    shards.traffic.update(opens=0, bytes=0)
+    result = {name: numpy.full(shape, numpy.nan) for name, shape in all_shapes(holdings).items()}
+    shard_file.traffic.update(opens=0, bytes=0)
     with weights_of(tmp_path, index) as weights:
-        for name, start, values in weights.stretches():
-            found[name].reshape(-1)[start : start + len(values)] = values
-    assert all(numpy.array_equal(found[name], whole) for name, whole in states["master"].items())
+        for name, start, values in weights.ranges():
+            result[name].reshape(-1)[start : start + len(values)] = values
+    assert all(numpy.array_equal(result[name], whole) for name, whole in states["master"].items())
     if open_files == 32:  # of small blocks few are read twice
-        assert shards.traffic["opens"] == 8
+        assert shard_file.traffic["opens"] == 8
         blocks = sum(math.ceil(shard.size / 3 / BLOCK_BYTES) for shard in index.shards)
-        assert shards.traffic["bytes"] <= 2 * blocks * BLOCK_BYTES + 8 * shards.HEADER_BYTES
+        assert shard_file.traffic["bytes"] <= 2 * blocks * BLOCK_BYTES + 8 * shard_file.HEADER_BYTES
 
 
-def test_weights_of_which_the_index_holds_a_part_are_refused(tmp_path):
+def test_incomplete_weights_are_refused(tmp_path):
     mesh = Mesh(tp=2)
     holdings = Holdings(layout_config(mesh), mesh)
     index = save(tmp_path, holdings, whole_states(all_shapes(holdings)))
@@ -137,16 +137,21 @@ def test_weights_of_which_the_index_holds_a_part_are_refused(tmp_path):
             list(weights_of(tmp_path, less))
 
 
-def simulated_report(holdings: Holdings, rank: int, spans: list[Span]) -> Written:
-    """What the writer of these spans would report, without its file."""
-    at, boxes, rows, size = 4096, {}, [], sum(span.stop - span.start for span in spans) * 4
-    for span in spans:
-        for (name, box, start, stop), place in span.pieces:
-            offsets = [at + place * 4 + state * size for state in range(len(STATES))]
+def simulated_report(holdings: Holdings, rank: int, slices: list[StateSlice]) -> ShardReport:
+    """Return the report of the writer of these slices, without a file."""
+    at, boxes, rows, size = (
+        4096,
+        {},
+        [],
+        sum(s.stop - s.start for s in slices) * 4,
+    )
+    for state_slice in slices:
+        for (name, box, start, stop), offset in state_slice.params:
+            offsets = [at + offset * 4 + state * size for state in range(len(STATES))]
             rows.append((boxes.setdefault((name, box), len(boxes)), start, stop, *offsets))
-        at += (span.stop - span.start) * 4
-    blocks = -(-(3 * size + 4096) // shards.BLOCK_BYTES)
-    return Written(ShardFile(rank, 3 * size + 4096, "0" * 16 * blocks), list(boxes), rows)
+        at += (state_slice.stop - state_slice.start) * 4
+    blocks = -(-(3 * size + 4096) // shard_file.BLOCK_BYTES)
+    return ShardReport(ShardFile(rank, 3 * size + 4096, "0" * 16 * blocks), list(boxes), rows)
 
 
 def processor_s(function, *arguments):
@@ -157,9 +162,8 @@ def processor_s(function, *arguments):
 
 
 def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsys):
-    """Prints the processor seconds of the plans of all writers, of the index that the first rank
-    makes, and of what a rank reads under another layout. They depend on the machine and are not
-    judged."""
+    """Print the processor time of the plans of all writers, of the index, and of the reads of a
+    rank under another layout. It depends on the machine and is not compared."""
     path = CONFIGS / "model" / "mula-220b-a10b.toml"
 
     def holdings(mesh: Mesh, sharding: str) -> Holdings:
@@ -170,29 +174,31 @@ def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsy
     assert saved.mesh.world_size == 9984
     shapes = saved.of(0).shapes | saved.of(9983).shapes  # of the two stages
     of_writers, written = 0.0, []
-    gc.disable()  # all reports are kept here, which no real rank but the first does
+    gc.disable()  # only the first of real ranks keeps all reports
     for rank in range(9984):
-        one, place = saved.of(rank), saved.mesh.coordinate(rank)
-        seconds, spans = processor_s(spans_to_write, one.held, one.boxes, saved.mesh, place)
+        holding, coordinate = saved.of(rank), saved.mesh.coordinate(rank)
+        seconds, slices = processor_s(
+            slices_to_write, holding.shards, holding.boxes, saved.mesh, coordinate
+        )
         of_writers += seconds
-        written.append(simulated_report(saved, rank, spans))
+        written.append(simulated_report(saved, rank, slices))
     gc.enable()
     of_index, data = processor_s(encode, "g", 1, written, shapes)
-    rows = sum(len(one.rows) for one in written)
+    rows = sum(len(report.rows) for report in written)
     del written
     other = holdings(Mesh(pp=4, dp=312, ep=4, tp=2), "so")
     of_readers, opened = [], []
     for rank in (0, 1, 4992, 9983):
-        wants = wants_of(other.of(rank), other, rank, fill=False)
-        seconds, runs = processor_s(lambda wants: plan_reads(decode(data), wants), wants)
+        requests = requests_of(other.of(rank), other, rank, fill=False)
+        seconds, runs = processor_s(lambda requests: plan_reads(decode(data), requests), requests)
         of_readers.append(seconds)
         opened.append(len(set(runs[:, 0].tolist())))
-        needed = sum(len(want.memory) for want in wants)
+        needed = sum(len(request.memory) for request in requests)
         assert 0.97 * needed <= runs[:, 4].sum() <= needed
     total = of_writers + of_index + max(of_readers)
     with capsys.disabled():
         print(
-            f"\n{rows} pieces; CPU s: plans of all writers {of_writers:.1f}, the index of "
+            f"\n{rows} slices; CPU s: plans of all writers {of_writers:.1f}, the index of "
             f"{len(data) / 1e6:.0f} MB {of_index:.1f}, what one rank reads {max(of_readers):.2f}; "
             f"in sum {total:.1f}; files that a rank opens {opened}"
         )

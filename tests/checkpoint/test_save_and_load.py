@@ -1,4 +1,4 @@
-"""Saving and loading one process's states: what a chunk lacks, other types, what does not fit."""
+"""Tests of saving and loading the states of a process: frozen chunks, other shapes, damage."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimus.checkpoint import load, manager
+from optimus.checkpoint import load, store
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint.load import load_full
-from optimus.checkpoint.pieces import Span
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver
+from optimus.checkpoint.save import FullSaver, RankStates
+from optimus.checkpoint.slices import StateSlice
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers import small_saves
 from tests.helpers.whole import read_whole
 
 
 def with_a_master_alone(step: int) -> RankStates:
-    """The first chunk has no moments, and its master is of two bytes: frozen parameters."""
+    """Return states whose first chunk is frozen: a bf16 master without moments."""
     states = small_saves.make_states(step)
     first, *others = states.shards
     values = torch.arange(first.chunk.length) + step
@@ -35,32 +34,32 @@ def save(states: RankStates, path: Path) -> None:
     small_saves.save_full(states, path, step=1)
 
 
-def test_a_chunk_may_lack_moments_and_be_of_two_bytes(tmp_path):
+def test_a_frozen_chunk_without_moments_is_saved_and_loaded(tmp_path):
     saved, loaded = with_a_master_alone(5), with_a_master_alone(0)
     settings = {"optim.frozen": ["*"]}
     small_saves.save_full(saved, tmp_path / "c", step=1, settings=settings)
-    manifest = manager.read_manifest(tmp_path / "c")
+    manifest = store.read_manifest(tmp_path / "c")
     manifest.verify()
     assert load_full(loaded, manifest, "broadcast") == ""
-    for one, other in zip(saved.shards, loaded.shards, strict=True):
-        assert one.states.keys() == other.states.keys()
-        for slot in one.chunk.slots:
-            where = slice(slot.start, slot.stop)
-            for state, flat in one.states.items():
-                assert torch.equal(flat[where], other.states[state][where])
+    for shard, other in zip(saved.shards, loaded.shards, strict=True):
+        assert shard.states.keys() == other.states.keys()
+        for slot in shard.chunk.slots:
+            elements = slice(slot.start, slot.stop)
+            for state, flat in shard.states.items():
+                assert torch.equal(flat[elements], other.states[state][elements])
     problem = load_full(small_saves.make_states(0), manifest, "broadcast")
     assert problem == f"{tmp_path}/c: the index holds not every state of parameter a"
 
 
-def test_states_that_are_not_in_host_memory_come_in_bounded_batches(monkeypatch):
-    spans = [("master", Span(0, 0, size, ())) for size in (10, 20, 30, 5)]
+def test_device_states_are_read_in_bounded_batches(monkeypatch):
+    slices = [("master", StateSlice(0, 0, size, ())) for size in (10, 20, 30, 5)]
     monkeypatch.setattr(load, "HOST_BYTES", 120)
-    assert [len(batch) for batch in load._batches(spans)] == [2, 1, 1]
+    assert [len(batch) for batch in load._batches(slices)] == [2, 1, 1]
 
 
 def test_parameters_of_another_model_are_named(tmp_path):
     save(small_saves.make_states(1), tmp_path / "c")
-    manifest = manager.read_manifest(tmp_path / "c")
+    manifest = store.read_manifest(tmp_path / "c")
     tensors = {name: torch.empty(shape) for name, shape in small_saves.SHAPES.items()}
     read_whole(manifest, tensors)
     wrong = {
@@ -74,8 +73,8 @@ def test_parameters_of_another_model_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["cut", "another"])
-def test_a_shard_file_that_is_not_as_written_is_not_sealed(tmp_path, harm):
-    """Its header and size are compared before the seal: both slots stay."""
+def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
+    """The header and size are compared before the commit, and both checkpoints stay."""
     for step in (1, 2):
         small_saves.save(tmp_path, step)
 
@@ -85,20 +84,20 @@ def test_a_shard_file_that_is_not_as_written_is_not_sealed(tmp_path, harm):
         if harm == "cut":
             os.truncate(shard, shard.stat().st_size - 1)
         else:
-            shutil.copyfile(manager.full_path(tmp_path, 2) / shard.name, shard)
+            shutil.copyfile(store.full_path(tmp_path, 2) / shard.name, shard)
 
-    told = {
+    messages = {
         "cut": r"shard-00000.bin: \d+ bytes, not \d+",
         "another": "belongs to another checkpoint",
     }
-    with pytest.raises(OptimusError, match=told[harm]):
+    with pytest.raises(OptimusError, match=messages[harm]):
         states = small_saves.make_states(3)
-        small_saves.save_full(states, manager.full_path(tmp_path, 3), write, step=3)
-    names = sorted(path.name for path in manager.checkpoints_dir(tmp_path).iterdir())
+        small_saves.save_full(states, store.full_path(tmp_path, 3), write, step=3)
+    names = sorted(path.name for path in store.checkpoints_dir(tmp_path).iterdir())
     assert names == ["step-00000001", "step-00000002"]
 
 
-def test_what_no_rank_expects_as_a_save_begins_is_told_to_all(tmp_path, monkeypatch):
+def test_an_unexpected_error_at_the_start_of_a_save_is_raised_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(FullSaver, "_prepare", lambda saver, directory: 1 / 0)
     with pytest.raises(
         OptimusError, match="step-00000001 not written: ZeroDivisionError: division"
@@ -107,28 +106,28 @@ def test_what_no_rank_expects_as_a_save_begins_is_told_to_all(tmp_path, monkeypa
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_directory_that_hangs_is_told_in_time(tmp_path, monkeypatch):
-    go_on = threading.Event()
-    monkeypatch.setattr(save_module.manifests, "begin", lambda *_: go_on.wait(10))
+def test_a_hanging_directory_is_reported_in_time(tmp_path, monkeypatch):
+    resume = threading.Event()
+    monkeypatch.setattr(save_module.store, "create", lambda *_: resume.wait(10))
     states = small_saves.make_states(1)
     saver = FullSaver(states, "balanced", limit_s=0.1)
     with pytest.raises(OptimusError, match=r"c not opened within 0.1 s: .* is slow or hangs"):
         saver.begin(states, tmp_path / "c", lambda directory: None, step=1)
-    go_on.set()
+    resume.set()
 
 
 def test_staged_states_may_change_at_once(tmp_path):
     states = small_saves.make_states(3)
     saver = FullSaver(states, "balanced", staged=True)
-    for step in (3, 4):  # the same memory serves every save
-        for one in states.shards:
-            for flat in one.states.values():
+    for step in (3, 4):  # both saves use the same memory
+        for shard in states.shards:
+            for flat in shard.states.values():
                 flat.fill_(step)
-        under_way = saver.begin(states, tmp_path / f"{step}", small_saves.write_config, step=step)
-        for one in states.shards:
-            for flat in one.states.values():
+        async_save = saver.begin(states, tmp_path / f"{step}", small_saves.write_config, step=step)
+        for shard in states.shards:
+            for flat in shard.states.values():
                 flat.fill_(99)
-        assert under_way.drain().failure is None
+        assert async_save.drain().failure is None
         whole = {name: torch.empty(shape) for name, shape in small_saves.SHAPES.items()}
-        read_whole(manager.read_manifest(tmp_path / f"{step}"), whole, "exp_avg")
+        read_whole(store.read_manifest(tmp_path / f"{step}"), whole, "exp_avg")
         assert all((tensor == step).all() for tensor in whole.values())

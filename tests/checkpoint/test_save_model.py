@@ -1,4 +1,4 @@
-"""Models alone, written by ranks that hold parts: little memory, and no write is lost."""
+"""Tests of model-only saves: memory, lost writes, several files, checksums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ import numpy
 import pytest
 import torch
 
-from optimus.checkpoint import manager, save_model
-from optimus.checkpoint.pieces import Piece, Span, spans_to_write, whole_box
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.reshard import runs_between
-from optimus.checkpoint.save_model import ModelSaver
-from optimus.checkpoint.weights import open_weights
+from optimus.checkpoint import store, weights
+from optimus.checkpoint.save import RankStates
+from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write, whole_box
+from optimus.checkpoint.weights import ModelSaver, open_weights
 from optimus.chunks.buffers import StateShard
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Parameter, lay_out
@@ -54,16 +52,16 @@ LARGE |= {"model__intermediate_size": 512, "model__num_attention_heads": 4, "mod
 
 
 def masters_of(shapes: dict[str, tuple[int, ...]]) -> RankStates:
-    """All of a model on one rank, which has no moments."""
+    """Return all master weights of a model on one rank, without moments."""
     home = ParamProcessGroups()
     chunks = lay_out([Parameter(name, shape) for name, shape in shapes.items()], 1 << 24).chunks
-    shards = [StateShard(one, 0, home, {"master": torch.ones(one.length)}) for one in chunks]
+    shards = [StateShard(chunk, 0, home, {"master": torch.ones(chunk.length)}) for chunk in chunks]
     boxes = {name: whole_box(shape) for name, shape in shapes.items()}
     return RankStates(plan_groups(Mesh(), 0), shards, boxes, shapes)
 
 
 def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int, int]:
-    """What the process takes besides while it makes and uses a saver, and the size of the model."""
+    """Return the peak of additional memory of a saver, and the size of the model, in bytes."""
     config = make_config(tree).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states, limits = masters_of(shapes), {"limit_s": 60.0, "begin_s": 60.0}
@@ -71,23 +69,23 @@ def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int
     def save() -> None:
         saver = ModelSaver(states, config, "balanced", staged=staged, **limits)
         path = Path(folder) / f"m{len(os.listdir(folder))}"
-        under_way = saver.begin(states, path, lambda directory: None, step=1)
-        assert under_way.drain().failure is None
+        async_save = saver.begin(states, path, lambda directory: None, step=1)
+        assert async_save.drain().failure is None
 
     return peak_of(save), 2 * sum(map(math.prod, shapes.values()))
 
 
 @BOTH
-def test_a_rank_takes_memory_for_pieces_alone_or_for_its_own_part(ranks, tmp_path, async_save):
+def test_a_rank_allocates_memory_for_a_batch_or_for_its_staged_slices(ranks, tmp_path, async_save):
     tree = tiny_tree("d", "r", **LARGE, train__dtype="bf16")
     [(peak, size)] = ranks(1, peak_of_saving, tree, str(tmp_path), async_save)
     assert size > 100e6
     assert peak - async_save * size < 32e6, f"{peak / 1e6:.1f} MB for a model of {size / 1e6:.1f}"
-    manager.read_manifest(tmp_path / "m1").verify()
+    store.read_manifest(tmp_path / "m1").verify()
 
 
 def lose_a_write() -> None:
-    """The second rank's disk tells of a success and keeps nothing."""
+    """Lose a write of the second rank, although it is reported as successful."""
     plain, lost = safetensors_writer._write_at, []
 
     def put(fd: int, data: memoryview, at: int) -> None:
@@ -100,22 +98,22 @@ def lose_a_write() -> None:
 
 
 def leave_some_out() -> None:
-    """Nobody writes three of the second rank's pieces."""
-    plain, left = save_model._pieces, []
+    """Leave out three slices of the second rank."""
+    plain, left = weights._params_of, []
 
-    def pieces(span: Span) -> Iterator[tuple[Piece, int]]:
-        for one in plain(span):
+    def params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
+        for pair in plain(state_slice):
             if read_launch_env().rank == 1 and len(left) < 3:
-                left.append(one)
+                left.append(pair)
             else:
-                yield one
+                yield pair
 
-    save_model._pieces = pieces
+    weights._params_of = params_of
 
 
 def break_file(how: Callable[[Path], None]) -> None:
-    """As the first model is described, once all ranks have written."""
-    plain, done = save_model.write_hf_json, []
+    """Damage the first model after all ranks have written."""
+    plain, done = weights.write_hf_json, []
 
     def write(directory: Path, *arguments: Any) -> None:
         if not done:
@@ -123,11 +121,11 @@ def break_file(how: Callable[[Path], None]) -> None:
         done.append(directory)
         plain(directory, *arguments)
 
-    save_model.write_hf_json = write
+    weights.write_hf_json = write
 
 
 def rewrite(change: Callable[[bytes, int], bytes]) -> Callable[[], None]:
-    """`change` of a file's bytes, given where its header ends."""
+    """Return a function that changes a file. `change` gets the content and the header's end."""
 
     def how(path: Path) -> None:
         content = path.read_bytes()
@@ -154,28 +152,26 @@ def run_with_damage(tree: dict[str, Any], how: str) -> Ended:
 
 @BOTH
 @pytest.mark.parametrize("how", DAMAGE)
-def test_what_is_not_as_written_is_found_before_the_seal(
-    ranks, tiny_data, tmp_path, how, async_save
-):
+def test_lost_writes_are_detected_before_the_commit(ranks, tiny_data, tmp_path, how, async_save):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_damage, tree, how, start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2
-    (told,) = warnings(ended[0])
+    assert [rank[:2] for rank in ended] == [(0, "")] * 2
+    (warning,) = warnings(ended[0])
     word = " bytes, not " if how in ("odd", "longer") else " does not hold what was to be written"
-    assert "step 3 is not saved: model.safetensors" in told and word in told
+    assert "step 3 is not saved: model.safetensors" in warning and word in warning
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000006", "model-00000009", "step-00000009"]
 
 
 def save_in_files_of(limit: int, path: Path) -> tuple[ModelConfig, RankStates]:
-    """A model of random values."""
-    save_model.plan_hf = partial(plan_hf, file_bytes=limit)
+    """Save a model of random values."""
+    weights.plan_hf = partial(plan_hf, file_bytes=limit)
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states = masters_of(shapes)
-    for one in states.shards:
-        one.states["master"].normal_()
+    for shard in states.shards:
+        shard.states["master"].normal_()
     saver = ModelSaver(states, config, "paper", staged=False, limit_s=60.0, begin_s=60.0)
     saver.begin(states, path, lambda directory: None, step=1).drain()
     return config, states
@@ -183,15 +179,15 @@ def save_in_files_of(limit: int, path: Path) -> tuple[ModelConfig, RankStates]:
 
 @pytest.fixture
 def plans(monkeypatch):
-    monkeypatch.setattr(save_model, "plan_hf", plan_hf)
+    monkeypatch.setattr(weights, "plan_hf", plan_hf)
 
 
 @pytest.mark.usefixtures("plans")
 @pytest.mark.parametrize("limit", [20_000, 1 << 40])
-def test_several_files_are_made_of_a_large_model(tmp_path, limit):
+def test_a_large_model_is_saved_in_several_files(tmp_path, limit):
     transformers = pytest.importorskip("transformers")
     _, states = save_in_files_of(limit, tmp_path / "m")
-    manager.read_manifest(tmp_path / "m").verify()
+    store.read_manifest(tmp_path / "m").verify()
     assert (len(list((tmp_path / "m").glob("*.safetensors"))) > 1) == (limit == 20_000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()
     chunk = states.shards[0]
@@ -201,51 +197,53 @@ def test_several_files_are_made_of_a_large_model(tmp_path, limit):
 
 
 @pytest.mark.usefixtures("plans")
-def test_a_file_that_a_manifest_does_not_know_is_not_read(tmp_path):
+def test_a_file_that_is_not_in_the_manifest_is_refused(tmp_path):
     config, _ = save_in_files_of(20_000, tmp_path / "several")
     save_in_files_of(1 << 40, tmp_path / "one")
     with open_weights(config, tmp_path / "several") as weights:
-        assert len(list(weights)) == len(weights.pieces)
+        assert len(list(weights)) == len(weights.slices)
     shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "several")
     with pytest.raises(CheckpointError, match=r"model.safetensors: .* manifest does not know it"):
         open_weights(config, tmp_path / "several")
 
 
 def run_with_small_files(tree: dict[str, Any]) -> Ended:
-    save_model.plan_hf = partial(plan_hf, file_bytes=20_000)
+    weights.plan_hf = partial(plan_hf, file_bytes=20_000)
     return run_with(tree, lambda step: None)
 
 
 def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
-    """Not every rank into every file."""
+    """Some files have data of one rank only."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=1, checkpoint__model_interval=1)
     ended = ranks(2, run_with_small_files, tree, start_world=False)
-    assert [one[:2] for one in ended] == [(0, "")] * 2
-    path = manager.model_path(tmp_path, 1)
-    manager.read_manifest(path).verify()
+    assert [rank[:2] for rank in ended] == [(0, "")] * 2
+    path = store.model_path(tmp_path, 1)
+    store.read_manifest(path).verify()
     assert len(list(path.glob("*.safetensors"))) > 3
 
 
-def test_over_all_ranks_every_element_is_written_once(monkeypatch):
-    monkeypatch.setattr(save_model, "PIECE", 100)
-    for layout in sorted({one for pair in pairwise() for one in pair})[::3]:
+def test_all_ranks_together_write_each_element_once(monkeypatch):
+    monkeypatch.setattr(weights, "BATCH_ELEMENTS", 100)
+    for layout in sorted({layout for pair in pairwise() for layout in pair})[::3]:
         holdings = layout.holdings()
         mesh, shapes = holdings.mesh, all_shapes(holdings)
         seen = {name: numpy.zeros(math.prod(shape), int) for name, shape in shapes.items()}
         for rank in range(mesh.world_size):
-            one, ends = holdings.of(rank), ends_of(holdings)
-            place = mesh.coordinate(rank)
-            spans = spans_to_write(one.held, one.boxes, mesh, place, layout.scatter, ends)
-            for piece, _ in itertools.chain(*map(save_model._pieces, spans)):
-                assert piece.stop - piece.start <= 100
-                box = whole_box(shapes[piece.name])
-                for start, _, length in runs_between(box, piece).tolist():
-                    seen[piece.name][start : start + length] += 1
+            holding, ends = holdings.of(rank), ends_of(holdings)
+            coordinate = mesh.coordinate(rank)
+            slices = slices_to_write(
+                holding.shards, holding.boxes, mesh, coordinate, layout.scatter, ends
+            )
+            for param, _ in itertools.chain(*map(weights._params_of, slices)):
+                assert param.stop - param.start <= 100
+                box = whole_box(shapes[param.name])
+                for start, _, length in intersect(box, param).tolist():
+                    seen[param.name][start : start + length] += 1
         assert all((count == 1).all() for count in seen.values()), layout
 
 
-def test_what_was_copied_may_go_while_it_is_written(tmp_path, monkeypatch):
-    """As fp32 copies of frozen parameters must."""
+def test_staged_states_may_be_freed_while_they_are_written(tmp_path, monkeypatch):
+    """The fp32 copies of frozen parameters must be freed."""
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states, gate, plain = masters_of(shapes), threading.Event(), ModelSaver._write
@@ -256,16 +254,16 @@ def test_what_was_copied_may_go_while_it_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ModelSaver, "_write", write)
     saver = ModelSaver(states, config, "balanced", staged=True, limit_s=60.0, begin_s=60.0)
-    under_way = saver.begin(states, tmp_path / "m", lambda directory: None, step=1)
+    async_save = saver.begin(states, tmp_path / "m", lambda directory: None, step=1)
     copy = weakref.ref(states.shards[0].states["master"])
     del states
     gc.collect()
     assert copy() is None
     gate.set()
-    assert under_way.drain().failure is None
+    assert async_save.drain().failure is None
 
 
-def test_tallies_of_parts_add_up_and_tell_places_apart():
+def test_checksums_add_up_and_depend_on_positions():
     content = torch.randint(0, 1 << 15, (300_000,), dtype=torch.int16).numpy().tobytes()
     whole = Checksum().plus(memoryview(content), 64)
     cuts, added = [0, 2, 131_042, 131_044, 400_000, len(content)], Checksum()
@@ -278,8 +276,8 @@ def test_tallies_of_parts_add_up_and_tell_places_apart():
 
 
 @pytest.mark.parametrize("file_system", [0x6969, 0xEF53])
-def test_only_nfs_is_asked_to_take_just_the_bytes_given(tmp_path, monkeypatch, file_system):
-    """There, whole pages would carry others' old bytes; and no writer makes or extends a file."""
+def test_only_nfs_writes_synchronously(tmp_path, monkeypatch, file_system):
+    """On NFS, cached pages would overwrite bytes of other writers. No writer creates a file."""
     assert safetensors_writer._file_system(tmp_path) not in (0, 0x6969)
     monkeypatch.setattr(safetensors_writer, "_file_system", lambda path: file_system)
     plan = plan_files([PlannedTensor("a", "a", 0, torch.bfloat16, (100,))])
@@ -295,7 +293,7 @@ def test_only_nfs_is_asked_to_take_just_the_bytes_given(tmp_path, monkeypatch, f
         assert is_exact == (file_system == 0x6969)
 
 
-def test_a_disk_that_takes_nothing_is_an_error(tmp_path, monkeypatch):
+def test_a_disk_that_writes_no_bytes_is_an_error(tmp_path, monkeypatch):
     plan = plan_files([PlannedTensor("a", "a", 0, torch.bfloat16, (100,))])
     create_files(tmp_path, plan)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optimus.checkpoint import index, manager, shards
-from optimus.checkpoint.manifest import is_checkpoint, read_manifest
+from optimus.checkpoint import format as format_module
+from optimus.checkpoint import shard_file, store
+from optimus.checkpoint.format import is_checkpoint, read_manifest
 from optimus.errors import OptimusError, OutcomeKind
 from tests.helpers.file_calls import Action, Breakage, Call, arm, build, hits, kill_after, read_log
 from tests.helpers.power_check import RUN
@@ -53,7 +54,7 @@ def run_broken(
     """One rank of a run: calls below `under` are recorded in `log` and, on its rank, broken; of
     `deaths`, SIGKILL after so many seconds by rank. Returns what it wrote to standard error and
     the number of broken calls."""
-    shards.BLOCK_BYTES = index.BLOCK_BYTES = BLOCK_BYTES
+    shard_file.BLOCK_BYTES = format_module.BLOCK_BYTES = BLOCK_BYTES
     rank = int(os.environ["RANK"])
     if log or (breakage and breakage.rank == rank):
         mine = breakage if breakage and breakage.rank == rank else None
@@ -97,7 +98,7 @@ def live(
 
 
 def checkpoints(tree: Mapping[str, Any]) -> Path:
-    return manager.checkpoints_dir(tree["train"]["run_dir"])
+    return store.checkpoints_dir(tree["train"]["run_dir"])
 
 
 def a_tree(data: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
@@ -244,18 +245,18 @@ def _told(pool: RankPool, tree: dict[str, Any], breakage: Breakage) -> tuple[str
         return str(ends[0]), False, 1
 
 
-_PLACES = {"the full one": manager.full_path, "the model": manager.model_path}
+_PLACES = {"the full one": store.full_path, "the model": store.model_path}
 
 
 def temporaries(run_dir: Path) -> list[str]:
-    return [path.name for path in manager.checkpoints_dir(run_dir).glob(".*")]
+    return [path.name for path in store.checkpoints_dir(run_dir).glob(".*")]
 
 
 def look(run_dir: Path) -> int:
     """The step that a run would go on from, 0 for none. Every name of ours has all its files."""
-    directory = manager.checkpoints_dir(run_dir)
+    directory = store.checkpoints_dir(run_dir)
     for path in directory.glob("*-????????"):
         assert is_checkpoint(path), path
         read_manifest(path).verify()
-    newest = manager.newest_valid(run_dir)
+    newest = store.newest_valid(run_dir)
     return newest.step if newest else 0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.config import make_config
 from optimus.errors import CheckpointError, ConfigError, OptimusError, OutcomeKind
 from optimus.observe.metrics import read_json_lines
@@ -330,8 +330,8 @@ def _strike(metrics: Path, step: int, number: int, after_s: float) -> None:
 
 def _damage(run_dir: Path, number: random.Random) -> None:
     """Flip a bit of the newest full checkpoint, where there is another to fall back to."""
-    steps = [step for step in range(1, STEPS + 1) if manager.full_path(run_dir, step).is_dir()]
-    valid = [manager.full_path(run_dir, step) for step in steps if _is_valid(run_dir, step)]
+    steps = [step for step in range(1, STEPS + 1) if store.full_path(run_dir, step).is_dir()]
+    valid = [store.full_path(run_dir, step) for step in steps if _is_valid(run_dir, step)]
     if len(valid) < 2:
         return
     files = [path for path in sorted(valid[-1].rglob("*")) if path.is_file()]
@@ -343,7 +343,7 @@ def _damage(run_dir: Path, number: random.Random) -> None:
 
 def _is_valid(run_dir: Path, step: int) -> bool:
     try:
-        manager.decide_start(run_dir, str(manager.full_path(run_dir, step)))
+        store.decide_start(run_dir, str(store.full_path(run_dir, step)))
     except CheckpointError:
         return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from optimus.checkpoint.pieces import Box, Held, part_of
+from optimus.checkpoint.slices import Box, ChunkShard, share_of
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
 from optimus.distributed.mesh import Mesh
@@ -16,7 +16,7 @@ from tests.helpers.tiny import tiny_tree
 class Holding(NamedTuple):
     """One rank's shards, and the boxes and shapes of its parameters by name."""
 
-    held: list[Held]
+    shards: list[ChunkShard]
     boxes: dict[str, Box]
     shapes: dict[str, tuple[int, ...]]
 
@@ -42,8 +42,8 @@ class Holdings:
         held = []
         for chunk in chunks:
             sharding, copies, far = chunk.key[1:]
-            number = part_of(mesh, place, sharding).index
-            held.append(Held(chunk, number * chunk.shard_length, copies, far))
+            number = share_of(mesh, place, sharding).index
+            held.append(ChunkShard(chunk, number * chunk.shard_length, copies, far))
         return Holding(held, boxes, shapes)
 
     def _lay_out(self, rank: int) -> tuple:

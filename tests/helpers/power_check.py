@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from optimus.checkpoint import manager
-from optimus.checkpoint.manifest import Manifest, read_manifest
+from optimus.checkpoint import store
+from optimus.checkpoint.format import Manifest, read_manifest
 from optimus.chunks.layout import STATES
 from optimus.errors import CheckpointError
 from optimus.io.safetensors import as_bytes
@@ -109,8 +109,8 @@ class Loader:
             return before
         run = self._place / RUN
         with contextlib.redirect_stderr(io.StringIO()):  # models behind the start are set aside
-            manager.prepare_directory(run, manager.decide_start(run, "auto"))
-        left = list(manager.checkpoints_dir(run).glob(".*"))
+            store.prepare_directory(run, store.decide_start(run, "auto"))
+        left = list(store.checkpoints_dir(run).glob(".*"))
         if left:
             return before._replace(fault=f"{left[0].name} is left")
         return self._look()._replace(models=before.models)
@@ -138,10 +138,10 @@ class Loader:
     def _look(self) -> Found:
         run = self._place / RUN
         try:
-            here = sorted(manager.checkpoints_dir(run).glob("*-????????"))
+            here = sorted(store.checkpoints_dir(run).glob("*-????????"))
             for path in here:
                 read_manifest(path).verify()
-            start = manager.decide_start(run, "auto")
+            start = store.decide_start(run, "auto")
             models = tuple(int(p.name[6:]) for p in here if p.name.startswith("model-"))
             return Found(start.step, len(here) - len(models), models, _states(start.full))
         except CheckpointError as error:
@@ -187,7 +187,7 @@ def promises(calls: Sequence[Call], asynchronous: bool = False) -> Iterator[Prom
             told = json.loads(call.data.splitlines()[-1])["step"]
             step = max(step, max(number for number in sealed if number < told))
             models |= {number: True for number in models if number < told}
-        fulls = min(manager.KEPT_FULL, sealed.index(step))
+        fulls = min(store.KEPT_FULL, sealed.index(step))
         yield Promise(step, fulls, tuple(n for n, returned in models.items() if returned))
 
 

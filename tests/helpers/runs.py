@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.distributed.agreement import RunEnded
@@ -53,7 +53,7 @@ def metrics_of(run_dir: Path) -> list[dict]:
 
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every state of the newest checkpoint."""
-    newest, tensors = manager.newest_valid(run_dir), {}
+    newest, tensors = store.newest_valid(run_dir), {}
     index = newest.index()
     for state in STATES:
         whole = {name: torch.empty(shape) for name, shape in index.shapes.items()}

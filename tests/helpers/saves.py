@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from optimus.checkpoint import manager
 from optimus.checkpoint import save as save_module
-from optimus.checkpoint.save_model import ModelSaver
-from optimus.checkpoint.shards import HEADER_BYTES
+from optimus.checkpoint import store
+from optimus.checkpoint.shard_file import HEADER_BYTES
+from optimus.checkpoint.weights import ModelSaver
 from optimus.config import make_config
 from optimus.distributed.agreement import RunEnded
 from optimus.errors import OutcomeKind
@@ -91,7 +91,7 @@ def slots(run_dir: Path) -> dict[str, bytes]:
     """The states in the run's full checkpoints; all are valid, and so is all that there is."""
     content = {}
     for path in sorted((run_dir / "checkpoints").iterdir()):
-        manager.read_manifest(path).verify()
+        store.read_manifest(path).verify()
         for file in sorted(path.glob("shard-*")):
             content[f"{path.name}/{file.name}"] = file.read_bytes()[HEADER_BYTES:]
     return content

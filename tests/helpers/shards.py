@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy
 
-from optimus.checkpoint.index import Index, decode, encode
-from optimus.checkpoint.pieces import Piece, spans_to_read, spans_to_write
-from optimus.checkpoint.shards import Identity
-from optimus.checkpoint.transfer import Readers, Want, write_shard
+from optimus.checkpoint.format import Index, decode, encode
+from optimus.checkpoint.load import Readers, ReadRequest
+from optimus.checkpoint.save import write_shard
+from optimus.checkpoint.shard_file import Identity
+from optimus.checkpoint.slices import ParamSlice, slices_to_read, slices_to_write
 from optimus.chunks.layout import STATES
 from tests.helpers.held import Holding, Holdings
 
@@ -25,11 +26,11 @@ def whole_states(shapes: dict, seed: int = 0) -> dict[str, dict[str, numpy.ndarr
     }
 
 
-def take(whole: numpy.ndarray, piece: Piece) -> numpy.ndarray:
-    for dim, intervals in enumerate(piece.box):
+def take(whole: numpy.ndarray, param: ParamSlice) -> numpy.ndarray:
+    for dim, intervals in enumerate(param.box):
         index = numpy.concatenate([numpy.arange(*one) for one in intervals])
         whole = whole.take(index, dim)
-    return whole.reshape(-1)[piece.start : piece.stop]
+    return whole.reshape(-1)[param.start : param.stop]
 
 
 def all_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
@@ -49,43 +50,45 @@ def save(
     written, mesh = [], holdings.mesh
     for rank in range(mesh.world_size):
         one = holdings.of(rank)
-        spans = spans_to_write(
-            one.held, one.boxes, mesh, mesh.coordinate(rank), scatter, ends_of(holdings)
+        slices = slices_to_write(
+            one.shards, one.boxes, mesh, mesh.coordinate(rank), scatter, ends_of(holdings)
         )
 
-        def bytes_of(state, span):
-            memory = numpy.zeros(span.stop - span.start, dtype=numpy.float32)
-            for piece, at in span.pieces:
-                memory[at : at + piece.stop - piece.start] = take(states[state][piece.name], piece)
+        def bytes_of(state, state_slice):
+            memory = numpy.zeros(state_slice.stop - state_slice.start, dtype=numpy.float32)
+            for param, at in state_slice.params:
+                memory[at : at + param.stop - param.start] = take(states[state][param.name], param)
             return memoryview(memory).cast("B")
 
-        if spans:
+        if slices:
             identity = Identity(f"generation {step}", step, rank)
-            parts = [(state, span) for state in STATES for span in spans]
+            parts = [(state, state_slice) for state in STATES for state_slice in slices]
             written.append(write_shard(directory, identity, parts, bytes_of))
     return decode(encode(f"generation {step}", step, written, all_shapes(holdings)))
 
 
-def wants_of(holding: Holding, holdings: Holdings, rank: int, fill: bool = True) -> list[Want]:
+def requests_of(
+    holding: Holding, holdings: Holdings, rank: int, fill: bool = True
+) -> list[ReadRequest]:
     """What the rank reads, into memory that is filled with -1, or not touched."""
-    mesh, wants = holdings.mesh, []
-    for span in spans_to_read(holding.held, holding.boxes, mesh, mesh.coordinate(rank)):
+    mesh, requests = holdings.mesh, []
+    for state_slice in slices_to_read(holding.shards, holding.boxes, mesh, mesh.coordinate(rank)):
         for state in STATES:
-            memory = numpy.empty(span.stop - span.start, dtype=numpy.float32)
+            memory = numpy.empty(state_slice.stop - state_slice.start, dtype=numpy.float32)
             if fill:
                 memory.fill(-1)
-            wants.append(Want(state, span.pieces, memoryview(memory).cast("B")))
-    return wants
+            requests.append(ReadRequest(state, state_slice.params, memoryview(memory).cast("B")))
+    return requests
 
 
 def assert_loads(directory: Path, index: Index, holdings: Holdings, states: dict) -> None:
     """Every rank of the layout reads its part of every state, to the bit."""
     for rank in range(holdings.mesh.world_size):
-        wants = wants_of(holdings.of(rank), holdings, rank)
+        requests = requests_of(holdings.of(rank), holdings, rank)
         with Readers(directory, index, 1) as readers:
-            readers.read(wants)
-        for want in wants:
-            memory = numpy.frombuffer(want.memory, dtype=numpy.float32)
-            for piece, at in want.pieces:
-                expected = take(states[want.state][piece.name], piece)
-                assert numpy.array_equal(memory[at : at + len(expected)], expected), piece.name
+            readers.read(requests)
+        for request in requests:
+            memory = numpy.frombuffer(request.memory, dtype=numpy.float32)
+            for param, at in request.params:
+                expected = take(states[request.state][param.name], param)
+                assert numpy.array_equal(memory[at : at + len(expected)], expected), param.name

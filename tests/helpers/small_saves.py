@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from optimus.checkpoint import manager
-from optimus.checkpoint.pieces import Scatter
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.save import FullSaver
+from optimus.checkpoint import store
+from optimus.checkpoint.save import FullSaver, RankStates
+from optimus.checkpoint.slices import Scatter
 from optimus.chunks.buffers import StateShard
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import STATES, Parameter, lay_out
@@ -51,17 +50,17 @@ def write_config(directory: Path) -> None:
 def save_full(
     states: RankStates,
     final: Path,
-    write_companions: Callable[[Path], None] = write_config,
+    write_sidecars: Callable[[Path], None] = write_config,
     scatter: Scatter = "balanced",
     **facts: Any,
 ) -> None:
-    """Write and seal the checkpoint `final`, and wait for it. A collective of all ranks.
+    """Write and commit the checkpoint `final`, and wait for it. A collective of all ranks.
 
     Raises OptimusError on every rank, with nothing left behind, if any rank cannot write.
     """
-    underway = FullSaver(states, scatter).begin(states, final, write_companions, **facts)
-    if failure := underway.drain().failure:
-        raise OptimusError(failure.what)
+    save = FullSaver(states, scatter).begin(states, final, write_sidecars, **facts)
+    if failure := save.drain().failure:
+        raise OptimusError(failure.message)
 
 
 def save(run_dir: Path, step: int) -> None:
@@ -70,6 +69,6 @@ def save(run_dir: Path, step: int) -> None:
     def write(directory: Path) -> None:
         (directory / "config.toml").write_text(f"step = {step}\n")
 
-    path = manager.full_path(run_dir, step)
+    path = store.full_path(run_dir, step)
     save_full(make_states(step), path, write, step=step, updates=step)
-    manager.remove_old(run_dir, keep_models=0)
+    store.remove_old(run_dir, keep_models=0)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.manifest import Manifest
-from optimus.checkpoint.pieces import Piece, whole_box
-from optimus.checkpoint.transfer import Readers, Want
+from optimus.checkpoint.format import Manifest
+from optimus.checkpoint.load import Readers, ReadRequest
+from optimus.checkpoint.slices import ParamSlice, whole_box
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.config.axes import MODEL
@@ -114,10 +114,10 @@ def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "mas
     if state != "master":
         shapes = {name: index.shapes[name] for name in index.shapes} | shapes
     check_shapes(manifest.path, index.shapes, shapes)
-    wants = []
+    requests = []
     for name, tensor in into.items():
         assert tensor.dtype is torch.float32 and tensor.is_contiguous()
-        piece = Piece(name, whole_box(tensor.shape), 0, tensor.numel())
-        wants.append(Want(state, [(piece, 0)], as_bytes(tensor)))
+        param = ParamSlice(name, whole_box(tensor.shape), 0, tensor.numel())
+        requests.append(ReadRequest(state, [(param, 0)], as_bytes(tensor)))
     with Readers(manifest.path, index, 1) as readers:
-        readers.read(wants)
+        readers.read(requests)

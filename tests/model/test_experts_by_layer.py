@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.config import make_config
 from optimus.distributed.agreement import RunEnded
 from optimus.errors import CheckpointError, ConfigError, OutcomeKind
@@ -120,7 +120,7 @@ def test_a_mixed_run_trains_saves_resumes_evaluates_and_generates(tiny_data, tmp
     assert evaluated["loss"] == pytest.approx(recorded, abs=1e-6)
     text = continue_text(str(tmp_path / "whole"), "abc", 3, temperature=0, top_k=0, seed=0)
     assert text.startswith("abc")
-    stored = manager.newest_valid(tmp_path / "whole").settings
+    stored = store.newest_valid(tmp_path / "whole").settings
     assert stored["model.num_experts"] == [0, 4, 3]
     with pytest.raises(CheckpointError, match=r"model.num_experts = \[0, 4, 4\]"):
         settings = {**settings, "model__num_experts": [0, 4, 4]}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from optimus.checkpoint.save import FullSaver
-from optimus.checkpoint.save_model import ModelSaver
+from optimus.checkpoint.weights import ModelSaver
 from optimus.config import make_config
 from optimus.config.load import load_config
 from optimus.distributed.mesh import Coordinate, Mesh

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.cli import main as optimus
 from optimus.train import save as train_save
 from tests.helpers.changed_runs import break_element, damage_state, make_run, poison
@@ -79,7 +79,7 @@ def test_a_damaged_state_is_named_with_its_rank(ranks, tiny_data, tmp_path, sett
         name,
     )
     assert report["what"] in message and str(report["element"]) in message
-    assert manager.newest_valid(tmp_path) is None
+    assert store.newest_valid(tmp_path) is None
     steps = [line["step"] for line in metrics_of(tmp_path)]
     assert steps == [1, 2, 3] or (steps[:3] == [1, 2, 3] and "async_save" in tree["checkpoint"])
 
@@ -128,20 +128,20 @@ def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path
     one."""
     few = {"train__stop_at_step": 4, "checkpoint__interval": 2, "optim__sharding": "so"}
     *_, name = ranks(2, save_damaged, tiny_tree(tiny_data, tmp_path, **few), start_world=False)
-    manager.newest_valid(tmp_path).verify()
-    damaged = manager.full_path(tmp_path, 4)
+    store.newest_valid(tmp_path).verify()
+    damaged = store.full_path(tmp_path, 4)
     words = f"{damaged}: exp_avg_sq of {name} is inf at element "
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=5)
     printed = ranks(2, told_by, tree, start_world=False)[0]
     assert f"passing over a damaged checkpoint: {words}" in printed
-    assert f"starting at step 2 from {manager.full_path(tmp_path, 2)}" in printed
+    assert f"starting at step 2 from {store.full_path(tmp_path, 2)}" in printed
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def test_a_damaged_checkpoint_that_is_loaded_by_path_is_refused(ranks, tiny_data, tmp_path):
     few = {"train__stop_at_step": 4, "checkpoint__interval": 4}
     (name,) = ranks(1, save_damaged, tiny_tree(tiny_data, tmp_path / "a", **few), start_world=False)
-    path = manager.full_path(tmp_path / "a", 4)
+    path = store.full_path(tmp_path / "a", 4)
     tree = tiny_tree(tiny_data, tmp_path / "b", checkpoint__load=str(path))
     ((status, word),) = ranks(1, run_and_catch, tree, start_world=False)
     assert status == 2 and word.startswith(f"{path}: exp_avg_sq of {name} is inf at element ")

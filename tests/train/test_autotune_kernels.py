@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.cli import main as optimus
 from optimus.config import dump_toml, make_config
 from optimus.distributed.agreement import RunEnded
@@ -131,7 +131,7 @@ def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch
     tree = tiny_tree(tiny_data, tmp_path, **{**settings, "train__max_steps": 4})
     assert ranks(1, run_and_look, tree, start_world=False, timeout_s=120) == [(0, other)]
     assert recorded(tmp_path)["grouped_gemm"] == other
-    stored = manager.newest_valid(tmp_path).settings
+    stored = store.newest_valid(tmp_path).settings
     assert stored["kernels.grouped_gemm"] == other and stored["kernels.backend"] == "torch"
     fresh = tiny_tree(tiny_data, tmp_path / "fresh", **settings)
     measured = ranks(1, run_and_look, fresh, start_world=False, timeout_s=120)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.checkpoint.save import FullSaver
 from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import JsonLines
@@ -103,7 +103,7 @@ def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path,
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["model-00000020", "step-00000005", "step-00000020"]
     for name in names:
-        manager.read_manifest(run / "checkpoints" / name).verify()
+        store.read_manifest(run / "checkpoints" / name).verify()
     assert_same_run(tmp_path / "unbroken", run)
 
 
@@ -171,7 +171,7 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
         saver, model = run.saves._saver, run.saves._model_saver.bytes
 
         def disk_usage(path: Path) -> Any:
-            is_committed = manager.full_path(run_dir, due[-1]).exists()
+            is_committed = store.full_path(run_dir, due[-1]).exists()
             free = model - 1 + (0 if is_committed else saver.unwritten())
             return plain(path)._replace(free=free)
 

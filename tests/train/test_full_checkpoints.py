@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.checkpoint import distribute, manager, shards
-from optimus.checkpoint import index as index_module
+from optimus.checkpoint import format as format_module
+from optimus.checkpoint import load as load_module
+from optimus.checkpoint import shard_file, store
 from optimus.checkpoint.load import load_full
-from optimus.checkpoint.rank_states import RankStates
-from optimus.checkpoint.shards import ShardReader
+from optimus.checkpoint.save import RankStates
+from optimus.checkpoint.shard_file import ShardReader
 from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.errors import CheckpointError
@@ -43,8 +44,8 @@ class Built(NamedTuple):
 
 def build(tree: dict[str, Any]) -> Built:
     # Small sizes, so that a file has many blocks and stripes.
-    shards.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK
-    distribute.STRIPE = 3000
+    shard_file.BLOCK_BYTES = format_module.BLOCK_BYTES = BLOCK
+    load_module.STRIPE = 3000
     config, _, groups, _, shard = make_shard(tree)
     engine = shard.make_states(initial=False)
     return Built(states_of_rank(config.model, shard.layout, groups, engine), shard)
@@ -86,16 +87,16 @@ def save(tree: dict[str, Any], final: str) -> None:
 def load(tree: dict[str, Any], final: str) -> dict[str, int]:
     """Load a checkpoint and compare every bit. Return this rank's numbers of opened files (`opens`)
     and of read bytes (`bytes`)."""
-    built, manifest = build(tree), manager.read_manifest(final)
+    built, manifest = build(tree), store.read_manifest(final)
     for shard in built.states.shards:
         for memory in shard.states.values():
             memory.fill_(math.nan)
-    shards.traffic.update(opens=0, bytes=0)
+    shard_file.traffic.update(opens=0, bytes=0)
     method = make_config(tree).checkpoint.distribute
     assert load_full(built.states, manifest, method) == ""
     for state, memory, value in slices(built):
         assert torch.equal(memory.view(torch.int32), value.view(torch.int32)), state
-    return dict(shards.traffic)
+    return dict(shard_file.traffic)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +117,9 @@ def test_each_byte_is_read_once_by_the_whole_job(
     tree = tiny_tree("d", "r", **settings)
     ranks(size, save, tree, str(tmp_path / "c"), start_world=False)
     read = ranks(size, load, tree, str(tmp_path / "c"), start_world=False)
-    index = manager.read_manifest(tmp_path / "c").index()
+    index = store.read_manifest(tmp_path / "c").index()
     assert sum(count["opens"] for count in read) == len(index.shards) == size
-    headers = size * shards.HEADER_BYTES
+    headers = size * shard_file.HEADER_BYTES
     total = sum(shard.size for shard in index.shards)
     assert sum(count["bytes"] for count in read) == total + headers
     assert max(count["bytes"] for count in read) < 1.1 * (total + headers) / size
@@ -142,7 +143,7 @@ def test_damage_during_loading_makes_a_run_load_the_older_checkpoint(ranks, tiny
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "unbroken", **few))
     run = tmp_path / "run"
     train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=3, **few))
-    flip(manager.full_path(run, 3) / "shard-00001.bin", 0.5)
+    flip(store.full_path(run, 3) / "shard-00001.bin", 0.5)
     train_on(ranks, 2, tiny_tree(tiny_data, run, **few))
     assert_same_run(tmp_path / "unbroken", run)
     quarantined = [p.name for p in (run / "checkpoints" / "set-aside").iterdir()]
@@ -160,7 +161,7 @@ def fail_a_read_once(tree: dict[str, Any]) -> None:
             raise CheckpointError(f"{reader.path}: {os.strerror(failures.pop())}")
         plain(reader, *arguments)
 
-    shards.ShardReader.read = read
+    shard_file.ShardReader.read = read
     run_tree(tree)
     assert os.environ["RANK"] == "0" or not failures
 
@@ -170,7 +171,7 @@ def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, train__stop_at_step=3, **few))
     tree = tiny_tree(tiny_data, tmp_path, **few)
     ranks(2, fail_a_read_once, tree, start_world=False, timeout_s=120)
-    assert manager.newest_valid(tmp_path).step == 4
+    assert store.newest_valid(tmp_path).step == 4
     assert not (tmp_path / "checkpoints" / "set-aside").exists()
 
 
@@ -184,8 +185,8 @@ def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_dat
     few |= {"checkpoint__load": "model@2"}
     train_on(ranks, 2, tiny_tree(tiny_data, run, train__stop_at_step=3, **few))
     shutil.copytree(run, fresh)
-    shutil.rmtree(manager.full_path(fresh, 3))
-    flip(manager.full_path(run, 3) / "shard-00001.bin", 0.99)
+    shutil.rmtree(store.full_path(fresh, 3))
+    flip(store.full_path(run, 3) / "shard-00001.bin", 0.99)
     for path in (run, fresh):
         train_on(ranks, 2, tiny_tree(tiny_data, path, **few))
     assert_same_run(run, fresh)
@@ -195,7 +196,7 @@ def test_run_without_a_valid_full_checkpoint_does_not_start_again(ranks, tiny_da
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__interval=1)
     train_on(ranks, 1, tree)
     for step in (1, 2):
-        flip(manager.full_path(tmp_path, step) / "shard-00000.bin", 0.9)
+        flip(store.full_path(tmp_path, step) / "shard-00000.bin", 0.9)
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     longer = tree | {"train": tree["train"] | {"stop_at_step": 3}}
     words = ranks(2, run_and_catch, longer, start_world=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimus.checkpoint import manager, shards, stream
+from optimus.checkpoint import shard_file, store, weights
 from optimus.checkpoint.convert import from_hf, to_hf
 from optimus.checkpoint.weights import open_weights
 from optimus.config import make_config
@@ -38,7 +38,7 @@ SIZES = {
 
 
 def piecewise(size: int) -> None:
-    stream.PIECE = load_module.PIECE = size
+    weights.BATCH_ELEMENTS = load_module.BATCH_ELEMENTS = size
 
 
 def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], dict]:
@@ -49,12 +49,12 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     states = shard.make_states(initial=False)
     for state in states.chunks:
         state.master.fill_(torch.nan)
-    for traffic in (tensor_file.traffic, shards.traffic):
+    for traffic in (tensor_file.traffic, shard_file.traffic):
         traffic.update(opens=0, bytes=0)
     opening = partial(open_weights, config.model, Path(path))
     distribute = config.checkpoint.distribute
     load_weights(shard.layout, partial(states.put, "master"), opening, world, distribute)
-    read = {key: tensor_file.traffic[key] + shards.traffic[key] for key in shards.traffic}
+    read = {key: tensor_file.traffic[key] + shard_file.traffic[key] for key in shard_file.traffic}
     states.frozen.settle()
     whole = WholeModel(config, shard.layout, groups).gather(states, "master")
     return read, {name: master.clone() for name, master in whole.items()}
@@ -69,7 +69,7 @@ def sources(rank_pool, tiny_data, tmp_path_factory) -> dict[str, dict[str, Path]
         few = {"train__stop_at_step": 2, "checkpoint__model_interval": 2, "parallel__tp": 2}
         tree = tiny_tree(tiny_data, run, model__tie_embeddings=tied, **few)
         train_on(rank_pool.run, 2, tree)
-        paths[tied] = {"model": manager.model_path(run, 2), "full": manager.full_path(run, 2)}
+        paths[tied] = {"model": store.model_path(run, 2), "full": store.full_path(run, 2)}
         paths[tied] |= {"hf": run.parent / "hf", "ours": run.parent / "ours"}
         to_hf(paths[tied]["full"], paths[tied]["hf"])
         from_hf(paths[tied]["hf"], paths[tied]["ours"])
@@ -95,14 +95,14 @@ def test_all_ranks_get_their_slices_of_weights(ranks, sources, kind, layout, siz
     stored = sum(file.stat().st_size for file in files)
     if kind == "full":  # only masters, not moments
         assert read["opens"] == len(files)
-        assert read["bytes"] <= stored + len(files) * shards.HEADER_BYTES
+        assert read["bytes"] <= stored + len(files) * shard_file.HEADER_BYTES
     else:  # the first open reads headers, to compare names and shapes
         heads = [8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files]
         assert read["opens"] == 2 * len(files)
         assert read["bytes"] <= stored + 2 * sum(heads)
     with open_weights(make_config(tree).model, path) as weights:
         wanted = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
-        for name, start, values in weights.stretches():
+        for name, start, values in weights.ranges():
             wanted[name].view(-1)[start : start + len(values)] = values
     assert masters.keys() == wanted.keys()
     assert all(torch.equal(masters[name], wanted[name]) for name in wanted)
@@ -128,7 +128,7 @@ def test_run_reads_the_model_that_it_starts_from_once(ranks, tiny_data, tmp_path
     """The file of weights must be hashed while it is read, so that weights are read only once."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=2, checkpoint__model_interval=2)
     train_on(ranks, 1, tree)
-    path = manager.model_path(tmp_path, 2)
+    path = store.model_path(tmp_path, 2)
     load, run = ("model@2", tmp_path) if load == "model@2" else (str(path), tmp_path / "other")
     tree = tiny_tree(tiny_data, run, train__stop_at_step=3, checkpoint__load=load)
     (read, hashed), (none, _) = ranks(2, run_and_count, tree, start_world=False)
@@ -164,7 +164,7 @@ def test_damage_in_the_last_byte_is_refused_on_all_ranks(ranks, sources, tiny_da
 
 
 def truncate_while_reading(tree: dict[str, Any], path: str) -> str:
-    plain = stream.FileWeights.__iter__
+    plain = weights.FileWeights.__iter__
 
     def truncated(weights):
         pieces = plain(weights)
@@ -172,7 +172,7 @@ def truncate_while_reading(tree: dict[str, Any], path: str) -> str:
         Path(path, "model.safetensors").write_bytes(b"")
         yield from pieces
 
-    stream.FileWeights.__iter__ = truncated
+    weights.FileWeights.__iter__ = truncated
     piecewise(1000)
     return refused(tree)
 

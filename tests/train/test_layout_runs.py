@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.config import make_config
 from optimus.distributed.agreement import RunEnded
 from optimus.errors import LostPeerError, OutcomeKind
@@ -83,7 +83,7 @@ def test_nan_of_a_rank_is_reported_on_all_ranks(ranks, tiny_data, tmp_path, layo
     name, message = reports[1]
     for words in ("rank 1", "step 3", target, name):
         assert words in message
-    assert manager.newest_valid(tmp_path).step == 2  # no state with NaN was saved
+    assert store.newest_valid(tmp_path).step == 2  # no state with NaN was saved
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
     assert json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())["step"] == 3
 

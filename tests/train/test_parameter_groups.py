@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.config import make_config
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
@@ -126,7 +126,7 @@ def test_first_stage_may_be_frozen_completely(ranks, tiny_data, tmp_path, recomp
     pipeline = {"parallel__pp": 2, "parallel__stage_layers": [1, 1]}
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path / "two", **run, **pipeline))
     assert_same_run(tmp_path / "one", tmp_path / "two")
-    saved = load_file(manager.model_path(tmp_path / "two", 5) / "model.safetensors")
+    saved = load_file(store.model_path(tmp_path / "two", 5) / "model.safetensors")
     assert "model.embed_tokens.weight" in saved
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 from data_prep.cli import main as optimus_data
-from optimus.checkpoint import manager
+from optimus.checkpoint import store
 from optimus.cli import main as optimus
 from optimus.config import make_config
 from optimus.distributed.agreement import RunEnded
@@ -138,8 +138,8 @@ def test_persistent_models_and_a_return_to_an_earlier_model(ranks, tiny_data, tm
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, checkpoint__load="model@15", **settings))
     lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 21))
-    assert manager.newest_valid(tmp_path).origin == "model@15"
-    assert manager.newest_valid(tmp_path).updates == 5
+    assert store.newest_valid(tmp_path).origin == "model@15"
+    assert store.newest_valid(tmp_path).updates == 5
 
 
 def test_an_update_that_overflows_is_never_saved(ranks, tiny_data, tmp_path):
@@ -148,7 +148,7 @@ def test_an_update_that_overflows_is_never_saved(ranks, tiny_data, tmp_path):
     words = ranks(2, run_and_catch, tree, start_world=False)
     assert words[0] == words[1] and words[0][0] == 4
     assert words[0][1].startswith("step 1: the update made parameter ")
-    assert manager.newest_valid(tmp_path) is None
+    assert store.newest_valid(tmp_path) is None
 
 
 def test_weights_of_another_model_are_refused_before_anything_changes(

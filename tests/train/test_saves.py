@@ -19,10 +19,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from optimus.checkpoint import manager
-from optimus.checkpoint import manifest as manifests
 from optimus.checkpoint import save as save_module
-from optimus.checkpoint.save_model import ModelSaver
+from optimus.checkpoint import store
+from optimus.checkpoint.weights import ModelSaver
 from optimus.distributed.collectives import ALONE
 from optimus.distributed.world import start_world
 from optimus.errors import OutcomeKind
@@ -72,7 +71,7 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
     assert_same_run(tmp_path / "sync", tmp_path / "async")
     assert slots(tmp_path / "sync") == slots(tmp_path / "async")
     for step in (4, 8):
-        paths = [manager.model_path(tmp_path / run, step) for run in ("sync", "async")]
+        paths = [store.model_path(tmp_path / run, step) for run in ("sync", "async")]
         sync, written = ((path / "model.safetensors").read_bytes() for path in paths)
         assert sync == written == library_bytes(tmp_path / "sync", step)
 
@@ -80,7 +79,7 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
 def library_bytes(run_dir: Path, step: int) -> bytes:
     """Read the masters of a full checkpoint and convert them to bf16. Return the bytes of the file
     that the library safetensors writes for them."""
-    manifest, named = manager.read_manifest(manager.full_path(run_dir, step)), {}
+    manifest, named = store.read_manifest(store.full_path(run_dir, step)), {}
     whole = {name: torch.empty(shape) for name, shape in manifest.index().shapes.items()}
     read_whole(manifest, whole)
     for name, tensor in whole.items():
@@ -173,13 +172,13 @@ def test_failure_of_the_last_checkpoint_ends_the_run_in_error(
 
 
 def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
-    plain, started = manifests.begin, []
+    plain, started = store.create, []
 
     def begin(path: Path, *free_bytes: int) -> Path:
         started.append(path.name)
         return plain(path, *free_bytes)
 
-    manifests.begin = begin
+    store.create = begin
     assert run_with(tree, lambda step: None).status == 0
     return started
 
@@ -212,7 +211,7 @@ def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000003", "model-00000009", "step-00000009"]
     for name in names:
-        manager.read_manifest(tmp_path / "checkpoints" / name).verify()
+        store.read_manifest(tmp_path / "checkpoints" / name).verify()
 
 
 def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
@@ -264,7 +263,7 @@ def test_rank_lost_during_a_save_keeps_the_previous_checkpoint(ranks, tiny_data,
     with pytest.raises(RanksFailed) as failed:
         ranks(2, lose_the_second_rank, tree, start_world=False)
     assert failed.value.outcomes[0].value().status == 5
-    assert manager.newest_valid(tmp_path / "run").step == 2
+    assert store.newest_valid(tmp_path / "run").step == 2
     train_on(ranks, 2, tree)
     assert steps_kept(tmp_path / "run") == [6, 8]
     assert_same_run(tmp_path / "unbroken", tmp_path / "run")
@@ -360,7 +359,7 @@ def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, t
     tree = tiny_tree(tiny_data, tmp_path, train__max_steps=3, checkpoint__model_interval=2)
     (output,) = ranks(1, run_on_full_disk, tree, start_world=False)
     assert "warning: step 2 is not saved" in output and "No space left on device" in output
-    assert not manager.model_path(tmp_path, 2).exists()
+    assert not store.model_path(tmp_path, 2).exists()
 
 
 def stop_by_two_signals() -> str | None:
@@ -396,15 +395,15 @@ def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_p
     settings |= {"checkpoint__async_save": async_save}
     tree = tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=10)
     train_on(ranks, 2, tree)
-    model = manager.model_path(tmp_path, 10)
+    model = store.model_path(tmp_path, 10)
     written = {path.name: path.read_bytes() for path in model.glob("*.safetensors")}
     shutil.rmtree(model)
     train_on(ranks, 2, tiny_tree(tiny_data, tmp_path, **settings, train__stop_at_step=11))
-    manager.read_manifest(model).verify()
+    store.read_manifest(model).verify()
     assert written == {path.name: path.read_bytes() for path in model.glob("*.safetensors")} != {}
     assert (
-        manager.read_manifest(model).tokens
-        == manager.read_manifest(manager.full_path(tmp_path, 10)).tokens
+        store.read_manifest(model).tokens
+        == store.read_manifest(store.full_path(tmp_path, 10)).tokens
     )
 
 
@@ -458,7 +457,7 @@ def stop_and_check_order(tree: dict[str, Any]) -> bool:
 
     def evaluate(run: Run, step: int) -> None:
         plain(run, step)
-        exists.append(manager.full_path(tree["train"]["run_dir"], step).is_dir())
+        exists.append(store.full_path(tree["train"]["run_dir"], step).is_dir())
 
     def before(step: int) -> None:
         if step == 4:

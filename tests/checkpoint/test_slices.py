@@ -1,4 +1,4 @@
-"""Who writes what: every element once, and everybody about as much."""
+"""Tests of the division of states: each element once, and equal amounts for all writers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from optimus.checkpoint import pieces
-from optimus.checkpoint.pieces import Part, part_of, spans_to_read, spans_to_write
+from optimus.checkpoint import slices as slices_module
+from optimus.checkpoint.slices import Share, share_of, slices_to_read, slices_to_write
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
 from tests.helpers.held import Holdings, layout_config
@@ -27,26 +27,29 @@ MESHES = [
 ]
 
 
-def paint(counts, piece):
-    """Count each element of a whole parameter that a piece holds."""
-    indices = [numpy.concatenate([numpy.arange(*one) for one in dim]) for dim in piece.box]
+def paint(counts, param):
+    """Increment the counts of the elements of a slice."""
+    indices = [numpy.concatenate([numpy.arange(*pair) for pair in dim]) for dim in param.box]
     flat = numpy.ravel_multi_index(numpy.ix_(*indices), counts.shape).reshape(-1)
-    numpy.add.at(counts.reshape(-1), flat[piece.start : piece.stop], 1)
+    numpy.add.at(counts.reshape(-1), flat[param.start : param.stop], 1)
 
 
-def assert_every_element_once(config, mesh, spans_of, in_turns=False):
-    """And in one stretch of each shard, where nobody takes turns."""
+def assert_each_element_once(config, mesh, slices_of, alternates=False):
+    """Check also that each shard has one slice, unless stripes of tied parameters alternate."""
     holdings, counts = Holdings(config, mesh), {}
     for rank in range(mesh.world_size):
         holding = holdings.of(rank)
         for name, shape in holding.shapes.items():
             counts.setdefault(name, numpy.zeros(shape, dtype=numpy.int64))
-        spans = spans_of(holding, mesh.coordinate(rank))
-        assert in_turns or len({span.held for span in spans}) == len(spans)
-        for span in spans:
-            for piece, at in span.pieces:
-                assert at >= 0 and at + piece.stop - piece.start <= span.stop - span.start
-                paint(counts[piece.name], piece)
+        slices = slices_of(holding, mesh.coordinate(rank))
+        assert alternates or len({s.shard for s in slices}) == len(slices)
+        for state_slice in slices:
+            for param, offset in state_slice.params:
+                assert (
+                    offset >= 0
+                    and offset + param.stop - param.start <= state_slice.stop - state_slice.start
+                )
+                paint(counts[param.name], param)
     assert len(counts) > 5
     wrong = [name for name, count in counts.items() if not (count == 1).all()]
     assert not wrong
@@ -55,8 +58,8 @@ def assert_every_element_once(config, mesh, spans_of, in_turns=False):
 @pytest.mark.parametrize("scatter", ["balanced", "paper"])
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
-    monkeypatch.setattr(pieces, "STRIPE", 512)
+def test_each_element_is_written_once(mesh, sharding, scatter, monkeypatch):
+    monkeypatch.setattr(slices_module, "STRIPE", 512)
     models = [{"model__tie_embeddings": True}, {}, DENSE | {"model__tie_embeddings": True}]
     lengths = (1, 3000, 1 << 24)
     for number, model in enumerate(models):
@@ -66,48 +69,55 @@ def test_every_element_is_written_once(mesh, sharding, scatter, monkeypatch):
         model = {"model__num_layers": 4, "optim__chunk_length": length} | model
         config = layout_config(mesh, optim__sharding=sharding, **model)
         ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
-        assert_every_element_once(
+        assert_each_element_once(
             config,
             mesh,
-            lambda one, place: spans_to_write(
-                one.held,
-                one.boxes,
+            lambda holding, coordinate: slices_to_write(
+                holding.shards,
+                holding.boxes,
                 mesh,
-                place,
+                coordinate,
                 scatter,
                 ends,  # noqa: B023
             ),
-            in_turns=scatter == "balanced" and bool(ends),
+            alternates=scatter == "balanced" and bool(ends),
         )
 
 
 @pytest.mark.parametrize("sharding", ["none", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_element_is_read_once(mesh, sharding):
-    """A far copy of tied embeddings comes from the first stage."""
+def test_each_element_is_read_once(mesh, sharding):
+    """The copy of tied embeddings comes from the first stage."""
     config = layout_config(
         mesh, optim__sharding=sharding, model__num_layers=4, model__tie_embeddings=True
     )
-    read = lambda one, place: spans_to_read(one.held, one.boxes, mesh, place)  # noqa: E731
-    assert_every_element_once(config, mesh, read)
+    assert_each_element_once(
+        config,
+        mesh,
+        lambda holding, coordinate: slices_to_read(holding.shards, holding.boxes, mesh, coordinate),
+    )
 
 
-def test_copies_are_numbered_as_ranks_are():
+def test_shares_have_the_order_of_ranks():
     mesh = Mesh(pp=2, dp=3, ep=2, tp=2)
     for rank in range(mesh.world_size):
         for axes in (("dp",), ("ep", "dp"), ("dp", "ep", "tp"), ("ep", "tp")):
             group = mesh.group_of(rank, axes)
-            assert part_of(mesh, mesh.coordinate(rank), axes) == Part(group.index(rank), len(group))
+            assert share_of(mesh, mesh.coordinate(rank), axes) == Share(
+                group.index(rank), len(group)
+            )
 
 
 def written(config, mesh, scatter="balanced"):
-    """Bytes of a state that each rank writes, by rank."""
+    """Yield the bytes of a state that each rank writes."""
     holdings = Holdings(config, mesh)
     ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
     for rank in range(mesh.world_size):
-        one = holdings.of(rank)
-        spans = spans_to_write(one.held, one.boxes, mesh, mesh.coordinate(rank), scatter, ends)
-        yield sum(span.stop - span.start for span in spans) * 4
+        holding = holdings.of(rank)
+        slices = slices_to_write(
+            holding.shards, holding.boxes, mesh, mesh.coordinate(rank), scatter, ends
+        )
+        yield sum(s.stop - s.start for s in slices) * 4
 
 
 @pytest.mark.parametrize("sharding", ["none", "so", "epso"])
@@ -123,7 +133,7 @@ def written(config, mesh, scatter="balanced"):
     ids=str,
 )
 def test_writers_and_nodes_of_a_stage_write_about_as_much(model, mesh, sharding):
-    """Stages differ in size, and nobody else holds what is theirs."""
+    """Stages differ in size, since they have different parameters."""
     path = CONFIGS / "model" / f"{model}.toml"
     sizes = [f"parallel.{axis}={size}" for axis, size in mesh._asdict().items()]
     config = load_config(path, [*sizes, f"optim.sharding={sharding}"])
@@ -138,6 +148,9 @@ def test_the_rule_of_the_paper_names_the_writer():
     config = layout_config(mesh, model__num_layers=4, model__intermediate_size=16)
     amounts = list(written(config, mesh, "paper"))
     most = sorted(range(12), key=amounts.__getitem__)[-4:]
-    places = [mesh.coordinate(rank) for rank in sorted(most)]
-    assert all(place.dp == (place.pp * mesh.tp + place.tp) % mesh.dp for place in places)
+    coordinates = [mesh.coordinate(rank) for rank in sorted(most)]
+    assert all(
+        coordinate.dp == (coordinate.pp * mesh.tp + coordinate.tp) % mesh.dp
+        for coordinate in coordinates
+    )
     assert math.fsum(amounts) == math.fsum(written(config, mesh))

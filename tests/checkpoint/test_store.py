@@ -1,3 +1,5 @@
+"""Tests of the choice of a start, of retention and of quarantine."""
+
 from __future__ import annotations
 
 import errno
@@ -6,9 +8,9 @@ import subprocess
 
 import pytest
 
-from optimus.checkpoint import manager
-from optimus.checkpoint.index import INDEX, encode
-from optimus.checkpoint.manifest import seal
+from optimus.checkpoint import store
+from optimus.checkpoint.format import INDEX, encode
+from optimus.checkpoint.store import write_checkpoint
 from optimus.errors import CheckpointError
 from optimus.io import files
 from tests.helpers.disks import immutable
@@ -16,9 +18,8 @@ from tests.helpers.disks import immutable
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 
 
-def save(run_dir, step, kind="full", origin="none", interval=100, begun=None):
-    place = manager.full_path if kind == "full" else manager.model_path
-    path = place(run_dir, step)
+def save(run_dir, step, kind="full", origin="none", interval=100, first_step=None):
+    path = (store.full_path if kind == "full" else store.model_path)(run_dir, step)
 
     def write(directory):
         (directory / "data").write_text(f"{step}")
@@ -28,40 +29,44 @@ def save(run_dir, step, kind="full", origin="none", interval=100, begun=None):
         else:
             (directory / "model.safetensors").write_bytes(NO_TENSORS)
 
-    facts = {"settings": {"checkpoint.interval": interval}, "origin": origin, "begun": begun}
-    return seal(path, write, kind=kind, step=step, tokens=step * 10, **facts)
+    facts = {
+        "settings": {"checkpoint.interval": interval},
+        "origin": origin,
+        "first_step": first_step,
+    }
+    return write_checkpoint(path, write, kind=kind, step=step, tokens=step * 10, **facts)
 
 
 def damage(manifest):
     (manifest.path / "data").write_text("x" * len(str(manifest.step)))
 
 
-def move_elsewhere(manifest, place):
-    """To a larger disk, say, with a link in its place."""
-    place.mkdir(exist_ok=True)
-    shutil.move(manifest.path, place)
-    manifest.path.symlink_to(place / manifest.path.name)
+def move_elsewhere(manifest, folder):
+    """Move a checkpoint to another directory, and put a link at its path."""
+    folder.mkdir(exist_ok=True)
+    shutil.move(manifest.path, folder)
+    manifest.path.symlink_to(folder / manifest.path.name)
 
 
 def start_of(run_dir, load):
-    start = manager.decide_start(run_dir, load)
-    manager.prepare_directory(run_dir, start)
+    start = store.decide_start(run_dir, load)
+    store.prepare_directory(run_dir, start)
     return start
 
 
 @pytest.fixture
 def weights(tmp_path):
-    """A Hugging Face directory, as far as can be seen from here."""
+    """Return a directory that is recognised as a Hugging Face directory."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     return tmp_path / "hf"
 
 
 def names(run_dir):
-    return sorted(path.name for path in manager.checkpoints_dir(run_dir).iterdir())
+    return sorted(path.name for path in store.checkpoints_dir(run_dir).iterdir())
 
 
-def test_an_error_of_reading_that_passes_costs_no_checkpoint(tmp_path, capsys, monkeypatch):
+def test_a_temporary_read_error_does_not_skip_the_newest_checkpoint(tmp_path, capsys, monkeypatch):
     save(tmp_path, 5)
     newest, plain, failures = save(tmp_path, 10), files.xxh3_file, [errno.EIO]
 
@@ -71,43 +76,43 @@ def test_an_error_of_reading_that_passes_costs_no_checkpoint(tmp_path, capsys, m
         return plain(path)
 
     monkeypatch.setattr(files, "xxh3_file", read)
-    assert manager.decide_start(tmp_path, "auto").step == 10
+    assert store.decide_start(tmp_path, "auto").step == 10
     assert "reading again, for" in capsys.readouterr().err
     failures += [errno.EIO] * 2
-    assert manager.decide_start(tmp_path, "auto").step == 5
+    assert store.decide_start(tmp_path, "auto").step == 5
 
 
-def test_retention_keeps_two_full_and_the_wanted_models(tmp_path):
+def test_retention_keeps_two_full_checkpoints_and_the_newest_models(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
         save(tmp_path, step, "model")
-    manager.remove_old(tmp_path, keep_models=0)
+    store.remove_old(tmp_path, keep_models=0)
     assert [n for n in names(tmp_path) if n.startswith("step")] == [
         "step-00000004",
         "step-00000005",
     ]
     assert len([n for n in names(tmp_path) if n.startswith("model")]) == 5
-    manager.remove_old(tmp_path, keep_models=1)
+    store.remove_old(tmp_path, keep_models=1)
     assert [n for n in names(tmp_path) if n.startswith("model")] == ["model-00000005"]
 
 
-def test_retention_keeps_every_so_many_steps_as_well(tmp_path):
+def test_retention_keeps_models_of_multiples(tmp_path):
     for step in range(1, 9):
         save(tmp_path, step, "model")
-        manager.remove_old(tmp_path, keep_models=2, keep_every=3)
+        store.remove_old(tmp_path, keep_models=2, keep_every=3)
     assert names(tmp_path) == [f"model-0000000{step}" for step in (3, 6, 7, 8)]
 
 
-def test_remove_old_tries_each_checkpoint_and_names_each_that_stays(tmp_path):
-    """A slot and a file of another one cannot be removed; then they can."""
+def test_remove_old_tries_all_checkpoints_and_returns_those_that_stay(tmp_path):
+    """A checkpoint and a file of another cannot be removed at first."""
     for step in range(1, 7):
         save(tmp_path, step)
         save(tmp_path, step, "model")
-    slot, model = manager.full_path(tmp_path, 2), manager.model_path(tmp_path, 3)
-    for number in range(20):  # of which some come after `data` in the directory
+    slot, model = store.full_path(tmp_path, 2), store.model_path(tmp_path, 3)
+    for number in range(20):  # some are listed after `data`
         (model / f"more-{number}").touch()
     with immutable(slot, model / "data"):
-        left = manager.remove_old(tmp_path, keep_models=2)
+        left = store.remove_old(tmp_path, keep_models=2)
         (renamed,) = (path for path in left if path != slot)
         try:
             reasons = {slot: "Operation not permitted", renamed: "data: Operation not permitted"}
@@ -116,39 +121,39 @@ def test_remove_old_tries_each_checkpoint_and_names_each_that_stays(tmp_path):
             kept += ["step-00000002", "step-00000005", "step-00000006"]
             assert names(tmp_path) == [renamed.name, *kept]
             assert [path.name for path in renamed.iterdir()] == ["data"]
-            assert manager.remove_old(tmp_path, keep_models=2) == left
+            assert store.remove_old(tmp_path, keep_models=2) == left
         finally:
             subprocess.run(["chattr", "-i", str(renamed / "data")])
-    assert manager.remove_old(tmp_path, keep_models=2) == {}
+    assert store.remove_old(tmp_path, keep_models=2) == {}
     assert names(tmp_path) == [name for name in kept if name != "step-00000002"]
 
 
 @pytest.mark.parametrize("kind", ["step", "model"])
 def test_remove_old_counts_readable_checkpoints_only(tmp_path, kind):
-    """A directory with a newer name and no manifest does not cost a checkpoint its place."""
+    """A directory with a newer name and no manifest is not counted."""
     for step in (1, 2, 3):
         save(tmp_path, step, "full" if kind == "step" else kind)
-    (manager.checkpoints_dir(tmp_path) / f"{kind}-00000099").mkdir()
-    assert manager.remove_old(tmp_path, keep_models=2) == {}
+    (store.checkpoints_dir(tmp_path) / f"{kind}-00000099").mkdir()
+    assert store.remove_old(tmp_path, keep_models=2) == {}
     assert names(tmp_path) == [f"{kind}-{step:08d}" for step in (2, 3, 99)]
 
 
-def test_a_leftover_that_cannot_be_removed_is_named_and_the_run_starts(tmp_path, capsys):
+def test_an_unfinished_save_that_cannot_be_removed_is_named_and_the_run_starts(tmp_path, capsys):
     save(tmp_path, 5)
-    leftovers = [files.temporary_name(manager.full_path(tmp_path, step)) for step in (6, 7)]
-    for path in leftovers:
+    unfinished = [files.temporary_name(store.full_path(tmp_path, step)) for step in (6, 7)]
+    for path in unfinished:
         path.mkdir()
         (path / "shard-00000.bin").write_bytes(b"x")
-    with immutable(leftovers[0]):
+    with immutable(unfinished[0]):
         assert start_of(tmp_path, "auto").step == 5
-        assert names(tmp_path) == [leftovers[0].name, "step-00000005"]
-    told = capsys.readouterr().err.splitlines()
-    assert f"cannot remove {leftovers[0]}: shard-00000.bin: Operation not permitted" in told[0]
-    assert "GB free; remove them by hand" in told[1] and len(told) == 2
+        assert names(tmp_path) == [unfinished[0].name, "step-00000005"]
+    message = capsys.readouterr().err.splitlines()
+    assert f"cannot remove {unfinished[0]}: shard-00000.bin: Operation not permitted" in message[0]
+    assert "GB free; remove them by hand" in message[1] and len(message) == 2
 
 
-def test_a_checkpoint_that_cannot_be_set_aside_ends_the_start(tmp_path):
-    """Otherwise the next start would load the newest one, not what this start wrote."""
+def test_a_checkpoint_that_cannot_be_moved_to_quarantine_ends_the_start(tmp_path):
+    """Otherwise the next start would load the newest checkpoint of the run."""
     later = save(tmp_path, 8).path
     words = f"{later}: cannot be moved to set-aside/: Operation not permitted"
     with immutable(later), pytest.raises(CheckpointError, match=words):
@@ -156,114 +161,114 @@ def test_a_checkpoint_that_cannot_be_set_aside_ends_the_start(tmp_path):
     assert "step-00000008" in names(tmp_path)
 
 
-def test_auto_resumes_from_the_newest_and_starts_fresh_without_one(tmp_path):
-    assert manager.decide_start(tmp_path, "auto").step == 0
+def test_auto_resumes_from_the_newest_checkpoint_or_starts_fresh(tmp_path):
+    assert store.decide_start(tmp_path, "auto").step == 0
     for step in (6, 7, 5):
         save(tmp_path, step)
-    start = manager.decide_start(tmp_path, "auto")
+    start = store.decide_start(tmp_path, "auto")
     assert (start.step, start.tokens, start.full.step) == (7, 70, 7)
 
 
-def test_none_starts_fresh_and_sets_the_old_ones_aside(tmp_path):
+def test_none_starts_fresh_and_moves_old_checkpoints_to_quarantine(tmp_path):
     save(tmp_path, 7)
-    start = manager.decide_start(tmp_path, "none")
+    start = store.decide_start(tmp_path, "none")
     assert start.step == 0 and start.full is None
-    manager.prepare_directory(tmp_path, start)
-    assert manager.newest_valid(tmp_path) is None
+    store.prepare_directory(tmp_path, start)
+    assert store.newest_valid(tmp_path) is None
     assert [p.name.split(".")[0] for p in (tmp_path / "checkpoints" / "set-aside").iterdir()] == [
         "step-00000007"
     ]
 
 
-def test_going_back_to_a_model_leaves_later_checkpoints_behind_once(tmp_path):
+def test_going_back_to_a_model_moves_later_checkpoints_to_quarantine_once(tmp_path):
     for step in (10, 20):
         save(tmp_path, step, "model")
     save(tmp_path, 25)
-    start = manager.decide_start(tmp_path, "model@10")
+    start = store.decide_start(tmp_path, "model@10")
     assert (start.step, start.full, start.path.name) == (10, None, "model-00000010")
-    manager.prepare_directory(tmp_path, start)
+    store.prepare_directory(tmp_path, start)
     assert names(tmp_path) == ["model-00000010", "set-aside"]
-    # The same command after a failure goes on from where that run got to.
+    # After a failure, the same command continues from the newest checkpoint of that run.
     save(tmp_path, 15, origin="model@10")
-    again = manager.decide_start(tmp_path, "model@10")
+    again = store.decide_start(tmp_path, "model@10")
     assert again.step == 15 and again.full is not None
 
 
-def test_an_unknown_model_step_lists_what_there_is(tmp_path):
+def test_an_unknown_model_step_is_refused_with_the_known_steps(tmp_path):
     save(tmp_path, 10, "model")
     with pytest.raises(CheckpointError, match=r"'model@11'.*steps 10"):
-        manager.decide_start(tmp_path, "model@11")
+        store.decide_start(tmp_path, "model@11")
     with pytest.raises(CheckpointError, match="no such checkpoint"):
-        manager.decide_start(tmp_path, str(tmp_path / "absent"))
+        store.decide_start(tmp_path, str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_leftovers_of_a_killed_save_or_removal_are_removed(tmp_path, kind):
+def test_directories_of_a_killed_save_or_removal_are_removed(tmp_path, kind):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     save(run, 3)
     elsewhere.mkdir()
-    leftover = manager.checkpoints_dir(run) / ".step-00000006.host.123.abcd.tmp"
-    leftover.mkdir() if kind == "directory" else leftover.symlink_to(elsewhere)
+    unfinished = store.checkpoints_dir(run) / ".step-00000006.host.123.abcd.tmp"
+    unfinished.mkdir() if kind == "directory" else unfinished.symlink_to(elsewhere)
     assert start_of(run, "auto").step == 3
     assert names(run) == ["step-00000003"] and elsewhere.is_dir()
 
 
-def test_copies_that_users_made_are_let_be(tmp_path):
+def test_copies_by_users_are_ignored(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    directory = manager.checkpoints_dir(tmp_path)
+    directory = store.checkpoints_dir(tmp_path)
     for name in ("step-00000009-mine", "step-00000009.bak", "model-x"):
         (directory / name).mkdir()
-    manager.remove_old(tmp_path, keep_models=1)
-    start = manager.decide_start(tmp_path, "auto")
-    manager.prepare_directory(tmp_path, start)
+    store.remove_old(tmp_path, keep_models=1)
+    start = store.decide_start(tmp_path, "auto")
+    store.prepare_directory(tmp_path, start)
     assert start.step == 3
     assert {"step-00000009-mine", "step-00000009.bak", "model-x"} <= set(names(tmp_path))
 
 
 @pytest.mark.parametrize("spelling", ["relative", "absolute", "run"])
-def test_a_run_may_start_from_its_own_checkpoint_by_path(tmp_path, monkeypatch, spelling):
+def test_a_run_may_start_from_the_path_of_its_checkpoint(tmp_path, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
     for step in (6, 8):
         save("run", step)
     paths = {"relative": "run/checkpoints/step-00000006", "run": str(tmp_path / "run")}
     load = paths.get(spelling, str(tmp_path / "run/checkpoints/step-00000006"))
-    start = manager.decide_start(tmp_path / "run", load)
-    manager.prepare_directory(tmp_path / "run", start)
+    start = store.decide_start(tmp_path / "run", load)
+    store.prepare_directory(tmp_path / "run", start)
     assert start.path.is_dir()
     kept = {"step-00000006"} | ({"step-00000008"} if spelling == "run" else set())
     assert set(names("run")) - {"set-aside"} == kept
 
 
-def test_a_run_goes_back_to_its_own_model_by_step_not_by_path(tmp_path):
+def test_a_run_goes_back_to_its_model_by_step_not_by_path(tmp_path):
     model = save(tmp_path, 4, "model")
     with pytest.raises(CheckpointError, match=r"checkpoint.load=model@4"):
-        manager.decide_start(tmp_path, str(model.path))
-    assert manager.decide_start(tmp_path / "another", str(model.path)).path == model.path
+        store.decide_start(tmp_path, str(model.path))
+    assert store.decide_start(tmp_path / "another", str(model.path)).path == model.path
 
 
 def test_a_stray_file_with_a_temporary_name_blocks_nothing(tmp_path):
     save(tmp_path, 3)
-    (manager.checkpoints_dir(tmp_path) / ".step-9.1.ab.tmp").touch()
-    manager.prepare_directory(tmp_path, manager.decide_start(tmp_path, "auto"))
+    (store.checkpoints_dir(tmp_path) / ".step-9.1.ab.tmp").touch()
+    store.prepare_directory(tmp_path, store.decide_start(tmp_path, "auto"))
     assert "step-00000003" in names(tmp_path)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over_by_itself(tmp_path):
+def test_a_run_with_damaged_checkpoints_only_does_not_start_again(tmp_path):
     damage(save(tmp_path, 5))
     with pytest.raises(CheckpointError, match=r"none of 1 full .* checkpoint.load=none"):
-        manager.decide_start(tmp_path, "auto")
+        store.decide_start(tmp_path, "auto")
 
 
-def test_damage_is_found_when_a_checkpoint_is_named_directly(tmp_path):
+def test_resolve_detects_damage_of_a_named_checkpoint(tmp_path):
     manifest = save(tmp_path, 5)
     damage(manifest)
     with pytest.raises(CheckpointError, match="does not match its checksum"):
-        manager.resolve(manifest.path)
+        store.resolve(manifest.path)
 
 
 @pytest.mark.parametrize("load", ["auto", "run", "link", "target"])
-def test_a_slot_that_is_a_link_is_the_runs_own(tmp_path, load):
+def test_a_checkpoint_that_is_a_link_belongs_to_the_run(tmp_path, load):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     save(run, 1)
     newest = save(run, 2)
@@ -273,18 +278,18 @@ def test_a_slot_that_is_a_link_is_the_runs_own(tmp_path, load):
     assert names(run) == ["step-00000001", "step-00000002"]
 
 
-def test_of_an_old_slot_that_is_a_link_the_link_goes(tmp_path):
+def test_removal_of_a_link_keeps_its_target(tmp_path):
     run = tmp_path / "run"
     move_elsewhere(save(run, 1), tmp_path / "elsewhere")
     for step in (2, 3):
         save(run, step)
-    manager.remove_old(run, keep_models=0)
+    store.remove_old(run, keep_models=0)
     assert names(run) == ["step-00000002", "step-00000003"]
     assert (tmp_path / "elsewhere" / "step-00000001" / "data").is_file()
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["states", "manifest"])
-def test_damage_does_not_send_a_run_back_to_what_it_began_from(tmp_path, weights, readable):
+def test_damage_does_not_restart_a_run_from_its_origin(tmp_path, weights, readable):
     run, load = tmp_path / "run", str(weights)
     for step in (5, 6):
         manifest = save(run, step, origin=load)
@@ -292,83 +297,83 @@ def test_damage_does_not_send_a_run_back_to_what_it_began_from(tmp_path, weights
         if not readable:
             (manifest.path / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="none of 2 full .* another train.run_dir"):
-        manager.decide_start(run, load)
+        store.decide_start(run, load)
     assert names(run) == ["step-00000005", "step-00000006"]
 
 
-def test_a_user_may_rescue_a_damaged_run_from_elsewhere(tmp_path, weights):
+def test_a_damaged_run_may_start_from_another_runs_checkpoint(tmp_path, weights):
     run, other = tmp_path / "run", tmp_path / "other"
     damage(save(run, 5, origin=str(weights)))
-    assert manager.decide_start(run, str(save(other, 4).path)).step == 4
+    assert store.decide_start(run, str(save(other, 4).path)).step == 4
 
 
 @pytest.mark.parametrize("then", ["auto", "the first command"])
-def test_a_run_that_went_back_to_a_model_does_not_begin_anew_unasked(tmp_path, weights, then):
-    """It was killed before its first save; the user gives another command."""
+def test_a_run_that_went_back_to_a_model_does_not_start_again_unasked(tmp_path, weights, then):
+    """It was killed before its first save, and the user gives another command."""
     run, load = tmp_path / "run", str(weights)
     save(run, 10, "model", origin=load)
     save(run, 20, origin=load)
     start_of(run, "model@10")
     assert start_of(run, "model@10").step == 10
-    told = r"none of 0 full .* there is set-aside/step-00000020.* checkpoint.load=model@10,"
-    with pytest.raises(CheckpointError, match=told):
-        manager.decide_start(run, "auto" if then == "auto" else load)
+    message = r"none of 0 full .* there is set-aside/step-00000020.* checkpoint.load=model@10,"
+    with pytest.raises(CheckpointError, match=message):
+        store.decide_start(run, "auto" if then == "auto" else load)
     assert start_of(run, "none").step == 0
 
 
-def test_a_run_whose_full_checkpoints_a_user_removed_does_not_begin_anew_unasked(tmp_path):
+def test_a_run_without_its_full_checkpoints_does_not_start_again_unasked(tmp_path):
     save(tmp_path, 200, "model")
-    assert manager.decide_start(tmp_path, "auto").step == 0  # killed before the first full one
+    assert store.decide_start(tmp_path, "auto").step == 0  # killed before the first full one
     save(tmp_path, 201, "model")
     with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
-        manager.decide_start(tmp_path, "auto")
+        store.decide_start(tmp_path, "auto")
     (tmp_path / "checkpoints" / "model-00000201" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
-        manager.decide_start(tmp_path, "auto")
+        store.decide_start(tmp_path, "auto")
 
 
-def test_models_count_from_where_their_run_was_begun(tmp_path):
-    """From another run's checkpoint: nobody else could begin there again."""
+def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
+    """The run was started from another run's checkpoint."""
     run, other = tmp_path / "run", tmp_path / "other"
     origin = str(save(other, 10_000).path)
     save(run, 10_200, "model", origin=origin)
-    assert manager.decide_start(run, origin).step == 10_000  # killed before the first full one
+    assert store.decide_start(run, origin).step == 10_000  # killed before the first full one
     save(run, 10_201, "model", origin=origin)
     with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
-        manager.decide_start(run, origin)
+        store.decide_start(run, origin)
 
 
-def test_a_model_remembers_where_its_run_was_begun(tmp_path):
-    """The run that it began from has gone on since: its newest is no measure any more."""
+def test_a_model_has_the_first_step_of_its_run(tmp_path):
+    """The run that it was started from has continued since, so that its newest step differs."""
     run, other = tmp_path / "run", tmp_path / "other"
     save(other, 10_000)
-    assert manager.decide_start(run, str(other)).begun == 10_000
-    save(run, 10_201, "model", origin=str(other), begun=10_000)
+    assert store.decide_start(run, str(other)).first_step == 10_000
+    save(run, 10_201, "model", origin=str(other), first_step=10_000)
     save(other, 10_150)
     with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
-        manager.decide_start(run, str(other))
-    save(run, 10_300, origin=str(other), begun=10_000)
-    assert manager.decide_start(run, str(other)).begun == 10_000
-    assert manager.decide_start(run, "model@10201").begun == 10_201
+        store.decide_start(run, str(other))
+    save(run, 10_300, origin=str(other), first_step=10_000)
+    assert store.decide_start(run, str(other)).first_step == 10_000
+    assert store.decide_start(run, "model@10201").first_step == 10_201
 
 
-def test_a_run_whose_only_full_checkpoint_is_its_last_begins_anew_before(tmp_path):
+def test_a_run_without_an_interval_starts_again_before_its_only_full_checkpoint(tmp_path):
     save(tmp_path, 500, "model", interval=0)
-    assert manager.decide_start(tmp_path, "auto").step == 0
+    assert store.decide_start(tmp_path, "auto").step == 0
 
 
 @pytest.mark.parametrize("spelling", ["hf", "hf/", "./hf", "run/../hf", "absolute"])
-def test_the_same_command_may_spell_a_path_otherwise(tmp_path, weights, monkeypatch, spelling):
+def test_the_path_of_an_origin_may_have_another_spelling(tmp_path, weights, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
     save("run", 5, origin="hf")
     load = str(weights) if spelling == "absolute" else spelling
-    assert manager.decide_start("run", load).step == 5
+    assert store.decide_start("run", load).step == 5
     (tmp_path / "other").mkdir()
-    assert manager.decide_start("run", "other").step == 0
+    assert store.decide_start("run", "other").step == 0
 
 
 @pytest.mark.parametrize("kind", ["full", "model", "hf"])
-def test_models_of_another_run_are_not_kept_as_this_runs(tmp_path, weights, kind):
+def test_checkpoints_before_a_start_from_another_run_go_to_quarantine(tmp_path, weights, kind):
     run, other = tmp_path / "run", tmp_path / "other"
     save(run, 3, "model")
     save(run, 4)

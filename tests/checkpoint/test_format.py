@@ -1,3 +1,5 @@
+"""Tests of manifests, and of the creation and commit of checkpoints."""
+
 from __future__ import annotations
 
 import errno
@@ -7,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from optimus.checkpoint import manifest as manifests
-from optimus.checkpoint.manifest import MANIFEST, begin, read_manifest, seal
-from optimus.checkpoint.threads import Stop
+from optimus.checkpoint import store
+from optimus.checkpoint.format import MANIFEST, read_manifest
+from optimus.checkpoint.shard_file import Stop
+from optimus.checkpoint.store import create, write_checkpoint
 from optimus.errors import CheckpointError, OptimusError
 from optimus.io import files
 
 
 def write_files(directory):
-    """Write the least that a model has, and two files more."""
+    """Write the files that a model must have, and two other files."""
     (directory / "config.toml").write_text("")
     (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (directory / "a.bin").write_bytes(os.urandom(1000))
@@ -24,13 +27,15 @@ def write_files(directory):
 
 
 @pytest.fixture
-def sealed(tmp_path):
-    return seal(tmp_path / "c", write_files, kind="model", step=3, settings={"train.seed": 1})
+def committed(tmp_path):
+    return write_checkpoint(
+        tmp_path / "c", write_files, kind="model", step=3, settings={"train.seed": 1}
+    )
 
 
-def test_sealed_checkpoint_reads_back(sealed):
-    manifest = read_manifest(sealed.path)
-    assert manifest == sealed and manifest.step == 3
+def test_a_committed_checkpoint_reads_back(committed):
+    manifest = read_manifest(committed.path)
+    assert manifest == committed and manifest.step == 3
     assert [entry.name for entry in manifest.files] == [
         "a.bin",
         "config.toml",
@@ -40,7 +45,7 @@ def test_sealed_checkpoint_reads_back(sealed):
     manifest.verify()
 
 
-def test_all_files_are_durable_before_the_name(tmp_path, monkeypatch):
+def test_all_files_are_durable_before_the_rename(tmp_path, monkeypatch):
     synced, real_fsync, real_rename = set(), os.fsync, os.rename
 
     def fsync(fd: int) -> None:
@@ -54,76 +59,76 @@ def test_all_files_are_durable_before_the_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    seal(tmp_path / "c", write_files, kind="model")
+    write_checkpoint(tmp_path / "c", write_files, kind="model")
     assert (tmp_path / "c" / MANIFEST).is_file()
 
 
-def test_what_is_too_large_to_be_hashed_at_once_is_known_by_its_size(sealed):
-    path = sealed.path / "a.bin"
+def test_a_file_above_the_hash_limit_is_compared_by_its_size(committed):
+    path = committed.path / "a.bin"
     os.truncate(path, 999)
     with pytest.raises(CheckpointError, match="a.bin: 999 bytes, but its manifest says 1000"):
-        sealed.check(hashed_bytes=0)
+        committed.check(hashed_bytes=0)
     path.unlink()
     with pytest.raises(CheckpointError, match="a.bin: No such file"):
-        sealed.check(hashed_bytes=0)
+        committed.check(hashed_bytes=0)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 99}'])
-def test_a_bad_manifest_is_no_checkpoint(sealed, content):
-    (sealed.path / MANIFEST).write_text(content)
+def test_an_invalid_manifest_is_refused(committed, content):
+    (committed.path / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError):
-        read_manifest(sealed.path)
+        read_manifest(committed.path)
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path):
+def test_a_failed_write_leaves_no_files(tmp_path):
     def fail(directory):
         write_files(directory)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError):
-        seal(tmp_path / "c", fail, kind="model")
+        write_checkpoint(tmp_path / "c", fail, kind="model")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_place_is_refused_and_kept(sealed):
-    before = json.loads((sealed.path / MANIFEST).read_text())
+def test_an_existing_directory_is_refused_and_kept(committed):
+    before = json.loads((committed.path / MANIFEST).read_text())
     with pytest.raises(CheckpointError, match="exists already"):
-        seal(sealed.path, write_files, kind="model")
-    assert json.loads((sealed.path / MANIFEST).read_text()) == before
-    sealed.verify()
+        write_checkpoint(committed.path, write_files, kind="model")
+    assert json.loads((committed.path / MANIFEST).read_text()) == before
+    committed.verify()
 
 
 @pytest.mark.parametrize("kind", ["model", "full"])
-def test_of_format_1_models_alone_are_read(tmp_path, kind):
-    sealed = seal(tmp_path / "c", write_files, kind="model", step=3)
-    raw = json.loads((sealed.path / MANIFEST).read_text())
+def test_only_models_of_format_1_are_read(tmp_path, kind):
+    committed = write_checkpoint(tmp_path / "c", write_files, kind="model", step=3)
+    raw = json.loads((committed.path / MANIFEST).read_text())
     del raw["self_xxh3"]
-    (sealed.path / MANIFEST).write_text(json.dumps(raw | {"format": 1, "kind": kind}))
+    (committed.path / MANIFEST).write_text(json.dumps(raw | {"format": 1, "kind": kind}))
     if kind == "model":
-        assert read_manifest(sealed.path) == sealed
+        assert read_manifest(committed.path) == committed
     else:
         with pytest.raises(
             CheckpointError, match="full checkpoint of format 1, this version reads"
         ):
-            read_manifest(sealed.path)
-    (sealed.path / MANIFEST).write_text(json.dumps(raw))
+            read_manifest(committed.path)
+    (committed.path / MANIFEST).write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="not readable: damaged"):
-        read_manifest(sealed.path)
+        read_manifest(committed.path)
 
 
-def test_a_seal_needs_room(tmp_path):
+def test_create_without_enough_space_is_refused(tmp_path):
     needs = r"c not written: .* GB free, but it needs 1000000000.000"
     with pytest.raises(OptimusError, match=needs):
-        begin(tmp_path / "c", needed_bytes=10**18)
+        create(tmp_path / "c", needed_bytes=10**18)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "set-aside" / "old").mkdir(parents=True)
     (tmp_path / "set-aside" / "old" / "data").write_bytes(bytes(2_000_000))
     with pytest.raises(OptimusError, match=r"make room, say in set-aside/: 0.002 GB that no start"):
-        begin(tmp_path / "c", needed_bytes=10**18)
+        create(tmp_path / "c", needed_bytes=10**18)
 
 
-def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypatch):
-    """The last fsync may fail: what was told as not written does not stand there."""
+def test_a_commit_that_fails_after_the_rename_reverts_it(tmp_path, monkeypatch):
+    """The last fsync may fail: a save that is reported as failed must not have its final name."""
     plain = files.fsync_dir
 
     def fsync_dir(path):
@@ -133,28 +138,28 @@ def test_a_commit_that_fails_behind_the_rename_leaves_no_name(tmp_path, monkeypa
 
     monkeypatch.setattr(files, "fsync_dir", fsync_dir)
     with pytest.raises(OSError, match="Input/output error"):
-        seal(tmp_path / "c", write_files, kind="model")
+        write_checkpoint(tmp_path / "c", write_files, kind="model")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_stands_under_its_name_is_told_as_sealed(tmp_path, monkeypatch):
-    """Nothing that could fail comes behind it."""
-    plain = manifests.read_manifest
+def test_a_stop_after_the_rename_is_refused(tmp_path, monkeypatch):
+    """Nothing that can fail follows the rename."""
+    plain = store.read_manifest
 
     def read(path):
         assert Path(path) != tmp_path / "c"
         return plain(path)
 
-    monkeypatch.setattr(manifests, "read_manifest", read)
+    monkeypatch.setattr(store, "read_manifest", read)
     stop = Stop()
-    sealed = seal(tmp_path / "c", write_files, kind="model", stop=stop)
-    assert sealed == plain(tmp_path / "c")
+    committed = write_checkpoint(tmp_path / "c", write_files, kind="model", stop=stop)
+    assert committed == plain(tmp_path / "c")
     assert not stop.set() and not stop.is_set()  # too late
 
 
-def test_what_is_stopped_gets_no_name(tmp_path):
+def test_a_stopped_save_is_not_committed(tmp_path):
     stop = Stop()
     assert stop.set()
     with pytest.raises(OptimusError, match="c: no longer wanted"):
-        seal(tmp_path / "c", write_files, kind="model", stop=stop)
+        write_checkpoint(tmp_path / "c", write_files, kind="model", stop=stop)
     assert list(tmp_path.iterdir()) == []

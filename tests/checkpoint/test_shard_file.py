@@ -1,4 +1,4 @@
-"""Shard files: hashed as they are written, and no damage goes unseen when they are read."""
+"""Tests of shard files: hashes, errors of writes, and the detection of damage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy
 import pytest
 import xxhash
 
-from optimus.checkpoint import shards
-from optimus.checkpoint.shards import Identity, ShardReader, ShardWriter, header
-from optimus.checkpoint.threads import Stop
+from optimus.checkpoint import shard_file
+from optimus.checkpoint.shard_file import Identity, ShardReader, ShardWriter, Stop, header
 from optimus.errors import CheckpointError, OptimusError
 from tests.helpers.damage import flip, flip_one, lengthen, truncate, zero
 
@@ -24,34 +23,34 @@ OURS = Identity("g", 3, 0)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 5000)
 
 
-def write(directory, parts, identity=OURS, direct=True):
-    size = shards.HEADER_BYTES + sum(shards.aligned(len(part)) for part in parts)
+def write(directory, contents, identity=OURS, direct=True):
+    size = shard_file.HEADER_BYTES + sum(shard_file.aligned(len(data)) for data in contents)
     with ShardWriter(directory, identity, size, direct=direct) as file:
-        begins = [file.write(memoryview(part)) for part in parts]
-        return file.finish(), begins
+        offsets = [file.write(memoryview(data)) for data in contents]
+        return file.finish(), offsets
 
 
-def test_blocks_are_hashed_as_they_lie_in_the_file(tmp_path):
-    parts = [os.urandom(size) for size in (7000, 64, 1, 12345)]
-    shard, begins = write(tmp_path, parts)
+def test_hashes_are_those_of_the_blocks_in_the_file(tmp_path):
+    contents = [os.urandom(size) for size in (7000, 64, 1, 12345)]
+    shard, offsets = write(tmp_path, contents)
     content = (tmp_path / shard.name).read_bytes()
     assert len(content) == shard.size and content.startswith(header(OURS, shard.size))
-    for part, begun in zip(parts, begins, strict=True):
-        assert begun % 64 == 0 and content[begun : begun + len(part)] == part
+    for data, offset in zip(contents, offsets, strict=True):
+        assert offset % 64 == 0 and content[offset : offset + len(data)] == data
     blocks = [content[at : at + 5000] for at in range(0, len(content), 5000)]
     assert shard.hashes == "".join(map(xxhash.xxh3_64_hexdigest, blocks))
 
 
-def test_whole_blocks_go_past_the_cache_where_the_file_system_can(tmp_path, monkeypatch):
-    """And through it from the first on that it refuses, as others with stricter rules may."""
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 8192)
+def test_whole_blocks_are_written_directly_if_possible(tmp_path, monkeypatch):
+    """After the first direct write that the file system refuses, writes use the page cache."""
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 8192)
     try:
         os.close(os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
-        pytest.skip("a file system that cannot")
+        pytest.skip("the file system has no direct writes")
     ways, plain = [], os.write
 
     def look(fd, data):
@@ -73,7 +72,7 @@ def test_whole_blocks_go_past_the_cache_where_the_file_system_can(tmp_path, monk
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_finished_file_is_durable_with_all_its_bytes(tmp_path, monkeypatch, direct):
-    """Its checkpoint is sealed as soon as all writers have finished: nobody else syncs it."""
+    """The commit follows as soon as all writers have finished: nothing else syncs the file."""
     synced, fsync = [], os.fsync
 
     def look(fd):
@@ -86,7 +85,7 @@ def test_a_finished_file_is_durable_with_all_its_bytes(tmp_path, monkeypatch, di
 
 
 def broken_at(block, error, seen):
-    """An os.write that gives half of each first try, and `error` from a block of 5000 on."""
+    """Return an os.write that writes half at each first call, and raises `error` at a block."""
     plain, count = os.write, [0]
 
     def write(fd, data):
@@ -101,31 +100,31 @@ def broken_at(block, error, seen):
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("block", [1, 2, 4, 9])
-def test_what_the_writing_thread_cannot_write_is_raised_to_its_owner(
+def test_an_error_of_the_writing_thread_is_raised_by_the_writer(
     tmp_path, monkeypatch, block, error
 ):
-    """In the first block, further on, in the last (which is not full); no thread is left."""
+    """In the first block, a middle block and the last, partial block; no thread is left."""
     seen, before = [], threading.active_count()
     monkeypatch.setattr(os, "write", broken_at(block, error, seen))
     with pytest.raises(OSError) as raised:
         write(tmp_path, [os.urandom(36_864)], direct=False)
     assert raised.value.errno == error
-    assert set(seen) - {threading.current_thread()} == set(seen)  # it was a thread of its own
+    assert set(seen) - {threading.current_thread()} == set(seen)  # another thread wrote
     assert threading.active_count() == before
-    assert (tmp_path / "shard-00000.bin").stat().st_size < 5000 * block  # and none behind it
+    assert (tmp_path / "shard-00000.bin").stat().st_size < 5000 * block  # and no later block
 
 
-def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", broken_at(1000, 0, []))
     shard, _ = write(tmp_path, [os.urandom(36_864)])
     monkeypatch.undo()
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 5000)
     with ShardReader(tmp_path, OURS, shard, 5000) as file:
         file.verify(range(shard.num_blocks))
 
 
 @pytest.mark.parametrize("how", ["stop", "owner"])
-def test_a_file_that_nobody_wants_any_more_leaves_no_thread(tmp_path, how):
+def test_a_stopped_writer_leaves_no_thread(tmp_path, how):
     before, stop = threading.active_count(), Stop()
     expected = OptimusError if how == "stop" else KeyError
     with pytest.raises(expected), ShardWriter(tmp_path, OURS, 10_000_000, stop) as file:
@@ -139,66 +138,66 @@ def test_a_file_that_nobody_wants_any_more_leaves_no_thread(tmp_path, how):
 
 
 def test_a_block_is_filled_while_another_is_written(tmp_path, monkeypatch):
-    """And never more than that: the owner waits, however much it has to give."""
-    begun, go_on, plain = threading.Event(), threading.Event(), os.write
+    """The caller waits while both buffers are in use."""
+    started, resume, plain = threading.Event(), threading.Event(), os.write
 
     def slowly(fd, data):
-        begun.set()
-        assert go_on.wait(60)
+        started.set()
+        assert resume.wait(60)
         return plain(fd, data)
 
     monkeypatch.setattr(os, "write", slowly)
-    part, given = os.urandom(5000), []
+    data, written = os.urandom(5000), []
     with ShardWriter(tmp_path, OURS, 1 << 20) as file:
 
-        def give():
+        def fill():
             for number in range(8):
-                file.write(memoryview(part))
-                given.append(number)
+                file.write(memoryview(data))
+                written.append(number)
 
-        owner = threading.Thread(target=give)
+        owner = threading.Thread(target=fill)
         owner.start()
-        assert begun.wait(60)  # the first block: the header and 904 bytes
+        assert started.wait(60)  # the first block: the header and 904 bytes
         deadline = time.monotonic() + 60
-        while len(given) < 1 and time.monotonic() < deadline:
+        while len(written) < 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)
-        assert given == [0]  # the second call has filled the other block and waits
-        go_on.set()
+        assert written == [0]  # the second call has filled the other buffer and waits
+        resume.set()
         owner.join(60)
-        assert given == list(range(8))
+        assert written == list(range(8))
 
 
-def test_a_file_that_ends_with_a_block_has_no_empty_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 4096 + 64)
+def test_a_file_that_ends_with_a_block_has_no_empty_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_file, "BLOCK_BYTES", 4096 + 64)
     shard, _ = write(tmp_path, [b"x" * 64])
-    assert len(shard.hashes) == shards.HASH_CHARS
+    assert len(shard.hashes) == shard_file.HASH_CHARS
 
 
-def test_stretches_are_read_to_where_they_are_wanted(tmp_path):
-    part = os.urandom(40_000)
-    shard, (begun,) = write(tmp_path, [part])
+def test_ranges_are_read_to_their_targets(tmp_path):
+    data = os.urandom(40_000)
+    shard, (offset,) = write(tmp_path, [data])
     generator = random.Random(1)
-    cuts = sorted(generator.sample(range(len(part)), 40))
-    targets = [memoryview(bytearray(len(part))) for _ in range(2)]
+    cuts = sorted(generator.sample(range(len(data)), 40))
+    targets = [memoryview(bytearray(len(data))) for _ in range(2)]
     kept = [(a, b, n % 2) for n, (a, b) in enumerate(zip(cuts[::2], cuts[1::2], strict=True))]
-    runs = numpy.array([[begun + a, number, a, b - a] for a, b, number in kept])
+    runs = numpy.array([[offset + a, number, a, b - a] for a, b, number in kept])
     with ShardReader(tmp_path, OURS, shard, 5000) as file:
         file.read(runs, targets)
     for number, target in enumerate(targets):
-        expected = bytearray(len(part))
-        for a, b, which in kept:
-            if which == number:
-                expected[a:b] = part[a:b]
+        expected = bytearray(len(data))
+        for a, b, source in kept:
+            if source == number:
+                expected[a:b] = data[a:b]
         assert target == expected
 
 
 @pytest.mark.parametrize("damage", [flip_one, truncate, lengthen, zero])
-def test_all_damage_is_found_by_whoever_reads_everything(tmp_path, damage):
-    shard, (begun,) = write(tmp_path, [os.urandom(30_000)])
+def test_all_damage_is_detected_by_a_read_of_all_bytes(tmp_path, damage):
+    shard, (offset,) = write(tmp_path, [os.urandom(30_000)])
     path, target = tmp_path / shard.name, memoryview(bytearray(30_000))
     whole = path.read_bytes()
-    everything = numpy.array([[begun, 0, 0, 30_000]])
+    everything = numpy.array([[offset, 0, 0, 30_000]])
     generator = random.Random(damage.__name__)
     for _ in range(1000 if damage is flip_one else 50):
         content = bytearray(whole)
@@ -215,18 +214,18 @@ def test_all_damage_is_found_by_whoever_reads_everything(tmp_path, damage):
         file.verify(range(shard.num_blocks))
 
 
-def test_damage_elsewhere_is_not_in_the_way(tmp_path):
-    part = os.urandom(30_000)
-    shard, (begun,) = write(tmp_path, [part])
+def test_damage_outside_the_blocks_that_are_read_is_ignored(tmp_path):
+    data = os.urandom(30_000)
+    shard, (offset,) = write(tmp_path, [data])
     path, target = tmp_path / shard.name, memoryview(bytearray(100))
     flip(path, 20_000)
     with ShardReader(tmp_path, OURS, shard, 5000) as file:
-        file.read(numpy.array([[begun + 50, 0, 0, 100]]), [target])
-    assert target == part[50:150]
+        file.read(numpy.array([[offset + 50, 0, 0, 100]]), [target])
+    assert target == data[50:150]
 
 
 @pytest.mark.parametrize("other", [{"generation": "h"}, {"step": 4}, {"writer": 1}], ids=str)
-def test_a_file_of_another_save_or_writer_is_none_of_ours(tmp_path, other):
+def test_a_file_of_another_save_or_writer_is_refused(tmp_path, other):
     ours, _ = write(tmp_path, [b"x" * 1000])
     (tmp_path / ours.name).unlink()
     theirs, _ = write(tmp_path, [b"x" * 1000], OURS._replace(**other))
@@ -235,7 +234,7 @@ def test_a_file_of_another_save_or_writer_is_none_of_ours(tmp_path, other):
         ShardReader(tmp_path, OURS, ours)
 
 
-def test_a_file_that_is_missing_or_no_file(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     shard, _ = write(tmp_path, [b"x"])
     (tmp_path / shard.name).unlink()
     with pytest.raises(CheckpointError, match=r"shard-00000.bin: No such file"):

@@ -1,0 +1,251 @@
+"""A save in the background: threads write, and the main threads of the ranks agree on its state.
+
+The state machine is `State` with the table TRANSITIONS. All ranks are in the same state. In `poll`,
+between two updates, they agree on the greatest `Status` of their threads, which selects the next
+state.
+
+Threads call no collectives. A backend needs one order of its collectives on all ranks, and a
+process group for the threads would connect all ranks once more (gloo) or could not use host memory
+(nccl). The cost is that the commit starts one update after the last byte is durable, and that its
+success is known one update after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum, IntEnum, auto
+from typing import NamedTuple
+
+import torch
+
+from optimus.checkpoint.shard_file import Stop, Task
+from optimus.distributed.collectives import Group, all_gather_objects, gather_bytes, greatest
+from optimus.errors import NonFiniteError, OptimusError
+
+_PAUSES_S = (0.001, 0.2)
+"""The first and the longest pause of `drain` between two polls."""
+_GRACE_S = 30.0
+"""Time in which threads have to stop after a failure, before they count as hanging."""
+
+
+class State(Enum):
+    """The state of a save, the same on all ranks."""
+
+    WRITING = auto()
+    """Every rank writes its file."""
+    COMMITTING = auto()
+    """The first rank writes the index and the manifest, and renames the directory."""
+    STOPPING = auto()
+    """The save has failed, and its threads are requested to stop."""
+    CLEANING = auto()
+    """The first rank removes the directory of the failed save."""
+    ENDED = auto()
+
+
+class Status(IntEnum):
+    """The status of a rank's thread in the current state. The greatest of all ranks counts."""
+
+    DONE = 0
+    COMMITTED = 1
+    """The directory has its final name, although the thread has not ended or came late."""
+    BUSY = 2
+    FAILED = 3
+
+
+TRANSITIONS = {
+    (State.WRITING, Status.DONE): State.COMMITTING,
+    (State.WRITING, Status.BUSY): State.WRITING,
+    (State.WRITING, Status.FAILED): State.STOPPING,
+    (State.COMMITTING, Status.DONE): State.ENDED,
+    (State.COMMITTING, Status.COMMITTED): State.ENDED,
+    (State.COMMITTING, Status.BUSY): State.COMMITTING,
+    (State.COMMITTING, Status.FAILED): State.STOPPING,
+    (State.STOPPING, Status.DONE): State.CLEANING,
+    (State.STOPPING, Status.COMMITTED): State.CLEANING,
+    (State.STOPPING, Status.BUSY): State.STOPPING,
+    (State.STOPPING, Status.FAILED): State.STOPPING,
+    (State.CLEANING, Status.DONE): State.ENDED,
+    (State.CLEANING, Status.BUSY): State.CLEANING,
+}
+"""The next state for each state and greatest status. Other pairs cannot occur."""
+
+
+class Failure(NamedTuple):
+    """The reason of a failed save."""
+
+    message: str
+    nonfinite: bool = False
+    """True for a NaN or an infinity in the states."""
+
+
+class Outcome(NamedTuple):
+    """The result of a save, the same on all ranks."""
+
+    step: int
+    failure: Failure | None
+    rank: int = 0
+    """The rank that failed."""
+
+
+class AsyncSave:
+    """A save in the background, from its start to its commit or its failure.
+
+    On every rank a thread calls `write(stop)`. When all have returned, a thread of the first rank
+    calls `commit(stop, reports)` with the returned bytes in the order of ranks, and then
+    `after_commit()`. An OptimusError of `write` or `commit` on one rank fails the save on all;
+    another exception is raised on the rank where it occurred. After a failure `stop` is set. When
+    the threads have ended, a thread of the first rank calls `clean()`.
+
+    `commit` must call `stop.claim()` before it renames the directory. A checkpoint with its final
+    name is therefore never reported as failed, except while the rename hangs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: int,
+        group: Group,
+        device: torch.device,
+        limit_s: float,
+        *,
+        write: Callable[[Stop], bytes],
+        commit: Callable[[Stop, list[bytes]], None],
+        clean: Callable[[], None],
+        after_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start to write.
+
+        Args:
+            name: Name of the checkpoint in messages.
+            step: Number of completed updates.
+            group: All ranks.
+            device: Device of collectives.
+            limit_s: Maximum time to write, and maximum time to commit.
+            write: Writes the file of this rank.
+            commit: Commits the checkpoint. Called on the first rank.
+            clean: Removes the directory of a failed save. Called on the first rank.
+            after_commit: Called on the first rank after `commit`.
+        """
+        self.step = step
+        self._name, self._group, self._device, self._limit_s = name, group, device, limit_s
+        self._commit, self._after_commit, self._clean = commit, after_commit, clean
+        self._stop, self._since, self._committed = Stop(), time.monotonic(), False
+        self._state, self._status = State.WRITING, Status.BUSY
+        self._failure: Failure | None = None
+        self._task: Task | None = Task(lambda: write(self._stop))
+
+    @property
+    def is_over(self) -> bool:
+        """True when the save has ended on all ranks. Old checkpoints may still be in removal."""
+        return self._state is State.ENDED
+
+    def poll(self) -> Outcome | None:
+        """Return the outcome if the save was committed or failed since the last call, else None.
+
+        A collective of all ranks.
+        """
+        before, status = self._state, self._transition()
+        if self._state is before:
+            return None
+        task, self._task, self._since = self._task, None, time.monotonic()
+        outcome = None
+        if self._state is State.COMMITTING:
+            assert task is not None
+            reports = gather_bytes(task.value(), self._group)
+            if self._group.rank == 0:
+                self._task = Task(lambda: self._run_commit(reports))
+        elif self._state is State.STOPPING:
+            self._task = task  # it may still write
+            outcome = self._fail()
+        elif self._state is State.CLEANING:
+            if task is not None:
+                self._failure_of(task)  # raise an error of another kind
+            if self._group.rank == 0:
+                self._task = Task(self._clean)
+            if status is Status.COMMITTED:  # the rename ended after the failure was reported
+                outcome = Outcome(self.step, None)
+        elif before is State.COMMITTING:
+            outcome = Outcome(self.step, None)
+        return outcome
+
+    def drain(self) -> Outcome | None:
+        """Poll until the save ends, or until threads hang for too long after a failure.
+
+        A collective of all ranks.
+
+        Returns:
+            The outcome, as of `poll`.
+        """
+        outcome, pause = None, _PAUSES_S[0]
+        while not self.is_over:
+            if self._task is not None and not self._task.has_ended:
+                self._task.wait(pause)
+                pause = min(2 * pause, _PAUSES_S[1])
+            before = self._state
+            outcome = self.poll() or outcome
+            if before is self._state is State.STOPPING and self._status is Status.FAILED:
+                break  # a thread hangs
+        return outcome
+
+    def give_up(self) -> None:
+        """Request this rank's thread to stop. Not a collective: other ranks may be lost."""
+        self._stop.set()
+
+    def _transition(self) -> Status:
+        """Assign the next state from the greatest status of all ranks, and return that status."""
+        assert not self.is_over
+        self._status = Status(greatest(self._local_status(), self._group, self._device))
+        self._state = TRANSITIONS[self._state, self._status]
+        return self._status
+
+    def _local_status(self) -> Status:
+        """Return the status of this rank's thread in the current state."""
+        took_s, is_stopping = time.monotonic() - self._since, self._state is State.STOPPING
+        if self._task is None or self._task.has_ended:
+            if self._state in (State.WRITING, State.COMMITTING) and self._task is not None:
+                self._failure = self._failure_of(self._task)
+                return Status.FAILED if self._failure else Status.DONE
+            return Status.COMMITTED if is_stopping and self._committed else Status.DONE
+        if self._state is State.CLEANING:  # the next start of the run removes the rest
+            return Status.BUSY if took_s <= _GRACE_S else Status.DONE
+        limit_s = min(self._limit_s, _GRACE_S) if is_stopping else self._limit_s
+        if took_s <= limit_s:
+            return Status.BUSY
+        if self._committed:
+            return Status.COMMITTED  # only `after_commit` takes long
+        if not is_stopping and not self._stop.set() and took_s <= limit_s + _GRACE_S:
+            return Status.BUSY  # `commit` has claimed the stop and renames the directory
+        self._failure = Failure(
+            f"{self._name} not written within checkpoint.timeout_s = {self._limit_s:g}: the disk "
+            f"of rank {self._group.rank} is slow or hangs"
+        )
+        return Status.FAILED
+
+    @staticmethod
+    def _failure_of(task: Task) -> Failure | None:
+        """Return the failure of an ended thread; raise an error that is no OptimusError."""
+        try:
+            task.value()
+        except OptimusError as error:
+            return Failure(str(error), isinstance(error, NonFiniteError))
+        return None
+
+    def _run_commit(self, reports: list[bytes]) -> None:
+        self._commit(self._stop, reports)
+        self._committed = True
+        self._after_commit()
+
+    def _fail(self) -> Outcome:
+        """Return the outcome with the failure of the first rank that has one. Failures because of
+        non-finite values take precedence."""
+        failures = [
+            (rank, failure)
+            for rank, failure in enumerate(
+                all_gather_objects(self._failure, self._group, Failure | None)
+            )
+            if failure is not None
+        ]
+        rank, first = next((each for each in failures if each[1].nonfinite), failures[0])
+        self._stop.set()
+        return Outcome(self.step, first, rank)

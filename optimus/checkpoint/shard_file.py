@@ -1,0 +1,458 @@
+"""Shard files of full checkpoints, and the threads that read and write them.
+
+Each rank writes one shard file: raw bytes with a header of fixed size. The header names the save,
+the step and the writer, so that a file of another checkpoint is detected. The states follow,
+little-endian, each at a multiple of 64 bytes. The index of the checkpoint has the hashes of all
+blocks of the file, including the header. A reader compares each block that it reads. Needs no
+torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import numpy
+import xxhash
+
+from optimus.errors import CheckpointError, OptimusError
+from optimus.io import files
+from optimus.launch.environment import available_cores
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+BLOCK_BYTES = 4 << 20
+HEADER_BYTES = 4096
+ALIGNED_BYTES = 64
+DIRECT_BYTES = 4096
+"""Sizes of direct writes, which bypass the page cache, are multiples of this."""
+HASH_CHARS = 16
+_MAGIC = "optimus shard"
+_MIN_POOL_CALLS = 4
+"""With fewer calls than this, a pool of threads costs more than it saves."""
+_BUFFERS = 2
+"""One is filled while the other is written. A third is not faster (docs/benchmarks)."""
+_HUGE_PAGE = 2 << 20
+
+traffic = {"opens": 0, "bytes": 0}
+"""Shard files opened and bytes read by this process, for tests and benchmarks."""
+
+
+class Task:
+    """A function that runs in its own daemon thread."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=[function], name="optimus-save", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        try:
+            self._value = function()
+        except BaseException as error:  # `value` raises it
+            self._error = error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the function has ended, at most `timeout_s` seconds."""
+        self._thread.join(timeout_s)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def value(self) -> Any:
+        """Return what the function returned, or raise its exception."""
+        assert self.has_ended
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Stop:
+    """A request to stop threads. Unlike `threading.Event`, it can be refused from a point on."""
+
+    def __init__(self) -> None:
+        self._lock, self._set, self._claimed = threading.Lock(), False, False
+
+    def set(self) -> bool:
+        """Request the stop. Return False if `claim` came first."""
+        with self._lock:
+            self._set = not self._claimed
+            return self._set
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def claim(self) -> bool:
+        """Refuse later requests. Return False if the stop was requested before."""
+        with self._lock:
+            self._claimed = not self._set
+            return self._claimed
+
+
+def in_threads(
+    function: Callable[[Argument], Result], arguments: Sequence[Argument], threads: int = 0
+) -> Iterable[Result]:
+    """Call a function with each argument in a pool of threads.
+
+    Args:
+        function: It mostly reads, writes or hashes, which release the GIL.
+        arguments: One for each call.
+        threads: Number of threads. 0 means two per available core, at most 16, since half of the
+            threads wait for the disk.
+
+    Returns:
+        The results, in the order of the arguments.
+
+    Raises:
+        Exception: The exception of the first call that fails.
+    """
+    if len(arguments) < _MIN_POOL_CALLS or threads == 1:
+        return [function(argument) for argument in arguments]
+    with ThreadPoolExecutor(threads or min(16, 2 * available_cores())) as pool:
+        return list(pool.map(function, arguments))
+
+
+class Identity(NamedTuple):
+    """The save, step and writer to which a shard file belongs."""
+
+    generation: str
+    """Random name of the save."""
+    step: int
+    writer: int
+
+
+class ShardFile(NamedTuple):
+    """A complete shard file, as the index of its checkpoint lists it."""
+
+    writer: int
+    size: int
+    hashes: str
+    """xxh3-64 of each block in hexadecimal, concatenated."""
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.writer)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes) // HASH_CHARS
+
+
+def shard_name(writer: int) -> str:
+    """Return the name of a writer's shard file."""
+    return f"shard-{writer:05d}.bin"
+
+
+def header(identity: Identity, size: int) -> bytes:
+    """Return the header, HEADER_BYTES long, of a file of `size` bytes."""
+    text = json.dumps({"format": _MAGIC, **identity._asdict(), "size": size})
+    return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
+
+
+def aligned(size: int) -> int:
+    """Return `size` rounded up to a multiple of ALIGNED_BYTES."""
+    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+class _BlockQueue:
+    """Buffers that a thread writes in the order of `submit`, while the caller fills the next one.
+
+    An error of a write is raised by a later call, at the latest by `finish`. After an error,
+    nothing more is written. `close` ends the thread in any case.
+    """
+
+    def __init__(self, block_bytes: int, write: Callable[[memoryview], None]) -> None:
+        self._empty: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._filled: SimpleQueue[memoryview | None] = SimpleQueue()
+        for _ in range(_BUFFERS):
+            self._empty.put(_allocate(block_bytes))
+        self._task = Task(lambda: self._run(write))
+
+    def take(self) -> memoryview:
+        """Return an empty buffer as soon as there is one."""
+        block = self._empty.get()
+        if block is None:
+            self.finish()
+        assert block is not None, "take() after close()"
+        return block
+
+    def submit(self, block: memoryview) -> None:
+        """Add a filled buffer to the queue. Only the last buffer of a file may be shortened."""
+        self._filled.put(block)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self.close()
+        self._task.value()
+
+    def close(self) -> None:
+        """Wait until everything is written or a write has failed, and end the thread."""
+        self._filled.put(None)
+        self._task.wait()
+
+    def _run(self, write: Callable[[memoryview], None]) -> None:
+        try:
+            while (block := self._filled.get()) is not None:
+                write(block)
+                self._empty.put(block)
+        finally:
+            self._empty.put(None)  # do not let `take` wait forever
+
+
+def _allocate(size: int) -> memoryview:
+    """Return page-aligned memory, in huge pages if the system has them. A direct write takes a few
+    hundred pages at a time: 4 MiB of huge pages at once, which is twice as fast."""
+    whole = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            whole.madvise(mmap.MADV_HUGEPAGE)
+    start = -numpy.frombuffer(whole, numpy.uint8).ctypes.data % _HUGE_PAGE
+    return memoryview(whole)[start : start + size]
+
+
+class ShardWriter(files.Closing):
+    """Writes a shard file through two buffers: one is hashed and filled while one is written.
+
+    If the file system supports it, each block is written to the disk directly. The page cache would
+    cost a copy and memory of other programs, and a later check would read the cache instead of the
+    disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: Identity,
+        size: int,
+        stop: Stop | None = None,
+        direct: bool = True,
+    ) -> None:
+        """Create the file and write its header.
+
+        Args:
+            directory: Directory of the checkpoint.
+            identity: The save, step and writer.
+            size: Bytes of the whole file.
+            stop: If it is set, the next write of a block raises OptimusError.
+            direct: True to bypass the page cache where that is possible.
+
+        Raises:
+            OSError: The file cannot be written. `write` and `finish` raise it as well.
+        """
+        self._identity, self._size, self._stop = identity, size, stop
+        self._hashes: list[str] = []
+        self._written = 0
+        """Bytes passed to `_put`, including those of a block that is not full."""
+        self._block = memoryview(b"")
+        self._fd, self._direct = -1, direct and hasattr(os, "O_DIRECT")
+        self._blocks = _BlockQueue(BLOCK_BYTES, self._write_block)
+        try:
+            self._create(directory / shard_name(identity.writer))
+            self._put(memoryview(header(identity, size)))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: memoryview) -> int:
+        """Append bytes and padding up to a multiple of 64.
+
+        Returns:
+            The offset of the bytes in the file.
+        """
+        offset = self._written
+        self._put(data)
+        if padding := aligned(self._written) - self._written:
+            self._put(memoryview(bytes(padding)))
+        return offset
+
+    def finish(self) -> ShardFile:
+        """Make the file durable and return its description."""
+        assert self._written == self._size, (self._written, self._size)
+        if rest := self._written % len(self._block):
+            self._submit(self._block[:rest])
+        self._blocks.finish()
+        os.fsync(self._fd)
+        return ShardFile(self._identity.writer, self._size, "".join(self._hashes))
+
+    def close(self) -> None:
+        self._blocks.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _create(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if self._direct:
+            try:
+                self._fd = os.open(path, flags | os.O_DIRECT, 0o644)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                path.unlink(missing_ok=True)  # some file systems create it and then fail
+        self._fd, self._direct = os.open(path, flags, 0o644), False
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            filled = self._written % BLOCK_BYTES
+            if not filled:
+                self._block = self._blocks.take()
+            head = data[: len(self._block) - filled]
+            self._block[filled : filled + len(head)] = head
+            self._written += len(head)
+            data = data[len(head) :]
+            if filled + len(head) == len(self._block):
+                self._submit(self._block)
+
+    def _submit(self, block: memoryview) -> None:
+        self._hashes.append(xxhash.xxh3_64_hexdigest(block))
+        self._blocks.submit(block)
+
+    def _write_block(self, block: memoryview) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise OptimusError(f"{shard_name(self._identity.writer)}: no longer wanted")
+        while block:
+            if len(block) % DIRECT_BYTES:
+                self._use_cache()
+            try:
+                block = block[os.write(self._fd, block) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._use_cache()  # the file system has other rules for direct writes
+
+    def _use_cache(self) -> None:
+        """Write through the page cache from here on."""
+        if self._direct:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._direct = False
+
+
+class ShardReader(files.Closing):
+    """Reads ranges of a shard file into memory and checks every block that it reads."""
+
+    def __init__(
+        self, directory: Path, identity: Identity, shard: ShardFile, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        """Open the file and check its size and header.
+
+        Args:
+            directory: Directory of the checkpoint.
+            identity: The expected save, step and writer.
+            shard: Size and hashes from the index.
+            block_bytes: Size of the blocks that the hashes belong to.
+
+        Raises:
+            CheckpointError: The file is missing, has another size or belongs to another save.
+        """
+        self.path, self._shard, self._block_bytes = directory / shard.name, shard, block_bytes
+        try:
+            self._file = files.open_regular(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+        self._fd = self._file.fileno()
+        traffic["opens"] += 1
+        self._buffer, self._buffered_block = memoryview(b""), -1
+        try:
+            size = os.fstat(self._fd).st_size
+            if size != shard.size:
+                raise CheckpointError(f"{self.path}: {size} bytes, not {shard.size} as written")
+            content = bytearray(HEADER_BYTES)
+            self._read(memoryview(content), 0)
+            if content != header(identity, size):
+                raise CheckpointError(
+                    f"{self.path}: belongs to another checkpoint or writer, or its header is "
+                    "damaged"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, ranges: numpy.ndarray, targets: Sequence[memoryview]) -> None:
+        """Copy ranges of the file to memory.
+
+        The last block that was read only in part is kept for the next call.
+
+        Args:
+            ranges: int64 [n, 4]: offset in this file, index in `targets`, offset in the target,
+                length; in bytes, ascending by offset in the file.
+            targets: Memory to fill.
+
+        Raises:
+            CheckpointError: A block does not match its hash.
+        """
+        if not self._buffer:
+            self._buffer = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
+        for block, in_block in _by_block(ranges, self._block_bytes):
+            start = block * self._block_bytes
+            size = min(self._block_bytes, self._shard.size - start)
+            assert size > 0, "the index refers to bytes after the end of a shard file"
+            if len(in_block) == 1 and in_block[0][3] == size:
+                _, target, offset, _ = in_block[0]
+                self._read_block(block, targets[target][offset : offset + size])
+                continue
+            data = self._buffer[:size]
+            if block != self._buffered_block:
+                self._buffered_block = -1
+                self._read_block(block, data)
+                self._buffered_block = block
+            for position, target, offset, length in in_block:
+                first = position - start
+                targets[target][offset : offset + length] = data[first : first + length]
+
+    def verify(self, blocks: range) -> None:
+        """Compare blocks with their hashes.
+
+        Raises:
+            CheckpointError: A block does not match.
+        """
+        buffer = memoryview(bytearray(min(self._block_bytes, self._shard.size)))
+        for block in blocks:
+            left = self._shard.size - block * self._block_bytes
+            self._read_block(block, buffer[: min(left, self._block_bytes)])
+
+    def _read_block(self, block: int, target: memoryview) -> None:
+        self._read(target, block * self._block_bytes)
+        expected = self._shard.hashes[block * HASH_CHARS : (block + 1) * HASH_CHARS]
+        if xxhash.xxh3_64_hexdigest(target) != expected:
+            raise CheckpointError(f"{self.path}: block {block} does not match its checksum")
+
+    def _read(self, target: memoryview, offset: int) -> None:
+        traffic["bytes"] += len(target)
+        files.read_at(self._fd, offset, target, self.path)
+
+
+def _by_block(ranges: numpy.ndarray, block_bytes: int) -> Iterator[tuple[int, list[list[int]]]]:
+    """Cut ranges at block boundaries. Yield the number of each block and the ranges in it."""
+    first = ranges[:, 0] // block_bytes
+    count = (ranges[:, 0] + ranges[:, 3] - 1) // block_bytes - first + 1
+    source = numpy.repeat(numpy.arange(len(ranges)), count)
+    nth = numpy.arange(len(source)) - numpy.repeat(numpy.cumsum(count) - count, count)
+    block = first[source] + nth
+    range_start, range_stop = ranges[source, 0], ranges[source, 0] + ranges[source, 3]
+    start = numpy.maximum(range_start, block * block_bytes)
+    stop = numpy.minimum(range_stop, (block + 1) * block_bytes)
+    offset = ranges[source, 2] + start - range_start
+    cut = numpy.stack([start, ranges[source, 1], offset, stop - start], 1)
+    limits = [*numpy.flatnonzero(numpy.diff(block, prepend=-1)), len(block)]
+    for low, high in itertools.pairwise(limits):
+        yield int(block[low]), cut[low:high].tolist()

@@ -1,0 +1,379 @@
+"""Slices of model states: which rank writes or reads which elements, and where two slices overlap.
+
+The vocabulary of this package. Lengths and offsets are in elements.
+
+- A box is the set of elements that a rank has of a parameter: index ranges of every dim.
+- A `ParamSlice` is a range of a flattened box. It is independent of ranks and layouts.
+- A `ChunkShard` is the shard of a chunk that a rank has. Several ranks may have the same shard.
+- A `StateSlice` is a contiguous range of a shard, and so a sequence of slices of parameters. It
+  applies to the master weights and the moments of the shard.
+- A `Share` is one of n equal shares of a shard that n ranks have in common.
+- `StoredParam` lists the slices of a parameter in the files of a checkpoint.
+
+All functions are pure: they compute from coordinates of ranks and from index ranges alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy
+from numpy import ndarray
+
+from optimus.chunks.layout import ALIGNMENT, Chunk
+from optimus.config.axes import MODEL
+from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.errors import CheckpointError
+
+Scatter = Literal["balanced", "paper"]
+"""Values of `checkpoint.scatter`."""
+Intervals = tuple[tuple[int, int], ...]
+Box = tuple[Intervals, ...]
+"""Index ranges [start, stop) for every dim of a whole parameter."""
+
+STRIPE = 1 << 20
+"""Elements that an end stage of the pipeline writes of a tied parameter before the other end stage
+writes as many: 4 MiB of fp32."""
+BATCH_ELEMENTS = 1 << 22
+"""Maximum number of elements that are converted or copied at once: 16 MiB of fp32."""
+
+
+class ParamSlice(NamedTuple):
+    """Elements [start, stop) of the flattened elements of parameter `name` in `box`."""
+
+    name: str
+    box: Box
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """Elements [start, stop) of a rank's shard with the number `shard`."""
+
+    shard: int
+    start: int
+    stop: int
+    params: tuple[tuple[ParamSlice, int], ...]
+    """Slices of parameters, each with the offset of its first element in this slice. The elements
+    between them are padding."""
+
+
+class ChunkShard(NamedTuple):
+    """The shard of a chunk that a rank has."""
+
+    chunk: Chunk
+    first: int
+    """Index in the chunk of the shard's first element."""
+    copy_axes: tuple[str, ...]
+    """Mesh axes along which ranks have copies of the same shard."""
+    is_tied_copy: bool
+    """True on the last pipeline stage for parameters that the first stage has, too. The chunk
+    layouts of the two stages may differ."""
+
+
+class Share(NamedTuple):
+    """One of `count` shares of about equal size."""
+
+    index: int  # type: ignore[assignment]  # hides a method of tuple that is not used
+    count: int  # type: ignore[assignment]  # the same
+
+
+WHOLE = Share(0, 1)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of all elements of a parameter."""
+    return tuple(((0, size),) for size in shape)
+
+
+def find_nonfinite(flat: ndarray, state_slice: StateSlice) -> str:
+    """Return a description of the first non-finite element of a parameter; "" if there is none.
+
+    Args:
+        flat: The values of `state_slice`, fp32. Padding may have any value.
+        state_slice: The slice that names the parameters.
+    """
+    with numpy.errstate(all="ignore"):
+        if numpy.isfinite(flat.sum()):  # one pass decides the common case
+            return ""
+    for param, offset in state_slice.params:
+        values = flat[offset : offset + param.stop - param.start]
+        bad = numpy.flatnonzero(~numpy.isfinite(values))
+        if len(bad):
+            return f"{param.name} is {values[bad[0]]} at element {param.start + bad[0]}"
+    return ""
+
+
+def share_of(mesh: Mesh, coordinate: Coordinate, axes: Collection[str]) -> Share:
+    """Return the share of the rank at `coordinate` among the ranks along `axes`."""
+    return Share(mesh.number_of(coordinate, axes), mesh.size_of(axes))
+
+
+def share_bounds(shard: ChunkShard, share: Share) -> tuple[int, int]:
+    """Return start and stop of a share of a shard. If there are several shares, the padding at the
+    end of the shard is in none of them."""
+    if share.count == 1:
+        return 0, shard.chunk.shard_length
+    # A shard starts with a parameter, aligned as all are, or has padding only.
+    last = shard.first + shard.chunk.shard_length
+    slots = shard.chunk.slots_in(shard.first, last)
+    used = min(slots[-1].stop, last) - shard.first if slots else 0
+    units, (index, count) = used // ALIGNMENT, share
+    start, stop = (units * number // count * ALIGNMENT for number in (index, index + 1))
+    return start, used if index + 1 == count else stop
+
+
+def slices_to_write(
+    shards: Sequence[ChunkShard],
+    boxes: Mapping[str, Box],
+    mesh: Mesh,
+    coordinate: Coordinate,
+    scatter: Scatter = "balanced",
+    tied: Collection[str] = (),
+) -> list[StateSlice]:
+    """Return the slices that a rank writes. All ranks together write each element once.
+
+    Args:
+        shards: The rank's shards.
+        boxes: The boxes of the rank's parameters, by name.
+        mesh: The mesh of all ranks.
+        coordinate: The rank's coordinate.
+        scatter: `balanced`: all ranks that have a copy of a shard write equal shares of it, and the
+            two end stages write alternate stripes of `tied`. `paper`: of the copies of
+            model-parallel shard m, the rank with data-parallel index m mod dp writes all; of tied
+            parameters, the first stage writes all.
+        tied: Names of parameters that both end stages have.
+    """
+    slices: list[StateSlice] = []
+    shares = {axes: share_of(mesh, coordinate, axes) for axes in {s.copy_axes for s in shards}}
+    for number, shard in enumerate(shards):
+        axes = shard.copy_axes
+        turns = {name: Share(int(shard.is_tied_copy), 2) for name in tied}
+        share = shares[axes]
+        if scatter == "paper":
+            is_writer = not any(getattr(coordinate, axis) for axis in axes if axis != "dp") and (
+                "dp" not in axes or coordinate.dp == writer_in_paper(mesh, coordinate)
+            )
+            if shard.is_tied_copy or not is_writer:
+                continue
+            turns, share = {}, WHOLE
+        slices += _slice_shard(number, shard, boxes, *share_bounds(shard, share), turns)
+    return slices
+
+
+def slices_to_read(
+    shards: Sequence[ChunkShard], boxes: Mapping[str, Box], mesh: Mesh, coordinate: Coordinate
+) -> list[StateSlice]:
+    """Return the slices that a rank reads: an equal share of each shard.
+
+    The other shares come from the ranks that have the same shard, and tied copies come from the
+    first stage. The arguments are those of `slices_to_write`.
+    """
+    slices: list[StateSlice] = []
+    for number, shard in enumerate(shards):
+        if not shard.is_tied_copy:
+            bounds = share_bounds(shard, share_of(mesh, coordinate, shard.copy_axes))
+            slices += _slice_shard(number, shard, boxes, *bounds, {})
+    return slices
+
+
+def writer_in_paper(mesh: Mesh, coordinate: Coordinate) -> int:
+    """Return the data-parallel index m mod dp that writes model-parallel shard m, that of
+    `coordinate`, with `checkpoint.scatter = "paper"`."""
+    return mesh.number_of(coordinate, MODEL) % mesh.dp
+
+
+def _slice_shard(
+    number: int,
+    shard: ChunkShard,
+    boxes: Mapping[str, Box],
+    start: int,
+    stop: int,
+    turns: Mapping[str, Share],
+) -> Iterator[StateSlice]:
+    """Yield the slices of [start, stop) of a shard, without the stripes of tied parameters that the
+    other end stage writes. A gap of such a stripe ends a slice."""
+    params: list[tuple[ParamSlice, int]] = []
+    first = end = start
+    for slot in shard.chunk.slots_in(shard.first + start, shard.first + stop):
+        begin = slot.start - shard.first
+        low, high = max(start - begin, 0), min(stop, slot.stop - shard.first) - begin
+        for a, b in _stripes(low, high, turns.get(slot.name, WHOLE)):
+            if params and begin + a - end >= ALIGNMENT:
+                yield StateSlice(number, first, end, tuple(params))
+                params = []
+            if not params:
+                first = begin + a
+            params.append((ParamSlice(slot.name, boxes[slot.name], a, b), begin + a - first))
+            end = begin + b
+    if params:
+        yield StateSlice(number, first, end, tuple(params))
+
+
+def _stripes(low: int, high: int, turn: Share) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of [low, high) in stripes `turn.index`, `turn.index + turn.count`, ..."""
+    if turn.count == 1:
+        if low < high:
+            yield low, high
+        return
+    for stripe in range(low // STRIPE, math.ceil(high / STRIPE)):
+        if stripe % turn.count == turn.index:
+            a, b = max(low, stripe * STRIPE), min(high, (stripe + 1) * STRIPE)
+            if a < b:
+                yield a, b
+
+
+# -- Resharding: where a slice of one layout is in the slices of another --------------------------
+
+
+@dataclass(frozen=True)
+class StoredParam:
+    """The slices of a parameter that the shard files of a checkpoint contain."""
+
+    name: str
+    boxes: tuple[Box, ...]
+    rows: ndarray
+    """int64 [n, 4 + states], sorted by box and start. Columns: number of the shard file in the
+    index, number of the box, start and stop of the elements in the flattened box, and for each
+    state the byte offset of the slice in the file (-1: not stored)."""
+
+    @cached_property
+    def _rows_of_boxes(self) -> list[slice]:
+        limits = numpy.searchsorted(self.rows[:, 1], numpy.arange(len(self.boxes) + 1))
+        return [slice(*pair) for pair in itertools.pairwise(limits)]
+
+    def element_ranges(self, param: ParamSlice) -> ndarray:
+        """Return where the elements of `param` are stored.
+
+        Returns:
+            int64 [n, 4]: row, offset in the slice of that row, offset in `param`, length; in
+            elements.
+
+        Raises:
+            CheckpointError: The rows do not cover `param`.
+        """
+        cuts = [numpy.empty((0, 4), dtype=numpy.int64)]
+        for box, rows in zip(self.boxes, self._rows_of_boxes, strict=True):
+            ranges = intersect(box, param)
+            if len(ranges):
+                cuts.append(_cut(ranges, self.rows[rows, 2:4], rows.start))
+        ranges = numpy.concatenate(cuts)
+        if ranges[:, 3].sum() != param.stop - param.start:
+            raise CheckpointError(f"the index holds only a part of parameter {self.name}")
+        return ranges
+
+    def byte_ranges(self, ranges: ndarray, state: int, itemsize: int) -> ndarray:
+        """Convert the result of `element_ranges` to bytes of files.
+
+        Args:
+            ranges: Result of `element_ranges`.
+            state: Number of the state.
+            itemsize: Bytes of an element.
+
+        Returns:
+            int64 [n, 4]: number of the shard file, offset in it, offset in the requested slice,
+            length; in bytes.
+
+        Raises:
+            CheckpointError: A row does not contain the state.
+        """
+        start = self.rows[ranges[:, 0], 4 + state]
+        if (start < 0).any():
+            raise CheckpointError(f"the index holds not every state of parameter {self.name}")
+        shard = self.rows[ranges[:, 0], 0]
+        offset, target, length = (ranges[:, column] * itemsize for column in (1, 2, 3))
+        return numpy.stack([shard, start + offset, target, length], 1)
+
+
+def intersect(box: Box, param: ParamSlice) -> ndarray:
+    """Return the contiguous ranges of elements that `box` and `param` have in common.
+
+    Returns:
+        int64 [n, 3]: offset in the flattened box, offset in `param`, length; ascending.
+    """
+    if box == param.box:
+        return numpy.array([[param.start, 0, param.stop - param.start]], dtype=numpy.int64)
+    overlaps = [_overlap(a, b) for a, b in zip(box, param.box, strict=True)]
+    if not all(map(len, overlaps)):
+        return numpy.empty((0, 3), dtype=numpy.int64)
+    # From the dim after this one on, both boxes have the same elements.
+    divided = max(dim for dim in range(len(box)) if box[dim] != param.box[dim])
+    shapes = [[sum(b - a for a, b in dim) for dim in each] for each in (box, param.box)]
+    offsets = []
+    for column, shape in enumerate(shapes):
+        flat = numpy.zeros(1, dtype=numpy.int64)
+        for dim in range(divided):
+            indices = numpy.concatenate(
+                [numpy.arange(size)[:, None] + (a, b) for a, b, size in overlaps[dim].tolist()]
+            )
+            if dim == 0:  # skip the rows outside the range of `param`
+                row = math.prod(shapes[1][1:])
+                index = indices[:, 1]
+                indices = indices[(index >= param.start // row) & (index < -(-param.stop // row))]
+            flat = (flat[:, None] * shape[dim] + indices[None, :, column]).reshape(-1)
+        flat = flat[:, None] * shape[divided] + overlaps[divided][None, :, column]
+        offsets.append(flat.reshape(-1) * math.prod(shape[divided + 1 :]))
+    inner = math.prod(shapes[0][divided + 1 :])
+    length = numpy.tile(overlaps[divided][:, 2] * inner, len(offsets[0]) // len(overlaps[divided]))
+    ranges = numpy.stack([*offsets, length], 1)
+    # Limit the ranges to [param.start, param.stop) and count from param.start.
+    low = numpy.maximum(param.start - ranges[:, 1], 0)
+    high = numpy.minimum(param.stop - ranges[:, 1], ranges[:, 2])
+    kept = high > low
+    low, high, ranges = low[kept], high[kept], ranges[kept]
+    ranges = numpy.stack([ranges[:, 0] + low, ranges[:, 1] + low - param.start, high - low], 1)
+    if len(ranges) < 2:
+        return ranges
+    # Join ranges that are adjacent in both slices.
+    gap = (ranges[1:, :2] != ranges[:-1, :2] + ranges[:-1, 2:]).any(1)
+    starts = numpy.flatnonzero(numpy.concatenate([[True], gap]))
+    length = numpy.add.reduceat(ranges[:, 2], starts)
+    return numpy.stack([ranges[starts, 0], ranges[starts, 1], length], 1)
+
+
+def _overlap(first: Intervals, second: Intervals) -> ndarray:
+    """Return the ranges of one dim that are in both, ascending: int64 [n, 3]: offset in `first`,
+    offset in `second`, length."""
+    ranges, first_offset = [], 0
+    for start, stop in first:
+        second_offset = 0
+        for low, high in second:
+            a, b = max(start, low), min(stop, high)
+            if a < b:
+                ranges.append((first_offset + a - start, second_offset + a - low, b - a))
+            second_offset += high - low
+        first_offset += stop - start
+    return numpy.array(ranges, dtype=numpy.int64).reshape(-1, 3)
+
+
+def _cut(ranges: ndarray, bounds: ndarray, first_row: int) -> ndarray:
+    """Cut ranges of a box at the bounds of its rows.
+
+    Args:
+        ranges: int64 [n, 3], as `intersect` returns them.
+        bounds: int64 [rows, 2]: start and stop of each row, disjoint and ascending.
+        first_row: Number of the first of these rows.
+
+    Returns:
+        int64 [m, 4]: row, offset in its slice, offset in the requested slice, length.
+    """
+    if not len(bounds):
+        return numpy.empty((0, 4), dtype=numpy.int64)
+    start, stop = ranges[:, 0], ranges[:, 0] + ranges[:, 2]
+    low = numpy.maximum(numpy.searchsorted(bounds[:, 0], start, "right") - 1, 0)
+    high = numpy.searchsorted(bounds[:, 0], stop, "left")
+    count = numpy.maximum(high - low, 0)
+    source = numpy.repeat(numpy.arange(len(ranges)), count)
+    nth = numpy.arange(len(source)) - numpy.repeat(numpy.cumsum(count) - count, count)
+    row = low[source] + nth
+    a = numpy.maximum(start[source], bounds[row, 0])
+    b = numpy.minimum(stop[source], bounds[row, 1])
+    target = ranges[source, 1] + a - start[source]
+    out = numpy.stack([row + first_row, a - bounds[row, 0], target, b - a], 1)
+    return out[b > a]

@@ -1,0 +1,486 @@
+"""The checkpoints of a run: creation and commit, the start of a run, and retention. Needs no torch.
+
+`checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
+checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from optimus.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    is_checkpoint,
+    read_manifest,
+)
+from optimus.checkpoint.shard_file import Stop
+from optimus.errors import CheckpointError, OptimusError, counted, one_line
+from optimus.io import files
+
+logger = logging.getLogger(__name__)
+
+KEPT_FULL = 2
+"""Number of full checkpoints that retention keeps."""
+QUARANTINE = "set-aside"
+"""Folder among the checkpoints of a run. A start moves the checkpoints there that do not precede
+it. Nothing removes them."""
+_REMOVED = "removed-"
+"""Prefix in the temporary names of directories that are in removal. No save writes to them."""
+NOTHING: Mapping[Path, str] = MappingProxyType({})
+
+
+def checkpoints_dir(run_dir: str | os.PathLike) -> Path:
+    """Return the directory of a run's checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
+def full_path(run_dir: str | os.PathLike, step: int) -> Path:
+    """Return the directory of the full checkpoint of a step."""
+    return checkpoints_dir(run_dir) / f"step-{step:08d}"
+
+
+def model_path(run_dir: str | os.PathLike, step: int) -> Path:
+    """Return the directory of the model-only checkpoint of a step."""
+    return checkpoints_dir(run_dir) / f"model-{step:08d}"
+
+
+# -- Creation and commit --------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    path: str | os.PathLike, write_files: Callable[[Path], None], **facts: Any
+) -> Manifest:
+    """Create and commit a checkpoint at `path` in one call.
+
+    Args:
+        path: Directory of the checkpoint. It must not exist.
+        write_files: Writes the files to a directory.
+        facts: As for `commit`.
+    """
+    temporary = create(path)
+    try:
+        write_files(temporary)
+        return commit(temporary, path, **facts)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int = 0) -> Path:
+    """Create a temporary directory for the checkpoint that will be at `path`.
+
+    Args:
+        path: Directory of the committed checkpoint.
+        needed_bytes: Size of the checkpoint.
+        reserved_bytes: Bytes that the full save of the same step still has to write.
+
+    Returns:
+        The temporary directory, next to `path`.
+
+    Raises:
+        OptimusError: The disk has less free space than both sizes.
+        OSError: The directory cannot be created.
+    """
+    final = Path(path)
+    if not final.parent.is_dir():
+        files.make_dirs(final.parent)
+    free = shutil.disk_usage(final.parent).free
+    if free < needed_bytes + reserved_bytes:
+        aside = final.parent / QUARANTINE
+        size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
+        hint = f", say in {aside.name}/: {size / 1e9:.3f} GB that no start reads" if size else ""
+        reserved = reserved_bytes / 1e9
+        due = f", and the full one of its step {reserved:.3f} GB" if reserved_bytes else ""
+        raise OptimusError(
+            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
+            f"{needed_bytes / 1e9:.3f} GB before it removes older checkpoints{due}; make room{hint}"
+        )
+    temporary = files.temporary_name(final)
+    temporary.mkdir()
+    return temporary
+
+
+def commit(
+    temporary: Path,
+    path: str | os.PathLike,
+    *,
+    shards: Collection[str] = (),
+    entries: Sequence[FileEntry] = (),
+    stop: Stop | None = None,
+    **facts: Any,
+) -> Manifest:
+    """Make the files durable, write the manifest and rename the directory of `create`.
+
+    Args:
+        temporary: The directory that `create` returned.
+        path: Directory of the committed checkpoint.
+        shards: Names of shard files. They are durable, and the index describes them.
+        entries: Entries of files that are durable and described already.
+        stop: The call claims it before the rename.
+        facts: Fields of `Manifest` except `files` and `path`.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        OptimusError: `stop` was set before the rename.
+        CheckpointError: There is something at `path`, or the files are not valid.
+        OSError: A file cannot be read or written.
+    """
+    final = Path(path)
+    known, described = {*shards, *(entry.name for entry in entries)}, list(entries)
+    for file in sorted(temporary.rglob("*")):
+        if file.is_dir():
+            files.fsync_dir(file)
+            continue
+        name = file.relative_to(temporary).as_posix()
+        if name in known:
+            continue
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+        described.append(FileEntry(name, file.stat().st_size, files.xxh3_file(file)))
+    described.sort(key=lambda entry: entry.name)
+    fields = asdict(Manifest(files=tuple(described), path=temporary, **facts))
+    del fields["path"]
+    fields["begun"] = fields.pop("first_step")
+    kept = {key: value for key, value in fields.items() if value is not None}
+    files.write_bytes(temporary / MANIFEST, files.checked_json({"format": FORMAT, **kept}))
+    manifest = read_manifest(temporary)
+    manifest.check_shards()
+    if final.exists():
+        raise CheckpointError(f"{final} exists already; remove it or choose another place")
+    if stop is not None and not stop.claim():
+        raise OptimusError(f"{final.name}: no longer wanted")
+    try:
+        files.commit(temporary, final)
+    except OSError:  # the fsync after the rename may have failed
+        with contextlib.suppress(OSError):
+            os.rename(final, temporary)
+        raise
+    return replace(manifest, path=final)
+
+
+# -- Choice of a checkpoint -----------------------------------------------------------------------
+
+
+def newest_valid(
+    run_dir: str | os.PathLike, thorough: bool = True, excluded: Mapping[Path, str] = NOTHING
+) -> Manifest | None:
+    """Return the valid full checkpoint of the highest step. Log each read that failed.
+
+    Args:
+        run_dir: The run directory.
+        thorough: True to compare every byte. False to leave the states to the caller, who excludes
+            a checkpoint that turns out to be damaged, and calls again.
+        excluded: Checkpoints to skip, with reasons.
+    """
+    for path in reversed(_of_kind(run_dir, "step")):
+        if path in excluded:
+            continue
+        # A read error may be temporary, and an older checkpoint would cost the updates since then.
+        for action in ("reading again, for", "passing over a damaged checkpoint:"):
+            try:
+                return _check(path, thorough)
+            except CheckpointError as error:
+                logger.warning("%s %s", action, one_line(error))
+    return None
+
+
+def resolve(
+    path: str | os.PathLike, thorough: bool = True, excluded: Mapping[Path, str] = NOTHING
+) -> Path:
+    """Return the directory that a CKPT argument of a command selects.
+
+    Args:
+        path: A checkpoint, a run directory (its newest valid full checkpoint), or any other
+            directory, which is returned unchanged and may be a Hugging Face directory.
+        thorough: As for `newest_valid`.
+        excluded: As for `newest_valid`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or excluded, or there is none.
+    """
+    path = Path(path)
+    if is_checkpoint(path):
+        if path in excluded:
+            raise CheckpointError(excluded[path])
+        return _check(path, thorough).path
+    if checkpoints_dir(path).is_dir():
+        if newest := newest_valid(path, thorough, excluded):
+            return newest.path
+        raise CheckpointError(f"{path}: a run directory without a valid checkpoint")
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such checkpoint or run directory")
+    return path
+
+
+def _check(path: Path, thorough: bool) -> Manifest:
+    """Return the manifest of a checkpoint if it is valid. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    manifest.verify() if thorough else manifest.check(weights=False)
+    return manifest
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run: after `step`, from the weights or the full states at `path`, if any."""
+
+    origin: str
+    """The `checkpoint.load` with which the run was started."""
+    step: int = 0
+    tokens: int = 0
+    path: Path | None = None
+    full: Manifest | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the run that did the first `step` updates."""
+    first_step: int | None = 0
+    """The step at which this run was started from `origin`; None if unknown."""
+
+
+def decide_start(
+    run_dir: str | os.PathLike, load: str, excluded: Mapping[Path, str] = NOTHING
+) -> Start:
+    """Return the start that `checkpoint.load` selects.
+
+    The same command, given again after a failure, continues from the newest checkpoint of the run:
+    a checkpoint has the `origin` of its run. The states of a full checkpoint are checked when they
+    are loaded.
+
+    Args:
+        run_dir: The run directory.
+        load: `checkpoint.load`.
+        excluded: Checkpoints that proved to be damaged, with reasons.
+
+    Raises:
+        CheckpointError: There is no such checkpoint. Also if the run has saved full checkpoints and
+            none is valid: the user decides whether to start again.
+    """
+    if load == "none":
+        return Start("none")
+    newest = newest_valid(run_dir, False, excluded)
+    if newest is not None and _may_come_from(load, newest.path):
+        return _start_at(newest.origin, newest, newest.first_step)
+    if load.startswith("model@"):
+        text = load.removeprefix("model@")
+        available = [str(_step_of(path)) for path in _of_kind(run_dir, "model")]
+        if text not in available:
+            raise CheckpointError(
+                f"checkpoint.load = {load!r}: this run keeps the models of steps "
+                f"{', '.join(available) or '(none)'}"
+            )
+        model = read_manifest(model_path(run_dir, int(text)))
+        model.check(weights=False)
+        return replace(_start_at(load, model, model.step), full=None)
+    path = None if load == "auto" else resolve(load, False, excluded)
+    manifest = read_manifest(path) if path and is_checkpoint(path) else None
+    is_full = manifest is not None and manifest.kind == "full"
+    if newest is None:
+        _refuse_if_saved(run_dir, load, manifest.step if manifest and is_full else 0)
+    if path is None:
+        return Start("none")
+    if manifest is None:
+        return Start(load, path=path)
+    if is_full:
+        return _start_at(load, manifest, manifest.step)
+    if _is_in_run(path, run_dir):
+        raise CheckpointError(
+            f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
+            f"checkpoint.load=model@{manifest.step}, or start a new run in another train.run_dir"
+        )
+    return Start(load, path=path)
+
+
+def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
+    """Return the start from the full states of a checkpoint."""
+    step, tokens, path = manifest.step, manifest.tokens, manifest.path
+    return Start(origin, step, tokens, path, manifest, manifest.settings, first_step)
+
+
+def _may_come_from(load: str, path: Path) -> bool:
+    """Return whether a run with this `checkpoint.load`, in any spelling of its path, made the
+    checkpoint at `path`. True if its manifest is damaged."""
+    try:
+        origin = read_manifest(path).origin
+    except CheckpointError:
+        return True
+    return load == "auto" or os.path.realpath(origin) == os.path.realpath(load)
+
+
+def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> None:
+    """Raise CheckpointError if the run, which has no valid full checkpoint, has saved one since
+    `first_step`, the step of its start."""
+    directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
+    candidates = [*_of_kind(run_dir, "step"), *directory.glob(f"{QUARANTINE}/step-[0-9]*")]
+    for model in models:
+        # The run may have been killed before its first full checkpoint, whose save may last until
+        # the second is due. A later model shows that there was a full checkpoint.
+        try:
+            manifest = read_manifest(model)
+        except CheckpointError:
+            candidates.append(model)
+            continue
+        first = first_step if manifest.first_step is None else manifest.first_step
+        if 0 < 2 * manifest.settings.get("checkpoint.interval", 0) < _step_of(model) - first:
+            candidates.append(model)
+    saved = [path for path in candidates if _may_come_from(load, path)]
+    if saved:
+        newest = max(saved, key=_step_of)
+        other = f"from a model: checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
+        raise CheckpointError(
+            f"{directory}: none of {counted(len(_of_kind(run_dir, 'step')), 'full checkpoint')} "
+            "is valid, but "
+            f"there is {newest.relative_to(directory)}; start {other}over with "
+            "checkpoint.load=none, in another train.run_dir, or once you have moved that away"
+        )
+
+
+# -- Removal --------------------------------------------------------------------------------------
+
+
+def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
+    """Remove the directories of unfinished saves, and move the checkpoints to QUARANTINE that do
+    not precede the start of the run.
+
+    Call this after the start has been loaded, so that a failed start changes nothing. A warning
+    names each unfinished directory that cannot be removed.
+
+    Args:
+        run_dir: The run directory.
+        start: The start of the run.
+
+    Raises:
+        CheckpointError: A checkpoint cannot be moved. The next start would load it as the newest.
+    """
+    directory = checkpoints_dir(run_dir)
+    files.make_dirs(directory)
+    unfinished = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
+    if left := remove_all(unfinished):
+        for path, reason in left.items():
+            logger.warning("cannot remove %s: %s", path, reason)
+        logger.warning("%s; remove them by hand", space_left(run_dir))
+    is_own = start.path is not None and _is_in_run(start.path, run_dir)
+    kept = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
+    kept = [path for path in kept if is_own and _step_of(path) <= start.step]
+    moved = [path for path in find_all(run_dir) if path not in kept]
+    aside = directory / QUARANTINE
+    if moved:
+        files.make_dirs(aside)
+    for path in moved:
+        target = files.temporary_name(aside / path.name).with_suffix("")
+        target = target.with_name(target.name.lstrip("."))
+        try:
+            files.commit(path, target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; it does not precede "
+                "this start: move it away by hand and give the same command again"
+            ) from None
+        logger.info("set aside %s, which does not precede this start", path.name)
+    files.fsync_dir(directory)
+
+
+def remove_old(
+    run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0
+) -> dict[Path, str]:
+    """Remove the checkpoints that retention does not keep, and the rest of earlier removals.
+
+    Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` models (0: all)
+    and the models of steps that are multiples of `keep_every` (0: none of those). A failed removal
+    does not prevent the others.
+
+    Returns:
+        The reason for each path that cannot be removed.
+    """
+    models = _older_than_newest(_of_kind(run_dir, "model"), keep_models) if keep_models else []
+    models = [path for path in models if not keep_every or _step_of(path) % keep_every]
+    steps = _older_than_newest(_of_kind(run_dir, "step"), KEPT_FULL)
+    return remove_all([*checkpoints_dir(run_dir).glob(f".{_REMOVED}*"), *steps, *models])
+
+
+def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
+    """Return the paths older than the newest `count` that have a readable manifest."""
+    for number in reversed(range(len(paths))):
+        with contextlib.suppress(CheckpointError):
+            read_manifest(paths[number])
+            count -= 1
+        if count == 0:
+            return paths[:number]
+    return []
+
+
+def remove_all(paths: Iterable[Path]) -> dict[Path, str]:
+    """Remove directories in `checkpoints/`.
+
+    Returns:
+        The reason for each directory of which something remains.
+    """
+    left = {}
+    for path in paths:
+        renamed = path
+        try:
+            if not files.is_temporary(path):  # a step-* or model-* has all its files at any time
+                renamed = files.temporary_name(path.with_name(_REMOVED + path.name))
+                files.commit(path, renamed)
+            _delete(renamed)
+        except OSError as error:
+            inside = Path(error.filename or path).name
+            detail = "" if inside in (path.name, renamed.name) else f"{inside}: "
+            remaining = renamed if os.path.lexists(renamed) else path
+            left[remaining] = f"{detail}{error.strerror}"
+    return left
+
+
+def _delete(path: Path) -> None:
+    """Remove a directory, or a link to one. The target of a link stays."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)  # remove all files that can be removed
+        if os.path.lexists(path):
+            raise
+
+
+def space_left(run_dir: str | os.PathLike) -> str:
+    """Return a text with the free space of the disk that has the run's checkpoints."""
+    directory = checkpoints_dir(run_dir)
+    return f"{directory} has {shutil.disk_usage(directory).free / 1e9:.3f} GB free"
+
+
+def _is_in_run(path: Path, run_dir: str | os.PathLike) -> bool:
+    """Return whether a checkpoint is in the run directory, in any spelling of its path."""
+    return any(path.samefile(checkpoint) for checkpoint in find_all(run_dir))
+
+
+def find_all(run_dir: str | os.PathLike) -> list[Path]:
+    """Return the run's checkpoints of both kinds, valid or not, by step."""
+    return sorted([*_of_kind(run_dir, "model"), *_of_kind(run_dir, "step")], key=_step_of)
+
+
+def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
+    """Return the directories with names of saves, by step. Copies with other names are ignored."""
+    directory = checkpoints_dir(run_dir)
+    if not directory.is_dir():
+        return []
+    named = (p for p in directory.iterdir() if re.fullmatch(rf"{kind}-\d{{8,}}", p.name))
+    return sorted((p for p in named if p.is_dir()), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    digits = re.search(r"\d+", path.name)
+    assert digits is not None, path
+    return int(digits[0])
