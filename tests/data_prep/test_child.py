@@ -137,7 +137,7 @@ def test_child_ends_if_a_handler_raises_at_the_fork(monkeypatch):
 
 CLOSED = """
 import os, sys
-from data_prep import child
+from data_prep.runtime import child
 os.closerange(int(sys.argv[1]), 3)
 assert child.run(lambda: [][0], limit_s=30) == "list index out of range"
 os._exit(7)
