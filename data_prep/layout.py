@@ -114,7 +114,7 @@ def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
 def read_checked_json(
     path: str | os.PathLike, *forms: str, newest: int = VERSION, xxh3: str | None = None
 ) -> dict[str, Any]:
-    """What `write_checked_json` wrote, if every byte is as written and its `format` is of `forms`.
+    """Return the object that `write_checked_json` wrote, if its `format` is one of `forms`.
 
     Raises DataError naming the file when it is missing or of another format or version, and
     DamageError when it is damaged or its hash is not `xxh3`. The hash is compared before anything

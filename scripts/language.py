@@ -63,7 +63,8 @@ _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When
 
 EXEMPT = (
     # Rewritten by a later issue.
-    "data_prep",
+    *(f"data_prep/{name}" for name in ("cli", "dataset", "pipeline", "shuffle", "sources")),
+    *("data_prep/tokenize", "data_prep/tokenizer"),
     "tests/data_prep",
     "tests/helpers",
     "scripts/drills",

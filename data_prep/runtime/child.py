@@ -20,7 +20,7 @@ from optimus.launch.signals import STOP_SIGNALS
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _RETURNED, _RAISED = b"r", b"e"
 _MESSAGE_BYTES = 4096
-"""Longest message of an exception; so many bytes are written to a pipe at once."""
+"""Longest message of an exception; a pipe takes this many bytes at once."""
 
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""

@@ -37,8 +37,8 @@ def _limits() -> Iterator[int]:
         root, name = _CGROUPS, "memory.max"
         if controllers:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
-        place = root / path.lstrip("/")
-        for folder in (place, *place.parents):
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # not there, or `max`
                 yield int((folder / name).read_text())
             if folder == root:
@@ -57,29 +57,29 @@ _LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quara
 
 @dataclass(frozen=True)
 class Limits:
-    """What a document may take. None: any amount."""
+    """Memory and bytes that a document may take. None: any amount."""
 
     room_bytes: int | None = None
     """Memory of a worker for one document."""
     max_document: int | None = None
     """`--max-document`: bytes of a line, of a value of a table, of an unpacked text file."""
 
-    def refuse(self, where: str, what: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
-        """Raises DataError where `needs` bytes are more than there is room for."""
+    def refuse(self, where: str, label: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
+        """Raise DataError if `needs` bytes are more than a worker has for a document."""
         if self.room_bytes is None or needs <= self.room_bytes:
             return
         least = (needs + self.reserve_bytes) / 1e6 + 1
         raise DataError(
-            f"{where}: {what} needs {needs / 1e6:,.0f} MB of memory, a worker has "
+            f"{where}: {label} needs {needs / 1e6:,.0f} MB of memory, a worker has "
             f"{self.room_bytes / 1e6:,.0f} MB for it; give --workers 1 --memory {least:.0f}MB, or "
             + or_else
         )
 
     reserve_bytes: int = 0
-    """What a worker needs besides."""
+    """Memory that a worker needs in addition."""
 
     def too_long(self, size: int) -> str | None:
-        """Why a document of so many bytes is set aside, if it is."""
+        """Return the reason to set a document of `size` bytes aside, or None."""
         if self.max_document is None or size <= self.max_document:
             return None
         return f"{size} bytes, above --max-document {self.max_document}"
@@ -111,12 +111,12 @@ def default_bytes() -> int:
 
 
 def _reserve(tokenizer: Path) -> int:
-    """What a worker needs beside a document."""
+    """Return the memory that a worker needs in addition to a document."""
     return _BASE_BYTES + _TOKENIZER_FACTOR * tokenizer.stat().st_size
 
 
 def bytes_for(workers: int, tokenizer: Path) -> int:
-    """Memory that lets so many workers tokenize at once."""
+    """Return the memory with which `workers` workers tokenize at once."""
     return workers * (_reserve(tokenizer) + _LEAST_ROOM_BYTES) + _PARENT_BYTES + 10**6
 
 

@@ -19,7 +19,7 @@ from optimus.launch.environment import available_cores, read_local_size
 _POLL_S = 0.2
 
 Job = Callable[[Any, int, Callable[[int], None]], Any]
-"""`job(context, index, advance) -> result`; it calls `advance(n)` as its work goes on."""
+"""`job(context, index, advance) -> result`; it calls `advance(n)` after each part of its work."""
 
 _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a worker process
 
@@ -57,7 +57,7 @@ def run_jobs(
     others, started = multiprocessing.active_children(), []
     try:
         futures = {executor.submit(_work, job, index): index for index in order}
-        started = [one for one in multiprocessing.active_children() if one not in others]
+        started = [child for child in multiprocessing.active_children() if child not in others]
         _watch(set(futures), counter, progress)
         return {index: future.result() for future, index in futures.items()}
     except BrokenProcessPool:
@@ -72,12 +72,15 @@ def run_jobs(
 
 
 def _end_with_each_other(workers: Sequence[Any]) -> None:
-    """Until all have ended, which the executor waits for without a limit: one that is killed as it
-    takes its last message holds a lock that the others want. They have nothing left to do."""
-    while alive := [one for one in workers if one.is_alive()]:
-        if any(one.exitcode not in (None, 0) for one in workers):
-            for one in alive:
-                one.kill()
+    """Kill the workers that are left once one was killed, until all have ended.
+
+    The executor waits for them without a limit. A worker that is killed while it takes its last
+    message holds a lock that the others wait for, though they have no more work.
+    """
+    while alive := [worker for worker in workers if worker.is_alive()]:
+        if any(worker.exitcode not in (None, 0) for worker in workers):
+            for worker in alive:
+                worker.kill()
         time.sleep(_POLL_S / 10)
 
 

@@ -27,7 +27,7 @@ def say(line: str) -> None:
 
 
 def _print(line: str) -> None:
-    """Print to standard error. Where its reader went away, as `2>&1 | head` does, work goes on."""
+    """Print to standard error, and continue if its reader has ended, as with `2>&1 | head`."""
     try:
         print(line, file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -67,7 +67,7 @@ class Progress:
             self._line()
 
     def note(self, text: str) -> None:
-        """Say what goes on now, where counting does not show it."""
+        """Print the present activity, where counting does not show it."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:

@@ -26,7 +26,7 @@ _MARK_BYTES = 1 << 20
 
 
 class Peers:
-    """The other ranks' marks in a directory, which need not exist yet."""
+    """Marks of failed ranks in a directory, which need not exist yet."""
 
     def __init__(self, out: Path):
         self._out = out
@@ -40,17 +40,19 @@ class Peers:
         return {name for name in names if name.startswith(_PREFIX)}
 
     def check(self) -> None:
-        """Raises LostPeerError where a rank has failed since this one began."""
+        """Raise LostPeerError if a rank has failed since this one started."""
         for name in sorted(self._marks() - self._old):
             with contextlib.suppress(OSError):  # it is gone, or no file that a rank wrote
-                what = files.read_regular(self._out / name, _MARK_BYTES).decode("utf-8", "replace")
+                reason = files.read_regular(self._out / name, _MARK_BYTES).decode(
+                    "utf-8", "replace"
+                )
                 rank = name.removeprefix(_PREFIX).partition(".")[0]
                 raise LostPeerError(
-                    f"rank {rank} failed: {what}; give the command again on all ranks then"
+                    f"rank {rank} failed: {reason}; give the command again on all ranks then"
                 )
 
     def tell(self, rank: int, error: Exception) -> None:
-        """Leave a mark, if there is a place for it."""
+        """Write a mark, if the directory exists and has space."""
         text = one_line(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = one_line(f"{error.filename or self._out}: {error.strerror}")
@@ -84,25 +86,25 @@ class Team:
     silence_s: float = _SILENCE_S
     """Seconds without progress of the others after which this rank ends."""
     peers: Peers | None = None
-    """Tells of ranks that failed; set by `together`."""
+    """Marks of ranks that failed; set by `together`."""
 
     @property
     def poll_s(self) -> float:
-        """Seconds between looks at what the others did."""
+        """Return the seconds between two checks of the work of other ranks."""
         return min(max(_POLL_S[0], self.world / _RANKS_PER_POLL_S), _POLL_S[1])
 
     def check(self) -> None:
-        """Raises LostPeerError where another rank failed."""
+        """Raise LostPeerError if another rank failed."""
         if self.peers is not None:
             self.peers.check()
 
     def say(self, line: str) -> None:
-        """A line that one rank says for all."""
+        """Print a line as rank 0, for all ranks."""
         if self.rank == 0:
             say(line)
 
     def label(self, text: str) -> str:
-        """`text` for a line of progress, with the rank where there are several."""
+        """Return `text` for a line of progress, with the rank where there are several."""
         return text if self.world == 1 else f"[rank {self.rank} of {self.world}] {text}"
 
 
@@ -111,9 +113,9 @@ ALONE = Team()
 
 @contextlib.contextmanager
 def together(team: Team, out: Path) -> Iterator[Team]:
-    """The team for a command that writes to `out`, in which an error of one rank reaches all.
+    """Yield the team for a command that writes to `out`, in which an error of a rank reaches all.
 
-    The others finish their share, which is never in vain, and stop instead of waiting.
+    The others finish their share, which a later run uses, and stop instead of waiting.
     """
     if team.world == 1 or team.peers is not None:
         yield team
@@ -121,7 +123,7 @@ def together(team: Team, out: Path) -> Iterator[Team]:
     peers = Peers(out)
     try:
         yield dataclasses.replace(team, peers=peers)
-    except LostPeerError:  # it has been told
+    except LostPeerError:  # the mark exists
         raise
     except Exception as error:
         peers.tell(team.rank, error)
@@ -130,18 +132,18 @@ def together(team: Team, out: Path) -> Iterator[Team]:
 
 
 def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
-    """The items of `rank`: largest first, each given to the rank that has least so far.
+    """Return the items of `rank`: largest first, each given to the rank that has least so far.
 
     No rank gets more than 4/3 of the best possible maximum (Graham 1969). Every rank computes the
     same; an item of no size counts as 1.
     """
     loads = [(0, other) for other in range(world)]
     mine = []
-    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         load, other = heapq.heappop(loads)
         if other == rank:
-            mine.append(item)
-        heapq.heappush(loads, (load + max(1, sizes[item]), other))
+            mine.append(index)
+        heapq.heappush(loads, (load + max(1, sizes[index]), other))
     return mine
 
 
@@ -226,8 +228,8 @@ def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], object]) -> 
         time.sleep(team.poll_s)
 
 
-def _silent(what: str, waited_s: float) -> LostPeerError:
+def _silent(awaited: str, waited_s: float) -> LostPeerError:
     return LostPeerError(
-        f"waited {waited_s:g} s without progress for {what}; a rank was lost or has "
+        f"waited {waited_s:g} s without progress for {awaited}; a rank was lost or has "
         "not started: run the same command again on all ranks"
     )

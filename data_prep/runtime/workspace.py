@@ -34,7 +34,7 @@ def make_folder(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
-    """Make `directory`, and leave nothing half-written in it that a killed run left behind.
+    """Make `directory`, and remove the incomplete files of killed runs in it.
 
     Several runs at once are allowed: every commit is atomic and all write the same bytes. Leftovers
     of killed runs of this user and machine are removed while no other run of both is there, which a
@@ -105,7 +105,7 @@ class _Lock:
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Let go of the lock; the last run removes the file."""
+        """Release the lock; the last run removes the file."""
         if self._fd < 0:
             return
         if self.is_alone():
@@ -142,7 +142,7 @@ class _Lock:
         return True
 
     def _is_named(self) -> bool:
-        """Whether the open file is the one under the name."""
+        """Return whether the open file is the one under the name."""
         try:
             return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
         except OSError:
@@ -156,7 +156,7 @@ def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
     for folder, _, names in os.walk(directory):
         for name in filter(files.is_temporary, names):
             path = os.path.join(folder, name)
-            if not (alone and files.is_temporary_of_this_host(name) and _is_own(path)):
+            if not (alone and files.is_temporary_of_this_host(name) and _is_ours(path)):
                 if not everywhere:
                     continue
                 now = now or _file_system_time(directory)
@@ -166,8 +166,8 @@ def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
                 os.unlink(path)
 
 
-def _is_own(path: str) -> bool:
-    """Whether a file belongs to this user: the lock of another cannot be seen."""
+def _is_ours(path: str) -> bool:
+    """Return whether a file belongs to this user: the lock of another cannot be seen."""
     try:
         return os.lstat(path).st_uid == os.geteuid()
     except OSError:

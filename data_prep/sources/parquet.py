@@ -17,7 +17,7 @@ from optimus.errors import DataError, OptimusError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
-"""Rows are read so many at a time that they take about this much, if they are alike."""
+"""Bytes of the rows that are read at a time, if all rows have the same size."""
 _PAGE_BYTES = 1 << 20
 _CHECK_S = 300.0
 """Limit of the check of descriptions; those of a million columns take some seconds."""
@@ -105,9 +105,9 @@ def read_column(
                     yield from zip(values, ids, strict=False)
                     del batch, rest, values, ids  # gone before the next one is read
                 if left:
-                    given = group.rows - left
                     raise DamagedTable(
-                        f"row group {number} gives {given} of {counted(group.rows, 'row')}"
+                        f"row group {number} gives {group.rows - left} of "
+                        f"{counted(group.rows, 'row')}"
                     )
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DamagedTable(one_line(error)) from None
@@ -125,9 +125,9 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
     wanted = [column]
     if id_column in schema.names and id_column != column:
         wanted.append(id_column)
-    for one in wanted:
-        if schema.names.count(one) > 1:
-            raise DataError(f"{name}: has several columns {one!r}; rename all but one")
+    for label in wanted:
+        if schema.names.count(label) > 1:
+            raise DataError(f"{name}: has several columns {label!r}; rename all but one")
     kind = schema.field(column).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise DataError(f"{name}: column {column!r} is {kind}, not text; write it as string")
