@@ -1,1 +1,1 @@
-"""Checkpoints: what is on disk, which of it is valid, and loading it."""
+"""Checkpoints: file formats, saving, loading, weights, and the checkpoints of a run."""

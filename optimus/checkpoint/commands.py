@@ -71,7 +71,7 @@ def _show(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `export`, as `optimus convert to-hf`. The exit status is 1 for a damaged one."""
+    """Run `export`, as `optimus convert to-hf`. The exit status is 1 if it is damaged."""
     from optimus.checkpoint.convert import to_hf
     from optimus.checkpoint.inspect import find
 

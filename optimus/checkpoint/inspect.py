@@ -127,8 +127,8 @@ def _layout(manifest: Manifest) -> str | None:
 
 
 def _directory_bytes(path: Path) -> int:
-    """Return the size of all files below a directory. A loop, since a directory from somebody else
-    may contain thousands of nested ones."""
+    """Return the size of all files below a directory. Not recursive, since a downloaded directory
+    may contain thousands of nested directories."""
     total, directories = 0, [str(path)]
     while directories:
         with os.scandir(directories.pop()) as entries:
@@ -141,7 +141,7 @@ def _directory_bytes(path: Path) -> int:
 
 
 def _count_elements(path: Path) -> int:
-    """Return the number of elements in a safetensors file, from its header."""
+    """Return the number of elements of all tensors in a safetensors file, from its header."""
     try:
         with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size  # more than that is damage
