@@ -90,7 +90,7 @@ class SaveFolder:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class AsyncSave:
+class SaveStall:
     """The two functions of the comparison `stall`."""
 
     def __init__(self, states: RankStates) -> None:
@@ -297,7 +297,7 @@ def _verify(folders: Mapping[str, SaveFolder], rounds: int, world: World) -> dic
 
 
 def _stall(states: RankStates, path: Path, rounds: int, world: World) -> dict[str, Any]:
-    save, folder = AsyncSave(states), SaveFolder(path, world)
+    save, folder = SaveStall(states), SaveFolder(path, world)
 
     def prepare() -> None:
         save.wait()

@@ -107,7 +107,7 @@ def _start_rank(
         measure_on_rank(launch, Path(folder), measure, arguments)
     except RunEnded as ended:
         if ended.prints:
-            print(f"error: {ended.line}", file=sys.stderr)
+            print(ended.line, file=sys.stderr)
         ended.leave()
         status = ended.exit_code
     sys.stdout.flush()
