@@ -10,6 +10,7 @@ import os
 import resource
 import select
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,10 @@ _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal
 _RETURNED, _RAISED = b"r", b"e"
 _MESSAGE_BYTES = 4096
 """Longest message of an exception; a pipe takes this many bytes at once."""
+
+_PID = struct.Struct("q")
+"""Process id of the child, which the child writes first: the parent does not know it if a handler
+of a signal, which another thread received, raises before `fork` returns."""
 
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""
@@ -56,7 +61,7 @@ def run(
         UnfinishedError: The process cannot be started, has no result within `limit_s`, or ended for
             another reason, such as a lack of memory.
     """
-    pid, status, ended, result = 0, 0, False, b""
+    pid, status, ended, result, pipe = 0, 0, False, b"", None
     with contextlib.ExitStack() as stack:
         stack.enter_context(_child_statuses())
         try:
@@ -74,12 +79,16 @@ def run(
                 process = os.pidfd_open(pid)
                 stack.callback(os.close, process)
                 poll.register(process, select.POLLIN)
-            ended = bool(poll.poll(1000 * limit_s))
             os.set_blocking(pipe.fileno(), False)
+            poll.poll(1000 * limit_s)
+            pipe.read(_PID.size)
+            ended = bool(poll.poll(1000 * limit_s))
             result = pipe.read(1 + _MESSAGE_BYTES) or b""
         except OSError as error:
             raise UnfinishedError(f"no process can be started ({error.strerror})") from None
         finally:  # also if a handler of a signal raises
+            if pipe and not pid and select.select([pipe], [], [], _STOP_S)[0]:
+                pid = _PID.unpack(pipe.read(_PID.size).ljust(_PID.size, b"\0"))[0]
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # no status is kept
                 if pid and not ended:
                     os.kill(pid, signal.SIGKILL)
@@ -157,6 +166,7 @@ def _run_and_exit(
     """Call `call`, write the result to the descriptor `writer` and end this process."""
     result = b""
     try:
+        os.write(writer, _PID.pack(os.getpid()))
         with contextlib.suppress(OSError, AttributeError):  # Linux only
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:  # it ended before

@@ -381,7 +381,7 @@ def _pipeline(parallel: ParallelConfig, model: ModelConfig) -> None:
     if model.aux_loss_form == "hf" and stages > 1:
         raise ConfigError(
             "model.aux_loss_form = 'hf' needs all layers on one pipeline stage, but there are "
-            f"{stages} stages; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
+            f"{counted(stages, 'stage')}; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
         )
 
 

@@ -5,6 +5,7 @@ For each dim of a parameter, a placement lists the intervals of indices that the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,13 +65,13 @@ def share(size: int, index: int, count: int) -> tuple[int, int]:
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
     """Replace the meta parameters of a model by this rank's slices on `device`.
 
-    All elements of a slice are 0 and have the same memory address, so that the model needs no
-    memory until its parameters are views of chunks.
+    All elements of a slice are NaN and have the same memory address, so that the model needs no
+    memory until its parameters are views of chunks, and no loss is finite before.
     """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
-            zeros = torch.zeros((), device=device).expand(placements[full].local_shape)
-            module.register_parameter(name, nn.Parameter(zeros))
+            value = torch.full((), math.nan, device=device).expand(placements[full].local_shape)
+            module.register_parameter(name, nn.Parameter(value))
         for name, buffer in module.named_buffers(recurse=False):
             assert buffer.device.type != "meta", f"buffer {prefix}.{name} has no value on meta"

@@ -111,14 +111,18 @@ def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_child_ends_if_a_handler_raises_at_the_fork(monkeypatch):
-    """The handler of the parent runs as soon as its signals are not blocked any more."""
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_child_ends_if_a_handler_raises_at_the_fork(monkeypatch, by_thread):
+    """The parent runs its handler as soon as its signals are not blocked any more. If another
+    thread received the signal, that is before `run` knows the process id."""
     fork, pids = os.fork, []
 
     def fork_and_send() -> int:
         if pid := fork():
             pids.append(pid)
-            os.kill(os.getpid(), signal.SIGTERM)
+            if by_thread:
+                stop()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
         return pid
 
     def stop(*_) -> None:

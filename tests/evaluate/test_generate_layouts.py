@@ -7,7 +7,7 @@ import torch
 
 from optimus.evaluate.generate import generate
 from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
-from tests.helpers.updates import make_shard
+from tests.helpers.updates import make_updater
 
 NEW_TOKENS = 5
 
@@ -17,7 +17,7 @@ def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
 
     The logits are None on ranks without the last pipeline stage.
     """
-    made = make_shard(tree)
+    made = make_updater(tree)
     mesh, texts = made.groups.mesh, []
     source = mesh.rank_at(mesh.coordinate(0)._replace(pp=mesh.pp - 1))
     for length in (1, 13, CONTEXT + 3):

@@ -7,14 +7,14 @@ import pytest
 from optimus.data.dataset import TokenDataset
 from optimus.evaluate.held_out import HeldOutLoss, held_out_loss
 from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_shard
+from tests.helpers.updates import make_updater
 
 INSTANCES = ((7, 2), (2, 3), (0, 4))
 """Pairs (number of held-out instances, batch size). The number 0 selects all instances."""
 
 
 def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
-    made = make_shard(tree)
+    made = make_updater(tree)
     everyone, data = made.groups.everyone, made.groups.data
     return [
         held_out_loss(

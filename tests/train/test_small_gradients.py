@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 
-from tests.helpers import layouts, updates
+from optimus.rank import states
+from tests.helpers import layouts
 from tests.helpers.layouts import WIDE, Outcome
 from tests.helpers.tiny import tiny_tree
 
@@ -21,17 +24,16 @@ SHORT = {
 
 def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
     """Run one update and return its outcome. A `seed` changes the last bits of the parameters."""
-    plain = updates.initialise_
+    plain = states.initial_value
 
-    def initialise_(model, *rest) -> None:
-        plain(model, *rest)
-        if seed is not None:
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 + 6e-8 * torch.randn(parameter.shape, generator=generator))
+    def initial_value(model, name: str, *rest) -> torch.Tensor:
+        value = plain(model, name, *rest)
+        if seed is None:
+            return value
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        return value * (1 + 6e-8 * torch.randn(value.shape, generator=generator))
 
-    layouts.STEPS, updates.initialise_ = 1, initialise_  # only in this forked rank
+    layouts.STEPS, states.initial_value = 1, initial_value  # only in this forked rank
     return layouts.run_case(tree)
 
 

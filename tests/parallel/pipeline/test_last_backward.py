@@ -8,7 +8,7 @@ import pytest
 
 from optimus.observe.events import ActionTrace
 from tests.helpers.tiny import CONTEXT, tiny_tree
-from tests.helpers.updates import make_shard, numbered
+from tests.helpers.updates import make_updater, numbered
 
 
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
@@ -19,7 +19,7 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
         all linear layers of the rank.
     """
     trace = ActionTrace()
-    shard, entered = make_shard(tree, recorder=trace).shard, []
+    shard, entered = make_updater(tree, recorder=trace).shard, []
 
     @contextlib.contextmanager
     def last_backward(stage: int, deferred):
