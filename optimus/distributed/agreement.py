@@ -37,7 +37,8 @@ _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0",
 that is set. An Outcome is either a cause, such as a data error, or the loss of a peer."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
-"""Longest time, in seconds, that a rank waits for others to publish or to print an Outcome."""
+"""Longest time, in seconds, that a rank waits for other ranks, either until they have published
+their Outcomes or until one of them has printed the error."""
 _STORE_S = 2.0
 """Time limit, in seconds, of the store operations of one Agreement method. The time for which the
 method waits for other ranks is added to this limit."""

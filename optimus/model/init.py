@@ -36,8 +36,8 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return this rank's slice of a single expert's weight, which is the same for all experts.
-        The first dim of the parameter must be the number of experts."""
+        """Return the slice that this rank has of the weight of one expert. All experts have the
+        same slice. The first dim of the parameter must be the number of experts."""
 
 
 def initialise_(

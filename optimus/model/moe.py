@@ -90,13 +90,14 @@ class Experts(nn.Module):
         Args:
             x: [T, D].
             weights: [T, K], routing weights in the dtype of x.
-            chosen: int64 [T, K], numbers of the chosen experts. A number outside the layer
-                contributes nothing to the output.
+            chosen: int64 [T, K], indices of the chosen experts. An index outside
+                [0, num_experts) contributes nothing to the output.
             save_input_only: recompute the pre-activation in backward instead of saving it.
 
         Raises:
             ValueError, TypeError: shapes, dtypes or devices do not match.
-            ValueError: with OPTIMUS_KERNELS_DEBUG=1, `chosen` has a number outside the layer.
+            ValueError: with OPTIMUS_KERNELS_DEBUG=1, `chosen` has an index outside
+                [0, num_experts).
         """
         rows = kernels.route(chosen, self.first_expert, self.gate_up.shape[0], of=self.num_experts)
         return kernels.experts(

@@ -100,7 +100,8 @@ class ThreeGrouped(Peer):
 
 
 class HuggingFace(Peer):
-    """Merged experts of transformers, with the implementation `implementation`."""
+    """Experts module of the Hugging Face library `transformers`, which stores the weights of all
+    experts in one tensor. `implementation` is the name of its experts implementation."""
 
     implementation = "grouped_mm"
 

@@ -47,8 +47,8 @@ SIZES = (1 << 16, 1 << 26)
 """Numbers of parameters. They need 1 MiB, which fits in the cache of a core, and 1 GiB, which fits
 in no cache."""
 _PARAMETERS_PER_SAMPLE = 1 << 22
-"""A timed sample repeats small sizes up to this number of parameters, because of the resolution of
-the clock."""
+"""Number of parameters that a timed sample processes at least. For small sizes, a sample repeats
+the update, because one update is short compared with the resolution of the clock."""
 _HYPERPARAMETERS: dict[str, Any] = {
     "lr": 1e-4,
     "beta1": 0.9,

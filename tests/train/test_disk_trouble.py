@@ -182,8 +182,8 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
 
 
 def run_with_space_for_both(tree: dict[str, Any]) -> Ended:
-    """Train with just enough space for the full checkpoint of a step. When it is written, there is
-    just enough space for the model-only checkpoint of this step."""
+    """Train on a disk that has just enough space for the full checkpoint of a step. After this
+    checkpoint is written, the disk gets just enough space for the model-only checkpoint."""
     plain, ask = shutil.disk_usage, FullSaver.unwritten
 
     def unwritten(saver: FullSaver) -> int:

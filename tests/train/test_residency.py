@@ -66,8 +66,8 @@ LAYOUTS = {
     "dp2-pp2-zb-h1": (4, PIPELINE | ALL | {"parallel__schedule": "zb-h1"}, (3, 2)),
     "dp2-tp2-sequence": (4, ALL | {"parallel__tp": 2, "parallel__sequence_parallel": True}, (4, 4)),
 }
-"""For each layout: the number of ranks, the settings, and two cache sizes in chunks. They are the
-smallest possible sizes with sharding "so" and with sharding "epso"."""
+"""For each layout: the number of ranks, the settings, and the two smallest values of
+`optim.cache_chunks` that a run accepts, with `optim.sharding = "so"` and with "epso"."""
 
 
 def sharding_settings(so_slots: int, epso_slots: int) -> list[dict]:
