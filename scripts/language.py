@@ -66,7 +66,8 @@ EXEMPT = (
     *(f"data_prep/{name}" for name in ("cli", "dataset", "pipeline", "shuffle", "sources")),
     *("data_prep/tokenize", "data_prep/tokenizer"),
     "tests/data_prep",
-    "tests/helpers",
+    "tests/kit",
+    *(f"tests/kernels/{name}" for name in ("on_cpu.py", "op_checks.py", "sycl_proof")),
     "scripts/drills",
     # Texts that are kept as they are: input of tests.
     "tests/golden/v1",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from optimus.observe.log import set_up_logging
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.tiny import make_tiny_data
+from tests.kit.ranks.pool import RankPool
+from tests.kit.runs.tiny import make_tiny_data
 
 # With one thread, results do not depend on the number of cores. Must be set before torch is
 # imported.

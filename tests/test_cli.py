@@ -18,8 +18,8 @@ import data_prep.cli.commands
 import optimus.cli
 from optimus.cli import main
 from optimus.train.run_dir import RunDirectory
-from tests.helpers.runs import train_on
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import train_on
 from tests.launch.test_spawn import write_config
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from optimus.config import load_config
-from tests.helpers.programs import python
+from tests.kit.ranks.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from optimus.errors import counted, one_line
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT
 
 COUNTED = (
     "arrays|checkpoints|damages|documents|experts|files|instances|layers|problems|ranks|rows|"

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.fuzz import axes, draw, is_legal, shrink, simpler
-from tests.helpers.programs import python
+from tests.kit.faults.fuzz import axes, draw, is_legal, shrink, simpler
+from tests.kit.ranks.processes import python
 
 DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "fuzz.py"
 

@@ -24,10 +24,9 @@ from optimus.observe.metrics import read_json_lines
 from optimus.observe.report import write_report
 from optimus.train import loop
 from tests.data_prep.corpus import documents
-from tests.helpers import golden
-from tests.helpers.golden import GOLDEN, STEP
-from tests.helpers.runs import metrics_of
-from tests.helpers.whole import WholeModel
+from tests.kit.layouts.whole import WholeModel
+from tests.kit.runs import results
+from tests.kit.runs.results import GOLDEN, STEP, metrics_of
 
 EXPECTED = {
     path.parent.name: json.loads(path.read_text())
@@ -106,7 +105,7 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
         whole = WholeModel(run.config, run.rank_model.layout, run.groups)
         for state in STATES:
             if tensors := whole.gather(run.states, state):
-                hashes[state] = golden.hash_tensors(tensors)
+                hashes[state] = results.hash_tensors(tensors)
         go(run)
 
     loop.Run.go = hash_and_go
@@ -117,7 +116,7 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 def same_bits(version: str) -> bool:
     """Return True if updates on this machine must be bitwise equal to the golden values of this
     version of Optimus."""
-    return golden.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
+    return results.machine() == EXPECTED[version]["machine"] and version not in OTHER_ARITHMETIC
 
 
 def assert_near(lines: list[dict], expected_lines: list[dict], dtype: str) -> None:
@@ -165,7 +164,7 @@ def test_run_is_continued(ranks, corpus, version, name, other_layout):
     if bits and same_bits(version):
         assert_same(continued(run_dir), reference["metrics"])
         assert_same([held_out], [reference["eval"]])
-        assert golden.hash_states(run_dir) == reference["states"]
+        assert results.hash_states(run_dir) == reference["states"]
     else:
         assert_near(continued(run_dir), reference["metrics"], dtype)
         assert held_out["loss"] == pytest.approx(reference["eval"]["loss"], abs=LOSS_WITHIN[dtype])
@@ -218,10 +217,10 @@ def test_checkpoints_are_exported_and_evaluated(corpus, capsys, tmp_path, versio
     exported = tmp_path / "exported"
     path = f"runs/{name}/checkpoints/step-{STEP:08d}"
     assert optimus(["checkpoint", "export", path, str(exported), "--dtype", "fp32"]) == 0
-    assert golden.hash_weights(exported) == expected["exported"]
+    assert results.hash_weights(exported) == expected["exported"]
     if "model" in expected:
         model = Path("runs", name, "checkpoints", f"model-{STEP:08d}")
-        assert golden.hash_weights(model) == expected["model"]["weights"]
+        assert results.hash_weights(model) == expected["model"]["weights"]
 
 
 @pytest.mark.parametrize("version", EXPECTED)
@@ -260,9 +259,9 @@ def test_data_sets_are_valid_and_readable(corpus, capsys, version, name):
     assert optimus_data(["verify", f"data/{name}"]) == 0, capsys.readouterr().out
     assert optimus_data(["stats", f"data/{name}", "--json"]) == 0
     assert optimus_data(["inspect", f"data/{name}", "0"]) == 0
-    assert golden.hash_instances(Path("data", name)) == expected["instances"]
+    assert results.hash_instances(Path("data", name)) == expected["instances"]
     if "held_out" in expected:
-        assert golden.hash_instances(Path("data", name, "eval")) == expected["held_out"]
+        assert results.hash_instances(Path("data", name, "eval")) == expected["held_out"]
 
 
 def arrays(hashes: dict[str, str]) -> dict[str, str]:
@@ -281,12 +280,12 @@ def test_data_sets_are_unchanged_or_reproduced(corpus, version, name, tmp_path):
     assert optimus_data(facts["command"]) == 0
     if name == "again":
         assert optimus_data(shard_again) == 0
-    assert golden.hash_files(folder) == facts["files"]
+    assert results.hash_files(folder) == facts["files"]
     shutil.rmtree(folder)
     assert optimus_data(facts["command"]) == 0
     if name == "again":
         assert optimus_data(shard_again) == 0
-    assert arrays(golden.hash_files(folder)) == arrays(facts["files"])
+    assert arrays(results.hash_files(folder)) == arrays(facts["files"])
 
 
 @pytest.mark.parametrize(("version", "name"), KILLED)
@@ -309,7 +308,7 @@ def test_interrupted_directory_is_finished_without_repeated_work(
     )
     assert optimus_data(facts["command"]) == 0
     assert encoded and not set(stored) & set(encoded)
-    assert arrays(golden.hash_files(folder)) == arrays(facts["files"])
+    assert arrays(results.hash_files(folder)) == arrays(facts["files"])
 
 
 def texts_of(folder: Path, unit: int) -> list[str]:
@@ -322,4 +321,4 @@ def texts_of(folder: Path, unit: int) -> list[str]:
 
 def test_corpus_was_not_changed(copies):
     """No test may change the shared files. This test must be the last test in the file."""
-    assert golden.hash_files(copies) == golden.hash_files(GOLDEN)
+    assert results.hash_files(copies) == results.hash_files(GOLDEN)

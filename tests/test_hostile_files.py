@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from optimus.io import files
-from tests.helpers import hostile, hostile_formats
-from tests.helpers.hostile import Arena, Limits
-from tests.helpers.hostile_changes import STRUCTURES, Change, mutate
-from tests.helpers.hostile_formats import FORMATS, Command, Format
-from tests.helpers.hostile_judge import Case
+from tests.kit.faults import formats
+from tests.kit.faults.arena import Arena, Limits
+from tests.kit.faults.formats import FORMATS, Command, Format
+from tests.kit.faults.judge import Case
+from tests.kit.faults.mutations import STRUCTURES, Change, mutate
 
 DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "hostile_files.py"
 LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
@@ -72,7 +72,7 @@ def test_seal_updates_the_hashes_of_a_changed_file(tmp_path):
     outer.write_bytes(files.checked_json({"files": [entry]}))
     data = tmp_path / "data"
     data.write_bytes(b"after it")
-    hostile_formats.seal(tmp_path, data, b"before")
+    formats.seal(tmp_path, data, b"before")
     assert files.parse_checked_json(inner.read_bytes())["size"] == 8
     (sealed,) = files.parse_checked_json(outer.read_bytes())["files"]
     assert sealed == {"xxh3": files.xxh3_file(inner), "size": inner.stat().st_size}
@@ -219,12 +219,12 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
     names = ["sound", *FAULTS]
-    hostile_formats.READERS |= dict.fromkeys(names, _read)
+    formats.READERS |= dict.fromkeys(names, _read)
     arena.prepare(map(planted, names), jobs=1)
-    hostile_formats.READERS |= {name: reader for name, (reader, *_) in FAULTS.items()}
+    formats.READERS |= {name: reader for name, (reader, *_) in FAULTS.items()}
     yield arena
     for name in names:
-        del hostile_formats.READERS[name]
+        del formats.READERS[name]
 
 
 def case_of(name: str, change: Change) -> Case:
@@ -260,7 +260,7 @@ def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
         calls.append(1)
         return _raises(words) if len(calls) > 2 else _read(words)
 
-    monkeypatch.setitem(hostile_formats.READERS, "sound", raises_later)
+    monkeypatch.setitem(formats.READERS, "sound", raises_later)
     cases = [case_of("sound", Change("same", b'{"value": 5}')) for _ in range(3)]
     verdicts = [verdict for _, verdict in arena.run(cases, 1)]
     assert [verdict.outcome for verdict in verdicts] == ["same", "same", "finding"]
@@ -268,5 +268,5 @@ def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
 
 
 def test_limits_of_the_drill_are_those_of_the_docs():
-    limits = hostile.Limits()
+    limits = Limits()
     assert (limits.cpu_s, limits.idle_s, limits.memory_bytes) == (5.0, 5.0, 256 << 20)

@@ -3,18 +3,19 @@ optimus` loads no heavy library."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.import_graph import Import, find_cycle, find_modules, read_imports
-from tests.helpers.programs import python
+from tests.kit.ranks.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,6 +89,96 @@ LAYERS = [
 OURS = ("optimus", "data_prep", "optimus_kernels")
 OUTSIDE = ("tests", "scripts")
 """Folders whose code imports the packages, but which the packages may not import."""
+
+PACKAGES = {"optimus": "optimus", "data_prep": "data_prep", "optimus_kernels": "kernels"}
+"""For each importable package, the folder below the root that is the package or contains it."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement."""
+
+    importer: str
+    imported: str
+    """A module of ours, or the dotted name of another library's."""
+    line: int
+    lazy: bool
+    """True for an import inside a function."""
+
+    def __str__(self) -> str:
+        return f"{self.importer}, line {self.line}: imports {self.imported}"
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """Return our modules by dotted name; the name of a package has no `__init__`."""
+    modules = {}
+    for package, folder in PACKAGES.items():
+        top = root / folder if folder == package else root / folder / package
+        for path in sorted(top.rglob("*.py")):
+            names = path.relative_to(top.parent).with_suffix("").parts
+            modules[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    return modules
+
+
+def read_imports(modules: Mapping[str, Path]) -> list[Import]:
+    """Return all imports of all modules, with lazy ones, calls of `import_module("name")` and uses
+    of the attribute `torch.distributed`."""
+    imports = []
+    for name, path in modules.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for node, lazy in _walk(tree, lazy=False):
+            targets = dict.fromkeys(_targets(node, package, modules))
+            imports += [Import(name, target, node.lineno, lazy) for target in targets]
+    return imports
+
+
+def find_cycle(imports: Iterable[Import]) -> list[str]:
+    """Return modules of ours that form a cycle of imports, the first again at the end; or []."""
+    edges: dict[str, list[str]] = {}
+    for statement in imports:
+        edges.setdefault(statement.importer, []).append(statement.imported)
+    done: set[str] = set()
+    for start in edges:
+        path, stack = [], [(start, False)]
+        while stack:
+            module, leaving = stack.pop()
+            if leaving:
+                done.add(path.pop())
+            elif module in path:
+                return [*path[path.index(module) :], module]
+            elif module not in done:
+                path.append(module)
+                stack.append((module, True))
+                stack += [(target, False) for target in edges.get(module, ())]
+    return []
+
+
+def _walk(node: ast.AST, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        inside = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield child, inside
+        yield from _walk(child, inside)
+
+
+def _targets(node: ast.AST, package: str, modules: Mapping[str, Path]) -> Iterator[str]:
+    match node:
+        case ast.Import():
+            yield from (alias.name for alias in node.names)
+        case ast.ImportFrom():
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield whole if whole in modules or base == "torch" else base
+        case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+            yield "torch.distributed"
+        case ast.Call(args=[ast.Constant(value=str(name)), *_]):
+            if ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+                yield name
+
 
 MODULES = find_modules(ROOT)
 IMPORTS = read_imports(MODULES)
@@ -197,7 +288,7 @@ def plant(root: Path, files: Mapping[str, str]) -> list[Import]:
         ("optimus/errors.py", "import torch"),
         ("optimus/cli.py", "from optimus.config import load_config"),
         ("optimus/train/a.py", "from optimus.cli import main"),
-        ("optimus/train/a.py", "from tests.helpers import rank_pool"),
+        ("optimus/train/a.py", "from tests.kit.ranks import pool"),
         ("data_prep/cli/a.py", "from optimus.config import Config"),
         ("data_prep/cli/a.py", "def f():\n    import torch"),
         ("data_prep/shuffle/a.py", "from data_prep.pipeline.run import prepare"),

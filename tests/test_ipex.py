@@ -11,8 +11,8 @@ import pytest
 
 from optimus.config import dump_toml
 from optimus.observe.metrics import read_json_lines
-from tests.helpers.programs import python
-from tests.helpers.tiny import tiny_config
+from tests.kit.ranks.processes import python
+from tests.kit.runs.tiny import tiny_config
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("intel_extension_for_pytorch") is None,

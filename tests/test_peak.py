@@ -20,9 +20,9 @@ from optimus.doctor import examine, format_examination
 from optimus.io import files
 from optimus.observe.metrics import read_json_lines
 from optimus.peak import Peak, RunPeak, find_peak, read_peak, setup_of, write_peak
-from tests.helpers.hostile_formats import with_own_hash
-from tests.helpers.runs import run_tree, told_by
-from tests.helpers.tiny import tiny_tree
+from tests.kit.faults.formats import with_own_hash
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import run_tree, told_by
 
 CPU = torch.device("cpu")
 FP32 = (CPU, torch.float32, "MKL")

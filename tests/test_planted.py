@@ -7,7 +7,7 @@ import tomllib
 from collections import Counter
 from functools import cache
 
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT
 
 FAULTS = tomllib.loads((ROOT / "tests/planted/faults.toml").read_text(encoding="utf-8"))["fault"]
 KEYS = {"name", "package", "file", "old", "new", "tests", "why"}

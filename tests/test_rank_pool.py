@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import assert_gone, is_running, wait_until
-from tests.helpers.rank_pool import RankPool, RanksFailed
+from tests.kit.ranks.pool import RankPool, RanksFailed
+from tests.kit.ranks.processes import assert_gone, is_running, wait_until
 
 # Functions that the ranks run. Each rank imports this module after the fork.
 
@@ -167,7 +167,7 @@ def test_ranks_end_after_a_kill_of(victim, tmp_path):
     scratch.mkdir()
     pid_folder.mkdir()
     code = (
-        "from tests.helpers.rank_pool import RankPool; import tests.test_rank_pool as functions; "
+        "from tests.kit.ranks.pool import RankPool; import tests.test_rank_pool as functions; "
         f"pool = RankPool({str(scratch)!r}); "
         f"pool.run(3, functions.sleep_unless_first, {str(pid_folder)!r}, start_world=False)"
     )

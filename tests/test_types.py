@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT
 
 _MAX_IGNORES = 20
 _REASON = re.compile(r"# type: ignore\[[\w, -]+\]  # \w")

@@ -64,7 +64,8 @@ def open_channels(
     channels: dict[str, Group] = {}
     for edges in _rounds(len(line), is_ring):
         edge = next((edge for edge in edges if rank in edge), None)
-        # tests/helpers/schedule_proof.py proves that schedules complete with these communicators.
+        # tests/kit/layouts/schedule_proof.py proves that schedules complete with these
+        # communicators.
         for name, source in (("activations", 0), ("gradients", 1)):
             if edge is None:  # this rank must make as many groups as other ranks
                 make((world.rank,))

@@ -36,11 +36,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.helpers import broken_runs, power_check  # noqa: E402
-from tests.helpers.file_calls import Breakage, why_not  # noqa: E402
-from tests.helpers.rank_pool import RankPool, RanksFailed  # noqa: E402
-from tests.helpers.runs import assert_same_run  # noqa: E402
-from tests.helpers.tiny import make_tiny_data  # noqa: E402
+from tests.kit.faults import broken_runs, power_check  # noqa: E402
+from tests.kit.faults.disk import Breakage, why_not  # noqa: E402
+from tests.kit.ranks.pool import RankPool, RanksFailed  # noqa: E402
+from tests.kit.runs.results import assert_same_run  # noqa: E402
+from tests.kit.runs.tiny import make_tiny_data  # noqa: E402
 
 LONG = {
     "train__max_steps": 40,

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.processes import children_of  # noqa: E402
+from tests.kit.ranks.processes import children_of  # noqa: E402
 
 WORDS = "the of and to in is that for it as was with be by on not he his but at are this été 漢字"
 

@@ -34,7 +34,7 @@ from data_kill import differences, tree, write_corpus
 
 sys.path.insert(0, str(jobs.ROOT))
 
-from tests.helpers.programs import install
+from tests.kit.ranks.processes import install
 
 JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 

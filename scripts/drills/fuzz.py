@@ -3,10 +3,10 @@
 
     python scripts/drills/fuzz.py [--minutes M] [--seed S] [--out fuzz.jsonl] [--case JSON]
 
-Cases are drawn by tests/helpers/fuzz.py. Results are added to --out line by line, and the draw goes
-on behind those that stand there: give the same command to go on. A case that fails is made simpler
-while it goes on failing; the command that runs it alone is printed. At the end: how many cases,
-which choices were met how often, what failed. Exit status 0: every promise held.
+Cases are drawn by tests/kit/faults/fuzz.py. Results are added to --out line by line, and the draw
+goes on behind those that stand there: give the same command to go on. A case that fails is made
+simpler while it goes on failing; the command that runs it alone is printed. At the end: how many
+cases, which choices were met how often, what failed. Exit status 0: every promise held.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.helpers.fuzz import Bench, Case, axes, draw, is_legal, shrink  # noqa: E402
-from tests.helpers.rank_pool import RankPool  # noqa: E402
+from tests.kit.faults.fuzz import Bench, Case, axes, draw, is_legal, shrink  # noqa: E402
+from tests.kit.ranks.pool import RankPool  # noqa: E402
 
 
 def main() -> int:

@@ -4,7 +4,7 @@
     python scripts/drills/hostile_files.py --cases 20000 [--seed S] [--jobs 2] [--only FORMAT]
         [--case K] [--out findings.jsonl]
 
-Cases are drawn by tests/helpers/hostile_judge.py: the same seed, number and --only give the same
+Cases are drawn by tests/kit/faults/judge.py: the same seed, number and --only give the same
 case. Every finding is written to --out with seed and number; `--case K` repeats that one alone
 and prints its output. The table at the end counts outcomes by format. Exit status 0: no finding.
 """
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OPTIMUS_IPEX": "0"}
 
-from tests.helpers.hostile import Arena  # noqa: E402
-from tests.helpers.hostile_judge import describe, draw  # noqa: E402
+from tests.kit.faults.arena import Arena  # noqa: E402
+from tests.kit.faults.judge import describe, draw  # noqa: E402
 
 _PROGRESS_S = 5.0
 _OUTCOMES = ("refused", "same", "other", "finding")

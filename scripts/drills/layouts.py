@@ -4,7 +4,7 @@
     python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N]
 
 All factorisations over pp, dp, ep and tp, with every schedule, model, dtype and batch of
-`tests/helpers/layouts.py`. The promise of deterministic mode for a layout decides on its run.
+`tests/kit/layouts/matrix.py`. The promise of deterministic mode for a layout decides on its run.
 Results are added to --out line by line, and cases that it contains are not run again: give the same
 command to continue. Exit status 0: every promise was kept. A case that breaks its promise prints
 the command that runs it alone.
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.helpers.layouts import Case, Outcome, agree, all_cases, pairwise, run_case  # noqa: E402
-from tests.helpers.rank_pool import RankPool, RanksFailed  # noqa: E402
+from tests.kit.layouts.matrix import Case, Outcome, agree, all_cases, pairwise, run_case  # noqa: E402
+from tests.kit.ranks.pool import RankPool, RanksFailed  # noqa: E402
 
 
 def main() -> int:

@@ -30,8 +30,16 @@ sys.path.insert(0, str(ROOT))
 from optimus.checkpoint import format as format_module  # noqa: E402
 from optimus.checkpoint import shard_file  # noqa: E402
 from optimus.checkpoint.format import Index  # noqa: E402
-from tests.helpers.reshard import BLOCK_BYTES, Layout, Pair, all_layouts  # noqa: E402
-from tests.helpers.shards import all_shapes, assert_loads, save, whole_states  # noqa: E402
+from tests.kit.layouts.reshard import (  # noqa: E402  # noqa: E402
+    BLOCK_BYTES,
+    Layout,
+    Pair,
+    all_layouts,
+    all_shapes,
+    assert_loads,
+    save,
+    whole_states,
+)
 
 
 def choose(every: list[Layout], args: argparse.Namespace) -> list[Pair]:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from optimus.observe.metrics import read_json_lines  # noqa: E402
-from tests.helpers.runs import metrics_of, weights_of  # noqa: E402
+from tests.kit.runs.results import metrics_of, weights_of  # noqa: E402
 
 START = "85d2d92"
 """The commit that a refactoring is compared with unless --against names another."""

@@ -25,9 +25,9 @@ import slurm_jobs as jobs
 sys.path.insert(0, str(jobs.ROOT))
 
 from optimus.config import dump_toml, make_config
-from tests.helpers.programs import install
-from tests.helpers.runs import metrics_of
-from tests.helpers.tiny import make_tiny_data, tiny_tree
+from tests.kit.ranks.processes import install
+from tests.kit.runs.results import metrics_of
+from tests.kit.runs.tiny import make_tiny_data, tiny_tree
 
 JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "train.sh"
 LAYOUT = ("parallel.pp=2", "parallel.dp=2")

@@ -11,7 +11,7 @@ from optimus.bench import profile
 from optimus.bench.profile import format_profile, profile_step
 from optimus.config import make_config
 from optimus.errors import ConfigError
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.tiny import tiny_tree
 
 BOTH_PASSES = ("norms", "rotary", "attention", "projections", "vocabulary", "router", "embedding")
 BOTH_PASSES += ("experts, rows", "experts, products", "cross-entropy")

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from optimus.io import files
-from tests.helpers import broken_runs, file_calls, power_check
-from tests.helpers.broken_runs import Save
-from tests.helpers.file_calls import Action, Call
-from tests.helpers.power_check import replay
-from tests.helpers.power_loss import Disk
-from tests.helpers.rank_pool import RankPool
+from tests.kit.faults import broken_runs, power_check
+from tests.kit.faults.broken_runs import Save
+from tests.kit.faults.disk import Action, Call, why_not
+from tests.kit.faults.power_check import replay
+from tests.kit.faults.power_loss import Disk
+from tests.kit.ranks.pool import RankPool
 
 DEATHS = (2, 1)
 """Number of kills of each rank, of about 250."""
@@ -26,7 +26,7 @@ DEATHS = (2, 1)
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory) -> Iterator[RankPool]:
-    if why := file_calls.why_not():
+    if why := why_not():
         pytest.skip(why)
     with broken_runs.breaking_pool(tmp_path_factory.mktemp("pool")) as pool:
         yield pool

@@ -16,9 +16,9 @@ from optimus.checkpoint import inspect, shard_file, store
 from optimus.checkpoint.inspect import balance
 from optimus.cli import main
 from optimus.io import files
-from tests.helpers.damage import flip
-from tests.helpers.runs import train_on
-from tests.helpers.tiny import tiny_tree
+from tests.kit.faults.disk import flip
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import train_on
 
 
 @pytest.fixture(scope="module")

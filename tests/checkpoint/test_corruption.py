@@ -10,8 +10,8 @@ import pytest
 
 from optimus.checkpoint import store
 from optimus.checkpoint.load import load_full
-from tests.helpers import small_saves
-from tests.helpers.damage import flip_one, lengthen, truncate, zero
+from tests.kit.faults.disk import flip_one, lengthen, truncate, zero
+from tests.kit.runs import saves
 
 FLIPS = int(os.environ.get("OPTIMUS_TEST_FLIPS", "1000"))
 
@@ -19,7 +19,7 @@ FLIPS = int(os.environ.get("OPTIMUS_TEST_FLIPS", "1000"))
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
     for step in (1, 2):
-        small_saves.save(tmp_path, step)
+        saves.save(tmp_path, step)
     return tmp_path
 
 
@@ -28,7 +28,7 @@ def load_as_a_run_does(run_dir: Path) -> int:
     damaged = {}
     while True:
         start = store.decide_start(run_dir, "auto", damaged)
-        states = small_saves.make_states(0)
+        states = saves.make_states(0)
         if not (problem := load_full(states, start.full, "broadcast")):
             break
         damaged[start.full.path] = problem

@@ -25,9 +25,9 @@ from optimus.io.files import read_regular
 from optimus.io.safetensors import TensorFiles
 from optimus.train.resolve import read_inputs
 from tests.data_prep.corpus import write_sentencepiece
-from tests.helpers.damage import flip
-from tests.helpers.runs import run_tree
-from tests.helpers.tiny import VOCAB, make_tiny_data, tiny_tree
+from tests.kit.faults.disk import flip
+from tests.kit.runs.tiny import VOCAB, make_tiny_data, tiny_tree
+from tests.kit.runs.training import run_tree
 
 transformers = pytest.importorskip("transformers")
 

@@ -25,9 +25,19 @@ from optimus.chunks.layout import STATES
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
-from tests.helpers.held import Holdings, layout_config
-from tests.helpers.reshard import BLOCK_BYTES, all_layouts, pairwise
-from tests.helpers.shards import all_shapes, assert_loads, requests_of, save, take, whole_states
+from tests.kit.layouts.reshard import (
+    BLOCK_BYTES,
+    Holdings,
+    all_layouts,
+    all_shapes,
+    assert_loads,
+    layout_config,
+    pairwise,
+    requests_of,
+    save,
+    take,
+    whole_states,
+)
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

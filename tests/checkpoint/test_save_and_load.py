@@ -17,13 +17,13 @@ from optimus.checkpoint.load import load_full
 from optimus.checkpoint.save import FullSaver, RankStates
 from optimus.checkpoint.slices import StateSlice
 from optimus.errors import CheckpointError, OptimusError
-from tests.helpers import small_saves
-from tests.helpers.whole import read_whole
+from tests.kit.runs import saves
+from tests.kit.runs.results import read_whole
 
 
 def with_a_master_alone(step: int) -> RankStates:
     """Return states whose first chunk is frozen: a bf16 master without moments."""
-    states = small_saves.make_states(step)
+    states = saves.make_states(step)
     first, *others = states.shards
     values = torch.arange(first.chunk.length) + step
     frozen = replace(first, states={"master": values.to(torch.bfloat16)})
@@ -31,13 +31,13 @@ def with_a_master_alone(step: int) -> RankStates:
 
 
 def save(states: RankStates, path: Path) -> None:
-    small_saves.save_full(states, path, step=1)
+    saves.save_full(states, path, step=1)
 
 
 def test_a_frozen_chunk_without_moments_is_saved_and_loaded(tmp_path):
     saved, loaded = with_a_master_alone(5), with_a_master_alone(0)
     settings = {"optim.frozen": ["*"]}
-    small_saves.save_full(saved, tmp_path / "c", step=1, settings=settings)
+    saves.save_full(saved, tmp_path / "c", step=1, settings=settings)
     manifest = store.read_manifest(tmp_path / "c")
     manifest.verify()
     assert load_full(loaded, manifest, "broadcast") == ""
@@ -47,7 +47,7 @@ def test_a_frozen_chunk_without_moments_is_saved_and_loaded(tmp_path):
             elements = slice(slot.start, slot.stop)
             for state, flat in shard.states.items():
                 assert torch.equal(flat[elements], other.states[state][elements])
-    problem = load_full(small_saves.make_states(0), manifest, "broadcast")
+    problem = load_full(saves.make_states(0), manifest, "broadcast")
     assert problem == f"{tmp_path}/c: the index holds not every state of parameter a"
 
 
@@ -58,9 +58,9 @@ def test_device_states_are_read_in_bounded_batches(monkeypatch):
 
 
 def test_parameters_of_another_model_are_named(tmp_path):
-    save(small_saves.make_states(1), tmp_path / "c")
+    save(saves.make_states(1), tmp_path / "c")
     manifest = store.read_manifest(tmp_path / "c")
-    tensors = {name: torch.empty(shape) for name, shape in small_saves.SHAPES.items()}
+    tensors = {name: torch.empty(shape) for name, shape in saves.SHAPES.items()}
     read_whole(manifest, tensors)
     wrong = {
         "tensor c does not exist in this model": {name: tensors[name] for name in "ab"},
@@ -76,10 +76,10 @@ def test_parameters_of_another_model_are_named(tmp_path):
 def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
     """The header and size are compared before the commit, and both checkpoints stay."""
     for step in (1, 2):
-        small_saves.save(tmp_path, step)
+        saves.save(tmp_path, step)
 
     def write(directory: Path) -> None:
-        small_saves.write_config(directory)
+        saves.write_config(directory)
         shard = directory / "shard-00000.bin"
         if harm == "cut":
             os.truncate(shard, shard.stat().st_size - 1)
@@ -91,8 +91,8 @@ def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
         "another": "belongs to another checkpoint",
     }
     with pytest.raises(OptimusError, match=messages[harm]):
-        states = small_saves.make_states(3)
-        small_saves.save_full(states, store.full_path(tmp_path, 3), write, step=3)
+        states = saves.make_states(3)
+        saves.save_full(states, store.full_path(tmp_path, 3), write, step=3)
     names = sorted(path.name for path in store.checkpoints_dir(tmp_path).iterdir())
     assert names == ["step-00000001", "step-00000002"]
 
@@ -102,14 +102,14 @@ def test_an_unexpected_error_at_the_start_of_a_save_is_raised_on_all_ranks(tmp_p
     with pytest.raises(
         OptimusError, match="step-00000001 not written: ZeroDivisionError: division"
     ):
-        small_saves.save(tmp_path, 1)
+        saves.save(tmp_path, 1)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_a_hanging_directory_is_reported_in_time(tmp_path, monkeypatch):
     resume = threading.Event()
     monkeypatch.setattr(save_module.store, "create", lambda *_: resume.wait(10))
-    states = small_saves.make_states(1)
+    states = saves.make_states(1)
     saver = FullSaver(states, "balanced", limit_s=0.1)
     with pytest.raises(OptimusError, match=r"c not opened within 0.1 s: .* is slow or hangs"):
         saver.begin(states, tmp_path / "c", lambda directory: None, step=1)
@@ -117,17 +117,17 @@ def test_a_hanging_directory_is_reported_in_time(tmp_path, monkeypatch):
 
 
 def test_staged_states_may_change_at_once(tmp_path):
-    states = small_saves.make_states(3)
+    states = saves.make_states(3)
     saver = FullSaver(states, "balanced", staged=True)
     for step in (3, 4):  # both saves use the same memory
         for shard in states.shards:
             for flat in shard.states.values():
                 flat.fill_(step)
-        async_save = saver.begin(states, tmp_path / f"{step}", small_saves.write_config, step=step)
+        async_save = saver.begin(states, tmp_path / f"{step}", saves.write_config, step=step)
         for shard in states.shards:
             for flat in shard.states.values():
                 flat.fill_(99)
         assert async_save.drain().failure is None
-        whole = {name: torch.empty(shape) for name, shape in small_saves.SHAPES.items()}
+        whole = {name: torch.empty(shape) for name, shape in saves.SHAPES.items()}
         read_whole(store.read_manifest(tmp_path / f"{step}"), whole, "exp_avg")
         assert all((tensor == step).all() for tensor in whole.values())

@@ -41,11 +41,11 @@ from optimus.io.safetensors_writer import (
 )
 from optimus.launch.environment import read_launch_env
 from optimus.parallel.placement import whole_model
-from tests.helpers.memory import peak_of
-from tests.helpers.reshard import pairwise
-from tests.helpers.saves import BOTH, Ended, run_with, warnings
-from tests.helpers.shards import all_shapes, ends_of
-from tests.helpers.tiny import tiny_tree
+from tests.kit.layouts.reshard import all_shapes, ends_of, pairwise
+from tests.kit.ranks.processes import peak_of
+from tests.kit.runs.saves import BOTH
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import Ended, run_with, warnings
 
 LARGE = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
 LARGE |= {"model__intermediate_size": 512, "model__num_attention_heads": 4, "model__num_layers": 2}

@@ -16,7 +16,7 @@ import xxhash
 from optimus.checkpoint import shard_file
 from optimus.checkpoint.shard_file import Identity, ShardReader, ShardWriter, Stop, header
 from optimus.errors import CheckpointError, OptimusError
-from tests.helpers.damage import flip, flip_one, lengthen, truncate, zero
+from tests.kit.faults.disk import flip, flip_one, lengthen, truncate, zero
 
 OURS = Identity("g", 3, 0)
 

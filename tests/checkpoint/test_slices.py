@@ -12,8 +12,8 @@ from optimus.checkpoint import slices as slices_module
 from optimus.checkpoint.slices import Share, share_of, slices_to_read, slices_to_write
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
-from tests.helpers.held import Holdings, layout_config
-from tests.helpers.tiny import DENSE
+from tests.kit.layouts.reshard import Holdings, layout_config
+from tests.kit.runs.tiny import DENSE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MESHES = [

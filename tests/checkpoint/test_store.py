@@ -13,7 +13,7 @@ from optimus.checkpoint.format import INDEX, encode
 from optimus.checkpoint.store import write_checkpoint
 from optimus.errors import CheckpointError
 from optimus.io import files
-from tests.helpers.disks import immutable
+from tests.kit.faults.disk import immutable
 
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 

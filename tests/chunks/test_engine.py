@@ -22,8 +22,8 @@ from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from tests.helpers.tiny import tiny_config
-from tests.helpers.whole import whole_of
+from tests.kit.layouts.whole import whole_of
+from tests.kit.runs.tiny import tiny_config
 
 OPTIM = OptimConfig(lr=1e-2, min_lr=0.0, weight_decay=0.1)
 

@@ -14,7 +14,7 @@ from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
 from optimus.errors import ConfigError
 from optimus.observe.events import TrafficMeter
-from tests.helpers.worlds import everyone
+from tests.kit.ranks.worlds import everyone
 
 SHAPES = {"first": (4, 8), "second": (64,), "third": (64,)}
 

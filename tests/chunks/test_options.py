@@ -9,7 +9,7 @@ from optimus.chunks.options import ParamOptions, check_patterns, options_of
 from optimus.config import OptimConfig
 from optimus.errors import ConfigError
 from optimus.parallel.placement import whole_model
-from tests.helpers.tiny import tiny_config
+from tests.kit.runs.tiny import tiny_config
 
 NAMES = dict(whole_model(tiny_config("d", "r").model).named_parameters())
 

@@ -14,11 +14,12 @@ from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
 from optimus.observe.events import TrafficMeter
-from tests.helpers.changed_runs import poison
-from tests.helpers.runs import assert_same_run, metrics_of, train_on
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.whole import whole_of
-from tests.helpers.worlds import everyone
+from tests.kit.faults.nonfinite import poison
+from tests.kit.layouts.whole import whole_of
+from tests.kit.ranks.worlds import everyone
+from tests.kit.runs.results import assert_same_run, metrics_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import train_on
 
 FAST = {
     # "auto" measures times and may choose another implementation, with other bits, in another run.

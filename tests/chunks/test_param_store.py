@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.chunks.test_residency import fewest_gathers, forward_uses
-from tests.helpers.tower import (
+from tests.kit.layouts.tower import (
     ALL_HOOKS,
     CHUNK,
     Case,

@@ -20,8 +20,8 @@ from optimus.chunks.residency import Residency
 from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import ALONE, Group, group_of
-from tests.helpers.whole import whole_of
-from tests.helpers.worlds import everyone
+from tests.kit.layouts.whole import whole_of
+from tests.kit.ranks.worlds import everyone
 
 SHAPE = (5, 7)
 

@@ -16,7 +16,7 @@ from optimus.chunks.residency import (
     plan_residency,
     use_order,
 )
-from tests.helpers.tower import planned_gathers
+from tests.kit.layouts.tower import planned_gathers
 
 F, B = Pass(0, False), Pass(0, True)
 

@@ -9,7 +9,7 @@ from optimus.config import Config, dump_toml, load_config, make_config
 from optimus.config.checks import nearest_divisor
 from optimus.config.load import SYNONYMS, _hint, _section_type
 from optimus.errors import ConfigError
-from tests.helpers.tiny import DENSE, tiny_tree
+from tests.kit.runs.tiny import DENSE, tiny_tree
 
 MODEL = """
 [model]

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.dataset import reader
-from tests.helpers.tiny import CONTEXT, reshuffled
+from tests.kit.runs.tiny import CONTEXT, reshuffled
 
 
 @pytest.fixture(scope="session")

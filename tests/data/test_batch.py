@@ -4,7 +4,7 @@ import pytest
 
 from optimus.data.batch import MAX_MICROBATCHES, plan_batch
 from optimus.errors import ConfigError
-from tests.helpers.tiny import tiny_config
+from tests.kit.runs.tiny import tiny_config
 
 
 def config(**overrides):

@@ -22,7 +22,7 @@ from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DamageError, DataError
 from tests.data_prep.corpus import shards
-from tests.helpers.tiny import CONTEXT, VOCAB, reshuffled
+from tests.kit.runs.tiny import CONTEXT, VOCAB, reshuffled
 
 
 def test_attributes_are_those_of_the_manifest(tiny_data):

@@ -13,7 +13,7 @@ from data_prep.dataset.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DataError
-from tests.helpers.tiny import CONTEXT, reshuffled
+from tests.kit.runs.tiny import CONTEXT, reshuffled
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from data_prep.cli import main
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT
 
 CONTEXT = 16
 EOS = "<|endoftext|>"

@@ -15,7 +15,7 @@ from data_prep.sources.inputs import InputFile, find_inputs
 from optimus.errors import DataError
 from tests.data_prep.corpus import refused, tree
 from tests.data_prep.test_tokenize import stored_documents
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT
 
 GOOD = json.dumps({"text": "good text"}) + "\n"
 WHOLE_GZ = gzip.compress((GOOD * 50_000).encode(), mtime=0)

@@ -10,7 +10,7 @@ from data_prep.cli import main
 from data_prep.pipeline.shard import PROCESS_BYTES
 from data_prep.shuffle import gather
 from tests.data_prep.corpus import killed_until_done, run_arguments, tree
-from tests.helpers.damage import flip
+from tests.kit.faults.disk import flip
 
 
 @pytest.mark.parametrize("block", ["one run", "many runs"])

@@ -12,7 +12,7 @@ import pytest
 from data_prep.runtime import child
 from data_prep.tokenizer import tokenizer
 from optimus.errors import DataError
-from tests.helpers.programs import python
+from tests.kit.ranks.processes import python
 
 
 def test_results_and_exceptions_are_returned():

@@ -15,7 +15,7 @@ from data_prep.cli.options import size
 from data_prep.pipeline.train_tokenizer import EOS
 from data_prep.runtime.progress import Progress, short
 from tests.data_prep.corpus import documents, refused, run_arguments, train_arguments, tree
-from tests.helpers.programs import ROOT, python
+from tests.kit.ranks.processes import ROOT, python
 
 
 def test_nothing_heavy_is_loaded_before_it_is_needed():

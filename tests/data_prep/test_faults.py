@@ -9,8 +9,8 @@ import pytest
 from data_prep.cli import main
 from optimus.io import files
 from tests.data_prep.corpus import in_child, refused, run_arguments, tree
-from tests.helpers.disks import small_disk
-from tests.helpers.programs import ROOT, python
+from tests.kit.faults.disk import small_disk
+from tests.kit.ranks.processes import ROOT, python
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from tests.data_prep.corpus import (
     tree,
 )
 from tests.data_prep.test_ranks import start_rank, statuses
-from tests.helpers.damage import flip
-from tests.helpers.programs import python
+from tests.kit.faults.disk import flip
+from tests.kit.ranks.processes import python
 
 
 def arrays(out) -> list[str]:

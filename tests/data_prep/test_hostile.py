@@ -38,7 +38,7 @@ from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
 from optimus.errors import DamageError, DataError, OptimusError
 from optimus.io import files
-from tests.helpers.programs import python
+from tests.kit.ranks.processes import python
 
 DEEP = "[" * 200_000 + "]" * 200_000
 

@@ -22,7 +22,7 @@ from tests.data_prep.corpus import (
     train_arguments,
     tree,
 )
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT
 
 
 @pytest.mark.parametrize("workers", [2, 3])

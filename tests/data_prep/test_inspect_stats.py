@@ -29,8 +29,8 @@ from tests.data_prep.corpus import (
     train_arguments,
     write_sentencepiece,
 )
-from tests.helpers.damage import flip
-from tests.helpers.programs import python
+from tests.kit.faults.disk import flip
+from tests.kit.ranks.processes import python
 
 
 @pytest.mark.parametrize("part", ["", "eval"])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.data_prep.corpus import run_arguments, tree
-from tests.helpers.programs import mpiexec, started
+from tests.kit.ranks.processes import mpiexec, started
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])

@@ -12,7 +12,7 @@ import pytest
 from data_prep.cli import main
 from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from tests.data_prep.corpus import run_arguments, tree, write_sentencepiece
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT
 
 
 def into_a_closed_pipe(words: list[str]) -> tuple[int, str]:

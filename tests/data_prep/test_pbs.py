@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.corpus import run_arguments, tree
-from tests.helpers import pbs
-from tests.helpers.programs import ROOT, install
+from tests.kit.ranks import pbs
+from tests.kit.ranks.processes import ROOT, install
 
 JOB_SCRIPT = ROOT / "scripts" / "pbs" / "data.sh"
 

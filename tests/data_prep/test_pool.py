@@ -15,8 +15,13 @@ from data_prep.runtime.pool import run_jobs
 from data_prep.runtime.progress import Progress
 from optimus.errors import DataError, OptimusError
 from tests.data_prep.corpus import run_arguments, tree
-from tests.helpers.processes import assert_gone, children_of, wait_until
-from tests.helpers.programs import started, write_hostile_modules
+from tests.kit.ranks.processes import (
+    assert_gone,
+    children_of,
+    started,
+    wait_until,
+    write_hostile_modules,
+)
 
 
 def square(context, index, advance):

@@ -16,7 +16,7 @@ from data_prep.cli import main
 from data_prep.pipeline.verify import verify
 from data_prep.tokenize import token_set
 from tests.data_prep.corpus import run_arguments, tree
-from tests.helpers.damage import flip
+from tests.kit.faults.disk import flip
 
 
 def damage(path, how: str) -> None:

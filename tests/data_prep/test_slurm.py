@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.corpus import run_arguments, tree
-from tests.helpers.programs import ROOT, install, started
+from tests.kit.ranks.processes import ROOT, install, started
 
 SLURM = ROOT / "scripts" / "drills" / "slurm.sh"
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian has the daemons

@@ -14,8 +14,7 @@ import pytest
 from data_prep.cli import main
 from optimus.io import files
 from tests.data_prep.corpus import run_arguments, tree
-from tests.helpers.processes import wait_until
-from tests.helpers.programs import ROOT
+from tests.kit.ranks.processes import ROOT, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 

@@ -14,8 +14,8 @@ from optimus.distributed import collectives
 from optimus.distributed.collectives import Group
 from optimus.errors import ConfigError, LostPeerError
 from optimus.observe.events import TrafficMeter
-from tests.helpers.rank_pool import RanksFailed
-from tests.helpers.worlds import everyone
+from tests.kit.ranks.pool import RanksFailed
+from tests.kit.ranks.worlds import everyone
 
 
 def run_all(dtype: torch.dtype) -> dict:

@@ -15,7 +15,7 @@ from optimus.distributed.world import World
 from optimus.errors import LostPeerError
 from optimus.launch.environment import LaunchEnv
 from optimus.observe.events import NO_RECORDER, Recorder, Recorders
-from tests.helpers.worlds import everyone, fake_world
+from tests.kit.ranks.worlds import everyone, fake_world
 
 GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 

@@ -16,7 +16,7 @@ from optimus.evaluate.generate import generate, sample_text
 from optimus.hf import write_hf
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from tests.helpers.tiny import tiny_config
+from tests.kit.runs.tiny import tiny_config
 
 
 def make_model() -> Transformer:

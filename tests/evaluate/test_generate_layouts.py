@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from optimus.evaluate.generate import generate
-from tests.helpers.tiny import CONTEXT, VOCAB, tiny_tree
-from tests.helpers.updates import make_updater
+from tests.kit.runs.tiny import CONTEXT, VOCAB, tiny_tree
+from tests.kit.runs.training import make_updater
 
 NEW_TOKENS = 5
 

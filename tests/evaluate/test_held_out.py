@@ -8,7 +8,7 @@ from optimus.distributed.collectives import ALONE
 from optimus.evaluate.held_out import by_model, held_out_loss
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from tests.helpers.tiny import tiny_config
+from tests.kit.runs.tiny import tiny_config
 
 
 @pytest.mark.parametrize("instances, batch", [(0, 8), (5, 2), (1, 8), (10_000, 16)])

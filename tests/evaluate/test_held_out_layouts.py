@@ -6,8 +6,8 @@ import pytest
 
 from optimus.data.dataset import TokenDataset
 from optimus.evaluate.held_out import HeldOutLoss, held_out_loss
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_updater
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_updater
 
 INSTANCES = ((7, 2), (2, 3), (0, 4))
 """Pairs (number of held-out instances, batch size). The number 0 selects all instances."""

@@ -32,9 +32,12 @@ from data_prep.tokenize import writer  # noqa: E402
 from optimus.io import files  # noqa: E402
 from optimus.observe.metrics import read_json_lines  # noqa: E402
 from tests.data_prep.corpus import run_killed_at  # noqa: E402
-from tests.helpers import golden  # noqa: E402
-from tests.helpers.golden import CONTINUED, STEP  # noqa: E402
-from tests.helpers.runs import metrics_of  # noqa: E402
+from tests.kit.runs import results  # noqa: E402
+from tests.kit.runs.results import (  # noqa: E402
+    CONTINUED,
+    STEP,
+    metrics_of,
+)
 
 EOS = "<|endoftext|>"
 CONTEXT = 16
@@ -204,7 +207,7 @@ def main() -> None:
     write_text()
     write_tokenizers()
     write_configurations()
-    expected = {"commit": commit, "machine": golden.machine()}
+    expected = {"commit": commit, "machine": results.machine()}
     expected["data"] = make_data()
     expected["interrupted"] = make_interrupted()
     expected["runs"] = {name: make_run(name) for name in RUNS}
@@ -294,10 +297,10 @@ def make_data() -> dict[str, dict]:
         if name == "again":
             optimus_data("shard", "data/again", "--workers", "1")
         path = Path("data", name)
-        expected[name] = {"command": command, "instances": golden.hash_instances(path)}
+        expected[name] = {"command": command, "instances": results.hash_instances(path)}
         if (path / "eval" / "manifest.json").exists():
-            expected[name]["held_out"] = golden.hash_instances(path / "eval")
-        expected[name]["files"] = golden.hash_files(path)
+            expected[name]["held_out"] = results.hash_instances(path / "eval")
+        expected[name]["files"] = results.hash_files(path)
     return expected
 
 
@@ -324,7 +327,7 @@ def make_interrupted() -> dict[str, dict]:
             path.unlink()  # its name contains the name of this machine
         with in_copy():
             optimus_data(*command)
-            expected[name] = {"command": command, "files": golden.hash_files(interrupted)}
+            expected[name] = {"command": command, "files": results.hash_files(interrupted)}
     return expected
 
 
@@ -339,20 +342,20 @@ def make_run(name: str) -> dict:
     optimus(*start, f"train.stop_at_step={STEP}", *ranks)
     (run / ".lock").unlink()
     expected = {"ranks": RUNS[name], "command": [*start, f"train.stop_at_step={STEP}"]}
-    expected["states"] = golden.hash_states(run)
+    expected["states"] = results.hash_states(run)
     evaluate = ("--instances", 8, "--json")
     with in_copy():
         optimus(*start, *ranks)
-        expected["continued"] = {"metrics": continued(run), "states": golden.hash_states(run)}
+        expected["continued"] = {"metrics": continued(run), "states": results.hash_states(run)}
         expected["continued"]["eval"] = read_json_lines(run / "eval.jsonl")[-1]
     full = run / "checkpoints" / f"step-{STEP:08d}"
     expected["loss"] = json.loads(optimus("eval", full, "data/more", *evaluate))["loss"]
     with in_copy():
         optimus("checkpoint", "export", full, "exported", "--dtype", "fp32")
-        expected["exported"] = golden.hash_weights(Path("exported"))
+        expected["exported"] = results.hash_weights(Path("exported"))
     if name in WITH_MODELS:
         model = run / "checkpoints" / f"model-{STEP:08d}"
-        expected["model"] = {"weights": golden.hash_weights(model)}
+        expected["model"] = {"weights": results.hash_weights(model)}
         loss = json.loads(optimus("eval", model, "data/more", *evaluate))["loss"]
         expected["model"]["loss"] = loss
         with in_copy():

@@ -11,7 +11,7 @@ import torch
 
 from optimus_kernels import build
 from optimus_kernels.library import Native
-from tests.helpers import kernel_checks as checks
+from tests.kernels import op_checks as checks
 
 MANY = checks.ROUTINGS[-1]
 PRIMES = checks.ROUTINGS[1]

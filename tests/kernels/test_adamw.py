@@ -15,7 +15,7 @@ from torch import Tensor
 import optimus_kernels.adamw as module
 from optimus_kernels import adamw_, build, library
 from optimus_kernels.library import Native
-from tests.helpers.cuda_cpu import CudaOnCpu
+from tests.kernels.on_cpu import CudaOnCpu
 
 VECTOR = 16
 SIZE = 4096

@@ -14,7 +14,7 @@ import pytest
 
 from optimus_kernels import backend, build, cache
 from optimus_kernels.cache import KernelError
-from tests.helpers.processes import wait_until
+from tests.kit.ranks.processes import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 BLOCKED = """#!/bin/sh

@@ -14,9 +14,9 @@ import torch
 
 from optimus_kernels import backend, build, library
 from optimus_kernels.cache import Entry, KernelError
-from tests.helpers import kernel_checks as checks
-from tests.helpers.cuda_cpu import CudaOnCpu
-from tests.helpers.forms import needs_torch_form
+from tests.kernels import op_checks as checks
+from tests.kernels.on_cpu import CudaOnCpu
+from tests.kernels.op_checks import needs_torch_form
 from tests.kernels.planted import BUGS
 
 # `optimus_kernels.grouped_mm` is the op. The module has the same name, and stores the selected

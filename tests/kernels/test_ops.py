@@ -20,7 +20,7 @@ from optimus_kernels.reduction import reference_backward as reduce_backward_refe
 from optimus_kernels.route import reference as route_reference
 from optimus_kernels.swiglu import reference as swiglu_reference
 from optimus_kernels.swiglu import reference_backward as swiglu_backward_reference
-from tests.helpers.forms import in_form, needs_torch_form
+from tests.kernels.op_checks import in_form, needs_torch_form
 
 ops = torch.ops.optimus
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ import torch
 
 from optimus_kernels import product as products
 from optimus_kernels.product import amx_kernel, fastest_library, onednn, product
-from tests.helpers.programs import python
+from tests.kit.ranks.processes import python
 
 SIZES = [(1, 1, 1), (3, 5, 7), (33, 17, 65), (64, 96, 128), (600, 48, 2048), (40, 700, 1100)]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from optimus_kernels import library
-from tests.helpers import kernel_checks as checks
-from tests.helpers import sycl_cpu
+from tests.kernels import on_cpu
+from tests.kernels import op_checks as checks
 from tests.kernels.planted import BUGS, Bug
 
-PREFIX = sycl_cpu.find_wheels()
+PREFIX = on_cpu.find_wheels()
 pytestmark = [
     pytest.mark.skipif(isinstance(PREFIX, str), reason=str(PREFIX)),
     pytest.mark.usefixtures("filled"),
@@ -22,14 +22,14 @@ SMALL = [routing for routing in checks.ROUTINGS if routing.tokens < 1000]
 
 
 @pytest.fixture(scope="module")
-def sycl(tmp_path_factory: pytest.TempPathFactory) -> sycl_cpu.SyclOnCpu:
+def sycl(tmp_path_factory: pytest.TempPathFactory) -> on_cpu.SyclOnCpu:
     """Compile all launchers and functors of csrc/sycl."""
-    proof = sycl_cpu.SyclOnCpu(PREFIX, tmp_path_factory.mktemp("sycl"))
+    proof = on_cpu.SyclOnCpu(PREFIX, tmp_path_factory.mktemp("sycl"))
     proof.build(proof.source)
     return proof
 
 
-@pytest.fixture(params=sycl_cpu.LANES)
+@pytest.fixture(params=on_cpu.LANES)
 def lanes(request, sycl, monkeypatch) -> Iterator[int]:
     """Make all ops run the SYCL kernels, and return the number of lanes in a sub-group."""
     sycl.use(sycl.source, request.param)
@@ -104,5 +104,5 @@ def test_planted_bug_is_detected(sycl, monkeypatch, tmp_path, bug):
 def test_code_that_a_device_cannot_run_is_refused(sycl, tmp_path, new, message):
     old = "const int64_t pieces = route_pieces(slots);"
     bug = Bug("", "include/gpu/route.h", old, f"{old} {new}", "", lambda native: None)
-    with pytest.raises(sycl_cpu.DeviceCodeError, match=message):
+    with pytest.raises(on_cpu.DeviceCodeError, match=message):
         sycl.compile(bug.plant(tmp_path) / "sycl/kernels.sycl")

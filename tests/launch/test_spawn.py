@@ -12,10 +12,15 @@ import pytest
 
 from optimus.config import dump_toml, make_config
 from optimus.launch.spawn import _run_status
-from tests.helpers.processes import assert_gone, children_of, wait_until
-from tests.helpers.programs import started, write_hostile_modules
-from tests.helpers.runs import train_on
-from tests.helpers.tiny import tiny_tree
+from tests.kit.ranks.processes import (
+    assert_gone,
+    children_of,
+    started,
+    wait_until,
+    write_hostile_modules,
+)
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import train_on
 from tests.train.test_run import assert_same_run, metrics_of
 
 

@@ -10,7 +10,7 @@ import optimus_kernels as kernels
 from optimus.model import deferred_gradients
 from optimus.model.moe import Experts
 from optimus_kernels import experts_loop
-from tests.helpers.forms import FORMS, in_form
+from tests.kernels.op_checks import FORMS, in_form
 from tests.model.small import small_config
 
 # 480 rows per expert: with 385 rows or more, MKL's addmm adds a product to the sum block by block

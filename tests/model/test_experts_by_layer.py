@@ -22,7 +22,7 @@ from optimus.observe.health import measure_expert_load
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
 from optimus.train.resolve import resolve
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.tiny import tiny_tree
 from tests.model.small import small_config, small_model, some_tokens
 
 MIXED = {"num_layers": 4, "num_experts": [0, 5, 3, 0], "dense_intermediate_size": 40}

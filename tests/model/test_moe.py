@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import optimus_kernels as kernels
 from optimus.model.moe import Experts, FastSparseMoE
-from tests.helpers.forms import FORMS, in_form
+from tests.kernels.op_checks import FORMS, in_form
 from tests.model.small import relative, small_config
 
 D, INNER, E = 32, 24, 5

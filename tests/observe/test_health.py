@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from optimus.observe.health import Notice, TrainingHealth
-from tests.helpers.runs import run_tree
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import run_tree
 from tests.model.small import small_config
 
 SIXTEEN = small_config(num_experts=16, num_experts_per_tok=2, num_layers=2)

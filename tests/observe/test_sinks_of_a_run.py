@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from optimus.observe.metrics import read_json_lines
-from tests.helpers.runs import told_by
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import told_by
 
 
 def test_actions_traffic_start_up_and_load_reach_the_sinks(ranks, tiny_data, tmp_path):

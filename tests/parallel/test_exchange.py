@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimus.parallel import exchange
-from tests.helpers.worlds import everyone
+from tests.kit.ranks.worlds import everyone
 
 SIZE = 2
 

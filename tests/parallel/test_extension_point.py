@@ -15,7 +15,7 @@ from optimus.distributed.groups import plan_groups
 from optimus.distributed.mesh import Mesh
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
-from tests.helpers.tiny import DENSE, tiny_tree
+from tests.kit.runs.tiny import DENSE, tiny_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("optimus/parallel", "optimus/rank")

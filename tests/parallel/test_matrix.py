@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.layouts import (
+from tests.kit.layouts.matrix import (
     Agreement,
     Case,
     Outcome,

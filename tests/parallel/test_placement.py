@@ -12,8 +12,8 @@ from optimus.model.init import initial_value
 from optimus.parallel.apply import make_layout, make_placements
 from optimus.parallel.expert import ExpertParallel
 from optimus.parallel.placement import materialise, whole_model
-from tests.helpers.tiny import DENSE, tiny_tree
-from tests.helpers.whole import put
+from tests.kit.layouts.whole import put
+from tests.kit.runs.tiny import DENSE, tiny_tree
 
 MESHES = [Mesh(tp=2), Mesh(ep=4), Mesh(ep=2, tp=2), Mesh(pp=2), Mesh(pp=2, dp=2, ep=2, tp=2)]
 BIAS = {"model__attention_bias": True, "model__num_attention_heads": 4}

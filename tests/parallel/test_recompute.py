@@ -16,7 +16,7 @@ from optimus.parallel.recompute import (
     recompute_disabled,
 )
 from optimus_kernels.experts_loop import extra_rows
-from tests.helpers.tiny import DENSE, VOCAB, tiny_config
+from tests.kit.runs.tiny import DENSE, VOCAB, tiny_config
 
 TOKENS = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
 

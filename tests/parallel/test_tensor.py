@@ -15,8 +15,8 @@ from optimus.parallel.tensor import (
     VocabularyParallelEmbedding,
     VocabularyParallelLoss,
 )
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.worlds import everyone
+from tests.kit.ranks.worlds import everyone
+from tests.kit.runs.tiny import tiny_tree
 
 V, D, N = 11, 8, 6  # V is not a multiple of the number of ranks
 

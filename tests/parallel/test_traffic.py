@@ -16,7 +16,7 @@ from optimus.config import make_config
 from optimus.launch.environment import read_launch_env
 from optimus.model.flops import count_parameters
 from optimus.parallel.placement import whole_model
-from tests.helpers.tiny import CONTEXT, tiny_tree
+from tests.kit.runs.tiny import CONTEXT, tiny_tree
 
 T, D, K, L, N = CONTEXT, 32, 2, 2, CONTEXT - 1
 STREAM = 4 * T * D

@@ -19,8 +19,8 @@ from optimus.errors import ConfigError
 from optimus.parallel.placement import whole_model
 from optimus.planner.plan import format_plan, plan
 from optimus.rank.states import plan_rank, plan_ranks, states_of_rank
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_shard, make_updater, numbered
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_shard, make_updater, numbered
 from tests.planner.test_plan import CONFIGS
 
 FAST = {"train__deterministic": False}

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from optimus.checkpoint import store
 from optimus.cli import main as optimus
 from optimus.train import save as train_save
-from tests.helpers.changed_runs import break_element, damage_state, make_run, poison
-from tests.helpers.runs import metrics_of, run_and_catch, told_by, train_on
-from tests.helpers.tiny import tiny_tree
+from tests.kit.faults.nonfinite import break_element, damage_state, poison
+from tests.kit.runs.results import metrics_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_run, run_and_catch, told_by, train_on
 
 FAST = {"train__deterministic": False, "train__threads": 1}
 BF16 = {"train__dtype": "bf16"}

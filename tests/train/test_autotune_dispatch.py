@@ -11,8 +11,9 @@ import torch
 from optimus.config import make_config
 from optimus.distributed.mesh import Mesh
 from optimus.train import autotune
-from tests.helpers.runs import metrics_of, told_by
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.results import metrics_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import told_by
 
 EP2 = {
     "parallel__ep": 2,

@@ -22,8 +22,8 @@ from optimus.train.autotune import Answer, disagreement
 from optimus.train.loop import train
 from optimus_kernels import experts_grouped, experts_loop
 from optimus_kernels.grouped_mm import form
-from tests.helpers.forms import TORCH_FORM_WORKS, needs_torch_form
-from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
+from tests.kernels.op_checks import TORCH_FORM_WORKS, needs_torch_form
+from tests.kit.runs.tiny import DENSE, tiny_config, tiny_tree
 
 FAST = {
     "train__deterministic": False,

@@ -20,8 +20,8 @@ from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.observe.metrics import read_json_lines
 from optimus.train.loop import train
-from tests.helpers.forms import FORMS, in_form
-from tests.helpers.tiny import DENSE, VOCAB, tiny_config, tiny_tree
+from tests.kernels.op_checks import FORMS, in_form
+from tests.kit.runs.tiny import DENSE, VOCAB, tiny_config, tiny_tree
 
 FAST = {"train__deterministic": False, "train__threads": 1, "optim__warmup_steps": 1}
 

@@ -18,17 +18,11 @@ from optimus.checkpoint.save import FullSaver
 from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import JsonLines
 from optimus.train.loop import Run
-from tests.helpers.disks import immutable, small_disk
-from tests.helpers.runs import assert_same_run, metrics_of, train_on
-from tests.helpers.saves import (
-    BOTH,
-    Ended,
-    hold_writes,
-    run_with,
-    steps_kept,
-    warnings,
-)
-from tests.helpers.tiny import tiny_tree
+from tests.kit.faults.disk import immutable, small_disk
+from tests.kit.runs.results import assert_same_run, metrics_of
+from tests.kit.runs.saves import BOTH, hold_writes, steps_kept
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import Ended, run_with, train_on, warnings
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:

@@ -24,7 +24,7 @@ from optimus.distributed.world import end_run, start_world
 from optimus.errors import DataError, OptimusError
 from optimus.launch.environment import read_launch_env
 from optimus.train.loop import Run, train
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.tiny import tiny_tree
 
 
 def threads_of_gloo() -> list[str]:

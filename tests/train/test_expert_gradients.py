@@ -15,9 +15,9 @@ from optimus.distributed.world import World, start_world
 from optimus.errors import NonFiniteError
 from optimus.rank.model import RankModel
 from optimus_kernels import experts_loop
-from tests.helpers.tiny import CONTEXT, tiny_tree
-from tests.helpers.updates import make_updater, own_batch
-from tests.helpers.whole import whole_of
+from tests.kit.layouts.whole import whole_of
+from tests.kit.runs.tiny import CONTEXT, tiny_tree
+from tests.kit.runs.training import make_updater, own_batch
 
 BATCH, STEPS = 8, 2
 

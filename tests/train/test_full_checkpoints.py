@@ -26,11 +26,11 @@ from optimus.errors import CheckpointError
 from optimus.observe.metrics import read_json_lines
 from optimus.rank.model import RankModel
 from optimus.rank.states import states_of_rank
-from tests.helpers.damage import flip
-from tests.helpers.runs import assert_same_run, run_and_catch, run_tree, train_on
-from tests.helpers.small_saves import save_full
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_shard
+from tests.kit.faults.disk import flip
+from tests.kit.runs.results import assert_same_run
+from tests.kit.runs.saves import save_full
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_shard, run_and_catch, run_tree, train_on
 
 BLOCK = 10_000
 

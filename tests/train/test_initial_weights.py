@@ -24,11 +24,10 @@ from optimus.parallel.apply import make_layout
 from optimus.parallel.placement import whole_model
 from optimus.train import load as load_module
 from optimus.train.load import load_weights
-from tests.helpers.memory import peak_of
-from tests.helpers.runs import run_tree, train_on
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_shard
-from tests.helpers.whole import WholeModel
+from tests.kit.layouts.whole import WholeModel
+from tests.kit.ranks.processes import peak_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_shard, run_tree, train_on
 
 SIZES = {
     "tp2-ep2": {"parallel__tp": 2, "parallel__ep": 2},

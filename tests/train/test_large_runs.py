@@ -11,7 +11,7 @@ from optimus.distributed.groups import join_groups
 from optimus.planner.plan import plan
 from optimus.rank.model import RankModel
 from optimus.train.resolve import divide
-from tests.helpers.worlds import fake_world
+from tests.kit.ranks.worlds import fake_world
 from tests.planner.test_plan import CONFIGS
 from tests.rank.test_states import LARGE
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.data_prep.test_slurm import needs_slurm, under_slurm
-from tests.helpers import pbs as fake_pbs
-from tests.helpers.programs import ROOT, install, mpiexec, started
-from tests.helpers.runs import metrics_of, train_on
-from tests.helpers.tiny import tiny_tree
+from tests.kit.ranks import pbs as fake_pbs
+from tests.kit.ranks.processes import ROOT, install, mpiexec, started
+from tests.kit.runs.results import metrics_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import train_on
 from tests.launch.test_spawn import write_config
 
 PBS, SLURM = (ROOT / "scripts" / system / "train.sh" for system in ("pbs", "slurm"))

@@ -17,10 +17,11 @@ from optimus.distributed.agreement import RunEnded
 from optimus.errors import LostPeerError, OutcomeKind
 from optimus.launch.environment import read_launch_env
 from optimus.train import loop
-from tests.helpers.changed_runs import make_run, poison
-from tests.helpers.rank_pool import RanksFailed
-from tests.helpers.runs import assert_same_run, metrics_of, train_on
-from tests.helpers.tiny import tiny_tree
+from tests.kit.faults.nonfinite import poison
+from tests.kit.ranks.pool import RanksFailed
+from tests.kit.runs.results import assert_same_run, metrics_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_run, train_on
 
 FEW = {"train__max_steps": 6, "model__num_layers": 4, "checkpoint__interval": 3}
 

@@ -10,11 +10,11 @@ import torch
 from optimus.errors import NonFiniteError
 from optimus.train import fp16_check
 from optimus.train.loss_scale import LossScale
-from tests.helpers.rank_pool import RanksFailed
-from tests.helpers.runs import assert_same_run, metrics_of, train_on
-from tests.helpers.tiny import DENSE, tiny_config, tiny_tree
-from tests.helpers.updates import make_updater, own_batch
-from tests.helpers.whole import whole_of
+from tests.kit.layouts.whole import whole_of
+from tests.kit.ranks.pool import RanksFailed
+from tests.kit.runs.results import assert_same_run, metrics_of
+from tests.kit.runs.tiny import DENSE, tiny_config, tiny_tree
+from tests.kit.runs.training import make_updater, own_batch, train_on
 
 HALF = {"train__dtype": "fp16", "train__deterministic": False, "train__threads": 1}
 STILL = {"optim__schedule": "constant", "optim__warmup_steps": 0}

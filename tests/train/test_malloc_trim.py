@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from optimus.train.malloc_trim import MallocTrim
-from tests.helpers.runs import run_tree
-from tests.helpers.tiny import tiny_tree
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import run_tree
 
 BROKEN = """
 from optimus.train.malloc_trim import MallocTrim, private_bytes

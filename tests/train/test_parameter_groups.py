@@ -12,11 +12,11 @@ from optimus.checkpoint import store
 from optimus.config import make_config
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from tests.helpers.rank_pool import RanksFailed
-from tests.helpers.runs import assert_same_run, train_on, weights_of
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_shard, make_updater, numbered
-from tests.helpers.whole import whole_of
+from tests.kit.layouts.whole import whole_of
+from tests.kit.ranks.pool import RanksFailed
+from tests.kit.runs.results import assert_same_run, weights_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_shard, make_updater, numbered, train_on
 
 GROUPS = [
     {"pattern": "*norm*", "weight_decay": 0.0},

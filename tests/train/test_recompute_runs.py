@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.runs import assert_same_run, train_on
-from tests.helpers.tiny import DENSE, tiny_tree
+from tests.kit.runs.results import assert_same_run
+from tests.kit.runs.tiny import DENSE, tiny_tree
+from tests.kit.runs.training import train_on
 
 FEW = {"train__max_steps": 2, "optim__warmup_steps": 1, "model__num_layers": 4}
 MASKED = {"model__tie_embeddings": True, "data__document_mask": True}

@@ -14,13 +14,12 @@ from optimus.errors import ConfigError, NonFiniteError
 from optimus.observe.events import TrafficMeter
 from optimus.observe.metrics import read_json_lines
 from optimus.rank.states import plan_ranks
-from tests.helpers.changed_runs import make_run
-from tests.helpers.layouts import run_several
-from tests.helpers.rank_pool import RanksFailed
-from tests.helpers.runs import assert_same_run, metrics_of, told_by, train_on
-from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
-from tests.helpers.tower import planned_gathers, resident_bytes, watch_uses
-from tests.helpers.updates import make_updater, numbered
+from tests.kit.layouts.matrix import run_several
+from tests.kit.layouts.tower import planned_gathers, resident_bytes, watch_uses
+from tests.kit.ranks.pool import RanksFailed
+from tests.kit.runs.results import assert_same_run, metrics_of
+from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_tree
+from tests.kit.runs.training import make_run, make_updater, numbered, told_by, train_on
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
 PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}

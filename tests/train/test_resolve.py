@@ -17,7 +17,7 @@ from optimus.launch.environment import read_launch_env
 from optimus.train.loop import train
 from optimus.train.resolve import network_warnings, resolve
 from optimus.train.run_dir import RunDirectory
-from tests.helpers.tiny import CONTEXT, DENSE, reshuffled, tiny_tree
+from tests.kit.runs.tiny import CONTEXT, DENSE, reshuffled, tiny_tree
 from tests.train.test_run import train_on
 
 MIX = [{"path": "/nowhere", "weight": 1}]

@@ -18,8 +18,9 @@ from optimus.launch.environment import read_launch_env
 from optimus.observe.metrics import read_json_lines
 from optimus.train import loop
 from optimus.train.resolve import resolve
-from tests.helpers.runs import assert_same_run, metrics_of, run_and_catch, told_by, train_on
-from tests.helpers.tiny import CONTEXT, DENSE, tiny_tree
+from tests.kit.runs.results import assert_same_run, metrics_of
+from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_tree
+from tests.kit.runs.training import run_and_catch, told_by, train_on
 
 
 @pytest.mark.parametrize(

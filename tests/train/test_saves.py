@@ -30,19 +30,11 @@ from optimus.launch.environment import read_launch_env
 from optimus.train import save as save_steps
 from optimus.train.loop import Run
 from optimus.train.stop import StopRequest
-from tests.helpers.rank_pool import RanksFailed
-from tests.helpers.runs import assert_same_run, metrics_of, told_by, train_on
-from tests.helpers.saves import (
-    BOTH,
-    Ended,
-    hold_writes,
-    run_with,
-    slots,
-    steps_kept,
-    warnings,
-)
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.whole import read_whole
+from tests.kit.ranks.pool import RanksFailed
+from tests.kit.runs.results import assert_same_run, metrics_of, read_whole
+from tests.kit.runs.saves import BOTH, hold_writes, slots, steps_kept
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import Ended, run_with, told_by, train_on, warnings
 
 
 def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from optimus.rank import states
-from tests.helpers import layouts
-from tests.helpers.layouts import WIDE, Outcome
-from tests.helpers.tiny import tiny_tree
+from tests.kit.layouts import matrix
+from tests.kit.layouts.matrix import WIDE, Outcome
+from tests.kit.runs.tiny import tiny_tree
 
 CLIPPED = {"model__clip_qkv": 0.02, "model__num_key_value_heads": 2}
 SHORT = {
@@ -33,8 +33,8 @@ def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         return value * (1 + 6e-8 * torch.randn(value.shape, generator=generator))
 
-    layouts.STEPS, states.initial_value = 1, initial_value  # only in this forked rank
-    return layouts.run_case(tree)
+    matrix.STEPS, states.initial_value = 1, initial_value  # only in this forked rank
+    return matrix.run_case(tree)
 
 
 def worst(single: Outcome, other: Outcome) -> float:

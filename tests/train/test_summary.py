@@ -8,8 +8,8 @@ from optimus.observe.events import EvalRecord
 from optimus.train.resolve import RunPlan, resolve
 from optimus.train.run_dir import RunDirectory
 from optimus.train.summary import print_end, print_start
-from tests.helpers.runs import run_tree, told_by
-from tests.helpers.tiny import reshuffled, tiny_tree
+from tests.kit.runs.tiny import reshuffled, tiny_tree
+from tests.kit.runs.training import run_tree, told_by
 
 
 def resolved(data, run_dir, world_size=1, **overrides) -> tuple[Config, RunPlan]:

@@ -10,9 +10,9 @@ import torch
 
 from optimus.data.loader import Microbatch
 from optimus.observe.events import TrafficMeter
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_updater, numbered
-from tests.helpers.whole import WholeModel
+from tests.kit.layouts.whole import WholeModel
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_updater, numbered
 
 WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm": 0.0}
 

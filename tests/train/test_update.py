@@ -9,9 +9,9 @@ from optimus.config import Config, make_config
 from optimus.distributed.world import start_world
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_updater, numbered, own_batch
-from tests.helpers.whole import whole_of
+from tests.kit.layouts.whole import whole_of
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_updater, numbered, own_batch
 
 TREE = tiny_tree(
     "d",

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 from optimus.observe.events import ActionTrace
-from tests.helpers.tiny import CONTEXT, tiny_tree
-from tests.helpers.updates import make_updater, numbered
+from tests.kit.runs.tiny import CONTEXT, tiny_tree
+from tests.kit.runs.training import make_updater, numbered
 
 
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:

@@ -7,7 +7,7 @@ import pytest
 from optimus.config import make_config
 from optimus.errors import ConfigError
 from optimus.parallel.pipeline.plan import assign_layers, layers_by_hand, plan_stages
-from tests.helpers.tiny import DENSE, tiny_tree
+from tests.kit.runs.tiny import DENSE, tiny_tree
 
 
 def worst_cost(cuts, costs, last):

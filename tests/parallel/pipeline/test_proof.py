@@ -15,7 +15,7 @@ import pytest
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import GENERATORS, make_evaluation, make_schedule
 from optimus.parallel.pipeline.simulate import simulate
-from tests.helpers.schedule_proof import validate, validate_evaluation
+from tests.kit.layouts.schedule_proof import validate, validate_evaluation
 
 F, B, HALF, W, SEND_A, RECV_A, SEND_G, RECV_G, REDUCE, STEP = Kind
 

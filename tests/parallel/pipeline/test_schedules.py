@@ -16,7 +16,7 @@ from optimus.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
 from optimus.parallel.pipeline.communicate import needs_of
 from optimus.parallel.pipeline.schedules import make_evaluation, make_schedule
 from optimus.parallel.pipeline.simulate import simulate, unit_costs
-from tests.helpers.schedule_proof import validate, validate_evaluation
+from tests.kit.layouts.schedule_proof import validate, validate_evaluation
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 RANKS, MICROBATCHES = range(1, 6), (1, 2, 3, 4, 5, 6, 7, 8, 10, 11)

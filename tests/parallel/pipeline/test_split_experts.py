@@ -15,9 +15,9 @@ import torch
 from optimus.observe.events import ActionTrace
 from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus_kernels import experts_loop
-from tests.helpers.schedule_proof import validate
-from tests.helpers.tiny import CONTEXT, tiny_tree
-from tests.helpers.updates import make_updater, own_batch
+from tests.kit.layouts.schedule_proof import validate
+from tests.kit.runs.tiny import CONTEXT, tiny_tree
+from tests.kit.runs.training import make_updater, own_batch
 
 MICROBATCHES, EXPERTS = 6, 4
 

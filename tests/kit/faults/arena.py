@@ -1,0 +1,500 @@
+"""Run commands over mutated files in forked workers, under limits.
+
+`Arena` makes the samples, sends cases to workers that have all modules imported, and repeats each
+finding in a fresh worker. `judge` has the cases, the judgement
+of their reports and the check of file accesses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pickle
+import re
+import resource
+import select
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.kit.faults import formats
+from tests.kit.faults.formats import Format, available, make_samples, seal
+from tests.kit.faults.judge import (
+    FILE_BYTES,
+    Audit,
+    Case,
+    Verdict,
+    file_with_canary,
+    judge,
+    listing,
+    make_folder,
+)
+from tests.kit.faults.mutations import CANARY, LARGE_BYTES, Change
+
+_ADDRESS_BYTES = 2 << 30
+"""Growth of a case's address space; a request for more gets MemoryError, so that a fault does not
+harm the machine."""
+_INPUT_BYTES = 320 << 20
+_CASES_PER_WORKER = 200
+_MODULES = (
+    *("matplotlib.pyplot", "pyarrow.parquet", "sentencepiece", "tokenizers", "zstandard"),
+    *("optimus.checkpoint.convert", "optimus.checkpoint.inspect", "optimus.doctor"),
+    *("optimus.evaluate.checkpoint", "optimus.observe.report", "optimus.train.summary"),
+    *("data_prep.pipeline.import_run", "data_prep.pipeline.run", "data_prep.pipeline.verify"),
+    "data_prep.dataset.describe",
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one case."""
+
+    cpu_s: float = 5.0
+    """Processor seconds."""
+    idle_s: float = 5.0
+    """Seconds without any work: it waits for something that never comes."""
+    clock_s: float = 60.0
+    """Wall-clock seconds, on a machine with other work."""
+    memory_bytes: int = 256 << 20
+    """Growth of resident memory."""
+
+
+class Arena:
+    """The samples, the content that commands print of them, and a folder for the cases."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+        self.folder, self.samples = folder, folder / "samples"
+        self._limits = limits or Limits()
+        self.formats: list[Format] = []
+        self.sound: dict[tuple[str, str], Any] = {}
+        """By sample and command: the content of the sound sample."""
+
+    def prepare(self, formats: Iterable[Format] | None = None, jobs: int = 2) -> None:
+        """Read each sample, unmutated, by its commands. Without `formats` make all samples first.
+
+        Raises:
+            RuntimeError: A command does not accept a sample.
+        """
+        if formats is None:
+            os.environ["MPLCONFIGDIR"] = str(self.folder / "matplotlib")
+            for name in _MODULES:  # once, instead of in each worker
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
+            make_samples(self.samples)
+        self.formats = available(self.samples) if formats is None else list(formats)
+        cases = {
+            (format_.sample, command.name): Case(0, -1, format_, command, Change("none"), False)
+            for format_ in self.formats
+            for command in format_.commands
+        }
+        modules: set[str] = set()
+        for case, report in self._execute(cases.values(), jobs):
+            if report["problem"] or report["code"] != 0:
+                raise RuntimeError(f"{case.command.name} in {case.format.sample}: {report}")
+            self.sound[case.format.sample, case.command.name] = report["content"]
+            modules |= {*report["modules"]}
+        for name in sorted(modules):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+
+    def run(self, cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, Verdict]]:
+        """Judge cases, `jobs` at a time, in the order in which they end. A finding that a fresh
+        worker does not repeat is marked."""
+        for case, report in self._execute(cases, jobs):
+            verdict = self._judge(case, report)
+            if verdict.outcome == "finding":
+                (_, report), *_ = self._execute([case], 1)
+                repeated = self._judge(case, report)
+                if repeated.outcome == "finding":
+                    verdict = repeated
+                else:
+                    verdict = replace(verdict, kind=f"only after other cases: {verdict.kind}")
+            yield case, verdict
+
+    def _judge(self, case: Case, report: dict[str, Any]) -> Verdict:
+        outcome, kind = judge(case, report, self.sound[case.format.sample, case.command.name])
+        output = report.get("stdout", "") + report.get("stderr", "")
+        return Verdict(outcome, kind, output[-4000:] if outcome == "finding" else "")
+
+    def _execute(self, cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
+        """Yield the report of each case. A worker that ended is replaced by a new one."""
+        waiting = iter(cases)
+        workers: list[_Worker] = []
+        number = 0
+        try:
+            while True:
+                for slot in range(jobs):
+                    if slot == len(workers):
+                        workers.append(_Worker(self.samples, self._limits))
+                    elif workers[slot].is_spent:
+                        workers[slot].close()
+                        workers[slot] = _Worker(self.samples, self._limits)
+                    if workers[slot].case is None and (case := next(waiting, None)) is not None:
+                        workers[slot].start(case, self.folder / f"case-{os.getpid()}-{number}")
+                        number += 1
+                busy = [worker for worker in workers if worker.case is not None]
+                if not busy:
+                    return
+                ready, _, _ = select.select([worker.results for worker in busy], [], [], 0.5)
+                for worker in busy:
+                    if worker.results in ready:
+                        assert worker.case is not None
+                        yield worker.case, worker.finish()
+                    else:
+                        worker.watch.check()
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+class _Worker:
+    """A forked process that executes cases one after the other."""
+
+    def __init__(self, samples: Path, limits: Limits) -> None:
+        self.case: Case | None = None
+        self._limits = limits
+        self.is_spent, self._num_cases = False, 0
+        orders, self._orders = os.pipe()
+        self.results, results = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            os.close(self._orders)
+            os.close(self.results)
+            _serve(samples, limits, orders, results)
+        os.close(orders)
+        os.close(results)
+
+    def start(self, case: Case, folder: Path) -> None:
+        self.case, self._folder, self.watch = case, folder, _Watch(self._pid, self._limits)
+        self._listing = make_folder(folder)
+        self._num_cases += 1
+        data = pickle.dumps((case, folder))
+        data = len(data).to_bytes(8, "little") + data
+        while data:
+            data = data[os.write(self._orders, data) :]
+
+    def finish(self) -> dict[str, Any]:
+        """Return the report on the case; if the worker died of it, how."""
+        answer = os.read(self.results, 1)
+        status = None
+        if not answer:
+            _, status = os.waitpid(self._pid, 0)
+            self._pid = 0
+        self.is_spent = not answer or self._num_cases >= _CASES_PER_WORKER
+        self.case = None
+        return _collect(self._folder, self._listing, status, self.watch)
+
+    def close(self) -> None:
+        for file in (self._orders, self.results):
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._orders = self.results = -1
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        self._pid = 0
+
+
+class _Watch:
+    """Kills a process that works or waits too long."""
+
+    def __init__(self, pid: int, limits: Limits) -> None:
+        self._pid, self._limits, self.reason = pid, limits, ""
+        self._start = self._last_work = time.monotonic()
+        self._next, self._ticks = self._start + 0.5, -1
+
+    def check(self) -> None:
+        now = time.monotonic()
+        if now < self._next or self.reason:
+            return
+        self._next = now + 0.5
+        ticks, is_waiting = _work_of_group(self._pid)
+        if ticks != self._ticks or not is_waiting:
+            self._ticks, self._last_work = ticks, now
+        if now - self._last_work > self._limits.idle_s:
+            self.reason = f"waits without end, {self._limits.idle_s:g} s without any work"
+        elif now - self._start > self._limits.clock_s:
+            self.reason = f"{self._limits.clock_s:g} s have passed"
+        if self.reason:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+
+
+def _work_of_group(group: int) -> tuple[int, bool]:
+    """Return the clock ticks of all processes of a group, and true if all of them sleep."""
+    ticks, sleeps = 0, True
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += int(fields[11]) + int(fields[12])
+                sleeps = sleeps and fields[0] in "SZ"
+    return ticks, sleeps
+
+
+def _collect(
+    folder: Path, before: list[tuple], status: int | None, watch: _Watch
+) -> dict[str, Any]:
+    """Return the report on a case that has ended and remove its folder. `status`: wait status of
+    a process that died."""
+    try:
+        report = json.loads((folder / "report").read_text())
+    except (OSError, ValueError):
+        report = {"problem": "no report"}
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(OSError):
+            output = (folder / name).read_bytes()[: 1 << 20]
+            report[name] = output.decode("utf-8", "surrogateescape")
+    if watch.reason:
+        report["problem"] = f"hang: {watch.reason}"
+    elif status is not None:
+        report["problem"] = _cause_of_death(status)
+    if not report["problem"] and listing(folder) != before:
+        report["problem"] = "a file outside the directory was made or changed"
+    shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def _cause_of_death(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        return f"its process ended by itself, wait status {status}"
+    number = os.WTERMSIG(status)
+    if number == signal.SIGPROF:
+        return "hang: too many seconds of processor"
+    return f"killed by {signal.Signals(number).name}"
+
+
+def _serve(samples: Path, limits: Limits, orders: int, results: int) -> None:
+    """Execute cases and write their reports until there are no more, in the forked process."""
+    code = 1
+    try:
+        os.setsid()
+        faulthandler.disable()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        os.fsync = lambda fd: None  # durability is not tested here, and takes most of the time
+        audit = Audit()
+        sys.addaudithook(audit)
+        source, num_cases = os.fdopen(orders, "rb"), 0
+        while head := source.read(8):
+            case, folder = pickle.loads(source.read(int.from_bytes(head, "little")))
+            try:
+                report = _execute_in_copy(samples, case, folder, audit, limits)
+            except BaseException:
+                report = {"problem": f"harness: {traceback.format_exc()}"}
+            (folder / "report").write_text(json.dumps(report))
+            os.chdir("/")
+            _clear_caches()
+            if num_cases % 20 == 0:
+                gc.collect()
+            num_cases += 1
+            os.write(results, b"1")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _clear_caches() -> None:
+    """Clear what commands keep for the life of their process."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("optimus", "data_prep"):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def _execute_in_copy(
+    samples: Path, case: Case, folder: Path, audit: Audit, limits: Limits
+) -> dict[str, Any]:
+    inside, is_sound = folder / "inside", case.number < 0
+    shutil.copytree(samples / case.format.sample, inside, dirs_exist_ok=True)
+    known = set(sys.modules)
+    if not is_sound:
+        apply_change(case, inside)
+    report = execute(case, folder, audit, limits)
+    if not report["problem"] and (name := file_with_canary(inside)):
+        report["problem"] = f"content of a file outside was copied to {name}"
+    return report | {"modules": sorted({*sys.modules} - known) if is_sound else []}
+
+
+def apply_change(case: Case, inside: Path) -> None:
+    """Apply a case's change to the copy of its sample."""
+    path, change = inside / case.format.file, case.change
+    before = path.read_bytes()
+    if not change.place:
+        content = change.content
+        if case.is_sealed and b'"self_xxh3"' in before:
+            content = formats.with_own_hash(_without_hash(content))
+        path.write_bytes(content)
+        if case.is_sealed:
+            seal(inside, path, before)
+        return
+    path.unlink()
+    outside = inside.parent / "outside"
+    if change.place == "fifo":
+        os.mkfifo(path)
+    elif change.place == "directory":
+        path.mkdir()
+    elif change.place == "dangling":
+        path.symlink_to("nothing-here")
+    elif change.place == "endless":
+        path.symlink_to("/dev/zero")
+    elif change.place == "foreign":
+        # Both kinds: readers of JSON refuse the text, but may copy the object.
+        path.symlink_to(outside / ("secret.json", "secret")[case.number % 2])
+    elif change.place == "copy":
+        with contextlib.suppress(FileExistsError):
+            (inside / "copy").write_bytes(before)
+        path.symlink_to(inside / "copy")
+    elif change.place == "socket":
+        # A socket's name has at most 107 characters: bind by a short relative one.
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    elif change.place == "large":
+        is_input = case.format.sample == "texts"  # the command has to read all of it
+        with open(path, "wb") as file:
+            file.write(before)
+            file.truncate(_INPUT_BYTES if is_input else LARGE_BYTES)
+
+
+def _without_hash(content: bytes) -> bytes:
+    """Return a JSON text without its hash of itself, where that is its last key."""
+    match = re.search(rb',\s*"self_xxh3": "[0-9a-f]{16}"\s*}\s*$', content)
+    return content[: match.start()] + b"\n}" if match else content
+
+
+def execute(case: Case, folder: Path, audit: Audit, limits: Limits) -> dict[str, Any]:
+    """Run a case's command in `folder`/inside; return its exit status and content, or the
+    problem."""
+    inside = folder / "inside"
+    os.chdir(inside)
+    _redirect(folder)
+    os.environ |= {
+        **dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR"), str(inside)),
+        "OPTIMUS_PEAK_CACHE": "peaks",
+        "OPTIMUS_KERNELS_CACHE": "kernels",
+        "OPTIMUS_KERNELS": "torch",
+        "OPTIMUS_IPEX": "0",
+        "COLUMNS": "100",
+    }
+    problem, code, content = "", 0, None
+    start = _kilobytes("VmRSS")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the highest, from here on
+    limits = replace(limits, cpu_s=max(limits.cpu_s, case.format.cpu_s))
+    with _limited(limits, case.number >= 0), audit.watching(inside, case.format.names_files):
+        try:
+            code = _run_lines(case.command.lines)
+        except BaseException as error:
+            problem = _explain(error)
+            traceback.print_exc()
+    grown = 1024 * (_kilobytes("VmHWM") - start)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stdout, stderr = (
+        (folder / name).read_text(errors="surrogateescape") for name in ("stdout", "stderr")
+    )
+    if not problem and audit.problem:
+        problem = audit.problem
+    if not problem and grown > limits.memory_bytes and case.number >= 0:
+        problem = f"took more than {limits.memory_bytes >> 20} MiB of memory"
+    if not problem and CANARY in stdout + stderr:
+        problem = "content of a file outside was printed"
+    if not problem and code == 0:
+        try:
+            content = case.command.content(stdout)
+        except BaseException as error:
+            problem = f"accepted, but its content cannot be read: {_explain(error)}"
+            traceback.print_exc()
+            sys.stderr.flush()
+    return {"problem": problem, "code": code, "content": json.loads(json.dumps(content))}
+
+
+def _redirect(folder: Path) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
+    sys.stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+
+
+@contextlib.contextmanager
+def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
+    """Limit processor seconds, address space and size of files of this process in the block."""
+    if not are_set:
+        yield
+        return
+    space = 1024 * _kilobytes("VmSize") + _ADDRESS_BYTES
+    values = {
+        resource.RLIMIT_AS: space,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_CORE: 0,
+    }
+    before = {limit: resource.getrlimit(limit) for limit in values}
+    for limit, value in values.items():
+        resource.setrlimit(limit, (value, before[limit][1]))
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for limit, limits_before in before.items():
+            resource.setrlimit(limit, limits_before)
+
+
+def _run_lines(lines: Iterable[str]) -> Any:
+    """Return the exit status of the first command line that fails, or 0."""
+    from data_prep.cli import main as optimus_data
+    from optimus.cli import main as optimus
+    from optimus.observe.log import set_up_logging
+
+    programs = {"optimus": optimus, "optimus-data": optimus_data, **formats.READERS}
+    for line in lines:
+        program, *words = shlex.split(line)
+        set_up_logging(program=program)  # as the process of the command does
+        try:
+            code: Any = programs[program](words)
+        except SystemExit as end:
+            code = end.code
+        if code:
+            return code
+    return 0
+
+
+def _explain(error: BaseException) -> str:
+    """Return the kind of a traceback: the exception and the innermost line of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    packages = "optimus|data_prep|optimus_kernels"
+    ours = [frame for frame in frames if re.search(rf"/({packages})/", frame.filename)]
+    frame = ours[-1] if ours else frames[-1]
+    path = re.sub(rf".*/(?=({packages}|tests)/)", "", frame.filename)
+    return f"traceback: {type(error).__name__} at {path}:{frame.lineno} {frame.name}"
+
+
+def _kilobytes(key: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    match = re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE)
+    assert match is not None
+    return int(match[1])

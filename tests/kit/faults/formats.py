@@ -1,0 +1,558 @@
+"""The file formats that Optimus reads: a sound sample of each and the commands that read it.
+
+Samples are made of the golden corpus (tests/golden). `FORMATS` lists the file that is mutated, its
+syntax (of mutations), and what a command that accepts it must then give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tests.kit.runs.results import GOLDEN, hash_files
+
+SOURCE = GOLDEN / "v1"
+_EOS = "<|endoftext|>"
+
+Content = Callable[[str], Any]
+"""What a command gave, of its standard output and the files in the working directory; None where it
+says itself that the input is damaged."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A way to read a sample: command lines, run one after the other until one fails."""
+
+    lines: tuple[str, ...]
+    content: Content
+    same: str = "intact"
+    """When the content must be that of the sound sample: "always", "intact" (unless the hashes were
+    made to fit the mutation), or "never"."""
+    codes: tuple[int, ...] = (2,)
+    """Exit statuses of a refusal."""
+    lists: bool = False
+    """Whether a refusal is a list of problems instead of one line."""
+
+    @property
+    def name(self) -> str:
+        return " && ".join(self.lines)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file of a sample that is mutated, and the commands that read it."""
+
+    name: str
+    sample: str
+    file: str
+    syntax: str
+    commands: tuple[Command, ...]
+    sealed: bool = True
+    """Whether a hash in another file, or in this one, tells of changes."""
+    names_files: bool = False
+    """Whether it may name files anywhere, as a configuration does, or as the order of a data set
+    names its token arrays (docs/trust.md)."""
+    weight: int = 2
+    cpu_s: float = 0.0
+    """Processor seconds of a command, if more than for other formats: the plan of a configuration
+    takes 4 ms for each of at most 4,096 layers."""
+
+
+# What commands give.
+
+
+def _nothing(text: str) -> str:
+    return ""
+
+
+def _text(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)? (s|d|h|min)\b|[\d,.]+ MB/s|\d{4}-\d\d-\d\dT\S+", "_", text)
+
+
+def _shown(text: str) -> Any:
+    value = json.loads(text)
+    if value["state"] != "valid":
+        return None
+    return {key: item for key, item in value.items() if key not in ("age_s", "saved_at", "bytes")}
+
+
+def _listed(text: str) -> Any:
+    """Of `checkpoint list`: only what is not damaged counts."""
+    checkpoints = json.loads(text)["checkpoints"]
+    if any(one["state"] != "valid" for one in checkpoints):
+        return None
+    return [one["name"] for one in checkpoints]
+
+
+def _weights(text: str) -> str:
+    """The tensors of the Hugging Face directory or model checkpoint `out`."""
+    digest = hashlib.sha256()
+    for path in sorted(Path("out").glob("*.safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        tensors = json.loads(data[8:start])
+        tensors.pop("__metadata__", None)
+        for name, about in sorted(tensors.items()):
+            first, last = about["data_offsets"]
+            digest.update(f"{name} {about['dtype']} {about['shape']}".encode())
+            digest.update(data[start + first : start + last])
+    return digest.hexdigest()
+
+
+def _tokens(text: str) -> dict[str, str]:
+    """Token arrays in `out`."""
+    return {name: one for name, one in hash_files(Path("out")).items() if name.endswith(".npy")}
+
+
+def _instances(text: str) -> str:
+    """Two epochs of the data set `data`, as training reads them."""
+    from tests.kit.runs.results import hash_instances
+
+    return hash_instances(Path("data"))
+
+
+def _inspected(text: str) -> Any:
+    return json.loads(text)
+
+
+def _rows(text: str) -> dict[str, str]:
+    """Shards in `out`."""
+    found = hash_files(Path("out"))
+    return {name: one for name, one in found.items() if re.search(r"shards/.*npy$", name)}
+
+
+def _text_and_picture(text: str) -> str:
+    assert Path("run/report.png").read_bytes()[:4] == b"\x89PNG"
+    return text
+
+
+def _read_peaks(words: Sequence[str]) -> int:
+    """What `optimus doctor` and a run read of a peak.json."""
+    from optimus.peak import Peak, kept_peaks, read_peak
+
+    found = read_peak(Path("peaks/peak.json"))
+    for path, peak in kept_peaks():
+        print(path, peak, peak.setup, peak.is_reliable)
+    if isinstance(found, Peak):
+        return 0
+    print(f"optimus: error: {found or 'no peak'}", file=sys.stderr)
+    return 2
+
+
+READERS: dict[str, Callable[[Sequence[str]], int]] = {"read-peaks": _read_peaks}
+"""Readers that are no command, by the name that command lines have for them: they take the other
+words and return the exit status."""
+
+# How samples are made.
+
+
+def make_samples(folder: Path) -> None:
+    """Make every sample as a directory of `folder`."""
+    run = folder / "run"
+    shutil.copytree(SOURCE / "runs/moe-fp32-so", run / "run")
+    _copy_data(run / "data/words")
+    _write_run_toml(run)
+    shutil.copytree(
+        SOURCE / "runs/moe-bf16-ep-epso/checkpoints/model-00000002", folder / "model/model"
+    )
+    shutil.copytree(SOURCE / "configs", folder / "settings")
+    _copy_data(folder / "settings/data/words")
+    shutil.copytree(SOURCE / "data/words", folder / "data/data")
+    shutil.copytree(SOURCE / "data/blend", folder / "blend/data")
+    for name in ("words", "more"):
+        shutil.copytree(SOURCE / f"data/{name}", folder / f"blend/{name}")
+    _make_texts(folder / "texts")
+    _make_peak(folder / "peak/peaks")
+    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):  # no compiler
+        _make_kernel(folder / "kernel/kernels")
+    _make_hf(folder)
+
+
+def _copy_data(target: Path) -> None:
+    """A data set without its token arrays, as far as training reads it."""
+    ignored = shutil.ignore_patterns("tokens", "eval", "order.json")
+    shutil.copytree(SOURCE / "data/words", target, ignore=ignored)
+
+
+def _write_run_toml(folder: Path) -> None:
+    """The configuration with which the run goes on."""
+    text = (folder / "run/config.toml").read_text()
+    (folder / "run.toml").write_text(re.sub(r'run_dir = ".*"', 'run_dir = "run"', text))
+
+
+def _make_texts(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("words", "bytes"):
+        shutil.copyfile(SOURCE / f"{name}.json", folder / f"{name}.json")
+    text = (SOURCE / "text/one/0.jsonl").read_bytes()
+    (folder / "in.jsonl").write_bytes(text)
+    (folder / "in.txt").write_bytes(text[:600])
+    (folder / "gz.jsonl.gz").write_bytes(gzip.compress(text, mtime=0))
+    documents = [json.loads(line) for line in text.splitlines()]
+    with contextlib.suppress(ImportError):
+        import zstandard
+
+        packed = zstandard.ZstdCompressor(write_checksum=True).compress(text)
+        (folder / "zst.jsonl.zst").write_bytes(packed)
+    with contextlib.suppress(ImportError):
+        import pyarrow
+        from pyarrow import parquet
+
+        table = pyarrow.Table.from_pylist(documents)
+        parquet.write_table(table, folder / "table.parquet", write_page_checksum=True)
+    lengths = np.array([5, 3, 7], "<i4")
+    starts = np.array([0, 10, 16], "<i8")
+    ids = np.array([1, 2, 3, 4, 0, 5, 6, 0, 7, 8, 9, 10, 11, 12, 0], "<u2")
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    ends = np.arange(4, dtype="<i8")
+    (folder / "mega.idx").write_bytes(head + lengths.tobytes() + starts.tobytes() + ends.tobytes())
+    (folder / "mega.bin").write_bytes(ids.tobytes())
+    np.save(folder / "ids.npy", ids)
+    with contextlib.suppress(ImportError):
+        import sentencepiece
+
+        with open(folder / "pieces.model", "wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(one["text"] for one in documents),
+                model_writer=file,
+                vocab_size=300,
+                hard_vocab_limit=False,
+                byte_fallback=True,
+                minloglevel=2,
+            )
+
+
+def _make_peak(folder: Path) -> None:
+    from optimus.peak import Peak, Setup, write_peak
+
+    folder.mkdir(parents=True, mode=0o700)
+    setup = Setup("cpu", "a processor", "float32", "torch", "2.0", 1)
+    write_peak(folder / "peak.json", Peak(setup, 1e12, 0.01, "measured", "2026-01-01T00:00:00Z"))
+
+
+def _make_kernel(folder: Path) -> None:
+    """A library that only says which interface it has."""
+    from optimus_kernels import build
+
+    target, _ = build.plan("cpu")
+    entry = folder / target.name
+    entry.mkdir(parents=True, mode=0o755)
+    code = f"int optimus_kernels_abi(void) {{ return {build.interface_version()}; }}"
+    library = entry / "liboptimus_cpu.so"
+    command = ["gcc", "-shared", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=code.encode(), check=True)
+    info = {
+        **dataclasses.asdict(target),
+        "compiler_path": "g++",
+        "library": library.name,
+        "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
+        "built_at": 1.7e9,
+    }
+    (entry / "info.json").write_text(json.dumps(info, indent=1))
+    entry.rename(folder / "cpu-entry")
+    for path in (folder, folder / "cpu-entry", *(folder / "cpu-entry").iterdir()):
+        path.chmod(path.stat().st_mode & ~0o022)
+
+
+def _make_hf(folder: Path) -> None:
+    """A Hugging Face directory of the model checkpoint, in one file and in two with an index."""
+    from optimus.checkpoint.convert import to_hf
+
+    (folder / "hf").mkdir()
+    to_hf(folder / "model/model", folder / "hf/hf")
+    split = folder / "split"
+    shutil.copytree(folder / "hf", split)
+    whole = split / "hf/model.safetensors"
+    data = whole.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:start])
+    tensors.pop("__metadata__", None)
+    names, index = sorted(tensors), {}
+    for number in (0, 1):
+        file, header, body = f"model-0000{number + 1}-of-00002.safetensors", {}, b""
+        for name in names[number::2]:
+            first, last = tensors[name]["data_offsets"]
+            header[name] = tensors[name] | {"data_offsets": [len(body), len(body) + last - first]}
+            body += data[start + first : start + last]
+            index[name] = file
+        text = json.dumps(header).encode()
+        (split / "hf" / file).write_bytes(len(text).to_bytes(8, "little") + text + body)
+    whole.unlink()
+    total = len(data) - start
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+    (split / "hf/model.safetensors.index.json").write_text(text)
+
+
+# Hashes that fit a mutation.
+
+
+def seal(folder: Path, file: Path, before: bytes) -> None:
+    """Replace the hash and the size of `file` as it was `before` in every JSON file below `folder`,
+    and then those of what this changed, as somebody does who hides a change."""
+    changed = [(file, before)]
+    for path, old in changed:
+        new = path.read_bytes()
+        hashes = {hash_of(old): hash_of(new) for hash_of in (xxhash.xxh3_64_hexdigest, _sha256)}
+        for other in _json_files(folder, path):
+            content = other.read_bytes()
+            if not any(value.encode() in content for value in hashes):
+                continue
+            lines = content.splitlines() if other.suffix == ".jsonl" else [content]
+            trees = [json.loads(line) for line in lines]
+            for tree in trees:
+                tree.pop("self_xxh3", None)
+                _replace(tree, hashes, len(old), len(new))
+            if other.suffix == ".jsonl":
+                text = "\n".join([*map(json.dumps, trees), ""]).encode()
+            else:
+                text = with_own_hash(json.dumps(trees[0], indent=1).encode())
+            other.write_bytes(text)
+            if all(other != path for path, _ in changed):
+                changed.append((other, content))
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _json_files(folder: Path, but: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*.json*")):
+        if path != but and path.is_file() and not path.is_symlink():
+            yield path
+
+
+def _replace(tree: Any, hashes: dict[str, str], old_size: int, new_size: int) -> None:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    found = list(items)
+    names_it = any(isinstance(value, str) and value in hashes for _, value in found)
+    for key, value in found:
+        if isinstance(value, (dict, list)):
+            _replace(value, hashes, old_size, new_size)
+        elif isinstance(value, str) and value in hashes:
+            tree[key] = hashes[value]
+        elif names_it and value == old_size and not isinstance(value, bool):
+            tree[key] = new_size
+
+
+def with_own_hash(text: bytes) -> bytes:
+    """JSON text of an object with its own hash as the last key, as files.checked_json writes it."""
+    body = text.rstrip()
+    if not body.endswith(b"}"):
+        return text
+    body = body[:-1].rstrip()
+    return body + f',\n "self_xxh3": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
+
+
+# The table.
+
+_STEP = "run/checkpoints/step-00000002"
+
+
+def _checkpoint(path: str, run: bool, tensors: str = "intact") -> tuple[Command, ...]:
+    """Commands that read a checkpoint. `tensors`: when its weights must be the same."""
+    more = (
+        Command(("optimus checkpoint list run --json",), _listed, "never"),
+        Command(("optimus train run.toml --nproc 2 --dry-run",), _text, "intact"),
+        Command(("optimus convert to-hf run out",), _weights, tensors),
+    )
+    return (
+        Command((f"optimus checkpoint show {path} --json",), _shown, codes=(1, 2), lists=True),
+        Command((f"optimus checkpoint show {path}",), _text, "never", (1, 2), lists=True),
+        Command(
+            (f"optimus checkpoint verify {path}", f"optimus convert to-hf {path} out"),
+            _weights,
+            tensors,
+            (1, 2),
+            lists=True,
+        ),
+        Command((f"optimus convert to-hf {path} out",), _weights, tensors),
+        Command((f"optimus generate {path} --prompt ba --tokens 2 --temperature 0",), _text),
+        *(more if run else ()),
+    )
+
+
+_HF = (
+    Command(("optimus convert from-hf hf out",), _weights, "never"),
+    Command(("optimus generate hf --prompt ba --tokens 2",), _text, "never"),
+)
+_TRAIN = Command(("optimus train run.toml --nproc 2 --dry-run",), _text, "never", (1, 2))
+_VERIFY = Command(("optimus-data verify data",), _instances, "always", (1, 2), lists=True)
+# Another token in a shard, all hashes made to fit, is another data set.
+_VERIFY_SHARD = dataclasses.replace(_VERIFY, same="intact")
+_INSPECT = Command(("optimus-data inspect data 3 --json",), _inspected, "intact", (1, 2))
+_INSPECT_ANY = dataclasses.replace(_INSPECT, same="never")
+_STATS = Command(("optimus-data stats data",), _text, "never", (1, 2))
+_SHUFFLE = Command(
+    (
+        "optimus-data shuffle data --to out --context 8 --rank 0 --world 1",
+        "optimus-data shard out --workers 1 --rank 0 --world 1",
+    ),
+    _rows,
+    "intact",
+    (1, 2),
+)
+_DATA = (_VERIFY, _VERIFY, _INSPECT_ANY, _STATS, _SHUFFLE)
+
+
+def _tokenize(file: str, same: str = "never", tokenizer: str = "words.json") -> tuple[Command]:
+    line = f"optimus-data tokenize --input {file} --tokenizer {tokenizer} --out out --workers 1"
+    return (Command((f"{line} --memory 240MB --rank 0 --world 1",), _tokens, same, (1, 2)),)
+
+
+def _import(file: str) -> tuple[Command]:
+    line = f"optimus-data import --input {file} --tokenizer words.json --out out --workers 1"
+    return (Command((f"{line} --rank 0 --world 1",), _tokens, "never", (1, 2)),)
+
+
+_BLEND = (_VERIFY, _INSPECT_ANY, _STATS)
+_REPORT = (Command(("optimus report run",), _text_and_picture, "never"),)
+
+_EXPORT = (*_HF, Command(("optimus convert to-hf hf out",), _weights, "never"))
+_DRY_RUN = "optimus train moe-fp32-so.toml train.run_dir=new --nproc 2 --dry-run"
+_CONFIGURATION = (
+    Command((_DRY_RUN,), _text, "never", (1, 2)),
+    Command(("optimus plan moe-fp32-so.toml",), _text, "never"),
+)
+_KERNELS = (
+    Command(("optimus kernels status --json",), _text, "never"),
+    Command(("optimus kernels status",), _text, "never"),
+)
+_PEAKS = (Command(("read-peaks",), _text),)
+_RESUME = (dataclasses.replace(_TRAIN, same="intact"),)
+_FULL = _checkpoint(_STEP, run=True, tensors="always")
+_MODEL = _checkpoint("model", run=False)
+
+FORMATS: tuple[Format, ...] = (
+    Format("checkpoint manifest", "run", f"{_STEP}/manifest.json", "json", _FULL, weight=4),
+    Format("checkpoint index", "run", f"{_STEP}/index.jsonl", "json lines", _FULL, weight=5),
+    *(
+        Format(f"checkpoint {name}", "run", f"{_STEP}/{name}", syntax, commands, True, names_files)
+        for name, syntax, commands, names_files in (
+            ("shard-00001.bin", "padded json", _checkpoint(_STEP, run=True), False),
+            ("config.toml", "toml", _checkpoint(_STEP, run=False), True),
+            ("tokenizer.json", "json", _checkpoint(_STEP, False, "always"), False),
+        )
+    ),
+    *(
+        Format(f"model {name}", "model", f"model/{file}", syntax, commands)
+        for name, file, syntax, commands in (
+            ("manifest", "manifest.json", "json", _checkpoint("model", False, "always")),
+            ("weights", "model.safetensors", "safetensors", _MODEL),
+            ("config.json", "config.json", "json", _MODEL),
+        )
+    ),
+    *(
+        Format(f"hf {name}", sample, f"hf/{file}", syntax, commands, sealed=False, weight=weight)
+        for name, sample, file, syntax, commands, weight in (
+            ("config.json", "hf", "config.json", "json", _HF, 3),
+            ("weights", "hf", "model.safetensors", "safetensors", _HF, 3),
+            ("tokenizer", "hf", "tokenizer.json", "json", _HF, 2),
+            ("tokenizer config", "hf", "tokenizer_config.json", "json", _EXPORT, 1),
+            ("generation config", "hf", "generation_config.json", "json", _EXPORT, 1),
+            ("index", "split", "model.safetensors.index.json", "json", _HF, 2),
+            ("part", "split", "model-00002-of-00002.safetensors", "safetensors", _HF, 1),
+        )
+    ),
+    *(
+        Format(name, sample, file, "toml", commands, False, True, weight, cpu_s=20.0)
+        for name, sample, file, commands, weight in (
+            ("configuration", "settings", "moe.toml", _CONFIGURATION, 4),
+            ("base configuration", "settings", "run.toml", _CONFIGURATION, 2),
+            ("run config.toml", "run", "run.toml", (_TRAIN,), 1),
+        )
+    ),
+    Format("metrics", "run", "run/metrics.jsonl", "json lines", _REPORT, sealed=False, weight=1),
+    Format("evaluations", "run", "run/eval.jsonl", "json lines", _REPORT, sealed=False, weight=1),
+    Format("peak", "peak", "peaks/peak.json", "json", _PEAKS),
+    Format("kernel", "kernel", "kernels/cpu-entry/info.json", "json", _KERNELS, sealed=False),
+    Format(
+        "training manifest", "run", "data/words/manifest.json", "json", _RESUME, names_files=True
+    ),
+    Format("training tokenizer", "run", "data/words/tokenizer.json", "json", _RESUME, weight=1),
+    *(
+        Format(name, "data", f"data/{file}", "json", _DATA, True, True, weight)
+        for name, file, weight in (
+            ("data manifest", "manifest.json", 4),
+            ("data order", "order.json", 2),
+        )
+    ),
+    *(
+        Format(name, "data", f"data/{file}", syntax, commands, weight=weight)
+        for name, file, syntax, commands, weight in (
+            (
+                "data shard",
+                "shards/shard-00000.npy",
+                "npy",
+                (_VERIFY_SHARD, _INSPECT_ANY, _STATS),
+                2,
+            ),
+            ("shard sidecar", "shards/shard-00001.json", "json", (_VERIFY, _INSPECT), 1),
+            ("data tokenizer", "tokenizer.json", "json", (_VERIFY, _INSPECT), 2),
+            ("token plan", "tokens/plan.json", "json", _DATA, 2),
+            ("token sidecar", "tokens/unit-00001.json", "json", _DATA, 2),
+            ("token array", "tokens/unit-00002.npy", "npy", (_VERIFY, _SHUFFLE), 2),
+            (
+                "documents",
+                "tokens/unit-00001.docs.npy",
+                "npy",
+                (_VERIFY, _INSPECT_ANY, _SHUFFLE),
+                2,
+            ),
+            ("token ids", "tokens/unit-00001.ids.npy", "npy", (_VERIFY, _SHUFFLE), 1),
+            ("duplicates", "tokens/duplicates.json", "json", (_VERIFY, _SHUFFLE), 1),
+        )
+    ),
+    Format("blend order", "blend", "data/order.json", "json", _BLEND, True, True, 1),
+    Format("blend manifest", "blend", "data/manifest.json", "json", _BLEND, True, True, 1),
+    *(
+        Format(
+            name, "texts", file, syntax, commands, sealed=name in ("gzip", "zstd"), weight=weight
+        )
+        for name, file, syntax, commands, weight in (
+            ("JSON lines", "in.jsonl", "json lines", _tokenize("in.jsonl"), 2),
+            ("text", "in.txt", "bytes", _tokenize("in.txt"), 1),
+            ("gzip", "gz.jsonl.gz", "bytes", _tokenize("gz.jsonl.gz", "always"), 2),
+            ("zstd", "zst.jsonl.zst", "bytes", _tokenize("zst.jsonl.zst", "always"), 2),
+            ("parquet", "table.parquet", "bytes", _tokenize("table.parquet"), 3),
+            ("tokenizer.json", "words.json", "json", _tokenize("in.jsonl"), 2),
+            (
+                "byte tokenizer",
+                "bytes.json",
+                "json",
+                _tokenize("in.jsonl", "never", "bytes.json"),
+                1,
+            ),
+            (
+                "sentencepiece",
+                "pieces.model",
+                "bytes",
+                _tokenize("in.jsonl", "never", "pieces.model"),
+                2,
+            ),
+            ("Megatron index", "mega.idx", "bytes", _import("mega.bin"), 2),
+            ("Megatron ids", "mega.bin", "bytes", _import("mega.bin"), 1),
+            ("npy ids", "ids.npy", "npy", _import("ids.npy"), 2),
+        )
+    ),
+)
+"""Those whose sample cannot be made here (it needs a package or a compiler) among them."""
+
+
+def available(samples: Path) -> list[Format]:
+    """The formats whose sample could be made."""
+    return [one for one in FORMATS if (samples / one.sample / one.file).is_file()]

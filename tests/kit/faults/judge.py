@@ -1,0 +1,243 @@
+"""Cases of the drill of mutated files, the judgement of their reports, and of their file accesses.
+
+The promise that is checked: exit status 0 with the content of the sound file, or a refusal in one
+line with its exit status; no traceback, no hang, bounded memory, and no file outside the directory
+is read, made or changed.
+
+A case has a folder with `inside`, where the command runs, and `outside`, whose files contain
+CANARY. An audit hook notes each access by name outside `inside`; a listing before and after the
+case shows changes; the canary in an output or a file shows that content was read or copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.kit.faults.formats import Command, Format
+from tests.kit.faults.mutations import CANARY, Change, mutate
+
+FILE_BYTES = 64 << 20
+"""Largest file that a case may write."""
+_WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate"}
+_PROGRAMS = ("g++", "c++", "clang++", "nvcc", "icpx", "gcc", "ldconfig", "ld")
+
+
+class Audit:
+    """Audit hook that notes files outside the folder that are opened by name, other programs, and
+    pickles.
+
+    The target of a link in the folder may be opened, since users keep files elsewhere; the canary
+    shows whether its content is printed or copied.
+    """
+
+    def __init__(self) -> None:
+        self.problem, self._is_on = "", False
+        self._inside, self._names_files = "", False
+        system = (sys.prefix, sys.base_prefix, sys.exec_prefix, "/proc", "/sys", "/usr", "/lib")
+        roots = [os.path.realpath(path) for path in sys.path if path]
+        self._system = tuple({*map(os.path.realpath, system), *system, *roots})
+
+    @contextlib.contextmanager
+    def watching(self, inside: Path, names_files: bool) -> Iterator[None]:
+        """Note the accesses of the block. `names_files`: files anywhere may be read."""
+        self.problem, self._is_on = "", True
+        self._inside, self._names_files = os.path.normpath(inside), names_files
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if not self._is_on or self.problem:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(path, (str, bytes)):
+                writes = bool(flags and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+                access = "opened for writing" if writes else "opened"
+                self._check(os.fsdecode(path), access, writes)
+        elif event in _WRITES:
+            for path in arguments[: 2 if event in ("os.rename", "os.link") else 1]:
+                if isinstance(path, (str, bytes)):
+                    self._check(os.fsdecode(path), event, True)
+        elif event in ("pickle.find_class", "os.system"):
+            self.problem = f"{event} {arguments}"[:200]
+        elif event == "subprocess.Popen":
+            name = os.path.basename(os.fsdecode(arguments[0] or b""))
+            if name not in _PROGRAMS:
+                self.problem = f"started {name}"
+
+    def _check(self, path: str, access: str, writes: bool) -> None:
+        full = os.path.normpath(os.path.join(os.getcwd(), path))
+        if _is_below(full, self._inside):
+            return
+        if not writes and (self._names_files or any(_is_below(full, p) for p in self._system)):
+            return
+        if full in ("/dev/null", "/dev/urandom", "/etc/localtime", "/etc/mime.types"):
+            return
+        self.problem = f"{access} outside the directory: {os.path.relpath(full, self._inside)}"
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def make_folder(folder: Path) -> list[tuple]:
+    """Make the folder of a case: `inside` for its files, `outside` for those that no command may
+    touch. Return its listing."""
+    (folder / "outside").mkdir(parents=True)
+    (folder / "inside").mkdir(mode=0o700)
+    for name in ("secret", "secret.json", "secret.npy"):
+        is_json = name.endswith(".json")
+        content = f'{{"{CANARY}": 1}}\n' if is_json else f"{CANARY} 1\n"
+        (folder / "outside" / name).write_text(content)
+    return listing(folder)
+
+
+def listing(folder: Path) -> list[tuple]:
+    """Return path, mode, size and time of all in a case's folder except `inside` and reports."""
+    entries = []
+    for parent, folders, names in os.walk(folder):
+        if Path(parent) == folder:
+            folders[:] = [name for name in folders if name != "inside"]
+            names = [name for name in names if name not in ("stdout", "stderr", "report")]
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            status = path.lstat()
+            size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+            entries.append((str(path), status.st_mode, size, status.st_mtime_ns * bool(size)))
+    return sorted(entries)
+
+
+def file_with_canary(inside: Path) -> str:
+    """Return the name of a file below `inside` that has content of `outside`; "" if none has."""
+    for parent, _, names in os.walk(inside):
+        for name in names:
+            path = Path(parent, name)
+            status = path.lstat()
+            is_small = stat.S_ISREG(status.st_mode) and status.st_size < FILE_BYTES
+            if is_small and CANARY.encode() in path.read_bytes():
+                return name
+    return ""
+
+
+LINE_CHARS = 5000
+"""Longest line on standard error that is accepted."""
+_ERROR = re.compile(r"optimus(-data)?: error: ")
+_NOTICES = re.compile(r"optimus(-data| kernels)?: |  +\w|[a-z /-]+: \S+/\S+( \w+)? in [\d.]+ s")
+"""Lines that any outcome may have: what a run will do, warnings, progress."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mutated file and the command that reads it."""
+
+    seed: int
+    number: int
+    """Negative for a sound sample, which is read without limits."""
+    format: Format
+    command: Command
+    change: Change
+    is_sealed: bool
+    """The hashes of the file are made to fit the change."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of a case."""
+
+    outcome: str
+    """"same", "other", "refused" or "finding"."""
+    kind: str = ""
+    """Of a finding: one line."""
+    output: str = ""
+    """Of a finding: the last output of the command."""
+
+
+def draw(seed: int, number: int, formats: list[Format], samples: Path) -> Case:
+    """Return the case of a number: formats take turns, by their weights."""
+    turns = [entry for entry in formats for _ in range(entry.weight)]
+    random.Random(0).shuffle(turns)
+    offset = number * len(formats) // len(turns)
+    chance = random.Random(f"{seed} {number}")
+    # The first round has each format once, so that a few cases reach all formats.
+    format_ = formats[number] if number < len(formats) else turns[(number + offset) % len(turns)]
+    content = (samples / format_.sample / format_.file).read_bytes()
+    change = mutate(chance, content, format_.syntax)
+    likely = 0.7 if change.is_structural else 0.4
+    is_sealed = format_.sealed and not change.place and chance.random() < likely
+    return Case(seed, number, format_, chance.choice(format_.commands), change, is_sealed)
+
+
+def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:
+    """Return the outcome and, of a finding, its kind. `sound`: the content of the sound sample."""
+    if report.get("problem"):
+        return "finding", report["problem"]
+    lines = report["stderr"].splitlines()
+    errors = [line for line in lines if _ERROR.match(line)]
+    if fault := _fault_of_output(case, report, lines, errors):
+        return "finding", fault
+    if report["code"] == 0:
+        return _judge_content(case, report["content"], sound, bool(errors))
+    if report["code"] not in case.command.codes:
+        last = lines[-1][:160] if lines else ""
+        return "finding", f"exit status {report['code']}: {last}"
+    if case.command.lists:
+        has_text = lines or report["stdout"].strip()
+        return ("refused", "") if has_text else ("finding", "refused without a word")
+    if len(errors) != 1:
+        return "finding", f"refused in {len(errors)} lines"
+    return "refused", ""
+
+
+def _fault_of_output(
+    case: Case, report: dict[str, Any], lines: list[str], errors: list[str]
+) -> str:
+    """Return what is wrong with the output, whatever the exit status; "" if nothing."""
+    controls = _CONTROLS.search(report["stderr"])
+    # These print text of the file.
+    if not controls and not any(word in case.command.name for word in ("generate", "inspect")):
+        controls = _CONTROLS.search(report["stdout"])
+    if controls:
+        return f"control character {controls[0]!r} in the output"
+    if any(len(line) > LINE_CHARS for line in lines):
+        return f"a line of {max(map(len, lines))} characters"
+    others = [line for line in lines if line not in errors and not _NOTICES.match(line)]
+    return f"other lines on stderr: {others[0][:120]}" if others else ""
+
+
+def _judge_content(case: Case, content: Any, sound: Any, has_error: bool) -> tuple[str, str]:
+    if has_error:
+        return "finding", "exit status 0 with an error line"
+    if content is None:
+        return "refused", ""
+    if content == sound:
+        return "same", ""
+    same = case.command.same
+    if same == "always" or (same == "intact" and case.format.sealed and not case.is_sealed):
+        how = "with fitting hashes" if case.is_sealed else "without fitting hashes"
+        return "finding", f"accepted with other content, {how}"
+    return "other", ""
+
+
+def describe(case: Case, verdict: Verdict) -> dict[str, Any]:
+    """Return a finding as a line of a report."""
+    return {
+        "seed": case.seed,
+        "case": case.number,
+        "format": case.format.name,
+        "command": case.command.name,
+        "change": case.change.how[:300],
+        "sealed": case.is_sealed,
+        **asdict(verdict),
+    }

@@ -1,0 +1,269 @@
+"""A tower of equal layers, each with its own chunk, that the engine trains on several ranks.
+
+It has what the formulas of `optimus/chunks/residency.py` describe, without a language model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.groups import ParamProcessGroups
+from optimus.chunks.optimizer import AdamW
+from optimus.chunks.residency import Pass, Residency, ResidencyPlan
+from optimus.chunks.segments import ModelSegment, register_module
+from optimus.config import OptimConfig
+from optimus.distributed.collectives import Group
+from optimus.distributed.world import start_world
+from optimus.observe.events import TrafficMeter
+from tests.kit.layouts.whole import whole_of
+
+WIDTH = 32
+CHUNK = WIDTH * WIDTH
+"""Number of elements of a layer, and of its chunk."""
+LR = 1e-2
+ALL_HOOKS = (-1, False)
+"""Value of `missing_hook` with which no hook is missing."""
+
+
+def planned_gathers(plan: ResidencyPlan) -> list[int]:
+    """Return the chunks that a step gathers, in the order in which the gathers begin."""
+    return [chunk for step in plan.steps for chunk in (*step.gather, *step.prefetch)]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Tower(nn.Module):
+    """A sequence of n layers with an input x [..., WIDTH].
+
+    With `region`, backward recomputes that number of consecutive layers together.
+    """
+
+    def __init__(self, n: int, region: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(Layer() for _ in range(n))
+        self.regions = [range(at, at + region) for at in range(0, n, region)] if region else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for region in self.regions:
+            x = checkpoint(self._through, x, region, use_reentrant=False)
+        return x if self.regions else self._through(x, range(len(self.layers)))
+
+    def _through(self, x: Tensor, layers: Sequence[int]) -> Tensor:
+        for number in layers:
+            x = self.layers[number](x)
+        return x
+
+
+class Case(NamedTuple):
+    """Settings of a training run of a tower."""
+
+    n: int
+    """Number of layers."""
+    slots: int = 0
+    """Size of the cache, in chunks; 0: all chunks."""
+    microbatches: int = 1
+    region: int = 0
+    """Number of layers that are recomputed together; 0: no recomputation."""
+    gradients: bool = True
+    """True if gradients are sharded."""
+    parameters: bool = True
+    """True if parameters are sharded."""
+    deterministic: bool = True
+    dtype: torch.dtype = torch.float32
+    steps: int = 2
+    poison: bool = False
+
+
+class Outcome(NamedTuple):
+    """Results of a run on one rank."""
+
+    losses: list[float]
+    weights: str
+    """SHA-256 of the masters."""
+    traffic: dict[str, list[int]]
+    """Calls and bytes of the last step, by operation."""
+    planned: int
+    """Number of gathers in the plan of a step."""
+    trace: list[tuple[int, bool, int]]
+    """For each use of the last step: segment, True for backward, resident bytes of parameters."""
+    plan: list[tuple[int, bool, int]]
+    """The same values according to the plan."""
+    between: dict[str, int]
+    """Resident bytes after the last update."""
+    gradients: list[int]
+    """Resident bytes of gradients before each reduction of the last step."""
+
+
+def segments_of(tower: Tower, missing_hook: tuple[int, bool] = ALL_HOOKS) -> list[ModelSegment]:
+    """Return a segment for each layer.
+
+    Args:
+        tower: The model.
+        missing_hook: The number of a layer of which one hook has no effect, and True for its
+            backward hook, False for its forward hook.
+    """
+    segments = []
+    for number, layer in enumerate(tower.layers):
+        register: Callable[..., None] = partial(register_module, layer)
+        if number == missing_hook[0]:
+            register = partial(_register_single_hook, layer, missing_hook[1])
+        names = tuple(f"layers.{number}.{name}" for name, _ in layer.named_parameters())
+        segments.append(ModelSegment(f"layer {number}", 0, names, register))
+    return segments
+
+
+def _register_single_hook(
+    layer: nn.Module, without_backward: bool, before_forward: Any, before_backward: Any
+) -> None:
+    def nothing() -> None:
+        pass
+
+    hooks = (before_forward, nothing) if without_backward else (nothing, before_backward)
+    register_module(layer, *hooks)
+
+
+def make_engine(
+    tower: Tower, case: Case, world: Group, missing_hook: tuple[int, bool] = ALL_HOOKS
+) -> ChunkEngine:
+    """Return the engine of a tower whose gradients are reduced, and whose states are sharded, over
+    all ranks."""
+    groups = ParamProcessGroups(
+        reduce_group=replace(world, axes="dp"), shard_group=replace(world, axes="dp")
+    )
+    engine = ChunkEngine(
+        dict(tower.named_parameters()),
+        lambda name: groups,
+        AdamW(OptimConfig(lr=LR, min_lr=0.0)),
+        dtype=case.dtype,
+        chunk_length=CHUNK,
+        deterministic=case.deterministic,
+        reduce_dtype=torch.float32 if case.deterministic else case.dtype,
+        everyone=world,
+        residency=Residency(case.gradients, case.parameters, case.slots, case.poison),
+    )
+    passes = [Pass(0, False), Pass(0, True)] * case.microbatches
+    engine.attach(segments_of(tower, missing_hook), passes, regions=tower.regions)
+    return engine
+
+
+def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
+    """Return the memory of whole chunks: of "params", and of "grads" with those of tied uses."""
+    tied = engine.gradients._tied
+    flats = {
+        "params": [state.params for state in engine.chunks],
+        "grads": [buffer.grads for buffer in (*engine.chunks, *tied)],
+    }
+    return {
+        kind: sum(flat.untyped_storage().nbytes() for flat in tensors)
+        for kind, tensors in flats.items()
+    }
+
+
+def watch_uses(engine: ChunkEngine) -> list[tuple[int, bool, int]]:
+    """Return a list to which each later use adds its segment, True for backward, and the resident
+    bytes of parameters. The list remains empty if no parameter is sharded."""
+    store, uses = engine.params, []
+    if store.plan is not None:
+        use = store.use
+
+        def use_and_record(segment: int, backward: bool) -> None:
+            use(segment, backward)
+            uses.append((segment, backward, resident_bytes(engine)["params"]))
+
+        store.use = use_and_record
+    return uses
+
+
+def batch(number: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def train_towers(cases: Sequence[Case]) -> list[Outcome]:
+    """Train a tower for each case, and return the results of this rank."""
+    torch.set_num_threads(1)
+    meter = TrafficMeter()
+    world = replace(start_world(device="cpu").everyone, recorder=meter)
+    return [_train(case, world, meter) for case in cases]
+
+
+def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
+    tower = Tower(case.n, case.region)
+    engine = make_engine(tower, case, world)
+    reduces_each = case.deterministic or case.gradients
+    losses, gradients, uses = [], [], watch_uses(engine)
+    engine.gradients.before_reduce = lambda _: gradients.append(resident_bytes(engine)["grads"])
+    for step in range(case.steps):
+        gradients.clear()
+        meter.clear()
+        engine.start_step()
+        for microbatch in range(case.microbatches):
+            number = (step * case.microbatches + microbatch) * world.size + world.rank
+            loss = (tower(batch(number, case.dtype)) - 1).square().float().mean()
+            (loss / (case.microbatches * world.size)).backward()
+            losses.append(loss.item())
+            if reduces_each or microbatch == case.microbatches - 1:
+                engine.gradients.reduce(0)
+        engine.gradients.finish()
+        engine.update(LR)
+    traffic = {name: list(count) for (_, name), count in meter.counts.items()}
+    planned, trace, plan = 0, [], []
+    if engine.params.plan is not None:
+        size = CHUNK * case.dtype.itemsize
+        planned = len(planned_gathers(engine.params.plan))
+        trace = uses[-len(engine.params.plan.steps) :]
+        plan = [
+            (step.use.segment, step.use.backward, len(step.resident) * size)
+            for step in engine.params.plan.steps
+        ]
+    between = resident_bytes(engine)
+    masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
+    digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
+    return Outcome(losses, digest, traffic, planned, trace, plan, between, gradients)
+
+
+def count_gathers(cases: Sequence[Case], passes: int) -> list[int]:
+    """Return the number of gathers in `passes` forward passes outside of a step, for each case."""
+    meter, counts = TrafficMeter(), []
+    world = replace(start_world(device="cpu").everyone, recorder=meter)
+    for case in cases:
+        tower = Tower(case.n)
+        make_engine(tower, case, world)
+        meter.clear()
+        with torch.no_grad():
+            for number in range(passes):
+                tower(batch(number, case.dtype))
+        counts.append(meter.counts["dp", "all_gather"][0])
+    return counts
+
+
+def run_with_missing_hooks(
+    case: Case, missing_hooks: Sequence[tuple[int, bool]]
+) -> list[tuple[bool, bool]]:
+    """Run a forward and a backward outside of a step for each missing hook. Return True for a
+    finite output, and True for a finite gradient of the input."""
+    world, is_finite = start_world(device="cpu").everyone, []
+    for missing_hook in missing_hooks:
+        tower = Tower(case.n, case.region)
+        make_engine(tower, case, world, missing_hook)
+        x = batch(0, case.dtype).requires_grad_()
+        out = tower(x)
+        (grad,) = torch.autograd.grad(out.float().sum(), x)
+        is_finite.append((bool(out.isfinite().all()), bool(grad.isfinite().all())))
+    return is_finite
