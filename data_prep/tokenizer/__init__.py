@@ -1,1 +1,1 @@
-"""Text to token ids, equal to the reference library."""
+"""Encoding of text to token ids, with the ids of the tokenizers and sentencepiece libraries."""

@@ -1,15 +1,16 @@
-"""Byte-level BPE from a table of known pieces of text, for tokenizers that are recognised.
+"""Byte-level BPE with a cache of pieces of text, for tokenizers that are recognised.
 
-A recognised tokenizer divides text into pieces and encodes each by itself, and text has few
-distinct pieces: of 18.9 M pieces of documentation and code 0.3 M. A pre-tokenizer is recognised by
-its configuration if Python's `re` reproduces it exactly: the patterns are those that GPT-2, GPT-
-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`, three digits) and Qwen 2 (`Split`, one
-digit) have in their tokenizer.json. Which code points are letters, numbers and white space is asked
-of the tokenizers library, whose Unicode version may differ from Python's. All other text goes to
-the library.
+A recognised tokenizer divides a text into pieces and encodes each piece separately. Text has few
+distinct pieces: 18.9 M pieces of documentation and code have 0.3 M. A pre-tokenizer is recognised
+by its configuration if Python's `re` reproduces it exactly. The patterns are those in
+tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`, three digits)
+and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white space come from the
+tokenizers library, whose Unicode version may differ from Python's. The library encodes all other
+text.
 
-A long text is cut into sections that encode as the whole text does: where every normalizer and pre-
-tokenizer starts afresh, and where no added token can reach across. Cuts depend on the text alone.
+A long text is cut into sections whose ids are together the ids of the text. A cut is a position
+where every normalizer and pre-tokenizer starts again and that no added token can cross. Cuts depend
+on the text only.
 """
 
 from __future__ import annotations
@@ -40,36 +41,42 @@ _TEMPLATES = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _SPLIT.replace("{digits}", ""),
 }
-"""The library's pattern: ours, with classes of letters {L}, numbers {N} and white space {S}."""
+"""Patterns of the library and the same patterns for `re`, where {L}, {N} and {S} are the classes of
+letters, numbers and white space."""
 NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
-"""Certainly no white space, in any version of Unicode, nor made such by NFC."""
+"""Characters that are not white space in any version of Unicode, before and after NFC."""
 CUT = re.compile(f" (?={NOT_SPACE})")
-"""Where every template begins a piece, and what stands before gives the same pieces without it: the
-last space of a run goes with the letter, number or sign behind it or stands alone, and white space
-before it is cut as at the end of a text. NFC joins nothing to a space."""
+"""Positions where every template begins a piece and where the text before has the same pieces
+without the text after. The last space of a run is in one piece with the following letter, number or
+sign, or is a piece alone. White space before it is divided as at the end of a text. NFC joins no
+character to a space."""
 
 _ASCII = {"L": "A-Za-z", "N": "0-9", "S": "\t-\r "}
 _LAST = 0x1FFFF
-"""Code points beyond it (rare ideographs) are not asked about: such texts go to the library."""
+"""Last code point of the classes. The library encodes texts with later ones (rare ideographs)."""
 BEYOND = re.compile("[\U00020000-\U0010ffff]")
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")
-"""Not in the basic plane. `re` looks up classes of the basic plane in a table, and walks through
-those with other members: 10 times slower, so a text without such code points has its own."""
+"""Code points outside the basic plane. `re` looks up a class of the basic plane in a table, and
+searches a class with other members, which is 10 times slower. So texts without such code points
+have separate patterns."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a recognised tokenizer divides text into the pieces that its model sees."""
+    """Rules by which a recognised tokenizer divides a text into the pieces that its model
+    encodes."""
 
     template: str
+    """Regular expression with {L}, {N} and {S} for the classes of characters."""
     nfc: bool
     added: tuple[str, ...]
-    """Contents of added tokens that are not special: taken out of the text first."""
+    """Contents of added tokens that are not special. They are removed from the text first."""
     special: tuple[str, ...]
+    """Contents of special tokens, which are plain text here."""
 
 
 def recognise(config: Mapping[str, Any]) -> Recipe | None:
-    """The recipe of a tokenizer.json, or None where `re` is not known to reproduce it."""
+    """Return the recipe of a tokenizer.json, or None if `re` may not reproduce the tokenizer."""
     model, normalizer = config.get("model") or {}, config.get("normalizer")
     if model.get("type", "BPE") != "BPE" or model.get("dropout"):
         return None
@@ -111,7 +118,7 @@ def _template(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 
 
 def pattern_for(template: str, text: str) -> re.Pattern[str]:
-    """Finds the pieces of this text, in which BEYOND finds nothing."""
+    """Return the pattern that finds the pieces of `text`, which has no match of BEYOND."""
     if text.isascii():
         return _compile(template, tuple(_ASCII.items()))
     return _compile(template, _classes(_ASTRAL.search(text) is not None))
@@ -126,52 +133,53 @@ def _compile(template: str, classes: tuple[tuple[str, str], ...]) -> re.Pattern[
 
 @functools.cache
 def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
-    """Members of the classes, as the library's regular expressions see them: 0.3 s."""
+    """Return the members of the classes in the library's regular expressions. Takes 0.3 s."""
     from tokenizers import Regex, pre_tokenizers
 
-    every = "".join(map(chr, [*range(0xD800), *range(0xE000, _LAST + 1 if astral else 0x10000)]))
-    found = []
+    characters = map(chr, [*range(0xD800), *range(0xE000, _LAST + 1 if astral else 0x10000)])
+    text, classes = "".join(characters), []
     for name, pattern in (("L", r"\p{L}+"), ("N", r"\p{N}+"), ("S", r"\s+")):
         split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
-        runs = [run for run, _ in split.pre_tokenize_str(every)]
-        # A run across the surrogates may take them in: no text holds them.
-        found.append((name, _class_of((ord(run[0]), ord(run[-1])) for run in runs)))
-    return tuple(found)
+        runs = [run for run, _ in split.pre_tokenize_str(text)]
+        # A run may include the surrogates, because no text contains them.
+        classes.append((name, _class_of((ord(run[0]), ord(run[-1])) for run in runs)))
+    return tuple(classes)
 
 
 def _class_of(runs: Iterable[tuple[int, int]]) -> str:
     return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in runs)
 
 
-def may_move_by_nfc(text: str) -> bool:
-    """Whether NFC may change this text, in which BEYOND finds nothing.
+def may_change_by_nfc(text: str) -> bool:
+    """Return whether NFC may change `text`, which has no match of BEYOND.
 
-    If not, the text is in NFC whatever the Unicode version: code points that Python's tables do not
-    know count as moved, and what is once assigned keeps its normalization (UAX 15, stability).
+    If not, the text is in NFC in every Unicode version: code points that Python's tables do not
+    have count as changed, and assigned code points keep their normalization (UAX 15, stability).
     """
     if text.isascii():
         return False
-    basic, astral = _moved_by_nfc()
+    basic, astral = _changed_by_nfc()
     return bool(basic.search(text) or (_ASTRAL.search(text) and astral.search(text)))
 
 
 @functools.cache
-def _moved_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Finds code points of the basic plane, and beyond, that NFC changes or joins to others."""
-    moved = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
+def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return patterns of the code points of the basic plane, and of those outside, that NFC changes
+    or joins to others."""
+    changed = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
     for code in range(0xC0, _LAST + 1):
         char = chr(code)
-        parts = unicodedata.decomposition(char).split()
-        if len(parts) == 2 and not parts[0].startswith("<"):
-            moved.add(int(parts[1], 16))  # joins what stands before it
+        decomposed = unicodedata.decomposition(char).split()
+        if len(decomposed) == 2 and not decomposed[0].startswith("<"):
+            changed.add(int(decomposed[1], 16))  # joins the character before it
         if (
             unicodedata.combining(char)
             or unicodedata.category(char) == "Cn"
             or not unicodedata.is_normalized("NFC", char)
         ):
-            moved.add(code)
+            changed.add(code)
     runs: list[list[int]] = []
-    for code in sorted(moved):
+    for code in sorted(changed):
         if runs and code == runs[-1][1] + 1 and code != 0x10000:
             runs[-1][1] = code
         else:
@@ -182,30 +190,35 @@ def _moved_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 SECTION_CHARS = 1 << 18
-"""A section is cut at the first right place behind half of this."""
+"""A section ends at the first cut after half of this number of characters."""
 
 _LETTERS = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
-"""Kana, ideographs and Hangul: letters that join nothing before them."""
+"""Kana, ideographs and Hangul: letters that join no character before them."""
 _SIGNS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 _CUT = re.compile(
     f"(?={CUT.pattern})"
     f"|(?<={NOT_SPACE}\n)(?={NOT_SPACE})"
     f"|(?<=[{_LETTERS}])(?=[{_SIGNS}][{_LETTERS}])"
 )
-"""Where a piece begins, alone or not: before the last space of a run (pretokenize.CUT). Behind a
-lone newline: it ends a piece, its own or that of the sign before it, and NFC joins nothing to it.
-And before a lone sign between letters of scripts without spaces: it is a piece or begins one."""
+"""Positions where a piece begins in every template: before the last space of a run (CUT); after a
+single newline, which is a piece or the end of the piece of the sign before it, and to which NFC
+joins no character; and before a single sign between letters of scripts without spaces, which is a
+piece or the start of a piece."""
 
 _TO_ASCII = re.compile("[\u037e\u1fef\u212a]")
-"""All that NFC makes ASCII, each one character: it joins none to such nor parts one from others."""
+"""All characters that NFC replaces by an ASCII character. NFC joins none of them to another."""
 
 
 class NoCut(Exception):
-    """A text has no place to cut it for longer than may be held. Holds its bytes to the next."""
+    """A section would exceed the limit of memory. The argument is the bytes up to the next cut."""
 
 
 class Cutter:
-    """Finds the sections of texts for a tokenizer with these added tokens, special ones too."""
+    """Divides texts into sections whose ids are together the ids of the text.
+
+    Args:
+        added: Contents of the added tokens of the tokenizer, including special ones.
+    """
 
     def __init__(self, added: Iterable[str]):
         tokens = [token for token in added if token]
@@ -214,65 +227,75 @@ class Cutter:
         self._all_ascii = all(map(str.isascii, tokens))
 
     def sections(self, blocks: Iterable[str], most: int | None = None) -> Iterator[str]:
-        """The text of `blocks` in sections. Raises NoCut for one of more than `most` bytes."""
-        held, size, searched = "", 0, SECTION_CHARS // 2
+        """Yield the text of `blocks` in sections.
+
+        Args:
+            blocks: Consecutive blocks of the text.
+            most: Largest size of a section in bytes, None for no limit. A section of at most
+                SECTION_CHARS characters may exceed it.
+
+        Raises:
+            NoCut: A section would exceed `most`.
+        """
+        pending, size, searched = "", 0, SECTION_CHARS // 2
         blocks = iter(blocks)
         for block in blocks:
-            held += block
+            pending += block
             size += len(block.encode())
-            while len(held) > SECTION_CHARS:
-                cut, searched = self._find(held, searched)
-                section = held[:cut]
-                taken = size if cut is None else len(section.encode())
-                if most is not None and taken > most and len(section) > SECTION_CHARS:
-                    raise NoCut(taken + (self._until_cut(held, blocks) if cut is None else 0))
+            while len(pending) > SECTION_CHARS:
+                cut, searched = self._find(pending, searched)
+                section = pending[:cut]
+                section_bytes = size if cut is None else len(section.encode())
+                if most is not None and section_bytes > most and len(section) > SECTION_CHARS:
+                    rest_bytes = self._until_cut(pending, blocks) if cut is None else 0
+                    raise NoCut(section_bytes + rest_bytes)
                 if cut is None:
                     break
                 yield section
-                held, size, searched = held[cut:], size - taken, SECTION_CHARS // 2
-        if held:
-            yield held
+                pending, size, searched = pending[cut:], size - section_bytes, SECTION_CHARS // 2
+        if pending:
+            yield pending
 
-    def _until_cut(self, held: str, blocks: Iterator[str]) -> int:
-        """Bytes of `blocks` before the next cut, found without holding them."""
+    def _until_cut(self, pending: str, blocks: Iterator[str]) -> int:
+        """Return the bytes of `blocks`, which follow `pending`, up to the next cut. Only one block
+        is in memory at a time."""
         size, around = 0, 2 * self._reach + 2
         for block in blocks:
-            tail = held[-around:]
-            held = tail + block
-            cut, _ = self._find(held, min(len(tail), around // 2))
+            tail = pending[-around:]
+            pending = tail + block
+            cut, _ = self._find(pending, min(len(tail), around // 2))
             if cut is not None:
-                return size + max(0, len(held[:cut].encode()) - len(tail.encode()))
+                return size + max(0, len(pending[:cut].encode()) - len(tail.encode()))
             size += len(block.encode())
         return size
 
     def _find(self, text: str, start: int) -> tuple[int | None, int]:
-        """The first cut from `start` on, or None and where to search on when more has come."""
+        """Return the first cut at or after `start`, or None, and the position at which the search
+        continues in a longer text."""
         stop = len(text) - self._reach
-        place = start
-        while (found := _CUT.search(text, place)) and found.start() < stop:
-            place = found.start()
-            if self._free(text[max(0, place - self._reach) : place + self._reach]):
-                return place, place
-            place += 1
+        for match in _CUT.finditer(text, start):
+            if (cut := match.start()) >= stop:
+                break
+            if self._may_cut(text[max(0, cut - self._reach) : cut + self._reach]):
+                return cut, cut
         return None, max(start, stop)
 
-    def _free(self, around: str) -> bool:
-        """No added token crosses the middle, nor does one that NFC would make there."""
+    def _may_cut(self, around: str) -> bool:
+        """Return whether no added token crosses the middle of `around`, before and after NFC."""
         if self._added is None:
             return True
-        moves: re.Match[str] | bool | None
         if self._all_ascii:
-            moves = _TO_ASCII.search(around)
+            changes = _TO_ASCII.search(around) is not None
         else:
-            moves = BEYOND.search(around) or may_move_by_nfc(around)
-        return not moves and not self._added.search(around)
+            changes = BEYOND.search(around) is not None or may_change_by_nfc(around)
+        return not changes and not self._added.search(around)
 
 
 REFERENCE_ONLY = "OPTIMUS_DATA_ENCODER"
-"""Environment variable; `reference` has the library encode everything."""
+"""Environment variable; with the value `reference`, the library encodes all texts."""
 
 _MEMO_PIECES = 1 << 19
-"""Some 90 MB a process."""
+"""Limit of the pieces in the cache of a process, which take 90 MB."""
 _MEMO_CHARS = 64
 _WINDOW_CHARS = 1 << 18
 _BATCH_CHARS = 1 << 16
@@ -289,24 +312,28 @@ SAMPLES = (
     "\U00020000b",
     "  \n  \n\t\t if x:\n        return  y ;;  \r\r  ",
 )
-"""Encoded both ways before a recognised tokenizer is trusted."""
+"""Texts that this module and the library encode when a recognised tokenizer is opened."""
 
 
 def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The library's ids of each text, uint32 [T]; a few at a time, for it takes 100 times more."""
+    """Return the library's ids of each text, uint32 [T].
+
+    The texts are encoded in batches: the library takes 100 times the memory of a text.
+    """
     ids: list[np.ndarray] = []
-    first = held = 0
+    first = chars = 0
     for stop, text in enumerate(texts, 1):
-        held += len(text)
-        if held >= _BATCH_CHARS or stop == len(texts):
-            found = tokenizer.encode_batch_fast(list(texts[first:stop]), add_special_tokens=False)
-            ids += [np.array(encoding.ids, np.uint32) for encoding in found]
-            first, held = stop, 0
+        chars += len(text)
+        if chars >= _BATCH_CHARS or stop == len(texts):
+            batch = tokenizer.encode_batch_fast(list(texts[first:stop]), add_special_tokens=False)
+            ids += [np.array(encoding.ids, np.uint32) for encoding in batch]
+            first, chars = stop, 0
     return ids
 
 
 class _Memo(dict[str, bytes]):
-    """Piece -> its ids as native uint32 bytes; cleared when full, so that it follows the text."""
+    """Cache from a piece to its ids as native uint32 bytes. It is cleared when it is full, so that
+    it has pieces of recent texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         super().__init__()
@@ -322,7 +349,7 @@ class _Memo(dict[str, bytes]):
 
 
 class MemoEncoder:
-    """Encodes texts as `tokenizer` does, whose recipe this is."""
+    """Encoder with the same ids as `tokenizer`, from the recipe of `tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe):
         self._tokenizer, self._recipe = tokenizer, recipe
@@ -337,22 +364,23 @@ class MemoEncoder:
         self._unchecked = _CHECK_EVERY_CHARS  # so that the first text is checked
 
     def agrees(self) -> bool:
-        """Whether this and the library give the same for SAMPLES and every added token."""
+        """Return whether this and the library encode SAMPLES and all added tokens equally."""
         samples = [*SAMPLES, *(f"a {token}b  {token} c" for token in self._recipe.added)]
         expected = reference_encode(self._tokenizer, samples)
         return all(
-            np.array_equal(self._one(text), ids)
+            np.array_equal(self._encode(text), ids)
             for text, ids in zip(samples, expected, strict=True)
         )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32 [T]. A text in 4 MB is compared with the library.
+        """Return the ids of each text, uint32 [T]. One text in 4 MB is compared with the library.
 
-        Raises OptimusError where the two differ.
+        Raises:
+            OptimusError: The ids differ from those of the library.
         """
         encoded = []
         for text in texts:
-            ids = self._one(text)
+            ids = self._encode(text)
             self._unchecked += len(text)
             if self._unchecked >= _CHECK_EVERY_CHARS and len(text) <= _CHECK_CHARS:
                 self._unchecked = 0
@@ -364,10 +392,10 @@ class MemoEncoder:
             encoded.append(ids)
         return encoded
 
-    def _one(self, text: str) -> np.ndarray:
+    def _encode(self, text: str) -> np.ndarray:
         if not text.isascii() and BEYOND.search(text):
             return reference_encode(self._tokenizer, [text])[0]
-        if self._recipe.nfc and may_move_by_nfc(text):
+        if self._recipe.nfc and may_change_by_nfc(text):
             if self._added:
                 return reference_encode(self._tokenizer, [text])[0]
             text = self._tokenizer.normalizer.normalize_str(text)
@@ -376,13 +404,14 @@ class MemoEncoder:
             return np.frombuffer(self._pieces(pattern, text), np.uint32)
         if any(token in text for token in self._recipe.special):  # it may cover an added token
             return reference_encode(self._tokenizer, [text])[0]
-        parts: list[bytes] = []
-        for index, part in enumerate(self._added.split(text)):
-            parts.append(self._added_ids[part] if index % 2 else self._pieces(pattern, part))
-        return np.frombuffer(b"".join(parts), np.uint32)
+        ids = [
+            self._added_ids[run] if index % 2 else self._pieces(pattern, run)
+            for index, run in enumerate(self._added.split(text))
+        ]
+        return np.frombuffer(b"".join(ids), np.uint32)
 
     def _pieces(self, pattern: re.Pattern[str], text: str) -> bytes:
-        """The ids of a text without added tokens; a long one is read in windows."""
+        """Return the ids of a text without added tokens. A long text is read in windows."""
         look_up = self._memo.__getitem__
         if len(text) <= _WINDOW_CHARS:
             return b"".join(map(look_up, pattern.findall(text)))

@@ -1,4 +1,5 @@
-"""Bound of the growth of texts in the normalizer, pre-tokenizer and decoder of a tokenizer.json."""
+"""Upper bound of the growth of texts in the normalizer, pre-tokenizer and decoder of a
+tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _CHANGED = ((0, 0x3400), (0xA000, 0xD7A4), (0xF900, 0x20000), (0x2F800, 0x2FA20)
 
 
 def max_growth(component: dict[str, Any]) -> float:
-    """Return by how much a component of a tokenizer can lengthen a text.
+    """Return the largest factor by which a component of a tokenizer lengthens a text.
 
     Args:
         component: The component as the tokenizers library writes it to tokenizer.json.
@@ -57,8 +58,12 @@ def max_growth(component: dict[str, Any]) -> float:
 
 
 def max_growth_by_map(charsmap: bytes) -> float:
-    """Return by how much a character map of a sentencepiece model can lengthen a text, with the
-    longer character that the model writes for a space. Raises ValueError for an unknown format."""
+    """Return the largest factor by which a character map of a sentencepiece model lengthens a text.
+    It includes the longer character that the model writes for a space.
+
+    Raises:
+        ValueError: The map is too large.
+    """
     weights = _Weights()
     weights.add({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"})
     weights.map_characters(charsmap, _MAX_KEY_BYTES)
@@ -92,7 +97,7 @@ class _Weights:
         """Bytes that steps put before a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Take a step that comes before those added so far. `first`: no step comes before it."""
+        """Add the step before those added so far. `first`: it is the first step of all."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -111,8 +116,8 @@ class _Weights:
                 known = np.maximum(self._by_character[start:stop], self._of_all)
                 self._by_character[start:stop] = known + 2 * self._of(" ") / 3
             self.top = max(self.top, float(self._by_character.max()))
-            self._raise_all(self._of(" "))  # other spaces become this one
-        elif kind == "Nmt":  # other spaces become this one
+            self._raise_all(self._of(" "))  # other spaces become U+0020
+        elif kind == "Nmt":  # other spaces become U+0020
             self._raise_all(self._of(" "))
         elif kind == "Prepend":
             self.prefixes += self._of(step["prepend"])
@@ -127,7 +132,7 @@ class _Weights:
             raise ValueError(f"its step {kind} is not known")
 
     def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
-        """Take a sentencepiece character map, of whose keys the first `key_bytes` are looked up."""
+        """Add a sentencepiece character map, whose keys are looked up by `key_bytes` bytes."""
         text = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
         sums = np.concatenate(([0.0], np.cumsum(self._of_bytes(text))))
         ends = np.append(np.flatnonzero(np.frombuffer(text, np.uint8) == 0), len(text))
@@ -146,8 +151,8 @@ class _Weights:
         self._raise_all(of_clusters)
 
     def _normalize(self, kinds: Sequence[str], first: bool) -> None:
-        """Take Unicode normalizations, in the order in which the library applies them."""
-        if first and self.top == self._of_all:  # then the table would be made only for its maximum
+        """Add Unicode normalizations, in the order in which the library applies them."""
+        if first and self.top == self._of_all:  # only the maximum of the table is used then
             self._raise_all(self.top * max(_UNICODE_GROWTH[kind] for kind in kinds))
             return
         for kind in reversed(kinds):
@@ -160,10 +165,10 @@ class _Weights:
             self.top = max(self._of_all, float(self._by_character.max()))
 
     def _compose(self) -> None:
-        """Take the composition of a character and marks, or of Hangul letters, to one character.
-        Each such sequence has a mark, which is given the weight of the character."""
+        """Add the composition of a character and marks, or of Hangul letters, to one character.
+        Each mark of the sequence gets the weight of the character."""
         codes = np.flatnonzero(self._by_character > self._of_all)
-        for start, stop in _CHINESE:  # these compose with none
+        for start, stop in _CHINESE:  # these compose with no character
             codes = codes[(codes < start) | (codes >= stop)]
         weights = self._by_character[codes]
         for code, weight in zip(codes.tolist(), weights.tolist(), strict=True):
@@ -188,7 +193,7 @@ class _Weights:
         return weights
 
     def _replace(self, characters: str | None, size: int, content: str) -> None:
-        """Take the replacement of a pattern of at least `size` bytes; its characters are unknown
+        """Add the replacement of a pattern of at least `size` bytes; its characters are unknown
         if `characters` is None. A pattern of 0 bytes also matches between two characters."""
         weight = self._of(content)
         if size == 0:
@@ -260,11 +265,11 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yield the number of bytes of keys of a sentencepiece character map, the keys as big-endian
-    integers (those of more than 4 bytes are not given), and the places of their texts.
+    integers (0 for keys of more than 4 bytes), and the offsets of their texts.
 
     A map is the size of a trie in bytes (4 bytes, little-endian), the trie as a double array
     (github.com/s-yata/darts-clone) of units of 4 bytes, and texts that end with NUL; a value of the
-    trie is the place of a text. Nodes of the trie may have common children.
+    trie is the offset of a text. Nodes of the trie may have common children.
 
     Raises:
         ValueError: Keys have `_MAX_KEY_BYTES` or more, or the trie has more than `_MAX_NODES`.

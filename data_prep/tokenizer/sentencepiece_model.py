@@ -1,7 +1,7 @@
 """Tokenizers in sentencepiece's `.model` format. Needs the sentencepiece package.
 
-Control symbols (`<s>`, `</s>`) are never taken from text by that library, so special-token text is
-plain text; user-defined symbols are matched as it matches them.
+That library never encodes text as a control symbol (`<s>`, `</s>`), so the text of a special token
+is plain text. It encodes user-defined symbols in text.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ _NORMALIZER, _DENORMALIZER, _CHARSMAP = 3, 5, 2
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
-    """Whether a file is a sentencepiece model: it begins with its list of pieces, no JSON does."""
+    """Return whether a file is a sentencepiece model. It begins with a list of pieces, as no JSON
+    does. A file that cannot be read is none."""
     try:
         with files.open_regular(path) as file:
             head = file.read(65)
     except OSError:
-        return False  # who reads it as JSON reports it
+        return False  # the reader of a tokenizer.json reports the error
     return head[:1] == b"\n" and head[1:].lstrip()[:1] not in (b"{", b"[", b"")
 
 
 class SentencePieceTokenizer:
-    """A model, with the few methods that data preparation wants of a tokenizer."""
+    """Sentencepiece model with the methods of a tokenizer that data preparation uses.
+
+    Args:
+        path: A `.model` file.
+
+    Raises:
+        DataError: The file is not a model, makes texts too long, or the package is missing.
+    """
 
     def __init__(self, path: str | os.PathLike):
-        """Raises DataError where the file is no model, or the package is missing."""
         try:
             import sentencepiece
         except ImportError:
@@ -57,27 +64,27 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Pieces, which have the ids from 0."""
+        """Number of pieces, whose ids begin at 0."""
         return self._model.get_piece_size()
 
     @property
     def default_eos(self) -> str | None:
-        """The end-of-sentence symbol, if the model was trained with one."""
+        """End-of-sentence symbol, or None if the model was trained without one."""
         eos = self._model.eos_id()
         return self._model.id_to_piece(eos) if eos >= 0 else None
 
     def control_id(self, piece: str) -> int | None:
-        """The id of a control symbol, which no text produces; None for any other piece."""
-        found = self._model.piece_to_id(piece)
-        known = self._model.id_to_piece(found) == piece
-        return found if known and self._model.is_control(found) else None
+        """Return the id of a control symbol, which no text produces, or None for other pieces."""
+        number = self._model.piece_to_id(piece)
+        known = self._model.id_to_piece(number) == piece
+        return number if known and self._model.is_control(number) else None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32 [T], without any control symbol."""
+        """Return the ids of each text, uint32 [T], without control symbols."""
         return [np.array(self._model.encode(text, out_type=int), np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of these ids, control symbols by their names unless they are skipped."""
+        """Return the text of `ids`. Control symbols appear as their names, or are skipped."""
         runs: list[str] = []
         plain: list[int] = []
         for token in ids:
@@ -133,7 +140,11 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _max_growth(model: bytes) -> float:
-    """Return by how much the character maps of a model can lengthen a text. Raises ValueError."""
+    """Return the largest factor by which the character maps of a model lengthen a text.
+
+    Raises:
+        ValueError: The model is damaged, or has more than two maps.
+    """
     offset = 0  # most of a model are pieces of fewer than 128 bytes, each after the bytes 10, size
     while model[offset : offset + 1] == b"\n" and model[offset + 1 : offset + 2] < b"\x80":
         offset += 2 + int.from_bytes(model[offset + 1 : offset + 2], "little")
@@ -144,6 +155,6 @@ def _max_growth(model: bytes) -> float:
         for key, charsmap in fields(spec)
         if key == _CHARSMAP and isinstance(charsmap, bytes)
     ]
-    if len(maps) > 2:  # one to normalize and one to undo it; each takes a second to follow
+    if len(maps) > 2:  # a normalizer and a denormalizer; the check of each takes a second
         raise ValueError(f"it has {len(maps)} character maps")
     return max(map(max_growth_by_map, maps), default=1.0)

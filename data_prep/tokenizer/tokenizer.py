@@ -1,7 +1,7 @@
-"""Text to token ids, equal to the reference library's with special-token text as plain text.
+"""Tokenizer files, and the encoding of text to token ids.
 
-`Encoder` is the seam behind which faster exact encoders may come: whatever stands there must give
-`Tokenizer.encode(text, add_special_tokens=False).ids` for every text.
+Every encoder returns exactly the ids of `Tokenizer.encode(text, add_special_tokens=False)` of the
+library, set so that it reads the text of special tokens as plain text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Spellings of the end-of-document token that are recognised without `--eos`."""
+"""Names of end-of-document tokens that are recognised without `--eos`."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
 """Limits of the check of a tokenizer: time, and memory in addition to that of the file."""
@@ -53,16 +53,17 @@ _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
-"""Measured at a token a character: 241 and 49; ordinary text takes half of it."""
+"""Memory to encode a byte of a text. Measured with one token per character: 241 and 49; ordinary
+text takes half of it."""
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a data set records of its tokenizer."""
+    """Values that a data set records about its tokenizer."""
 
     sha256: str
     vocab_size: int
-    """One more than the largest id."""
+    """Largest id plus 1."""
     eos_token: str
     eos_id: int
 
@@ -104,7 +105,7 @@ def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
         raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # It adds special tokens, which no text gets. A template could also repeat the text.
+    # A post-processor adds special tokens, which no text has here, and may repeat the text.
     tokenizer.post_processor = None
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -142,8 +143,8 @@ def _try(path: str | os.PathLike, content: bytes) -> None:
     its steps makes texts much longer."""
     from tokenizers import Tokenizer
 
-    # The steps come first, without the model where it is known: the library normalizes added
-    # tokens as it loads them, which a step that makes texts longer multiplies.
+    # The steps are checked first, without the model if possible: the library normalizes added
+    # tokens when it loads them, so a step that makes texts longer takes memory for each.
     steps = None
     with library_panics(path), contextlib.suppress(Exception):  # `_load` reports an exception
         steps = Tokenizer.from_buffer(_without_model(content))
@@ -158,7 +159,7 @@ def _try(path: str | os.PathLike, content: bytes) -> None:
 
 
 def _without_model(content: bytes) -> bytes:
-    """Return a tokenizer.json with a small model if its model comes last, else all of it."""
+    """Return a tokenizer.json with a small model if its model is its last key, else all of it."""
     if (model := _MODEL.search(content)) is None:
         return content
     if b"\\u00" in content and _ESCAPED_LETTER.search(content):
@@ -192,10 +193,17 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 
 @contextlib.contextmanager
 def library_panics(path: str | os.PathLike) -> Iterator[None]:
-    """Raise DataError where the tokenizers library panics on the file at `path` or on a text.
+    """Convert a panic of the tokenizers library to DataError.
 
-    A damaged table of a normalizer and a pattern that needs too many steps do. The exception of a
-    panic derives from BaseException, and its class cannot be imported. The library also prints it.
+    The library panics on a damaged table of a normalizer and on a pattern that needs too many
+    steps. The exception of a panic derives from BaseException, and its class cannot be imported.
+    The library also prints it.
+
+    Args:
+        path: The tokenizer, for the message.
+
+    Raises:
+        DataError: The library panicked in the block.
     """
     try:
         yield
@@ -214,9 +222,16 @@ def _failure(path: str | os.PathLike, error: BaseException) -> str:
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:
-    """Facts of a tokenizer.json. `eos` names its end-of-document token; None: found by its name.
+    """Return the facts of a tokenizer.
 
-    Raises DataError where there is no such token, several, or one that plain text could produce.
+    Args:
+        path: A tokenizer.json or a sentencepiece model.
+        eos: Name of the end-of-document token. None: the special token that is in EOS_NAMES, or the
+            end-of-sentence symbol of a sentencepiece model.
+
+    Raises:
+        DataError: The file is not a tokenizer; it has no such token, or several in EOS_NAMES; or
+            plain text can produce the token.
     """
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -226,11 +241,11 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
     }
     if eos is None:
-        found = [name for name in EOS_NAMES if name in special]
-        if len(found) != 1:
-            what = " and ".join(found) if found else f"none of {', '.join(EOS_NAMES)}"
-            raise DataError(f"{path}: has {what} as special tokens; name the one with --eos TOKEN")
-        eos = found[0]
+        names = [name for name in EOS_NAMES if name in special]
+        if len(names) != 1:
+            known = " and ".join(names) or f"none of {', '.join(EOS_NAMES)}"
+            raise DataError(f"{path}: has {known} as special tokens; name the one with --eos TOKEN")
+        eos = names[0]
     if eos not in special:
         raise DataError(f"{path}: --eos {eos!r} is not one of its special tokens")
     return TokenizerFacts(
@@ -253,25 +268,37 @@ def _sentencepiece_facts(
 
 
 def sha256_of(path: str | os.PathLike) -> str:
-    """Of a tokenizer's file, as data sets record it."""
+    """Return the SHA-256 of a tokenizer's file in hexadecimal digits, as data sets record it.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     return hashlib.sha256(read_bytes(path, TOKENIZER_BYTES)).hexdigest()
 
 
 class Encoder:
-    """Encodes texts on the calling thread alone: parallelism is one process a core."""
+    """Encoder of texts on the calling thread: parallel work has one process per core.
+
+    Args:
+        path: A tokenizer.json or a sentencepiece model.
+
+    Raises:
+        DataError: The file is not a tokenizer.
+    """
 
     def __init__(self, path: str | os.PathLike):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._path, self._tokenizer = path, open_tokenizer(path)
         self._memo: MemoEncoder | None = None
         self.cutter: Cutter | None = None
-        """Divides a long text into sections that may be encoded one by one, where that is known."""
+        """Divides a long text into sections that are encoded separately. None: the tokenizer may
+        not be divided so."""
         self.bytes_per_byte = _SENTENCEPIECE_BYTES
         """Memory that the library takes to encode a byte of a text."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
         self.bytes_per_byte = _LIBRARY_BYTES
-        try:  # the library takes some files that are no JSON
+        try:  # the library also loads some files that are not JSON
             recipe = recognise(json.loads(read_bytes(path, TOKENIZER_BYTES)))
         except ValueError as error:
             raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
@@ -279,11 +306,16 @@ class Encoder:
             with library_panics(path):
                 memo = MemoEncoder(self._tokenizer, recipe)
                 self._memo = memo if memo.agrees() else None
-            if self._memo:  # what is special is plain text, but may cover an added token
+            if self._memo:  # a special token is plain text, but may cover an added token
                 self.cutter = Cutter([*recipe.added, *recipe.special] if recipe.added else [])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32 [T], without any special token. Raises DataError."""
+        """Return the ids of each text, uint32 [T], without special tokens.
+
+        Raises:
+            DataError: The library fails with this tokenizer.
+            OptimusError: The fast encoder and the library differ.
+        """
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode(texts)
         with library_panics(self._path):
@@ -294,5 +326,5 @@ class Encoder:
 
 @functools.lru_cache(maxsize=1)
 def shared_encoder(path: str) -> Encoder:
-    """One encoder a process: a large vocabulary takes a second to load."""
+    """Return the encoder that a process shares: a large vocabulary takes a second to load."""
     return Encoder(path)
