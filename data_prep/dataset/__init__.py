@@ -1,10 +1,10 @@
-"""Finished data sets. `optimus` imports nothing else of data_prep."""
+"""Finished data sets: the only module of data_prep that `optimus` imports."""
 
 from data_prep.dataset.describe import MAX_EPOCHS
 from data_prep.dataset.manifest import (
-    HeldOut,
+    HeldOutRule,
     check_held_out,
-    held_out_of_dataset,
+    dataset_held_out_rule,
     held_out_problem,
     read_manifest,
 )
@@ -26,14 +26,14 @@ __all__ = [
     "PERMUTATION_ALGORITHM",
     "SENTENCEPIECE",
     "TOKENIZER",
-    "HeldOut",
+    "HeldOutRule",
     "Mixing",
     "Permutation",
     "SentencePieceTokenizer",
     "ShardReader",
     "check_held_out",
+    "dataset_held_out_rule",
     "fields",
-    "held_out_of_dataset",
     "held_out_problem",
     "integer_weights",
     "is_sentencepiece",

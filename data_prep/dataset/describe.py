@@ -1,7 +1,7 @@
-"""Descriptions of a finished data set: a report, statistics, and one instance as text.
+"""Descriptions of a finished data set: a report, statistics, and the text of an instance.
 
-Losses are in nats. The bigram model is p(b | a) = (count(a, b) + 1) / (count(a) + V), counted and
-scored over the C-1 targets inside instances, as the training loss is.
+Losses are in nats. The bigram model is p(b | a) = (count(a, b) + 1) / (count(a) + V). Its counts
+and its loss are over the C-1 targets of each instance, as the training loss.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from data_prep.tokenizer.tokenizer import library_panics, open_tokenizer, sha256
 from optimus.errors import ConfigError, DamageError, DataError, counted
 
 MAX_EPOCHS = 4
-"""Repeating text up to about four times is nearly as good as new text (arXiv 2305.16264)."""
+"""Up to four epochs of a text are nearly as good as new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
-"""Below either, the held-out loss is mostly chance: docs/formats/dataset.md, "Documents"."""
+"""With less, the held-out loss is mostly noise: docs/formats/dataset.md, "Documents"."""
 _EXAMPLE_BATCH_TOKENS = 4096
 """`train.global_batch_tokens` of configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
@@ -38,7 +38,16 @@ _MAX_SUGGESTED_FRACTION = 0.2
 def report(
     out: str, manifests: Sequence[Manifest], wall_s: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """The facts of a data set's parts, the training part first, and lines that say them."""
+    """Return a report on a new data set.
+
+    Args:
+        out: Directory of the data set.
+        manifests: Manifest of the training part, and of the held-out part if there is one.
+        wall_s: Time of the command.
+
+    Returns:
+        The report as a JSON object, and as lines of text.
+    """
     value: dict[str, Any] = {"out": out, "wall_s": round(wall_s, 3)}
     lines = []
     for manifest in manifests:
@@ -69,19 +78,20 @@ def report(
             f"{counted(source.quota, 'instance')} of {source.instances:,}, "
             f"{_epochs_text(source)}"
         )
-    aside = train.quarantined.count
-    value["quarantined"] = aside
-    if aside:
-        what = counted(aside, "document or file", "documents or files")
-        lines.append(f"{out}: quarantined {what}, listed in quarantine.jsonl")
-    value["warnings"] = [_repeats(train, source) for source in train.blend if _too_often(source)]
-    value["warnings"] += [_few_held_out(train, part) for part in manifests[1:] if _is_small(part)]
+    value["quarantined"] = train.quarantined.count
+    if value["quarantined"]:
+        documents = counted(train.quarantined.count, "document or file", "documents or files")
+        lines.append(f"{out}: quarantined {documents}, listed in quarantine.jsonl")
+    repeated = [source for source in train.blend if _epochs(source) > MAX_EPOCHS]
+    small = [held_out for held_out in manifests[1:] if _is_small(held_out)]
+    value["warnings"] = [_repetition_warning(train, source) for source in repeated]
+    value["warnings"] += [_small_warning(train, held_out) for held_out in small]
     lines += [f"{out}: warning: {warning}" for warning in value["warnings"]]
     return value, lines
 
 
 def for_training(manifest: Manifest) -> str:
-    """The settings of a run that follow from a training part, and the length of an epoch."""
+    """Return a line with the settings of a run on a training part, and the length of an epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
     steps = counted(number_steps, "step") if number_steps else "less than one step"
@@ -101,11 +111,7 @@ def _epochs(source: BlendEntry) -> float:
     return source.quota / source.instances
 
 
-def _too_often(source: BlendEntry) -> bool:
-    return _epochs(source) > MAX_EPOCHS
-
-
-def _repeats(train: Manifest, source: BlendEntry) -> str:
+def _repetition_warning(train: Manifest, source: BlendEntry) -> str:
     most = math.floor(train.num_instances * MAX_EPOCHS / _epochs(source))
     return (
         f"{source.tokens_dir} is repeated for {_epochs_text(source)}; above {MAX_EPOCHS}, "
@@ -119,8 +125,9 @@ def _is_small(held_out: Manifest) -> bool:
     return few or held_out.num_instances * held_out.context < MIN_HELD_OUT_TOKENS
 
 
-def _few_held_out(train: Manifest, held_out: Manifest) -> str:
-    """What is too little, and the fraction that should hold out one and a half times enough."""
+def _small_warning(train: Manifest, held_out: Manifest) -> str:
+    """Return the warning that the held-out part is small, with a fraction that holds out 1.5 times
+    the minimum."""
     documents, tokens = train.documents + held_out.documents, train.tokens + held_out.tokens
     needed = max(MIN_HELD_OUT_DOCUMENTS / documents, MIN_HELD_OUT_TOKENS / tokens) * 1.5
     digits = 1 - math.floor(math.log10(needed))
@@ -137,18 +144,28 @@ def _few_held_out(train: Manifest, held_out: Manifest) -> str:
 
 
 MAX_BIGRAM_CELLS = 64_000_000
-"""Largest vocabulary^2 for which bigrams are counted: 256 MB of uint32."""
+"""Limit of vocabulary^2, above which bigrams are not counted: 256 MB of uint32."""
 
 MAX_IDS = 1 << 22
-"""Above the ids of any tokenizer: 34 MB of counts. A manifest may claim 2^32."""
+"""Limit of ids, above those of any tokenizer: 34 MB of counts. A manifest may have 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
 
 def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
-    """Counts and unigram entropy of `dataset`; with `held_out`, the yardsticks' losses on it.
+    """Return statistics of a data set.
 
-    Raises DamageError for damaged data, and DataError for a held-out set made by another tokenizer.
+    Args:
+        dataset: Directory of the data set.
+        held_out: Directory of a data set, on which the losses of the unigram and bigram models of
+            `dataset` are computed.
+
+    Returns:
+        Counts and unigram entropy and, with `held_out`, the losses under the key `held_out`.
+
+    Raises:
+        DamageError: A data set is damaged.
+        DataError: A data set cannot be read, or has another tokenizer than the other.
     """
     manifest = read_manifest(dataset)
     result: dict[str, Any] = {
@@ -187,9 +204,13 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 
 
 def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the ids of all instances, int64 [n, c] of at most _BLOCK_TOKENS, and the number of
-    first columns that the block before had, too: 1 inside an instance longer than a block, so that
-    no pair is lost, else 0."""
+    """Yield blocks of the ids of all instances.
+
+    Yields:
+        int64 [n, c] with at most _BLOCK_TOKENS ids, and the number of first columns that are also
+        the last columns of the block before: 1 within an instance that is longer than a block, so
+        that no pair is lost, else 0.
+    """
     reader, context = ShardReader(dataset, manifest), manifest.context
     step = max(1, _BLOCK_TOKENS // context)
     with Progress(f"read {dataset}", manifest.num_instances, " instances") as progress:
@@ -210,8 +231,8 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int
 def _count(
     dataset: Path, manifest: Manifest, with_pairs: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Counts of ids, int64 [largest id + 1], and of pairs inside instances, uint32 [V*V] where
-    they fit. Raises DamageError for an id that no tokenizer has."""
+    """Return the counts of ids, int64 [largest id + 1], and of pairs inside instances, uint32 [V*V]
+    or None if V is too large. Raise DamageError for an id that no tokenizer has."""
     size = manifest.vocab_size
     counts = np.zeros(0, np.int64)
     fits = with_pairs and size * size <= MAX_BIGRAM_CELLS
@@ -219,9 +240,9 @@ def _count(
     for rows, seen in _blocks(dataset, manifest):
         if (largest := int(rows.max())) >= MAX_IDS:
             raise DamageError(f"{dataset}: holds id {largest}; stats counts ids below {MAX_IDS}")
-        found = np.bincount(rows[:, seen:].ravel(), minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        block_counts = np.bincount(rows[:, seen:].ravel(), minlength=len(counts))
+        block_counts[: len(counts)] += counts
+        counts = block_counts
         if pairs is not None:
             np.add.at(pairs, (rows[:, :-1] * size + rows[:, 1:]).ravel(), np.uint32(1))
     return counts, pairs
@@ -235,20 +256,21 @@ def _entropy(counts: np.ndarray) -> float:
 def _losses(
     held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None, size: int
 ) -> dict[str, float | None]:
-    """Mean losses of the add-one unigram and bigram models; None where they cannot be had."""
+    """Return the mean losses of the add-one unigram and bigram models, None if there is no target
+    or no count of pairs."""
     targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
         return {"unigram_loss": None, "bigram_loss": None}
-    # The last stands for all ids that were not counted.
+    # The last value is that of all ids that were not counted.
     unigram_log = np.log((np.append(counts, 0) + 1) / (counts.sum() + size))
-    before = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
+    totals = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
     unigram = bigram = 0.0
     for rows, _ in _blocks(held_out, manifest):
         first, second = rows[:, :-1].ravel(), rows[:, 1:].ravel()
         unigram -= float(unigram_log[np.minimum(second, len(counts))].sum())
-        if pairs is not None and before is not None:
-            chance = (pairs[first * size + second] + 1.0) / (before[first] + size)
-            bigram -= float(np.log(chance).sum())
+        if pairs is not None and totals is not None:
+            probability = (pairs[first * size + second] + 1.0) / (totals[first] + size)
+            bigram -= float(np.log(probability).sum())
     return {
         "unigram_loss": unigram / targets,
         "bigram_loss": bigram / targets if pairs is not None else None,
@@ -256,21 +278,27 @@ def _losses(
 
 
 def default_held_out(dataset: Path) -> Path | None:
-    """The data set's own held-out part, if it has one."""
-    own = dataset / layout.EVAL_DIR
-    return own if (own / layout.MANIFEST).is_file() else None
+    """Return the directory of the held-out part of a data set, or None if there is none."""
+    held_out = dataset / layout.EVAL_DIR
+    return held_out if (held_out / layout.MANIFEST).is_file() else None
 
 
 MAX_TOKENS = 1 << 20
-"""Largest context of an instance that is shown: its ids and its text take some 100 MB."""
+"""Largest context of an instance that is shown: its ids and its text take 100 MB."""
 MAX_CHARACTERS = 16 * MAX_TOKENS
 """Longest text of an instance that is shown."""
 
 
 def inspect(dataset: Path, number: int) -> dict[str, Any]:
-    """Instance `number` (they run on through epochs): ids, text, place and sources.
+    """Return the ids, text, position and sources of an instance.
 
-    Raises DataError for a damaged data set, ConfigError for a number that there is none of.
+    Args:
+        dataset: Directory of the data set.
+        number: Number of the instance. The numbers continue through the epochs.
+
+    Raises:
+        DataError: The data set is damaged, or the text is too long.
+        ConfigError: The instance does not exist, or has too many tokens.
     """
     if number < 0:
         raise ConfigError(f"instance {number} does not exist; they are numbered from 0")
@@ -284,21 +312,20 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         )
     if (order.num_instances, order.context) != (manifest.num_instances, manifest.context):
         raise DamageError(f"{dataset / layout.ORDER}: is not the order of {layout.MANIFEST}")
-    epoch, place = divmod(number, manifest.num_instances)
+    epoch, position = divmod(number, manifest.num_instances)
     if epoch > MAX_SEED:
         raise ConfigError(f"instance {number} is after the last epoch, number {MAX_SEED}")
-    row = place
+    row = position
     if epoch > 0:
         permutation = Permutation(manifest.num_instances, manifest.seed, epoch)
-        row = int(permutation.apply(np.array([place]))[0])
+        row = int(permutation.apply(np.array([position]))[0])
     ids = ShardReader(dataset, manifest).rows(row, row + 1)[0]
     source = int(order.epoch_zero().apply(np.array([row]))[0])
-    tokenizer_path = _whole_tokenizer(dataset, manifest.tokenizer_sha256)
-    text = _decode(tokenizer_path, ids)
+    text = _decode(_checked_tokenizer(dataset, manifest.tokenizer_sha256), ids)
     return {
         "instance": number,
         "epoch": epoch,
-        "place": place,
+        "place": position,
         "instances": manifest.num_instances,
         "shard": manifest.shards[row // manifest.instances_per_shard].name,
         "row": row % manifest.instances_per_shard,
@@ -308,8 +335,8 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
     }
 
 
-def _whole_tokenizer(dataset: Path, sha256: str) -> Path:
-    """The copy of the tokenizer. Raises DamageError where it is not what it was."""
+def _checked_tokenizer(dataset: Path, sha256: str) -> Path:
+    """Return the path of the data set's tokenizer. Raise DamageError if the file has changed."""
     path = layout.tokenizer_file(dataset)
     if not path.exists() or sha256_of(path) != sha256:
         raise DamageError(
@@ -319,8 +346,8 @@ def _whole_tokenizer(dataset: Path, sha256: str) -> Path:
 
 
 def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
-    """The text of an instance. Raises DataError for one of more than MAX_CHARACTERS: the text of a
-    token may be as long as the file of the tokenizer."""
+    """Return the text of an instance. Raise DataError if it has more than MAX_CHARACTERS: the text
+    of a token may be as long as the file of the tokenizer."""
     tokenizer = open_tokenizer(tokenizer_path)
     if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
         raise DamageError(f"{tokenizer_path}: has no piece of id {ids.max()}")
@@ -340,11 +367,11 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 
 
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
-    """The documents along source instance `source`: tokens [first, stop) of it begin at
-    `document_token` of the document in `line` (0: all) of `input`."""
+    """Return the documents of source instance `source`: its tokens [first, stop) begin at token
+    `document_token` of the document in line `line` (0: the whole file) of `input`."""
     if isinstance(order, BlendOrder):
-        number, _, own = next(order.split(np.array([source])))
-        order, source = order.sources[number], int(own[0])
+        number, _, numbers = next(order.split(np.array([source])))
+        order, source = order.sources[number], int(numbers[0])
     tokens_dir = dataset / order.tokens_dir
     plan, starts = read_plan(tokens_dir, order.plan), order.starts()
     position, end = source * order.context, (source + 1) * order.context

@@ -1,4 +1,4 @@
-"""The manifest of a data set, written last, and the documents that data sets hold out."""
+"""The manifest of a data set, which is written last, and rules for held-out documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORM = "optimus-dataset"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard as the manifest lists it; `name` is relative to the data set."""
+    """Shard in a manifest. `name` is a path relative to the data set."""
 
     name: str
     instances: int
@@ -31,7 +31,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class InputEntry:
-    """An input file with the hash of its bytes."""
+    """Input file and the hash of its bytes."""
 
     name: str
     size: int
@@ -39,8 +39,8 @@ class InputEntry:
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """What quarantine mode left out: how many documents or damaged files, and the list of them."""
+class QuarantineEntry:
+    """Number of documents and damaged files in quarantine, and size and hash of their list."""
 
     count: int
     size: int = 0
@@ -49,17 +49,19 @@ class SetAside:
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """A source of a blend: its token arrays, weight, instances given and instances it has."""
+    """Source of a blend."""
 
     tokens_dir: str
     weight: str
     quota: int
+    """Instances of the blend that come from this source."""
     instances: int
+    """Instances of the source in one epoch."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data set is. Field by field in docs/formats/dataset.md."""
+    """Content of manifest.json. docs/formats/dataset.md describes each field."""
 
     part: str
     num_instances: int
@@ -80,16 +82,16 @@ class Manifest:
     tails: tuple[int, ...]
     tokens_dir: str
     order_xxh3: str
-    quarantined: SetAside
+    quarantined: QuarantineEntry
     instances_per_shard: int
     shards: tuple[ShardEntry, ...]
     inputs: tuple[InputEntry, ...]
     blend: tuple[BlendEntry, ...] = ()
-    """The sources of a blend; not in the JSON of any other data set."""
+    """Sources of a blend. The JSON of other data sets does not have this key."""
 
     @property
     def identity(self) -> str:
-        """SHA-256 of everything that decides which tokens a training run reads."""
+        """SHA-256 of all values that determine the tokens that a training run reads."""
         facts = [
             layout.VERSION,
             self.num_instances,
@@ -111,27 +113,36 @@ class Manifest:
 
 
 def read_manifest(dataset: str | os.PathLike) -> Manifest:
-    """The manifest of the data set in directory `dataset`.
+    """Return the manifest of the data set in the directory `dataset`.
 
-    Raises DataError where there is none, or it is damaged, of another version or not one that
-    optimus-data writes.
+    Raises:
+        DataError: The manifest is missing, damaged, of another version, or has values that
+            optimus-data does not write.
     """
     dataset = Path(dataset)
     path = dataset / layout.MANIFEST
     if not path.exists():
-        what = "not finished" if (dataset / layout.TOKENS_DIR).exists() else "not a data set"
-        raise DataError(f"{path} is missing: {dataset} is {what}; make it with optimus-data run")
+        state = "not finished" if (dataset / layout.TOKENS_DIR).exists() else "not a data set"
+        raise DataError(f"{path} is missing: {dataset} is {state}; make it with optimus-data run")
     manifest = layout.read_record(path, Manifest, FORM)
     _check(manifest, path)
     return manifest
 
 
-def held_out_problem(manifest: Manifest, dataset: Path, own: Manifest) -> str:
-    """Return why `own`, in the folder of the held-out part of `dataset`, cannot be that part; ""
-    if it can."""
-    if own.part != layout.PARTS[1]:
-        problem = f"part = {own.part!r}"
-    elif own.tokenizer_sha256 != manifest.tokenizer_sha256:
+def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> str:
+    """Return the reason why a manifest is not that of the held-out part of a data set.
+
+    Args:
+        manifest: Manifest of the data set.
+        dataset: Directory of the data set, for the message.
+        held_out: Manifest in the directory for the held-out part.
+
+    Returns:
+        The reason, or "" if `held_out` is the manifest of the held-out part.
+    """
+    if held_out.part != layout.PARTS[1]:
+        problem = f"part = {held_out.part!r}"
+    elif held_out.tokenizer_sha256 != manifest.tokenizer_sha256:
         problem = "another tokenizer"
     else:
         return ""
@@ -140,7 +151,7 @@ def held_out_problem(manifest: Manifest, dataset: Path, own: Manifest) -> str:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Raise DataError where the values cannot be those of a data set: readers rely on them."""
+    """Raise DataError if readers cannot rely on the values."""
     layout.require(
         path,
         (manifest.part in layout.PARTS, f"part is none of {', '.join(layout.PARTS)}"),
@@ -174,12 +185,14 @@ def _check(manifest: Manifest, path: Path) -> None:
             f"eval_fraction = {manifest.eval_fraction} is not from 0 to below 1",
         ),
     )
-    aside, inputs, blend = manifest.quarantined, manifest.inputs, manifest.blend
+    quarantined, inputs, blend = manifest.quarantined, manifest.inputs, manifest.blend
     counts = [manifest.num_instances, manifest.documents, manifest.tokens, manifest.tail_tokens]
-    counts += [*manifest.tails, aside.count, aside.size, *[file.size for file in inputs]]
+    counts += [*manifest.tails, quarantined.count, quarantined.size]
+    counts += [file.size for file in inputs]
     counts += [count for source in blend for count in (source.quota, source.instances)]
     hashes = [manifest.order_xxh3, *[file.xxh3 for file in inputs]]
-    hashes += [shard.xxh3 for shard in manifest.shards] + [aside.xxh3] * (aside.count > 0)
+    hashes += [shard.xxh3 for shard in manifest.shards]
+    hashes += [quarantined.xxh3] * (quarantined.count > 0)
     folders = [manifest.tokens_dir, *[source.tokens_dir for source in blend]]
     layout.require(
         path,
@@ -197,7 +210,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def _check_shards(manifest: Manifest, path: Path) -> None:
-    """Raise DataError where the list of shards is not the one that the counts lead to."""
+    """Raise DataError if the list of shards does not follow from the counts."""
     shards, full = manifest.shards, manifest.instances_per_shard
     layout.require(
         path, (0 < full < layout.MAX_COUNT, f"instances_per_shard = {full} is not above 0")
@@ -223,54 +236,70 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
         ("size", sizes),
     )
     for key, values in expected:
-        given = [getattr(shard, key) for shard in shards]
-        if given != values:
-            found, value = next(
-                pair for pair in zip(given, values, strict=True) if len(set(pair)) > 1
-            )
-            problem = (
-                f"shard with {key} = {found!r:.80} where num_instances and context give {value!r}"
-            )
-            layout.require(path, (False, problem))
+        for shard, value in zip(shards, values, strict=True):
+            if (actual := getattr(shard, key)) != value:
+                problem = f"shard with {key} = {actual!r:.80} where num_instances and context give "
+                layout.require(path, (False, problem + repr(value)))
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """What is held out."""
+class HeldOutRule:
+    """Rule by which documents are held out for evaluation."""
 
     fraction: float
     by_ids: bool
-    """By imported ids, and not by text."""
+    """True: the imported ids of a document decide. False: its text."""
 
 
-def held_out_of(rules: TokenPlan | Manifest) -> HeldOut:
-    """What a plan, or the manifest of a data set that is no blend, holds out."""
-    return HeldOut(rules.eval_fraction, is_import(rules.text_field))
+def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
+    """Return the rule of a plan, or of the manifest of a data set that is not a blend."""
+    return HeldOutRule(rules.eval_fraction, is_import(rules.text_field))
 
 
-def held_out_of_dataset(dataset: Path, manifest: Manifest) -> HeldOut | None:
-    """What a data set holds out. A blend: what each of its sources does, None where the first of
-    them is gone or no longer has the plan whose hash is in the order of the blend."""
+def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | None:
+    """Return the rule by which a data set holds out documents.
+
+    Args:
+        dataset: Directory of the data set.
+        manifest: Its manifest.
+
+    Returns:
+        The rule. For a blend, that of its first source, with which the other sources agree; None if
+        the order of the blend is missing, or if the source is missing or has another plan.
+
+    Raises:
+        DataError: The order of a blend is damaged.
+    """
     if not manifest.blend:
-        return held_out_of(manifest)
-    if not (dataset / layout.ORDER).exists():  # only shards and manifest were copied here
+        return held_out_rule(manifest)
+    if not (dataset / layout.ORDER).exists():  # only shards and manifest were copied
         return None
     source = read_any_order(dataset).sources[0]
     try:
-        return held_out_of(read_plan(dataset / source.tokens_dir, source.plan))
+        return held_out_rule(read_plan(dataset / source.tokens_dir, source.plan))
     except DataError:
         return None
 
 
-def check_held_out(first: Path, one: HeldOut, second: Path, other: HeldOut) -> None:
-    """Raises DataError where one might train on what the other holds out."""
-    if other.fraction != one.fraction:
+def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutRule) -> None:
+    """Check that no training document of one data set is a held-out document of the other.
+
+    Args:
+        first: Directory of a data set, for the message.
+        rule: Rule of the first data set.
+        second: Directory of the other data set, for the message.
+        other: Rule of the other data set.
+
+    Raises:
+        DataError: The rules differ.
+    """
+    if other.fraction != rule.fraction:
         raise DataError(
             f"{second} holds out {other.fraction:g} of its documents and {first} "
-            f"{one.fraction:g}, so that one might train on what the other holds out; make "
+            f"{rule.fraction:g}, so that one might train on what the other holds out; make "
             "them with the same --eval-fraction"
         )
-    if other.fraction and other.by_ids != one.by_ids:
+    if other.fraction and other.by_ids != rule.by_ids:
         raise DataError(
             f"{first} and {second} hold out documents, one by text and one by imported ids, so "
             "that one might train on what the other holds out; make them without --eval-fraction"

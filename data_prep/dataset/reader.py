@@ -1,4 +1,4 @@
-"""Rows of a finished data set, by memory mapping, opened when first needed."""
+"""Reading of rows of a finished data set from memory-mapped shards."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ _OPEN_SHARDS = 64
 
 
 class ShardReader:
-    """Reads rows of the shards in their stored order. Threads may share it.
+    """Reader of rows of the shards in their stored order. Threads may share it.
 
-    At most 64 shards are mapped at a time, so neither descriptors nor mapped memory grow with a
-    data set of ten thousand shards.
+    A shard is mapped when a row of it is read first. At most 64 shards are mapped at a time, so
+    that the number of descriptors and the mapped memory do not grow with the number of shards.
+
+    Args:
+        dataset: Directory of the data set.
+        manifest: Its manifest.
+
+    Raises:
+        DataError: On a read: a shard cannot be read, or its size is not that of the manifest.
     """
 
     def __init__(self, dataset: Path, manifest: Manifest):
@@ -32,49 +39,54 @@ class ShardReader:
         self._lock = threading.Lock()
 
     def rows(self, first: int, stop: int, left: int = 0, right: int | None = None) -> np.ndarray:
-        """Columns [left, right), or all from `left` on, of rows [first, stop) as a new array in the
-        data set's dtype."""
+        """Return columns [left, right) of rows [first, stop) as a new array in the data set's
+        dtype. `right` None: the end of the rows."""
         right = self._manifest.context if right is None else right
         out = np.empty((stop - first, right - left), self._dtype)
         self.rows_into(out, first, left)
         return out
 
     def rows_into(self, out: np.ndarray, first: int, left: int = 0) -> None:
-        """Fill `out` [n, c], of any dtype that holds the ids, with the columns [left, left + c) of
-        the rows from `first` on."""
+        """Copy columns [left, left + c) of rows [first, first + n) to `out` [n, c], of any dtype
+        that can represent the ids."""
         right = left + out.shape[1]
         length = self._manifest.instances_per_shard
-        place = 0
-        while place < len(out):
-            shard, offset = divmod(first + place, length)
-            count = min(len(out) - place, length - offset)
-            out[place : place + count] = self._shard(shard)[offset : offset + count, left:right]
-            place += count
+        row = 0
+        while row < len(out):
+            shard, offset = divmod(first + row, length)
+            count = min(len(out) - row, length - offset)
+            out[row : row + count] = self._shard(shard)[offset : offset + count, left:right]
+            row += count
 
     def pick_into(
-        self, out: np.ndarray, rows: np.ndarray, places: np.ndarray | None = None
+        self, out: np.ndarray, rows: np.ndarray, targets: np.ndarray | None = None
     ) -> None:
-        """out[places[i]] (or out[i]) = row rows[i] for all i; both int64 [n], `out` [_, C].
+        """Copy row `rows[i]` to `out[targets[i]]`, or to `out[i]` without `targets`, for each i.
 
-        Rows are read in ascending order. The loop is lean: a row costs little more than its copy.
+        Rows are read in ascending order.
+
+        Args:
+            out: The target [_, C], of any dtype that can represent the ids.
+            rows: Numbers of the rows, int64 [n].
+            targets: Indices of `out`, int64 [n].
         """
         order = np.argsort(rows)
         shards, offsets = np.divmod(rows[order], self._manifest.instances_per_shard)
-        into = order if places is None else places[order]
+        targets = order if targets is None else targets[order]
         opened, view = -1, np.empty((0, 0), self._dtype)
-        for place, shard, offset in zip(
-            into.tolist(), shards.tolist(), offsets.tolist(), strict=True
+        for target, shard, offset in zip(
+            targets.tolist(), shards.tolist(), offsets.tolist(), strict=True
         ):
             if shard != opened:
                 opened, view = shard, self._shard(shard)
-            out[place] = view[offset]
+            out[target] = view[offset]
 
     def _shard(self, shard: int) -> np.ndarray:
         with self._lock:
             rows = self._open.pop(shard, None)
             if rows is None:
                 if len(self._open) == _OPEN_SHARDS:
-                    self._open.popitem(last=False)  # unmapped once nobody reads it
+                    self._open.popitem(last=False)  # unmapped when its last array is deleted
                 rows = self._map(shard)
             self._open[shard] = rows
             return rows

@@ -20,7 +20,7 @@ from data_prep.dataset.manifest import (
     BlendEntry,
     InputEntry,
     Manifest,
-    SetAside,
+    QuarantineEntry,
     ShardEntry,
     read_manifest,
 )
@@ -414,13 +414,13 @@ def _read_source(dataset: Path, order: Order) -> _Source:
     return _Source(plan, inputs, records)
 
 
-def _list_set_aside(dataset: Path, sources: Sequence[_Source]) -> SetAside:
+def _list_set_aside(dataset: Path, sources: Sequence[_Source]) -> QuarantineEntry:
     lines = [line for source in sources for line in _set_aside_lines(source)]
     if not lines:
-        return SetAside(0)
+        return QuarantineEntry(0)
     content = "".join(lines).encode()
     write_once(dataset / layout.SET_ASIDE, content)
-    return SetAside(len(lines), len(content), files.xxh3_bytes(content))
+    return QuarantineEntry(len(lines), len(content), files.xxh3_bytes(content))
 
 
 def _set_aside_lines(source: _Source) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import layout
-from data_prep.dataset.manifest import check_held_out, held_out_of, read_manifest
+from data_prep.dataset.manifest import check_held_out, held_out_rule, read_manifest
 from data_prep.pipeline.begin import check_tokenizer, copy_tokenizer
 from data_prep.runtime.ranks import ALONE, Team, together, wait_for
 from data_prep.runtime.workspace import working_in
@@ -248,7 +248,7 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         first = first or plan
         if plan.tokenizer != first.tokenizer:
             raise DataError(f"{folder} was made by another tokenizer or --eos than {folders[0]}")
-        check_held_out(folders[0], held_out_of(first), folder, held_out_of(plan))
+        check_held_out(folders[0], held_out_rule(first), folder, held_out_rule(plan))
         plans.append(files.xxh3_file(tokens_dir / layout.PLAN))
     return plans
 

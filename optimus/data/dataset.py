@@ -12,10 +12,10 @@ import numpy as np
 
 from data_prep.dataset import (
     PERMUTATION_ALGORITHM,
-    HeldOut,
+    HeldOutRule,
     Permutation,
     ShardReader,
-    held_out_of_dataset,
+    dataset_held_out_rule,
     read_manifest,
     tokenizer_file,
 )
@@ -98,12 +98,12 @@ class TokenDataset:
         self._reader = ShardReader(self.path, manifest)
         self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
-    def held_out(self) -> HeldOut | None:
+    def held_out(self) -> HeldOutRule | None:
         """Return the rule by which `optimus-data` held out documents for evaluation.
 
         Return None for a blend of data sets if the sources are missing or have changed.
         """
-        return held_out_of_dataset(self.path, self._manifest)
+        return dataset_held_out_rule(self.path, self._manifest)
 
     @property
     def tokenizer_file(self) -> str:
