@@ -63,7 +63,7 @@ _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When
 
 EXEMPT = (
     # Rewritten by a later issue.
-    *(f"data_prep/{name}" for name in ("cli", "pipeline", "shuffle", "sources")),
+    *(f"data_prep/{name}" for name in ("pipeline", "shuffle", "sources")),
     "data_prep/tokenize",
     "tests/data_prep",
     "tests/kit",

@@ -1,7 +1,7 @@
 """The process of `optimus-data`: signals, a closed output, exit status.
 
-Nothing that takes time is imported before `main` has taken over the signals. Until then an
-interrupt is reported by Python itself, with a traceback.
+`main` imports other modules after it has set the handlers of signals. Before that, Python prints a
+traceback for an interrupt.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 """Exit status after Ctrl-C and after SIGTERM."""
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-"""What a shell reports of a program that SIGPIPE ended."""
+"""Exit status that a shell reports for a program that SIGPIPE ended."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Return the exit status, as docs/formats/dataset.md lists them.
+    """Run a subcommand.
 
-    Without `argv` this is the process of the command: Ctrl-C and SIGTERM end it with one line.
+    Args:
+        argv: The arguments. None: those of this process, which Ctrl-C and SIGTERM then end with one
+            line.
+
+    Returns:
+        The exit status. docs/formats/dataset.md lists them.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before the start
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        if argv is None:  # a path need not be text in any encoding
+        if argv is None:  # a path may have bytes that no encoding can print
             getattr(sys, name).reconfigure(errors="backslashreplace")
     if argv is None:
         os.environ["PYTHONSAFEPATH"] = "1"  # no child imports from the working directory
@@ -46,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return _PIPE_CLOSED
     finally:
-        if argv is None:  # the outcome is decided, and an exit is not to be interrupted
+        if argv is None:  # the exit status is known: a signal does not change it
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
@@ -67,16 +72,16 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"optimus-data: error: {text}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        print(f"optimus-data: error: {what}; fix it and give the command again", file=sys.stderr)
+        problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(f"optimus-data: error: {problem}; fix it and give the command again", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # only where a caller gave `argv`
+    except KeyboardInterrupt:  # only with `argv`
         print(_stop_line(signal.SIGINT), file=sys.stderr)
         return _INTERRUPTED
 
 
 def _discard_output() -> None:
-    """Send buffered output nowhere, so that the exit does not fail on it."""
+    """Write buffered output to the null device, so that the exit does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -89,24 +94,24 @@ def _discard_output() -> None:
 def _stop_line(number: int, kept: Iterable[object] = ()) -> str:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     line = f"optimus-data: stopped by {name}"
-    if places := ", ".join(map(str, kept)):
-        line += f"; what is complete in {places} is kept, give the same command again to continue"
+    if folders := ", ".join(map(str, kept)):
+        line += f"; what is complete in {folders} is kept, give the same command again to continue"
     return line
 
 
 class _StopSignals:
-    """Ends the process at the first Ctrl-C or SIGTERM: workers, temporary files, one line, exit.
+    """Handler that ends the process at the first Ctrl-C or SIGTERM.
 
-    It ends in the handler instead of raising an exception, because imports, destructors and exit
-    functions would swallow that or print a traceback. Complete files are safe: each is renamed to
-    its name only when it is whole.
+    It kills the workers, removes temporary files, prints one line and exits. It raises no
+    exception, because imports, destructors and exit functions would ignore it or print a traceback.
+    Complete files are safe: a file is renamed to its name when it is complete.
     """
 
     def take_over(self) -> None:
-        """Handle the signals from now on. One that the parent ignores (nohup, `&`) stays ignored.
+        """Set the handlers. A signal that the parent ignores (nohup, `&`) is still ignored.
 
-        A thread waits for them too: the main thread cannot run a handler during a library call,
-        and training a tokenizer is one call of minutes.
+        A thread also waits for the signals: the main thread cannot run a handler during a call of a
+        library, and a call that trains a tokenizer takes minutes.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
         self._read, write = os.pipe()
@@ -121,7 +126,7 @@ class _StopSignals:
         self._end(os.read(self._read, 1)[0])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:  # else a worker that was forked a moment ago
+        if os.getpid() == self._pid:  # else a worker that was just forked
             self._end(number)
 
     def _end(self, number: int) -> None:
@@ -130,8 +135,7 @@ class _StopSignals:
                 time.sleep(60)
         try:
             kept = _kill_and_clean()
-            # After a progress bar or the terminal's ^C.
-            start = "\n" if os.isatty(2) else ""
+            start = "\n" if os.isatty(2) else ""  # the line may have a progress bar or ^C
             line = f"{start}{_stop_line(number, kept)}\n"
             os.write(2, line.encode(errors="backslashreplace"))
         finally:
@@ -139,9 +143,9 @@ class _StopSignals:
 
 
 def _kill_and_clean() -> list[object]:
-    """Kill the workers and remove temporary files of this command; the directories it wrote to.
+    """Kill the workers, remove the temporary files, and return the directories with output.
 
-    Modules that are still being imported are skipped: nothing was started or written then.
+    A module that is not imported yet has not started or written anything.
     """
     pids = {os.getpid()}
     module = sys.modules.get("multiprocessing.process")

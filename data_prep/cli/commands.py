@@ -1,4 +1,4 @@
-"""The subcommands of `optimus-data`. Each imports the packages that it needs."""
+"""The subcommands of `optimus-data`. Each function imports the packages that it needs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,22 @@ if TYPE_CHECKING:
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run the subcommand that `argv` names, sys.argv if None. Return its exit status."""
+    """Run a subcommand and return its exit status.
+
+    Args:
+        argv: The arguments, None for those of this process.
+
+    Raises:
+        OptimusError: The arguments are wrong, or the command fails.
+    """
     try:
         args = _parser().parse_args(argv)
         return args.run(args)
     finally:
-        sys.stdout.flush()  # here, where a closed pipe is handled, and not at exit
+        sys.stdout.flush()  # the caller handles a closed pipe, which an exit does not
 
 
+_Group = Callable[[argparse.ArgumentParser], None]
 _SHARDING = (options.add_workers, options.add_memory, options.add_strategy, options.add_ranks)
 _WHOLE_RUN = (
     options.add_inputs,
@@ -54,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_makers(commands: Any) -> None:
-    """What makes a whole data set, and what comes before."""
+    """Add the commands that make a whole data set or a tokenizer."""
     text = "Train a byte-level BPE tokenizer."
     add = _add(commands, "train-tokenizer", _train_tokenizer, text, options.add_inputs)
     add.add_argument(
@@ -71,21 +79,20 @@ def _add_makers(commands: Any) -> None:
     _add(commands, "run", _run, "Tokenize, shuffle and shard; resumes if given again.", *_WHOLE_RUN)
     _add(commands, "plan", _plan, "Estimate the disk space, memory and time of a run.", *_WHOLE_RUN)
     text = "Mix several sources into one data set, in exact shares."
-    made_of = (options.add_blend, options.add_shuffle, options.add_out)
-    _add(commands, "blend", _blend, text, *made_of, *_SHARDING)
+    groups = (options.add_blend, options.add_shuffle, options.add_out, *_SHARDING)
+    _add(commands, "blend", _blend, text, *groups)
 
 
 def _add_steps(commands: Any) -> None:
-    """The steps of `run`, each by itself."""
+    """Add the commands for the steps of `run`."""
     text = "Step 1 of run: text to token arrays."
-    made_of: tuple[Callable[[argparse.ArgumentParser], None], ...]
-    made_of = (options.add_inputs, options.add_tokenize, options.add_out)
-    who = (options.add_workers, options.add_memory, options.add_ranks)
-    _add(commands, "tokenize", _tokenize, text, *made_of, *who)
+    groups: tuple[_Group, ...] = (options.add_inputs, options.add_tokenize, options.add_out)
+    groups += (options.add_workers, options.add_memory, options.add_ranks)
+    _add(commands, "tokenize", _tokenize, text, *groups)
 
     text = "Step 1 for token files of Megatron-LM, dolma or OLMo, in place of tokenize."
-    made_of = (options.add_import, options.add_out)
-    _add(commands, "import", _import, text, *made_of, options.add_workers, options.add_ranks)
+    groups = (options.add_import, options.add_out, options.add_workers, options.add_ranks)
+    _add(commands, "import", _import, text, *groups)
 
     add = _add(commands, "shuffle", _shuffle, "Step 2 of run: order the instances.")
     add.add_argument("out", metavar="OUT", help="directory with token arrays")
@@ -103,16 +110,16 @@ def _add_steps(commands: Any) -> None:
 
 
 def _add_readers(commands: Any) -> None:
-    """What looks at a finished data set."""
-    add = _add(commands, "verify", _verify, "Check all files; exit status 1 if one is damaged.")
-    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
+    """Add the commands that read a finished data set."""
+    text = "Check all files; exit status 1 if one is damaged."
+    _add(commands, "verify", _verify, text, options.add_dataset)
 
-    add = _add(commands, "inspect", _inspect, "Show the text and the sources of an instance.")
-    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
+    text = "Show the text and the sources of an instance."
+    add = _add(commands, "inspect", _inspect, text, options.add_dataset)
     add.add_argument("instance", metavar="K", type=options.whole(0), help="instance number, from 0")
 
-    add = _add(commands, "stats", _stats, "Print counts, entropy, and unigram and bigram losses.")
-    add.add_argument("dataset", metavar="DIR", help="directory of a data set")
+    text = "Print counts, entropy, and unigram and bigram losses."
+    add = _add(commands, "stats", _stats, text, options.add_dataset)
     add.add_argument(
         "--eval", metavar="DIR", help="data set to measure the losses on (DIR/eval if it exists)"
     )
@@ -123,7 +130,7 @@ def _add(
     name: str,
     run: Callable[[argparse.Namespace], int],
     text: str,
-    *groups: Callable[[argparse.ArgumentParser], None],
+    *groups: _Group,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
@@ -137,7 +144,7 @@ def _answer(args: argparse.Namespace, value: dict[str, Any], lines: Sequence[str
     text = json.dumps(value) if args.json else "\n".join(lines)
     try:
         print(text)
-    except UnicodeEncodeError:  # a name of a file need not be text
+    except UnicodeEncodeError:  # the name of a file may have bytes that are not text
         encoding = sys.stdout.encoding
         print(text.encode(encoding, "backslashreplace").decode(encoding))
     return 0
@@ -234,25 +241,26 @@ def _tokenize(args: argparse.Namespace) -> int:
     start = time.monotonic()
     tokenize(_tokenize_request(args), options.team_of(args))
     value: dict[str, Any] = {"out": args.out, "wall_s": round(time.monotonic() - start, 3)}
-    parts, lines = _token_arrays(Path(args.out))
-    return _answer(args, value | parts, lines)
+    counts, lines = _token_arrays(Path(args.out))
+    return _answer(args, value | counts, lines)
 
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Counts of the token arrays in `out` by part, and a line on each."""
+    """Return the counts of the token arrays in `out`, by part of the data set, and a line on each
+    part."""
     from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set
 
-    parts, lines = {}, []
+    counts, lines = {}, []
     for dataset in data_sets(out):
         _, _, records = read_token_set(dataset / "tokens")
-        part = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
-        parts[records[0]["part"]] = part
+        sums = {key: sum(record[key] for record in records) for key in ("tokens", "documents")}
+        counts[records[0]["part"]] = sums
         lines.append(
-            f"{dataset}/tokens: {counted(part['tokens'], 'token')} of "
-            f"{counted(part['documents'], 'document')} in {counted(len(records), 'array')}"
+            f"{dataset}/tokens: {counted(sums['tokens'], 'token')} of "
+            f"{counted(sums['documents'], 'document')} in {counted(len(records), 'array')}"
         )
-    return parts, lines
+    return counts, lines
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -269,11 +277,11 @@ def _import(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         eval_fraction=args.eval_fraction,
     )
-    mended = import_tokens(request, options.team_of(args))
-    parts, lines = _token_arrays(out)
-    lines[0] += f"; EOS added to {counted(mended['eos_added'], 'document')}, "
-    lines[0] += f"{counted(mended['empty_documents'], 'empty one')} left out"
-    value = {"out": args.out, **parts.pop("train"), **mended, **parts}
+    corrections = import_tokens(request, options.team_of(args))
+    counts, lines = _token_arrays(out)
+    lines[0] += f"; EOS added to {counted(corrections['eos_added'], 'document')}, "
+    lines[0] += f"{counted(corrections['empty_documents'], 'empty one')} left out"
+    value = {"out": args.out, **counts.pop("train"), **corrections, **counts}
     value["wall_s"] = round(time.monotonic() - start, 3)
     return _answer(args, value, lines)
 
@@ -293,9 +301,9 @@ def _shuffle(args: argparse.Namespace) -> int:
         for order in orders
     }
     lines = [
-        f"{target}: {part}: {counted(order['instances'], 'instance')} for "
+        f"{target}: {split}: {counted(order['instances'], 'instance')} for "
         f"{counted(order['shards'], 'shard')}, {counted(order['tail_tokens'], 'token')} in tails"
-        for part, order in value.items()
+        for split, order in value.items()
     ]
     return _answer(args, {"out": str(target), **value}, lines)
 
@@ -334,7 +342,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _report(
     args: argparse.Namespace, out: Path, manifests: Sequence[Manifest], start: float, team: Team
 ) -> int:
-    """What a finished data set is, for people or as JSON. One rank says it for all."""
+    """Print a report on a finished data set, as text or JSON, on rank 0."""
     if team.rank > 0:
         return 0
     from data_prep.dataset.describe import report
@@ -374,14 +382,14 @@ def _inspect(args: argparse.Namespace) -> int:
             f"; beyond the {counted(value['instances'], 'instance')} of the data set: position "
             f"{value['place']} of epoch {value['epoch']} (the first epoch is 0)"
         )
-    for part in value["sources"]:
-        where = part["input"] + (f":{part['line']}" if part["line"] else "")
+    for source in value["sources"]:
+        document = source["input"] + (f":{source['line']}" if source["line"] else "")
         lines.append(
-            f"tokens {part['first']} to {part['stop'] - 1}: {where}, "
-            f"from its token {part['document_token']}"
+            f"tokens {source['first']} to {source['stop'] - 1}: {document}, "
+            f"from its token {source['document_token']}"
         )
     lines += ["", value["text"]]
-    if sys.stdout.isatty():  # a terminal would obey escapes in a name or a text
+    if sys.stdout.isatty():  # a terminal would execute escape sequences of a name or a text
         lines = [printable_lines(line) for line in lines]
     return _answer(args, value, lines)
 
@@ -394,13 +402,11 @@ def _stats(args: argparse.Namespace) -> int:
     held_out = _existing(args.eval) if args.eval else default_held_out(dataset)
     value = stats(dataset, held_out)
     losses = value.get("held_out", {})
-    flat = {key: item for key, item in value.items() if key != "held_out"}
-    flat |= {f"held-out {key}": item for key, item in losses.items()}
+    flat = {key: figure for key, figure in value.items() if key != "held_out"}
+    flat |= {f"held-out {key}": figure for key, figure in losses.items()}
     lines = [
-        f"{key.replace('_', ' '):24} {item:,.4f}"
-        if isinstance(item, float)
-        else f"{key.replace('_', ' '):24} {item}"
-        for key, item in flat.items()
+        f"{key.replace('_', ' '):24} {figure:{',.4f' if isinstance(figure, float) else ''}}"
+        for key, figure in flat.items()
     ]
     manifest = read_manifest(dataset)
     if manifest.part == "train":

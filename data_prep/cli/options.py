@@ -1,4 +1,4 @@
-"""The options of `optimus-data` and what their texts mean."""
+"""Options of `optimus-data`, and the types of their values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other mistake is said."""
+    """Parser that raises ConfigError for wrong arguments, instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{one_line(message)}; see {self.prog} --help")
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser of whole numbers in [low, high]."""
+    """Return a parser of whole numbers from `low` to `high`, None for no limit."""
 
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else low - 1
@@ -36,7 +36,7 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def fraction(text: str) -> float:
-    """A number in [0, 1)."""
+    """Return the number in [0, 1) that `text` represents."""
     try:
         value = float(text)
     except ValueError:
@@ -47,19 +47,21 @@ def fraction(text: str) -> float:
 
 
 def folder(text: str) -> str:
-    """The name of a directory, which an empty one, the working directory to many, is not."""
+    """Return `text`, the name of a directory. An empty name, which pathlib reads as the working
+    directory, is refused."""
     if not text:
         raise argparse.ArgumentTypeError("'' is no name; the working directory is .")
     try:
         text.encode()
     except UnicodeEncodeError:
-        what = "is not UTF-8, in which a data set writes names; choose another"
-        raise argparse.ArgumentTypeError(f"{text!r} {what}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not UTF-8, in which a data set writes names; choose another"
+        ) from None
     return text
 
 
 def size(text: str) -> int:
-    """Bytes of `2GB`, `512MiB`, `4096`."""
+    """Return the bytes of a size such as `2GB`, `512MiB` or `4096`."""
     upper = text.strip().upper()
     digits = upper.rstrip("KMGTIB")
     factor = (_DECIMAL | _BINARY).get(upper[len(digits) :])
@@ -73,7 +75,7 @@ def size(text: str) -> int:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Which text is read, and what happens to text that cannot be."""
+    """Add the options for input text, and for text that cannot be read."""
     _add_patterns(
         parser,
         "files, directories or quoted globs (** matches any folders): text and source files "
@@ -94,7 +96,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tokenize(parser: argparse.ArgumentParser) -> None:
-    """How text becomes token arrays."""
+    """Add the options of tokenization."""
     from data_prep.sources.inputs import UNIT_BYTES
 
     _add_tokenizer(parser, "tokenizer.json, or .model file of sentencepiece")
@@ -120,7 +122,7 @@ def add_tokenize(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    """Which foreign token files are read, and how."""
+    """Add the options for token files of other programs."""
     files = ".bin files of Megatron-LM with their .idx files, and .npy files of dolma or OLMo"
     _add_patterns(parser, files, "skip files whose full path matches")
     _add_tokenizer(parser, "tokenizer.json of the ids")
@@ -138,9 +140,9 @@ def _add_patterns(parser: argparse.ArgumentParser, files: str, exclude: str) -> 
     )
 
 
-def _add_tokenizer(parser: argparse.ArgumentParser, what: str) -> None:
-    """Whose ids they are, and which documents are held out."""
-    parser.add_argument("--tokenizer", required=True, metavar="FILE", help=what)
+def _add_tokenizer(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the options for the tokenizer and for held-out documents."""
+    parser.add_argument("--tokenizer", required=True, metavar="FILE", help=text)
     parser.add_argument(
         "--eos", metavar="TOKEN", help="end-of-document token, if its name is unusual"
     )
@@ -154,12 +156,17 @@ def _add_tokenizer(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    """Where output goes."""
+    """Add the option for the output directory."""
     parser.add_argument("--out", required=True, type=folder, metavar="DIR", help="output directory")
 
 
+def add_dataset(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for a finished data set."""
+    parser.add_argument("dataset", metavar="DIR", help="directory of a data set")
+
+
 def add_shuffle(parser: argparse.ArgumentParser) -> None:
-    """How token arrays become an order of instances."""
+    """Add the options for instances, their order and their shards."""
     parser.add_argument(
         "--context", type=whole(2), required=True, metavar="C", help="tokens per instance"
     )
@@ -185,7 +192,7 @@ def add_shuffle(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
-    """How many processes work."""
+    """Add the option for the number of processes."""
     parser.add_argument(
         "--workers",
         type=whole(1, 4096),
@@ -196,7 +203,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """How much memory work takes."""
+    """Add the option for the memory."""
     parser.add_argument(
         "--memory",
         type=size,
@@ -207,7 +214,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fused(parser: argparse.ArgumentParser) -> None:
-    """Whether the token arrays stay."""
+    """Add the option to remove token arrays when the shards are complete."""
     parser.add_argument(
         "--fused",
         action="store_true",
@@ -218,7 +225,7 @@ def add_fused(parser: argparse.ArgumentParser) -> None:
 
 
 def add_blend(parser: argparse.ArgumentParser) -> None:
-    """What is blended."""
+    """Add the options for the sources of a blend."""
     parser.add_argument(
         "--source",
         nargs="+",
@@ -237,7 +244,7 @@ def add_blend(parser: argparse.ArgumentParser) -> None:
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    """How sharding reads."""
+    """Add the option for the way to read token arrays."""
     parser.add_argument(
         "--strategy",
         choices=("auto", "gather", "bucket"),
@@ -248,7 +255,7 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Which of several processes that share the work this one is."""
+    """Add the options for this process among those that share the work."""
     parser.add_argument(
         "--rank",
         type=whole(0),
@@ -272,7 +279,15 @@ def _refuse_patience(text: str) -> NoReturn:
 
 
 def team_of(args: argparse.Namespace) -> Team:
-    """The place that the options or the launcher give. Raises ConfigError."""
+    """Return the rank and the number of ranks, from the options and the launcher.
+
+    Args:
+        args: Values of the options of `add_ranks`.
+
+    Raises:
+        ConfigError: The rank is too large.
+        LaunchError: The launcher's variables are missing or contradict each other.
+    """
     from data_prep.runtime.ranks import Team
     from optimus.launch.environment import read_job_rank
 
@@ -280,9 +295,9 @@ def team_of(args: argparse.Namespace) -> Team:
     if world == 1:
         rank = rank or 0
     if rank is None or world is None:
-        place = read_job_rank(world=world)  # the launcher's word for what is not given
-        rank = place.rank if rank is None else rank
-        world = place.world if world is None else world
+        launched = read_job_rank(world=world)
+        rank = launched.rank if rank is None else rank
+        world = launched.world if world is None else world
     if not rank < world:
         raise ConfigError(f"--rank {rank} must be below --world {world}; ranks start at 0")
     return Team(rank, world)
