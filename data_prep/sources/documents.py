@@ -1,9 +1,9 @@
 """The documents of one input file, in order, and its problems by file and line.
 
-A text or source file is one document; JSON lines have a document per line, and Parquet files a
-document per row. Text is taken byte for byte: no newline is translated, nothing is stripped, an
-empty text is a document. The memory that a document needs is known before it is read: a long text
-file is read once to check it, and again in blocks.
+A text or source file is one document; a file of JSON lines has a document per line, a Parquet file
+a document per row. Text is used byte for byte: no newline is translated and no blank is removed.
+An empty text is a document. The reader knows the memory that a document needs before it reads the
+document: it reads a long text file once to check it, and then again in blocks.
 """
 
 from __future__ import annotations
@@ -30,66 +30,66 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Survey:
-    """What the first reading found."""
+    """The result of the first reading of a text."""
 
     size: int
-    """Bytes of the unpacked file, all of them counted."""
+    """Bytes of the unpacked file."""
     xxh3: int
-    """Of its text."""
+    """xxh3-64 of the unpacked file."""
     problem: tuple[int, str] | None = None
-    """Line and reason, where it is not UTF-8."""
+    """Line and reason, if the text is not UTF-8."""
 
 
 @dataclass
 class LongText:
-    """One document in blocks of text, to be read before the reader goes on."""
+    """A document in blocks of text. Read them before the next document of the reader."""
 
     size: int
     xxh3: int
     blocks: Iterator[str]
     offset: int
-    """Bytes of the text before the blocks, which an earlier run wrote."""
+    """Bytes of the text before the first block. An earlier run wrote their tokens."""
     line: int = 0
 
     @property
     def text(self) -> str:
-        """All of it; the blocks are read then."""
+        """Read all blocks and return their text."""
         return "".join(self.blocks)
 
 
 def survey(stream: IO[bytes]) -> Survey:
-    """Read all of a text."""
+    """Read a text to its end and return its size, its hash and its first problem."""
     digest, decoder = xxhash.xxh3_64(), codecs.getincrementaldecoder("utf-8")()
     size, line, problem = 0, 1, None
     while True:
         block = stream.read(BLOCK_BYTES)
         digest.update(block)
         if problem is None:
-            held = len(decoder.getstate()[0])
+            pending = len(decoder.getstate()[0])
             try:
                 line += decoder.decode(block, final=not block).count("\n")
             except UnicodeDecodeError as error:
                 line += error.object.count(b"\n", 0, error.start)
-                what = f"{error.reason} (byte {size - held + error.start} of the file)"
-                problem = line, f"invalid UTF-8: {what}"
+                byte = size - pending + error.start
+                problem = line, f"invalid UTF-8: {error.reason} (byte {byte} of the file)"
         size += len(block)
         if not block:
             return Survey(size, digest.intdigest(), problem)
 
 
 def text_blocks(first: bytes, stream: IO[bytes]) -> Iterator[str]:
-    """The text, which a survey found to be UTF-8, of `first` and what the stream has left."""
+    """Yield the text of `first` and of the rest of the stream, which `survey` found to be UTF-8."""
     more = iter(functools.partial(stream.read, BLOCK_BYTES), b"")
     return codecs.iterdecode(itertools.chain([first], more), "utf-8")
 
 
 NO_LIMITS = Limits()
 _TEXT_FACTOR = 2
-"""Memory of the text of a value of a table and its UTF-8, by its bytes, if it is ASCII."""
+"""Memory of an ASCII text of a table and of its copy as UTF-8, as a multiple of its bytes."""
 _DEPTH = 500
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 LONG_BYTES = 4 << 20
-"""A text file that is longer is given in blocks."""
+"""Size of a text file above which it becomes a LongText."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Document:
     data: bytes
     line: int
     id: object = None
-    """Its id as it stands in the input, where ids are asked for."""
+    """The value of the id field, if InputReader has one."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A document that cannot be used: where (line 0: somewhere in the file) and why."""
+    """A document that cannot be used: its line (0: no line is known) and the reason."""
 
     line: int
     reason: str
@@ -113,18 +113,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two documents of a file, from which reading can go on."""
+    """A position between two documents of a file, from which reading can continue."""
 
     offset: int
-    """Bytes of the unpacked file, or rows of a table, before it."""
+    """Bytes of the unpacked file, or rows of a table, before the position."""
     line: int
     raw_bytes: int
-    """Bytes read from disk by then, and their hash: proof that the file is the same."""
+    """Bytes that were read from disk. Their hash shows whether the file is the same."""
     raw_xxh3: str
 
 
 class DamagedFile(Exception):
-    """The file as a whole cannot be read to its end, so none of it counts."""
+    """The file cannot be read to its end, so none of its documents is used."""
 
     def __init__(self, line: int, reason: str):
         super().__init__(line, reason)
@@ -132,11 +132,17 @@ class DamagedFile(Exception):
 
 
 class InputReader:
-    """Iterates over the documents of one file; afterwards `xxh3` is the hash of its bytes.
+    """Iterates over the documents of one file. After the last one, `xxh3` is the hash of the file.
 
-    `advance(n)` is told of every n bytes read from disk. `start` leaves out the documents before
-    it, or the text of a long text file. What a document takes while it is read is in
-    docs/formats/dataset.md, "Memory".
+    docs/formats/dataset.md, "Memory", has the memory that reading a document takes.
+
+    Args:
+        file: The file, with its size when the work was planned.
+        text_field: The field or column of the text.
+        advance: Called with the number of bytes after each read from disk.
+        start: The position to start from. None: the start of the file.
+        limits: The memory and the bytes that a document may have.
+        id_field: The field or column of the id. "": the documents have no ids.
     """
 
     def __init__(
@@ -156,23 +162,24 @@ class InputReader:
         self._raw: HashingFile | None = None
         self._offset = start.offset if start else 0
         self._line = start.line if start else 0
-        self._held = 0  # memory of reading a table
+        self._batch_bytes = 0  # memory to read a batch of a table
         self.xxh3 = ""
 
     def position(self) -> Position:
-        """The place behind the document given last."""
+        """Return the position after the document that was yielded last."""
         assert self._raw is not None
         return Position(self._offset, self._line, *self._raw.so_far())
 
-    def pass_by(self, size: int) -> None:
-        """So many bytes of a long text are dealt with: its position is behind them."""
+    def move_position(self, size: int) -> None:
+        """Move the position past the next `size` bytes of a long text."""
         self._offset += size
 
     def __iter__(self) -> Iterator[Document | Problem | LongText]:
-        """Documents and problems in order.
+        """Yield documents and problems in order.
 
-        Raises DamagedFile when the file cannot be unpacked to its end, and DataError when it cannot
-        be opened or is not the file it was when the work was planned.
+        Raises:
+            DamagedFile: the file cannot be unpacked to its end.
+            DataError: the file cannot be opened, or has changed since the work was planned.
         """
         try:
             raw = HashingFile(self._file.name, self._advance)
@@ -194,7 +201,7 @@ class InputReader:
         if raw.size != self._file.size:
             raise DataError(
                 f"{self._file.name}: had {self._file.size} bytes when the work was planned and has "
-                f"{raw.size} now; let nobody write to it, remove the output and start again"
+                f"{raw.size} now; stop what writes to it, remove the output and start again"
             )
 
     def _documents(self, buffered: IO[bytes]) -> Iterator[Document | Problem | LongText]:
@@ -203,7 +210,7 @@ class InputReader:
             raise DamagedFile(1, f"damaged {packing}: the file is empty")
         if kind_of(name) == "parquet":
             assert self._raw is not None
-            self._raw.drain()  # the table is read out of order
+            self._raw.drain()  # read_column does not read in order
             yield from self._rows()
             return
         stream = unpack(buffered, name)
@@ -220,26 +227,26 @@ class InputReader:
             raise DamagedFile(line, f"damaged {packing}: {reason}") from None
 
     def _text(self, stream: IO[bytes]) -> Document | Problem | LongText:
-        """The one document of a text file; a long one is unpacked twice."""
+        """Return the document of a text file. A long file is unpacked twice."""
         if not self._start:
             data = stream.read(LONG_BYTES + 1)
             if len(data) <= LONG_BYTES:
                 reason = self._limits.too_long(len(data))
                 return Problem(0, reason) if reason else _whole(data)
         with open(self._file.name, "rb") as again:
-            found = survey(unpack(again, self._file.name))
-        if reason := self._limits.too_long(found.size):
+            checked = survey(unpack(again, self._file.name))
+        if reason := self._limits.too_long(checked.size):
             return Problem(0, reason)
-        if found.problem:
-            return Problem(*found.problem)
+        if checked.problem:
+            return Problem(*checked.problem)
         if self._start:
             _skip(stream, self._offset)
             data = b""
-        return LongText(found.size, found.xxh3, text_blocks(data, stream), self._offset)
+        return LongText(checked.size, checked.xxh3, text_blocks(data, stream), self._offset)
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
         limits = self._limits
-        # Reading joins the pieces of a line; one too long for that is told by its length alone.
+        # readline joins blocks: it needs twice the memory of the line. Longer lines are not kept.
         most = -1 if limits.room_bytes is None else limits.room_bytes // 2
         if limits.max_document is not None and not 0 <= most < limits.max_document:
             most = limits.max_document + 1
@@ -265,43 +272,43 @@ class InputReader:
             rows = read_column(
                 self._file.name, self._text_field, self._id_field, self._offset, self._rows_at_once
             )
-            for value, own_id in rows:
+            for value, document_id in rows:
                 self._line += 1
                 self._offset += 1
-                item = self._from_row(value, own_id)
-                del value, own_id  # they hold their batch
-                yield item
-                del item
+                document = self._from_row(value, document_id)
+                del value, document_id  # they keep their batch in memory
+                yield document
+                del document
         except DamagedTable as error:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
 
-    def _from_row(self, value: Any, own_id: Any) -> Document | Problem:
-        """The document of a row whose values, scalars of pyarrow, are converted here."""
+    def _from_row(self, value: Any, document_id: Any) -> Document | Problem:
+        """Return the document of a row, given its text and id as scalars of pyarrow."""
         size = value.as_buffer().size if value.is_valid else 0
         if reason := self._limits.too_long(size):
             return Problem(self._line, "a value of " + reason)
         if size > LONG_BYTES:
-            needs = self._held + bytes_of_text(value.as_buffer().to_pybytes())
+            needs = self._batch_bytes + bytes_of_text(value.as_buffer().to_pybytes())
             where = f"{self._file.name}:{self._line}"
             self._limits.refuse(where, f"a value of {size} bytes", needs)
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:
-            what = f"invalid UTF-8: {error.reason} (byte {error.start} of the value)"
-            return Problem(self._line, what)
+            reason = f"invalid UTF-8: {error.reason} (byte {error.start} of the value)"
+            return Problem(self._line, reason)
         if text is None:
             return Problem(self._line, f"column {self._text_field!r} is null here")
         try:
-            own_id = own_id.as_py() if own_id is not None else None
+            document_id = document_id.as_py() if document_id is not None else None
         except (ValueError, OverflowError) as error:  # text that is not UTF-8; a time out of range
             return Problem(self._line, f"column {self._id_field!r}: {one_line(error)}")
-        return Document(text, text.encode(), self._line, own_id)
+        return Document(text, text.encode(), self._line, document_id)
 
     def _rows_at_once(self, group: RowGroup, usual: int) -> int:
-        """Return how many rows of a group to read at a time, so that they fit whatever they hold.
+        """Return the number of rows to read at a time, so that any rows of the group fit in memory.
 
-        Raises DataError where one row may not fit. With --max-document, larger values are read to
-        find them, but their texts are not made.
+        With --max-document, a larger value is read to get its size, but not converted to text.
+        Raises DataError if one row may not fit.
         """
         limits, rows, size = self._limits, usual, group.sizes[0]
         text = _TEXT_FACTOR * min(size, limits.max_document or size)
@@ -315,7 +322,7 @@ class InputReader:
             group.needs(rows) + text,
             "write the table with smaller row groups",
         )
-        self._held = group.needs(rows)
+        self._batch_bytes = group.needs(rows)
         return rows
 
 
@@ -325,7 +332,7 @@ def _skip(stream: IO[bytes], size: int) -> None:
 
 
 def _rest_of_line(stream: IO[bytes]) -> int:
-    """Bytes of a line that is not wanted, its newline among them."""
+    """Read to the end of a line and return the number of bytes, with the newline."""
     size = 0
     while data := stream.readline(READ_BYTES):
         size += len(data)
@@ -343,9 +350,10 @@ def _whole(data: bytes) -> Document | Problem:
 
 
 def _too_deep(data: bytes) -> bool:
-    """Whether JSON is nested deeper than _DEPTH.
+    """Return whether JSON is nested deeper than _DEPTH.
 
-    json.loads gives up somewhere below 1000, by how deep its caller stands: sooner in a worker.
+    The limit of json.loads is below 1000 and depends on the stack of its caller: it is lower in a
+    worker process.
     """
     if data.count(b"[") + data.count(b"{") <= _DEPTH:
         return False

@@ -1,9 +1,9 @@
-"""Foreign token files as one flat array of ids each, with the document ends that they record.
+"""Token files of other programs: a flat array of ids, and the ends of documents.
 
-Megatron-LM: `NAME.bin` holds the ids of all sequences, `NAME.idx` says which type they have, how
-long each sequence is and which sequences begin a document (megatron/core/datasets/
-indexed_dataset.py, version 1). dolma and OLMo: a `.npy` that is nothing but ids, without a header,
-its documents ended by EOS. A real one-dimensional .npy is read too.
+Megatron-LM: `NAME.bin` contains the ids of all sequences; `NAME.idx` contains their type, the
+length of each sequence and the first sequence of each document (version 1 of
+megatron/core/datasets/indexed_dataset.py). dolma and OLMo: a `.npy` without a header contains only
+ids, with EOS after each document. A .npy file with a header and one dimension is read, too.
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ _NPY_ERRORS = (
     *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
     TokenError,
 )
-"""What numpy raises for headers: it parses them as Python, and multiplies the shape unchecked."""
+"""Errors of numpy for a damaged header, which it parses as Python without checking the shape."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """One source of ids."""
+    """The ids of one token file."""
 
     ids: np.ndarray
-    """[T] of any integer type, mapped from disk."""
+    """[T] of any integer type, mapped from the file."""
     ends: np.ndarray
-    """int64 [D], ascending: the offset behind each document that the source tells of; may be
-    empty where only EOS tells."""
+    """int64 [D], ascending: the offset after the last token of each document that the file lists.
+    Empty if only EOS ends documents."""
 
 
 def open_foreign(name: str, dtype: str | None) -> Foreign:
-    """The ids in `name` (.bin or .npy); `dtype` is that of a .npy without a header.
+    """Map the ids of a token file.
 
-    Raises DataError for a file that is damaged, incomplete, or not of these formats.
+    Args:
+        name: A .bin file, whose .idx has the same stem, or a .npy file.
+        dtype: The dtype of a .npy file without a header.
+
+    Raises:
+        DataError: the file is damaged, incomplete or of another format.
     """
     try:
         return _megatron(Path(name)) if name.endswith(".bin") else _npy(Path(name), dtype)
@@ -54,7 +59,7 @@ def open_foreign(name: str, dtype: str | None) -> Foreign:
 
 
 def index_of(name: str) -> str:
-    """The .idx that belongs to a .bin."""
+    """Return the name of the index of a .bin file."""
     return name.removesuffix(".bin") + ".idx"
 
 
@@ -99,7 +104,7 @@ def _megatron(path: Path) -> Foreign:
 
 
 def _npy(path: Path, dtype: str | None) -> Foreign:
-    nothing = np.empty(0, np.int64)
+    no_ends = np.empty(0, np.int64)
     with open(path, "rb") as file:
         has_header = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
     if not has_header:
@@ -108,9 +113,9 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
                 f"{path}: has no header with the type of its ids; give --dtype uint16 or "
                 "--dtype uint32, as it was written"
             )
-        return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), nothing)
+        return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), no_ends)
     try:
-        with np.errstate(over="ignore"):  # refused a moment later
+        with np.errstate(over="ignore"):  # np.load raises an error then
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except _NPY_ERRORS as error:
         raise DataError(f"{path}: is a damaged .npy file: {one_line(error)}") from None
@@ -118,7 +123,7 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
         raise DataError(f"{path}: is {ids.dtype} {list(ids.shape)}, not one row of whole numbers")
     if dtype is not None and ids.dtype != np.dtype(dtype):
         raise DataError(f"{path}: holds {ids.dtype}, not --dtype {dtype}; leave that out")
-    return Foreign(ids, nothing)
+    return Foreign(ids, no_ends)
 
 
 def _raw(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Input files of a command, their kinds, and their division into units of work.
 
-The result depends on names and sizes alone, so that all workers and all later runs agree. The
-library's `**` follows links repeatedly: two links to their own directory are 2^40 names. Here each
-directory is entered once, under its shortest path.
+The result depends only on names and sizes, so that all workers and all later runs agree. `**` of
+the module glob follows links repeatedly: two links to their own directory are 2^40 names. Here each
+directory is read once, under its shortest path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -22,87 +22,78 @@ from optimus.errors import DataError, counted
 _EVERYTHING = "**"
 
 
-@dataclass(frozen=True)
-class Told:
-    """Who is told of what a directory or `**` does not give."""
+@dataclass
+class _Skipped:
+    """Names that a search of directories leaves out."""
 
-    hidden: Callable[[str], None]
-    """Of names with a leading dot."""
-    unread: Callable[[str, str | None], None]
-    """Of directories that may not be read, and why."""
+    hidden: list[str] = field(default_factory=list)
+    """Names with a leading dot."""
+    unread: list[tuple[str, str]] = field(default_factory=list)
+    """Directories that cannot be read, each with the reason."""
 
 
-def expand(pattern: str, told: Told) -> Iterator[str]:
-    """Names that `pattern` stands for, also links to nothing and directories, perhaps repeated."""
+def _expand(pattern: str, skipped: _Skipped) -> Iterator[str]:
+    """Yield the names that match `pattern`, with directories and broken links, maybe repeatedly."""
     if os.path.isdir(pattern):
-        found = _below_each(pattern, "*", told)
+        names = _match_below(pattern, "*", skipped)
     elif os.path.isfile(pattern):
-        found = iter([pattern])
+        names = iter([pattern])
     else:
-        found = _match(pattern, told)
-    return (str(PurePath(name)) for name in found)  # ./a//b and a/b are one file
+        names = _match(pattern, skipped)
+    return (str(PurePath(name)) for name in names)  # ./a//b and a/b are one file
 
 
-def _match(pattern: str, told: Told) -> Iterator[str]:
-    head, everything, tail = _divide(pattern)
-    if not everything:
+def _match(pattern: str, skipped: _Skipped) -> Iterator[str]:
+    components = pattern.split(os.sep)
+    if _EVERYTHING not in components:
         yield from glob.iglob(pattern)
         return
-    for folder in filter(os.path.isdir, glob.iglob(head)) if head else [""]:
-        yield from _below_each(folder, tail or "*", told)
+    index = components.index(_EVERYTHING)
+    head, tail = os.sep.join(components[:index]) or os.sep, os.sep.join(components[index + 1 :])
+    for folder in filter(os.path.isdir, glob.iglob(head)) if index else [""]:
+        yield from _match_below(folder, tail or "*", skipped)
 
 
-def _divide(pattern: str) -> tuple[str, str, str]:
-    """A pattern before, at and behind its first component `**`; all of it, if there is none."""
-    parts = pattern.split(os.sep)
-    if _EVERYTHING not in parts:
-        return pattern, "", ""
-    place = parts.index(_EVERYTHING)
-    head = os.sep.join(parts[:place])
-    return (head or os.sep if place else ""), _EVERYTHING, os.sep.join(parts[place + 1 :])
+def _match_below(top: str, tail: str, skipped: _Skipped) -> Iterator[str]:
+    for folder in _folders(top, skipped):
+        yield from _match(os.path.join(glob.escape(folder), tail), skipped)
 
 
-def _below_each(folder: str, tail: str, told: Told) -> Iterator[str]:
-    for place in _folders(folder, told):
-        yield from _match(os.path.join(glob.escape(place), tail), told)
-
-
-def _folders(top: str, told: Told) -> Iterator[str]:
-    """`top` and the directories below it, each real one once: level by level, so the shortest."""
+def _folders(top: str, skipped: _Skipped) -> Iterator[str]:
+    """Yield `top` and the directories below it, each once, under its shortest path: by levels."""
     seen: set[tuple[int, int]] = set()
     level = [top]
     while level:
         below: list[str] = []
         for folder in sorted(level, key=lambda name: os.path.join(name, "")):
-            place = os.stat(folder or os.curdir)
-            if (place.st_dev, place.st_ino) in seen:
+            status = os.stat(folder or os.curdir)
+            if (status.st_dev, status.st_ino) in seen:
                 continue
-            seen.add((place.st_dev, place.st_ino))
+            seen.add((status.st_dev, status.st_ino))
             yield folder
-            below += _in_folder(folder, told)
+            below += _in_folder(folder, skipped)
         level = below
 
 
-def _in_folder(folder: str, told: Told) -> list[str]:
-    """Directories in a folder, without those that begin with a dot."""
-    found = []
+def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
+    """Return the directories in a folder whose names do not begin with a dot."""
+    folders = []
     try:
         with os.scandir(folder or os.curdir) as entries:
             for entry in entries:
                 name = os.path.join(folder, entry.name)
                 if entry.name.startswith("."):
-                    told.hidden(str(PurePath(name)))
+                    skipped.hidden.append(str(PurePath(name)))
                 elif entry.is_dir():
-                    found.append(name)
+                    folders.append(name)
     except OSError as error:
-        told.unread(folder or os.curdir, error.strerror)
-    return found
+        skipped.unread.append((folder or os.curdir, str(error.strerror)))
+    return folders
 
 
 UNIT_BYTES = 4 << 20
-"""Default `--unit-size`: some 3 seconds of tokenizing. A larger file is a unit of its own;
-smaller ones share one, so that a million source files do not become a million arrays, each with a
-tail."""
+"""Default `--unit-size`: 3 seconds of tokenizing. A larger file is a unit. Smaller files share a
+unit, so that a million source files do not become a million arrays, each with a tail."""
 
 _JSON_LINES = (
     *(".jsonl", ".ndjson"),
@@ -126,7 +117,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input by its name, as the command line reached it, and its size in bytes on disk."""
+    """An input file: its name, as found from the command line, and its bytes on disk."""
 
     name: str
     size: int
@@ -138,28 +129,32 @@ def find_inputs(
     out: str | os.PathLike | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[InputFile, ...]:
-    """Every file that `patterns` name and `exclude` does not, once, sorted by name.
+    """Return the files of a command, each once, sorted by name.
 
-    Patterns and `@FILE` are as docs/formats/dataset.md and the help of `--input` say; `say` is told
-    how many names with a leading dot are left out. `exclude` patterns are matched against whole
-    names, and their `*` crosses directories. Files below `out`, our own output, are no input.
-    Raises DataError for a pattern that matches nothing, a link to nothing, a directory that may not
-    be read, and a kind of file that is not read yet.
+    Args:
+        patterns: Paths, globs and `@FILE`, as the help of `--input` describes.
+        exclude: Patterns of names to leave out. They match whole names; `*` also matches `/`.
+        out: The output directory. Files below it are no input.
+        say: Called with a line that has the number of names with a leading dot, if there are any.
+
+    Raises:
+        DataError: a pattern matches nothing, a link is broken, a directory cannot be read, or a
+            kind of file is not supported.
     """
-
-    def unread(folder: str, why: str | None) -> None:
-        if not (_matches(os.path.join(folder, ""), exclude) or _below(folder, out)):
-            raise DataError(f"{folder}: cannot be read: {why}; fix it, or --exclude '{folder}/*'")
-
-    hidden: list[str] = []
+    skipped = _Skipped()
     names: set[str] = set()
     for pattern in _with_lists(patterns):
-        found = set(expand(pattern, Told(hidden.append, unread)))
-        files = {name for name in found if os.path.isfile(name)}
-        for name in sorted(found - files):
+        matches = set(_expand(pattern, skipped))
+        for folder, reason in skipped.unread:
+            if not (_matches(os.path.join(folder, ""), exclude) or _below(folder, out)):
+                raise DataError(
+                    f"{folder}: cannot be read: {reason}; fix it, or --exclude '{folder}/*'"
+                )
+        files = {name for name in matches if os.path.isfile(name)}
+        for name in sorted(matches - files):
             if not (os.path.isdir(name) or _matches(name, exclude) or _below(name, out)):
-                what = "links to nothing" if os.path.islink(name) else "is no regular file"
-                raise DataError(f"{name}: {what}; fix it, or --exclude it")
+                problem = "links to nothing" if os.path.islink(name) else "is no regular file"
+                raise DataError(f"{name}: {problem}; fix it, or --exclude it")
         if not files:
             raise DataError(f"--input {pattern!r} matches no file; check the path and its quotes")
         names |= files
@@ -175,7 +170,7 @@ def find_inputs(
         )
     for name in kept:
         kind_of(name)
-    unseen = sorted(n for n in set(hidden) if not (_matches(n, exclude) or _below(n, out)))
+    unseen = sorted(n for n in set(skipped.hidden) if not (_matches(n, exclude) or _below(n, out)))
     if unseen:
         say(
             f"left out: {counted(len(unseen), 'name')} with a leading dot, such as "
@@ -189,12 +184,12 @@ def _matches(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _below(name: str, out: str | os.PathLike | None) -> bool:
-    """Whether a name lies in our own output."""
+    """Return whether a name is in the output directory."""
     if out is None:
         return False
     folder, base = os.path.split(name)
-    own = os.path.join(os.path.realpath(out), "")
-    return os.path.join(os.path.realpath(folder), base).startswith(own)
+    output = os.path.join(os.path.realpath(out), "")
+    return os.path.join(os.path.realpath(folder), base).startswith(output)
 
 
 def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
@@ -216,8 +211,8 @@ def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
-    """Names of distinct files that do not lie below `out`, of several the shortest."""
-    own = os.path.join(os.path.realpath(out), "") if out is not None else None
+    """Return a name for each file that is not below `out`: the one with the fewest directories."""
+    output = os.path.join(os.path.realpath(out), "") if out is not None else None
     real_folder = functools.cache(os.path.realpath)  # a million files share few folders
     first: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name.count(os.sep), name)):
@@ -225,13 +220,13 @@ def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list
         real = os.path.join(real_folder(folder), base)
         if os.path.islink(real):
             real = os.path.realpath(real)
-        if own is None or not real.startswith(own):
+        if output is None or not real.startswith(output):
             first.setdefault(real, name)
     return list(first.values())
 
 
 def kind_of(name: str) -> Literal["text", "jsonl", "parquet"]:
-    """How a file is read, by the end of its name. Raises DataError for a kind not read yet."""
+    """Return the kind of a file, by its suffix. Raises DataError for an unsupported kind."""
     lower = name.lower()
     if lower.endswith(_JSON_LINES):
         return "jsonl"
@@ -244,7 +239,7 @@ def kind_of(name: str) -> Literal["text", "jsonl", "parquet"]:
 
 
 def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
-    """What a file is unpacked with, by the end of its name."""
+    """Return the packing of a file, by its suffix."""
     lower = name.lower()
     if lower.endswith(".gz"):
         return "gzip"
@@ -252,24 +247,26 @@ def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
 
 
 def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Units as ranges [first, stop) of `inputs`, in order, each a run of whole files.
+    """Divide the inputs into units of consecutive files.
 
-    A unit ends before the file that would take it over `unit_bytes`; a file larger than that is
-    alone in its unit.
+    A unit ends before the file with which it would exceed `unit_bytes`. A larger file is a unit.
+
+    Returns:
+        The range [first, stop) of the inputs of each unit.
     """
     units: list[tuple[int, int]] = []
-    first = held = 0
+    first = size = 0
     for index, file in enumerate(inputs):
-        if index > first and held + file.size > unit_bytes:
+        if index > first and size + file.size > unit_bytes:
             units.append((first, index))
-            first, held = index, 0
-        held += file.size
+            first, size = index, 0
+        size += file.size
     units.append((first, len(inputs)))
     return tuple(units)
 
 
 def require_file(path: str | os.PathLike, flag: str) -> Path:
-    """`path` if it is a readable file, else a DataError naming `flag`."""
+    """Return `path`. Raises DataError, with the option `flag`, unless it is a readable file."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{flag} {str(path)!r} is not a file; check the path")

@@ -78,7 +78,7 @@ def read_column(
         ) from None
     try:
         with (
-            pyarrow.OSFile(os.fsencode(name)) as file,  # by its name it might be taken for a URI
+            pyarrow.OSFile(os.fsencode(name)) as file,  # pyarrow may take a name for a URI
             parquet.ParquetFile(file, pre_buffer=False, buffer_size=_PAGE_BYTES) as table,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
@@ -103,7 +103,7 @@ def read_column(
                     has_ids = id_column in wanted
                     ids = rest.column(id_column) if has_ids else itertools.repeat(None)
                     yield from zip(values, ids, strict=False)
-                    del batch, rest, values, ids  # gone before the next one is read
+                    del batch, rest, values, ids  # free before the next batch is read
                 if left:
                     raise DamagedTable(
                         f"row group {number} gives {group.rows - left} of "
@@ -114,7 +114,7 @@ def read_column(
 
 
 def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
-    """The columns to read, that of the text first. Raises DataError where it is none."""
+    """Return the columns to read, the text first. Raises DataError if `column` has no text."""
     from pyarrow import types
 
     if column not in schema.names:
@@ -162,7 +162,7 @@ def _check_columns(name: str, metadata: Any) -> None:
 
 
 def _check_counts(metadata: Any) -> None:
-    """Raises DamagedTable where groups of rows are not the table: pyarrow reads what they say."""
+    """Raise DamagedTable if the row groups are not the table, which pyarrow does not check."""
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
         raise DamagedTable(

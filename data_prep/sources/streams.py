@@ -1,7 +1,7 @@
-"""Bytes of an input file as they lie and as they read once unpacked: plain, gzip, zstd.
+"""Bytes of an input file: as stored on disk, and unpacked from gzip or zstd.
 
-What is damaged or cut short raises DamagedStream; none of the libraries below may end early in
-silence, as `zstandard`'s own reader does at a cut.
+A damaged or truncated file raises DamagedStream. No reader here ends early without an error, as the
+stream reader of `zstandard` does at a truncated frame.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from optimus.errors import DataError, one_line
 
 READ_BYTES = 1 << 20
 _ZSTD_WINDOW = 1 << 31
-"""The largest window of `zstd --long=31`; memory is taken only by files packed that way."""
+"""The window of `zstd --long=31`. Only files that were packed with it need so much memory."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPED_MAGIC = b"\x2a\x4d\x18"
-"""Behind a byte 0x50 to 0x5f."""
+"""Last three bytes of the magic number of a skippable frame; the first is 0x50 to 0x5f."""
 
 
 class DamagedStream(Exception):
-    """The file cannot be unpacked to its end. The message says why."""
+    """The file cannot be unpacked to its end. The message has the reason."""
 
 
 class HashingFile(io.RawIOBase):
-    """Reads a file, hashes what goes by and tells `advance` how much it was."""
+    """Reads a file, hashes its bytes and calls `advance` with the number of bytes of each read."""
 
     def __init__(self, name: str, advance: Callable[[int], None]):
         self._file = open(name, "rb", buffering=0)  # noqa: SIM115 - closed by close()
@@ -44,11 +44,11 @@ class HashingFile(io.RawIOBase):
         return True
 
     def expect(self, size: int, xxh3: str) -> None:
-        """Raise DataError once `size` bytes went by if their hash is not `xxh3`."""
+        """Raise DataError when `size` bytes have been read, if their hash is not `xxh3`."""
         self._expected = (size, xxh3)
 
     def so_far(self) -> tuple[int, str]:
-        """Number and hash of the bytes that went by."""
+        """Return the number and the hash of the bytes that have been read."""
         return self.size, self._digest.hexdigest()
 
     def readinto(self, buffer: Any) -> int:
@@ -69,7 +69,7 @@ class HashingFile(io.RawIOBase):
         return count
 
     def drain(self) -> str:
-        """Read whatever is left; the xxh3-64 of the whole file."""
+        """Read the rest of the file and return the xxh3-64 of the whole file."""
         buffer = bytearray(READ_BYTES)
         while self.readinto(buffer):
             pass
@@ -81,10 +81,11 @@ class HashingFile(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Frames of zstd, one after the other, as one stream.
+    """The content of consecutive zstd frames as one stream.
 
-    The library unpacks all that it is given at once, and four bytes may hold 128 KiB. So it is
-    given one block at a time, which never holds more: their lengths stand in the file (RFC 8878).
+    The library unpacks all its input at once, and four bytes may contain 128 KiB. It therefore gets
+    one block at a time, which contains at most 128 KiB; the file has the length of each block
+    (RFC 8878).
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -117,7 +118,7 @@ class _ZstdReader(io.RawIOBase):
         return count
 
     def _unpack(self) -> Iterator[bytes]:
-        """What the blocks of all frames hold."""
+        """Yield the content of the blocks of all frames."""
         while magic := self._file.read(4):
             if magic[1:] == _SKIPPED_MAGIC and magic[0] >> 4 == 5:
                 left = int.from_bytes(self._take(4), "little")
@@ -132,8 +133,8 @@ class _ZstdReader(io.RawIOBase):
             last = False
             while not last:
                 head = self._take(3)
-                facts = int.from_bytes(head, "little")
-                last, repeated, size = bool(facts & 1), facts >> 1 & 3 == 1, facts >> 3
+                bits = int.from_bytes(head, "little")
+                last, repeated, size = bool(bits & 1), bits >> 1 & 3 == 1, bits >> 3
                 checksum = 4 if last and flags[0] & 4 else 0
                 yield frame.decompress(head + self._take((1 if repeated else size) + checksum))
 
@@ -145,7 +146,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _rest_of_header(flags: int) -> int:
-    """Bytes of a frame's header behind the one with its flags (RFC 8878, 3.1.1.1)."""
+    """Return the bytes of a frame header after the byte with its flags (RFC 8878, 3.1.1.1)."""
     one_segment = flags >> 5 & 1
     content_size = (one_segment, 2, 4, 8)[flags >> 6]
     return (1 - one_segment) + (0, 1, 2, 4)[flags & 3] + content_size
@@ -155,7 +156,7 @@ _GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, ValueError)
 
 
 class _GzipReader(io.RawIOBase):
-    """A gzip file as the standard library's or, faster, as isal's reader unpacks it."""
+    """The content of a gzip file. Uses isal if it is installed, which is faster than `gzip`."""
 
     def __init__(self, file: IO[bytes]):
         self._damage: tuple[type[Exception], ...] = _GZIP_DAMAGE
@@ -166,7 +167,7 @@ class _GzipReader(io.RawIOBase):
             self._file = gzip.GzipFile(fileobj=file)
         else:
             self._file = IGzipFile(fileobj=file)
-            # isal's stub declares the class as an exception itself.
+            # The stub of isal declares an exception, not its class.
             self._damage = (*_GZIP_DAMAGE, cast(type[Exception], IsalError))
 
     def readable(self) -> bool:
@@ -180,7 +181,15 @@ class _GzipReader(io.RawIOBase):
 
 
 def unpack(file: IO[bytes], name: str) -> IO[bytes]:
-    """`file`'s content, unpacked as the end of `name` says. Reading it raises DamagedStream."""
+    """Return the unpacked content of `file`.
+
+    Args:
+        file: The bytes of the file, at its start.
+        name: The name of the file. Its suffix selects gzip, zstd or no packing.
+
+    Raises:
+        DataError: a package that unpacks such files is missing. Reads raise DamagedStream.
+    """
     packing = packing_of(name)
     if packing == "gzip":
         return io.BufferedReader(_GzipReader(file), READ_BYTES)
@@ -190,10 +199,10 @@ def unpack(file: IO[bytes], name: str) -> IO[bytes]:
 
 
 def damage_of_gzip(name: str) -> tuple[int, str]:
-    """The line where a damaged gzip file breaks off, and why, as the standard library tells it.
+    """Return the line at which a damaged gzip file ends for the standard library, and the reason.
 
-    Other readers stop elsewhere and say it otherwise; a list of what was set aside must not depend
-    on which is installed.
+    Other libraries stop at another line with another message. The list of quarantined files must
+    not depend on the installed library.
     """
     line, block = 0, b"\n"
     try:

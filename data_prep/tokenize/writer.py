@@ -178,7 +178,7 @@ class UnitWriter:
 
     def _after_section(self, source: int, reader: InputReader, section: str) -> None:
         size = len(section.encode())
-        reader.pass_by(size)
+        reader.move_position(size)
         self._unsaved_bytes += size
         if self.due:
             self.save(source, reader.position())
