@@ -11,7 +11,7 @@ from data_prep.shuffle.blend import read_any_order
 from data_prep.shuffle.order import Order
 from data_prep.sources.documents import NO_LIMITS
 from data_prep.sources.inputs import InputFile
-from data_prep.tokenize.plan import TokenPlan, is_import, parts_dirs, read_plan
+from data_prep.tokenize.plan import TokenPlan, is_import, read_plan, tokens_dirs
 from data_prep.tokenize.tokenize import TokenizeWork
 from data_prep.tokenizer.sentencepiece_model import is_sentencepiece
 from optimus.errors import DataError, counted
@@ -30,14 +30,14 @@ def begin(
     Raises DataError naming the difference where `out` was begun with another plan.
     """
     content = files.checked_json(plan.to_json())
-    folders = parts_dirs(out, plan).values()
+    folders = tokens_dirs(out, plan).values()
     for folder in folders:  # all of it before anything is written
         _check_own(out, folder, tokenizer_file, plan, files.xxh3_bytes(content))
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         write_once(folder / layout.PLAN, content)
         copy_tokenizer(tokenizer_file, folder.parent)
-    copy = layout.tokenizer_file(parts_dirs(out, plan)["train"].parent)
+    copy = layout.tokenizer_file(tokens_dirs(out, plan)["train"].parent)
     return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine, limits)
 
 

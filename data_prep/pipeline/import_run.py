@@ -20,7 +20,7 @@ from data_prep.runtime.ranks import ALONE, Team, together
 from data_prep.runtime.workspace import working_in
 from data_prep.sources.foreign import Foreign, index_of, open_foreign
 from data_prep.sources.inputs import InputFile, find_inputs, require_file
-from data_prep.tokenize.plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.tokenize.plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, tokens_dirs
 from data_prep.tokenize.token_set import read_unit, write_unit
 from data_prep.tokenize.tokenize import (
     TokenizeWork,
@@ -109,7 +109,7 @@ def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> N
 
 
 def _import_unit(work: TokenizeWork, unit: int) -> None:
-    plan, folders = work.plan, parts_dirs(work.out, work.plan)
+    plan, folders = work.plan, tokens_dirs(work.out, work.plan)
     (source, stop), facts = plan.units[unit], plan.tokenizer
     name = plan.inputs[source].name
     hashes = [files.xxh3_file(file.name) for file in plan.inputs[source:stop]]

@@ -33,7 +33,7 @@ from data_prep.shuffle.gather import remove_spill
 from data_prep.shuffle.order import read_order
 from data_prep.sources.inputs import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
 from data_prep.tokenize.duplicates import require_compared
-from data_prep.tokenize.plan import TokenPlan, parts_dirs, read_plan
+from data_prep.tokenize.plan import TokenPlan, read_plan, tokens_dirs
 from data_prep.tokenize.store import require_zstd
 from data_prep.tokenize.token_set import (
     check_arrays,
@@ -43,7 +43,7 @@ from data_prep.tokenize.token_set import (
     removed,
     require_arrays,
     sample,
-    take_back,
+    unmark_removed,
 )
 from data_prep.tokenize.tokenize import check_inputs, drop_duplicates, make_units
 from data_prep.tokenizer.tokenizer import TokenizerFacts, read_facts
@@ -139,8 +139,8 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
         if plan.id_field:
             drop_duplicates(work, workers, team)
         if not packed:  # what an earlier run with --fused removed stands again
-            for folder in reversed(parts_dirs(request.out, plan).values()):
-                take_back(folder)
+            for folder in reversed(tokens_dirs(request.out, plan).values()):
+                unmark_removed(folder)
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
@@ -242,7 +242,7 @@ def find_finished(
         except DataError as error:
             team.say(f"{error}; its token arrays, removed by --fused, are made again to repair it")
             for place in reversed(places):
-                take_back(place / layout.TOKENS_DIR)
+                unmark_removed(place / layout.TOKENS_DIR)
             return []
         for place in places:
             as_asked(place, shuffle_request, held_out=place != out)

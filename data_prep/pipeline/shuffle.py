@@ -17,7 +17,7 @@ from data_prep.shuffle.blend import BlendOrder, make_blend, mixing_of, parse_wei
 from data_prep.shuffle.order import Order, make_order, read_order, rows_of_shard
 from data_prep.tokenize.duplicates import require_compared
 from data_prep.tokenize.plan import PARTS, read_plan
-from data_prep.tokenize.token_set import part_of, require_arrays
+from data_prep.tokenize.token_set import require_arrays, split_of
 from optimus.errors import ConfigError, DataError, counted
 from optimus.io import files
 
@@ -239,7 +239,7 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         tokens_dir = folder / layout.TOKENS_DIR
         require_arrays(tokens_dir)
         plan = read_plan(tokens_dir)
-        if part_of(tokens_dir) != PARTS[0]:
+        if split_of(tokens_dir) != PARTS[0]:
             raise DataError(
                 f"--source {folder} is the held-out part of a data set, which is not trained on; "
                 f"its training part is {folder.parent}"

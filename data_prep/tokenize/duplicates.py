@@ -18,7 +18,7 @@ import numpy as np
 from data_prep import layout
 from data_prep.tokenize.plan import PARTS, read_plan
 from data_prep.tokenize.store import ID_BYTES, read_docs, read_ids
-from data_prep.tokenize.token_set import part_of, read_unit
+from data_prep.tokenize.token_set import read_unit, split_of
 from optimus.errors import DamageError, DataError
 from optimus.io import files
 
@@ -91,7 +91,7 @@ def require_compared(tokens_dir: Path) -> None:
     part by itself.
     """
     plan = read_plan(tokens_dir)
-    if not plan.id_field or part_of(tokens_dir) != PARTS[0]:
+    if not plan.id_field or split_of(tokens_dir) != PARTS[0]:
         return
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     found = None

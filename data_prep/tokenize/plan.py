@@ -1,6 +1,6 @@
-"""The plan of a set of token arrays: the inputs, tokenizer, rules and units of tokenizing.
+"""The plan of a set of token arrays: the inputs, tokenizer, rules and units of tokenization.
 
-The content of a unit depends on the plan alone. `import` has a plan, too (`is_import`).
+The content of a unit depends only on the plan. `import` has a plan, too (`is_import`).
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from data_prep.tokenizer.tokenizer import TokenizerFacts
 
 _FORM_PLAN = "optimus-token-plan"
 IMPORT_FIELD = "import "
-"""In a plan of import, stands in the place of a field of text before the way ids were read."""
+"""Start of `text_field` in a plan of `import`; the dtype of the ids follows it."""
 _SINCE_2 = ("max_document", "id_field")
-"""Keys of a plan of version 2; one that has none of them is of version 1."""
+"""Keys of a plan of version 2. A plan without them is of version 1."""
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """What tokenizing does, settled before it starts: inputs, tokenizer, rules, units."""
+    """Everything that decides the token arrays: inputs, tokenizer, rules and units."""
 
     tokenizer: TokenizerFacts
     text_field: str
     eval_fraction: float
     inputs: tuple[InputFile, ...]
     units: tuple[tuple[int, int], ...]
-    """Unit u holds inputs [first, stop)."""
+    """Ranges [first, stop) of the inputs, one for each unit."""
     id_field: str = ""
-    """Field of a document's own id, which no two may share; empty: ids are not looked at."""
+    """Field of the id of a document, which must be unique. "": ids are not compared."""
     max_document: int | None = None
-    """Documents of more bytes cannot be used. Not in the JSON where there is none."""
+    """Bytes of the largest document that can be used. None: no limit, and no key in the JSON."""
 
     @property
     def dtype(self) -> str:
         return layout.dtype_name(self.tokenizer.vocab_size)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def splits(self) -> tuple[str, ...]:
+        """Return the splits that the plan makes: "train", and "held-out" if it holds out any."""
         return PARTS if self.eval_fraction > 0 else PARTS[:1]
 
     def unit_bytes(self, unit: int) -> int:
-        """Input bytes of a unit."""
+        """Return the bytes of the inputs of a unit."""
         first, stop = self.units[unit]
         return sum(file.size for file in self.inputs[first:stop])
 
@@ -60,9 +61,14 @@ class TokenPlan:
 
 
 def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
-    """The plan under `tokens_dir`, with the hash `xxh3` if a file names `tokens_dir`.
+    """Read the plan of a folder of token arrays.
 
-    Raises DataError.
+    Args:
+        tokens_dir: The folder.
+        xxh3: The hash that the file must have, if another file names the folder.
+
+    Raises:
+        DataError: the plan is missing, damaged or not as optimus-data writes it.
     """
     path = tokens_dir / layout.PLAN
     plan = layout.read_record(path, TokenPlan, _FORM_PLAN, newest=layout.PLAN_VERSION, xxh3=xxh3)
@@ -99,20 +105,17 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
 
 
 def is_import(text_field: str) -> bool:
-    """Whether the arrays of a plan or manifest with this field come from token files, whose text is
-    not known, and not from text."""
+    """Return whether the token arrays of a plan or manifest with this `text_field` were made from
+    token files and not from text."""
     return text_field.startswith(IMPORT_FIELD)
 
 
 def held_out_below(eval_fraction: float) -> int:
-    """A document is held out if xxh3_64 of its text is below this: h < f * 2^64, exactly."""
+    """Return f * 2^64. A document is held out if the xxh3-64 of its text is below that."""
     return math.ceil(eval_fraction * 2.0**64)
 
 
-def parts_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
-    """The folders of token arrays of each part that the plan makes."""
-    places = {
-        PARTS[0]: out / layout.TOKENS_DIR,
-        PARTS[1]: out / layout.EVAL_DIR / layout.TOKENS_DIR,
-    }
-    return {part: places[part] for part in plan.parts}
+def tokens_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
+    """Return the folder of token arrays of each split that the plan makes."""
+    parents = {PARTS[0]: out, PARTS[1]: out / layout.EVAL_DIR}
+    return {split: parents[split] / layout.TOKENS_DIR for split in plan.splits}

@@ -1,14 +1,14 @@
-"""Token arrays T_i and their tables of documents: written by tokenizing, read by sharding.
+"""Token arrays T_i and their tables of documents: written by tokenization, read by sharding.
 
-Shapes: T tokens of a unit, D documents. `unit-*.npy` is [T] in the data set's dtype;
-`unit-*.docs.npy` is int64 [D, 3], a row (end, input, line) for each document: the offset after
-its EOS, the number of its input in the plan, its line there (0: the whole file). Where documents
-have ids of their own, `unit-*.ids.npy` is uint8 [D, 16], their hashes.
+Shapes: T tokens of a unit, D documents. `unit-*.npy` is [T] in the dtype of the data set.
+`unit-*.docs.npy` is int64 [D, 3], a row (end, input, line) for each document: the offset after its
+EOS, the number of its input in the plan, and its line in that input (0: the whole file). If any
+document has an id, `unit-*.ids.npy` is uint8 [D, 16], the hashes of the ids.
 
 With `--fused`, `unit-*.packed` replaces `unit-*.npy`: zstd frames of BLOCK_TOKENS tokens each
-(fewer where a checkpoint restored); int64 [frames + 1, 2], first token and offset of each frame,
-and their ends; _FOOT. A file under this name is whole. Sizes and hashes in sidecars are those of
-the .npy that it replaces, so that nothing else of a data set depends on the storage of its tokens.
+(fewer after a checkpoint was restored); int64 [frames + 1, 2], first token and offset of each frame
+and their ends; _FOOT. A file with this name is complete. The size and hash in a sidecar are for
+the .npy file that it replaces, so that no other file depends on the storage of tokens.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from optimus.errors import ConfigError, DamageError, DataError
 from optimus.io import files
 
 BLOCK_TOKENS = 8192
-"""A row of 2048 costs 30 us to unpack; smaller blocks pack less well."""
+"""Tokens of a frame. Unpacking takes 30 us for a row of 2048; smaller frames compress less."""
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
 _FOOT = struct.Struct("<8sQQ16s")  # magic, frames, tokens, xxh3 of the index
 
 
 def packed_path(tokens_dir: Path, unit: int) -> Path:
-    """Where unit `unit`'s packed token array lies, if it is packed."""
+    """Return the path of the packed token array of a unit."""
     return tokens_dir / f"{unit_name(unit)}.packed"
 
 
 def is_packed(tokens_dir: Path, unit: int, tokens: int) -> bool:
-    """Whether a whole packed array of so many tokens stands for the unit's."""
+    """Return whether a complete packed array of `tokens` tokens replaces the array of a unit."""
     try:
         with PackedArray(packed_path(tokens_dir, unit), "uint16") as array:
             return array.tokens == tokens
@@ -51,7 +51,7 @@ def is_packed(tokens_dir: Path, unit: int, tokens: int) -> bool:
 
 
 def require_zstd() -> None:
-    """Raises ConfigError where zstandard is not installed."""
+    """Raise ConfigError if zstandard is not installed."""
     try:
         import zstandard  # noqa: F401
     except ImportError:
@@ -67,7 +67,7 @@ def _pack(ids: np.ndarray) -> bytes:
 
 
 def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int | None = None) -> np.ndarray:
-    """Raises ValueError for a frame that is damaged or does not hold `tokens` tokens."""
+    """Unpack a frame. Raises ValueError if it is damaged or does not contain `tokens` tokens."""
     import zstandard
 
     try:
@@ -79,18 +79,18 @@ def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int | None = None
 
 
 def packed_share(ids: np.ndarray) -> float:
-    """Bytes of `ids`, of an array's dtype, when packed, over those when not."""
+    """Return the packed bytes of ids as a share of their bytes in `ids`."""
     frames = (ids[first : first + BLOCK_TOKENS] for first in range(0, len(ids), BLOCK_TOKENS))
     return sum(len(_pack(frame)) for frame in frames) / ids.nbytes
 
 
 class PackedStore:
-    """Where a TokenArrayWriter puts ids, packed. `file` is at its start."""
+    """Writes the ids of a TokenArrayWriter to a packed array. `file` is at its start."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
         self._starts, self._offsets = [0], [0]  # of each frame, and of the next
-        self._open = np.empty(0, self._dtype)  # not yet a frame
+        self._open = np.empty(0, self._dtype)  # less than a frame
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids of the array's dtype."""
@@ -107,7 +107,7 @@ class PackedStore:
         self._offsets.append(self._offsets[-1] + len(data))
 
     def truncate(self, tokens: int) -> None:
-        """Drop all but the first `tokens`."""
+        """Remove all tokens after the first `tokens`."""
         frame = bisect.bisect_right(self._starts, tokens) - 1
         kept = self.read(self._starts[frame], tokens)
         del self._starts[frame + 1 :], self._offsets[frame + 1 :]
@@ -116,31 +116,31 @@ class PackedStore:
         self._open = kept
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """Ids [first, stop) again."""
+        """Read the ids [first, stop), which were appended."""
         self._file.flush()
         frame = bisect.bisect_right(self._starts, first) - 1
-        parts, begin = [], self._starts[frame]
+        frames, begin = [], self._starts[frame]
         with open(self._file.name, "rb") as written:
             written.seek(self._offsets[frame])
             while frame + 1 < len(self._starts) and self._starts[frame] < stop:
                 size = self._offsets[frame + 1] - self._offsets[frame]
-                parts.append(_unpack(written.read(size), self._dtype))
+                frames.append(_unpack(written.read(size), self._dtype))
                 frame += 1
-        ids = np.concatenate([*parts, self._open])
+        ids = np.concatenate([*frames, self._open])
         return ids[first - begin : stop - begin]
 
     def save(self, first: int, stop: int) -> bytes:
-        """Ids [first, stop) for a checkpoint."""
+        """Return the ids [first, stop) for a checkpoint."""
         return _pack(self.read(first, stop))
 
     def restore(self, saved: bytes | memoryview) -> int:
-        """Append what `save` gave; how many ids."""
+        """Append the ids that `save` returned. Returns their number."""
         ids = _unpack(saved, self._dtype)
         self.append(ids)
         return len(ids)
 
     def finish(self) -> dict[str, Any]:
-        """Complete the file; size and hash of the .npy that it stands for."""
+        """Complete the file. Returns size and hash of the .npy file that it replaces."""
         if len(self._open):
             self._write(self._open)
         index = np.array([self._starts, self._offsets], "<i8").T.tobytes()
@@ -156,7 +156,7 @@ class PackedArray:
     """Reads ids of a packed token array. A context manager; not for two threads."""
 
     def __init__(self, path: Path, dtype: str):
-        """Raises DamageError for a file that is damaged, OSError for one that is not there."""
+        """Raise DamageError if the file is damaged, and OSError if it is missing."""
         self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
         self._file = files.open_regular(path)
         self._fd = self._file.fileno()
@@ -190,15 +190,15 @@ class PackedArray:
         return DamageError(f"{self._path}: {why}; remove it and give the command again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` (1-D, of the array's dtype) with the ids from `start` on. Or DamageError."""
+        """Fill `out` [n], in the dtype of the array, with the ids from `start`."""
         frame = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < len(out):
             ids = self._frame(frame)
             begin = start + filled - int(self._starts[frame])
-            part = ids[begin : begin + len(out) - filled]
-            out[filled : filled + len(part)] = part
-            filled, frame = filled + len(part), frame + 1
+            ids = ids[begin : begin + len(out) - filled]
+            out[filled : filled + len(ids)] = ids
+            filled, frame = filled + len(ids), frame + 1
 
     def _frame(self, frame: int) -> np.ndarray:
         if self._last[0] != frame:
@@ -214,7 +214,7 @@ class PackedArray:
         return self._last[1]
 
     def describe(self) -> dict[str, Any]:
-        """Size and hash of the .npy that it stands for. Raises DamageError."""
+        """Return size and hash of the .npy file that it replaces. Raises DamageError."""
         digest = xxhash.xxh3_64(npy_header((self.tokens,), self._name))
         for frame in range(len(self._starts) - 1):
             digest.update(self._frame(frame).data)
@@ -223,37 +223,33 @@ class PackedArray:
 
 
 ID_BYTES = 16
-"""Of the hash of a document's id."""
+"""Bytes of the hash of a document id."""
 _OPEN_FILES = 256
-_EOS_IN_TEXT = "the tokenizer gave the EOS id for plain text; name another with --eos"
+_EOS_IN_TEXT = "the tokenizer returned the EOS id for plain text; name another with --eos"
 
 
 def array_path(tokens_dir: Path, unit: int) -> Path:
-    """Where unit `unit`'s token array lies."""
+    """Return the path of the token array of a unit."""
     return tokens_dir / f"{unit_name(unit)}.npy"
 
 
 def docs_path(tokens_dir: Path, unit: int) -> Path:
-    """Where unit `unit`'s table of documents lies."""
+    """Return the path of the table of documents of a unit."""
     return tokens_dir / f"{unit_name(unit)}.docs.npy"
 
 
 def ids_path(tokens_dir: Path, unit: int) -> Path:
-    """Where the hashes of the ids of unit `unit`'s documents lie, if any has one."""
+    """Return the path of the hashes of the document ids of a unit, if any document has an id."""
     return tokens_dir / f"{unit_name(unit)}.ids.npy"
 
 
 def sidecar_path(tokens_dir: Path, unit: int) -> Path:
-    """The completion mark of unit `unit`, written after everything else of it."""
+    """Return the path of the completion mark of a unit, which is written last."""
     return tokens_dir / f"{unit_name(unit)}.json"
 
 
-def _at(where: str, what: str) -> str:
-    return f"{where}: {what}" if where else what
-
-
 class PlainStore:
-    """Where a TokenArrayWriter puts ids: the array itself. `file` is at its start."""
+    """Writes the ids of a TokenArrayWriter to a .npy file. `file` is at its start."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._dtype, self._itemsize = file, dtype, little_endian(dtype).itemsize
@@ -264,7 +260,7 @@ class PlainStore:
         self._file.write(ids.data)
 
     def truncate(self, tokens: int) -> None:
-        """Drop all but the first `tokens`."""
+        """Remove all tokens after the first `tokens`."""
         self._file.seek(self._offset(tokens))
         self._file.truncate()
 
@@ -272,7 +268,7 @@ class PlainStore:
         return HEADER_BYTES + tokens * self._itemsize
 
     def save(self, first: int, stop: int) -> bytes:
-        """Ids [first, stop) for a checkpoint."""
+        """Return the ids [first, stop) for a checkpoint."""
         self._file.flush()
         size = (stop - first) * self._itemsize
         with open(self._file.name, "rb") as written:
@@ -282,12 +278,12 @@ class PlainStore:
         return ids
 
     def restore(self, saved: bytes | memoryview) -> int:
-        """Append what `save` gave; how many ids."""
+        """Append the ids that `save` returned. Returns their number."""
         self._file.write(saved)
         return len(saved) // self._itemsize
 
     def finish(self) -> dict[str, Any]:
-        """Write the header; size and hash of the file, for the sidecar."""
+        """Write the header. Returns size and hash of the file, for the sidecar."""
         tokens = (self._file.tell() - HEADER_BYTES) // self._itemsize
         self._file.seek(0)
         self._file.write(npy_header((tokens,), self._dtype))
@@ -296,14 +292,14 @@ class PlainStore:
 
 
 class TokenArrayWriter:
-    """Appends documents to one T_i. `file` is at its start and is written through once."""
+    """Appends documents to the token array of a unit. `file` is at its start."""
 
     def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool):
         self._store = PackedStore(file, dtype) if packed else PlainStore(file, dtype)
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")
-        self._ids = bytearray()
-        self._taken = (0, 0)  # tokens and document values that `take` gave
+        self._id_hashes = bytearray()
+        self._saved = (0, 0)  # tokens and values of documents in checkpoints
         self.tokens = 0
 
     @property
@@ -314,97 +310,112 @@ class TokenArrayWriter:
         self,
         encoded: list[np.ndarray],
         sources: list[tuple[int, int]],
-        own: Sequence[bytes] = (),
+        id_hashes: Sequence[bytes] = (),
         where: Sequence[str] = (),
     ) -> None:
-        """Documents' token ids, each followed by EOS here, with their (input, line).
+        """Append documents, each with EOS after it.
 
-        `own` are the hashes of the documents' own ids, of ID_BYTES, zeros for none; `where` they
-        are is for the message of a DataError.
+        All ids are checked before they are narrowed: numpy wraps 70000 to 4464 without an error.
 
-        Every id is checked before it is narrowed: numpy would wrap 70000 to 4464 without a word.
+        Args:
+            encoded: The ids of each document, uint32 [T], without EOS.
+            sources: Input and line of each document.
+            id_hashes: The hash of the id of each document, ID_BYTES long, zeros if it has no id.
+            where: File and line of each document, for a message.
+
+        Raises:
+            DataError: an id is EOS or outside the vocabulary.
         """
         eos = np.array([self._eos_id], np.uint32)
-        flat = np.concatenate([part for ids in encoded for part in (ids, eos)])
+        flat = np.concatenate([array for ids in encoded for array in (ids, eos)])
         if int(flat.max()) >= self._vocab_size:
             raise DataError(self._outside(int(flat.max())))
         if np.count_nonzero(flat == self._eos_id) != len(encoded):
             wrong = next(n for n, ids in enumerate(encoded) if np.any(ids == self._eos_id))
-            raise DataError(_at(where[wrong] if where else "", _EOS_IN_TEXT))
+            raise DataError(f"{where[wrong]}: {_EOS_IN_TEXT}" if where else _EOS_IN_TEXT)
         for ids, (source, line) in zip(encoded, sources, strict=True):
             self.tokens += len(ids) + 1
             self._docs.extend((self.tokens, source, line))
-        self._ids += b"".join(own) or bytes(ID_BYTES * len(encoded))
+        self._id_hashes += b"".join(id_hashes) or bytes(ID_BYTES * len(encoded))
         self._store.append(flat.astype(little_endian(self._dtype)))
 
     def extend(self, ids: np.ndarray, where: str = "") -> None:
-        """Some ids of a document that `close` will end. Checked as in `append`."""
+        """Append ids of a document that `close` ends. They are checked as in `append`."""
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise DataError(self._outside(int(ids.max())))
         if np.any(ids == self._eos_id):
-            raise DataError(_at(where, _EOS_IN_TEXT))
+            raise DataError(f"{where}: {_EOS_IN_TEXT}" if where else _EOS_IN_TEXT)
         self._store.append(ids.astype(little_endian(self._dtype)))
         self.tokens += len(ids)
 
-    def close(self, source: int, line: int, own: bytes = b"") -> None:
+    def close(self, source: int, line: int, id_hash: bytes = b"") -> None:
         """End the document that `extend` wrote."""
         self._store.append(np.array([self._eos_id], little_endian(self._dtype)))
         self.tokens += 1
         self._docs.extend((self.tokens, source, line))
-        self._ids += own or bytes(ID_BYTES)
+        self._id_hashes += id_hash or bytes(ID_BYTES)
 
     def _outside(self, token: int) -> str:
         return (
-            f"the tokenizer gave id {token}, outside its vocabulary of {self._vocab_size}; its "
+            f"the tokenizer returned id {token}, outside its vocabulary of {self._vocab_size}; its "
             "tokenizer.json is inconsistent"
         )
 
     def drop_input(self, source: int) -> None:
-        """Take back every document of the input appended last."""
+        """Remove all documents of the input that was appended last."""
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
         self.tokens = self._docs[-3] if self._docs else 0
-        del self._ids[self.documents * ID_BYTES :]
-        self._taken = (0, 0)
+        del self._id_hashes[self.documents * ID_BYTES :]
+        self._saved = (0, 0)
         self._store.truncate(self.tokens)
 
-    def take(self) -> list[bytes]:
-        """Tokens and document rows since the last `take`, for a checkpoint."""
-        tokens, values = self._taken
+    def checkpoint(self) -> list[bytes]:
+        """Return the ids, rows of documents and id hashes since the last checkpoint."""
+        tokens, values = self._saved
         ids = self._store.save(tokens, self.tokens)
-        self._taken = (self.tokens, len(self._docs))
+        self._saved = (self.tokens, len(self._docs))
         rows = np.array(self._docs[values:], little_endian("int64")).tobytes()
-        return [ids, rows, bytes(self._ids[values // 3 * ID_BYTES :])]
+        return [ids, rows, bytes(self._id_hashes[values // 3 * ID_BYTES :])]
 
     def restore(
-        self, ids: bytes | memoryview, rows: bytes | memoryview, own: bytes | memoryview
+        self, ids: bytes | memoryview, rows: bytes | memoryview, id_hashes: bytes | memoryview
     ) -> None:
-        """Append what `take` gave."""
+        """Append the content of a checkpoint."""
         self.tokens += self._store.restore(ids)
         self._docs.extend(np.frombuffer(rows, little_endian("int64")).tolist())
-        self._ids += own
-        self._taken = (self.tokens, len(self._docs))
+        self._id_hashes += id_hashes
+        self._saved = (self.tokens, len(self._docs))
 
     def finish(self) -> dict[str, Any]:
-        """Complete the file; size and hash of the array, for the sidecar."""
+        """Complete the file. Returns size and hash of the array, for the sidecar."""
         return self._store.finish()
 
     def docs_bytes(self) -> bytes:
-        """The table of documents as the content of a .npy file."""
+        """Return the table of documents as the content of a .npy file."""
         table = np.array(self._docs, little_endian("int64"))
         return npy_header((self.documents, 3), "int64") + table.tobytes()
 
     def ids_bytes(self) -> bytes:
-        """The hashes of the documents' ids as a .npy file, nothing if none has an id."""
-        if not any(self._ids):
+        """Return the hashes of document ids as a .npy file, or nothing if no document has an id."""
+        if not any(self._id_hashes):
             return b""
-        return npy_header((self.documents, ID_BYTES), "uint8") + bytes(self._ids)
+        return npy_header((self.documents, ID_BYTES), "uint8") + bytes(self._id_hashes)
 
 
 def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarray:
-    """The document table of a unit, int64 [D, 3]; `xxh3` is the hash that its file should have.
+    """Read the table of documents of a unit.
 
-    Raises DataError for a file that is not there or is damaged.
+    Args:
+        tokens_dir: The folder of token arrays.
+        unit: The number of the unit.
+        xxh3: The hash that the file must have.
+
+    Returns:
+        int64 [D, 3]: end, input and line of each document.
+
+    Raises:
+        DataError: the file is missing or damaged.
     """
     path = docs_path(tokens_dir, unit)
     data = read_bytes(path)
@@ -413,13 +424,13 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     if not whole or (xxh3 is not None and files.xxh3_bytes(data) != xxh3):
         raise DamageError(f"{path}: is damaged; optimus-data verify names the repair")
     table = np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
-    if (np.diff(table[:, 0], prepend=0) <= 0).any():  # a document has its EOS at least
+    if (np.diff(table[:, 0], prepend=0) <= 0).any():  # a document has at least EOS
         raise DamageError(f"{path}: its documents do not follow one another")
     return table
 
 
 def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
-    """The hashes of the ids of a unit's documents, uint8 [D, 16]; None where none has an id."""
+    """Read the hashes of document ids of a unit, uint8 [D, 16]; None if no document has an id."""
     try:
         data = files.read_regular(ids_path(tokens_dir, unit))
     except FileNotFoundError:
@@ -428,9 +439,9 @@ def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
 
 
 class TokenArrayReader:
-    """Reads runs of tokens out of the T_i, without mapping them: memory stays the caller's.
+    """Reads ranges of token arrays into memory of the caller.
 
-    At most 256 files are open at a time.
+    Files are not mapped, and at most 256 files are open at a time.
     """
 
     def __init__(self, tokens_dir: Path, dtype: str):
@@ -443,19 +454,19 @@ class TokenArrayReader:
             self._close_oldest()
 
     def _close_oldest(self) -> None:
-        one = self._open.popitem(last=False)[1]
-        os.close(one) if isinstance(one, int) else one.__exit__()
+        oldest = self._open.popitem(last=False)[1]
+        os.close(oldest) if isinstance(oldest, int) else oldest.__exit__()
 
     def read_into(self, out: np.ndarray, unit: int, start: int) -> None:
-        """Fill `out` (1-D, contiguous, of the arrays' dtype) with T_unit from `start` on."""
-        one = self._opened(unit)
-        if not isinstance(one, int):
-            one.read_into(out, start)
+        """Fill `out` [n], contiguous, in the dtype of the arrays, with T_unit from `start`."""
+        opened = self._opened(unit)
+        if not isinstance(opened, int):
+            opened.read_into(out, start)
             return
         view = out.view(np.uint8).data
         offset = HEADER_BYTES + start * self._dtype.itemsize
         while view:
-            count = os.preadv(one, [view], offset)
+            count = os.preadv(opened, [view], offset)
             if count == 0:
                 raise DamageError(
                     f"{array_path(self._dir, unit)}: is shorter than its sidecar says"
@@ -463,24 +474,24 @@ class TokenArrayReader:
             view, offset = view[count:], offset + count
 
     def read(self, unit: int, start: int, stop: int) -> np.ndarray:
-        """T_unit[start:stop] as a new array."""
+        """Return T_unit[start:stop] as a new array."""
         out = np.empty(stop - start, self._dtype)
         self.read_into(out, unit, start)
         return out
 
     def descriptor(self, unit: int) -> int | None:
-        """An open descriptor of the unit's array, good until the next call; None: it is packed."""
-        one = self._opened(unit)
-        return one if isinstance(one, int) else None
+        """Return a file descriptor of an array, valid until the next call; None if it is packed."""
+        opened = self._opened(unit)
+        return opened if isinstance(opened, int) else None
 
     def _opened(self, unit: int) -> int | PackedArray:
-        one = self._open.pop(unit, None)
-        if one is None:
+        opened = self._open.pop(unit, None)
+        if opened is None:
             if len(self._open) == _OPEN_FILES:
                 self._close_oldest()
-            one = self._open_unit(unit)
-        self._open[unit] = one
-        return one
+            opened = self._open_unit(unit)
+        self._open[unit] = opened
+        return opened
 
     def _open_unit(self, unit: int) -> int | PackedArray:
         packed = packed_path(self._dir, unit)

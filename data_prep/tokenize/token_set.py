@@ -1,15 +1,15 @@
 """A set of token arrays: the sidecars that complete its units, their check and their removal.
 
-A unit is complete when both of its sidecars exist; all its other files are written before them.
+A unit is complete when the sidecars of all splits exist. They are written after its other files.
 
-A start over existing output checks sizes and headers of all token arrays and shards, and the hashes
-of all up to HASH_BYTES or else of a random sample of that size; `optimus-data verify` reads the
-rest. Cost: docs/formats/dataset.md, "Commit and resume".
+A run with existing output checks the sizes and headers of all token arrays and shards. It compares
+the hashes of all files up to HASH_BYTES, or of a random sample of that size; `optimus-data verify`
+reads the others. Cost: docs/formats/dataset.md, "Commit and resume".
 
-With `--fused`, arrays are removed once the shards are complete. Documents and sidecars stay, so
-that `inspect` names sources. A mark says that the arrays were removed on purpose. It is written
-after the manifest, so that nothing is lost, and before the first removal, so that nothing looks
-damaged.
+With `--fused`, arrays are removed when the shards are complete. Tables of documents and sidecars
+stay, so that `inspect` can name sources. A mark shows that the arrays were removed on purpose. It
+is written after the manifest, so that nothing is lost, and before the first removal, so that no
+array seems to be missing.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from optimus.errors import DamageError, DataError, counted
 from optimus.io import files
 
 HASH_BYTES = 1 << 30
-"""Of token arrays, and again of shards, whose hashes a start compares."""
+"""Bytes of token arrays, and as many of shards, whose hashes a run compares when it starts."""
 _SEED = os.urandom(8)
-"""Each start of a process takes another sample."""
+"""Seed of the sample, different in each process."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A file and the hash that its sidecar gives it."""
+    """A file and its hash in its sidecar."""
 
     path: Path
     xxh3: str
 
 
 def require_header(path: Path, *headers: bytes) -> None:
-    """Raises DamageError where an array does not begin with one of these headers."""
+    """Raise DamageError if an array does not begin with one of these headers."""
     with files.open_regular(path) as file:
         if file.read(layout.HEADER_BYTES) not in headers:
             raise DamageError(f"{path}: its header is damaged")
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
-    """Return the indices of the files whose hashes are compared: of all files up to HASH_BYTES in
-    sum, else of a random sample of that size or of one larger file. Ranks that must agree give the
-    same `seed`."""
+    """Return the indices of the files whose hashes are compared: all files up to HASH_BYTES in sum,
+    else a random sample of that size or one larger file. Ranks that must agree use the same
+    `seed`."""
     chosen, left = list(range(len(sizes))), HASH_BYTES
     if sum(sizes) > left:
         random.Random(_SEED if seed is None else seed).shuffle(chosen)
@@ -73,46 +73,46 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
     return frozenset(chosen)
 
 
-def say_sample(chosen: frozenset[int], sizes: Sequence[int], what: str, dataset: Path) -> None:
-    """Name `verify` where not all of an earlier run's files of `what` are compared by hash."""
+def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset: Path) -> None:
+    """Print that the hashes of only some files of `kind` of an earlier run are compared."""
     if len(chosen) < len(sizes):
-        part = sum(sizes[item] for item in chosen)
+        size = sum(sizes[index] for index in chosen)
         say(
-            f"{dataset}: the {counted(len(sizes), what)} of an earlier run are checked by size and "
-            f"header, {len(chosen)} of them by hash ({short(part)}B of {short(sum(sizes))}B); "
+            f"{dataset}: the {counted(len(sizes), kind)} of an earlier run are checked by size and "
+            f"header, {len(chosen)} of them by hash ({short(size)}B of {short(sum(sizes))}B); "
             f"optimus-data verify {dataset} reads all"
         )
 
 
 def damaged(promised: Iterable[Promise]) -> list[Path]:
-    """The files that have another hash than they should."""
+    """Return the files whose hash is not the promised one."""
     return [file.path for file in promised if files.xxh3_file(file.path) != file.xxh3]
 
 
 def are_whole(promised: Iterable[Promise]) -> bool:
-    """Whether these files have the hashes they should; each that has not is named on stderr."""
-    found = damaged(promised)
-    for path in found:
+    """Return whether all files have the promised hashes, and print the name of each other file."""
+    paths = damaged(promised)
+    for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
-    return not found
+    return not paths
 
 
 _FORM = "optimus-token-array"
 
 
-class _SetAside(TypedDict):
+class _Quarantined(TypedDict):
     input: int
     line: int
     reason: str
 
 
-class _Mended(TypedDict, total=False):
+class _Repairs(TypedDict, total=False):
     eos_added: int
     empty_documents: int
 
 
 class _EveryUnit(TypedDict):
-    """The keys of every sidecar of a unit that are read again."""
+    """The keys that all sidecars of units have. Only keys that are read again are listed."""
 
     plan: str
     part: str
@@ -122,15 +122,15 @@ class _EveryUnit(TypedDict):
     array: layout.FileRecord
     docs: layout.FileRecord
     inputs: list[str]
-    set_aside: list[_SetAside]
+    set_aside: list[_Quarantined]
 
 
 class _UnitRecord(_EveryUnit, total=False):
-    """A sidecar of a unit, with the keys that only some have."""
+    """The sidecar of a unit, with the keys that only some sidecars have."""
 
     ids: layout.FileRecord
     dropped: int
-    mended: _Mended
+    mended: _Repairs
 
 
 def write_unit(
@@ -143,33 +143,40 @@ def write_unit(
     more: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Complete a unit whose arrays, of the sizes and hashes `arrays`, stand: documents, ids and
-    sidecars, the training part's last.
+    """Complete a unit whose arrays exist: write documents, ids and sidecars, "train" last.
 
-    `inputs` are hashes. `more` of a part's sidecar is what only some units have: `dropped` by
-    duplicate ids, which version 1 does not know, and `mended` by import.
+    Args:
+        folders: The folder of token arrays of each split.
+        unit: The number of the unit.
+        plan_xxh3: The hash of the plan.
+        writers: The writer of the array of each split.
+        inputs: The hashes of the inputs of the unit.
+        set_aside: The quarantined documents of the unit.
+        more: Further keys of the sidecar of each split, such as `dropped`, the number of excluded
+            documents, which version 1 does not have.
+        arrays: Size and hash of the array of each split.
     """
-    for part in reversed(list(folders)):
-        folder, writer, own = folders[part], writers[part], more.get(part, {})
+    for split in reversed(list(folders)):
+        folder, writer, extra = folders[split], writers[split], more.get(split, {})
         docs, ids = writer.docs_bytes(), writer.ids_bytes()
         files.write_bytes(docs_path(folder, unit), docs)
         if ids:
             files.write_bytes(ids_path(folder, unit), ids)
-        is_new = bool(ids) or "dropped" in own
+        is_new = bool(ids) or "dropped" in extra
         record = {
             "format": _FORM,
             "version": layout.PLAN_VERSION if is_new else layout.VERSION,
             "plan": plan_xxh3,
-            "part": part,
+            "part": split,
             "unit": unit,
             "tokens": writer.tokens,
             "documents": writer.documents,
-            "array": arrays[part],
+            "array": arrays[split],
             "docs": _described(docs),
             "inputs": inputs,
-            "set_aside": set_aside if part == PARTS[0] else [],
+            "set_aside": set_aside if split == PARTS[0] else [],
             **({"ids": _described(ids)} if ids else {}),
-            **own,
+            **extra,
         }
         layout.write_checked_json(sidecar_path(folder, unit), record)
 
@@ -179,10 +186,17 @@ def _described(data: bytes) -> dict[str, Any]:
 
 
 def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = True) -> _UnitRecord:
-    """A unit's sidecar, if it is of the plan and its files have their sizes.
+    """Read the sidecar of a unit, and check the sizes and headers of its files.
 
-    Raises DataError where one is missing or of other work, DamageError where one is damaged.
-    `has_array` False: the array itself may be gone, for `--fused` removed it.
+    Args:
+        tokens_dir: The folder of token arrays.
+        unit: The number of the unit.
+        plan_xxh3: The hash of the plan.
+        has_array: False if the array may be missing, because `--fused` removed it.
+
+    Raises:
+        DataError: a file is missing, or the sidecar is of another plan.
+        DamageError: a file is damaged.
     """
     path = sidecar_path(tokens_dir, unit)
     record = layout.read_record(path, _UnitRecord, _FORM, newest=layout.PLAN_VERSION)
@@ -215,7 +229,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
 
 
 def _headers(key: str, record: Mapping[str, Any]) -> list[bytes]:
-    """What a file of a unit begins with; the sidecar does not name the dtype of token arrays."""
+    """Return the possible headers of a file of a unit. The sidecar has no dtype of the array."""
     tokens, documents = record["tokens"], record["documents"]
     if key == "array":
         return [layout.npy_header((tokens,), dtype) for dtype in ("uint16", "uint32")]
@@ -225,7 +239,7 @@ def _headers(key: str, record: Mapping[str, Any]) -> list[bytes]:
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> list[Promise]:
-    """The files of a unit with the hashes that its sidecar gives; of a packed array nothing."""
+    """Return the files of a unit with the hashes in its sidecar, without a packed array."""
     paths = {"array": array_path, "docs": docs_path, "ids": ids_path}
     return [
         Promise(path(tokens_dir, unit), record[key]["xxh3"])
@@ -234,14 +248,14 @@ def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> list[Pro
     ]
 
 
-def part_of(tokens_dir: Path) -> str:
-    """Which part of a data set these token arrays are: one of PARTS. Raises DataError."""
+def split_of(tokens_dir: Path) -> str:
+    """Return the split, one of PARTS, of a folder of token arrays. Raises DataError."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     return read_unit(tokens_dir, 0, plan_xxh3, has_array=False)["part"]
 
 
 def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[_UnitRecord]]:
-    """Plan, hash of the plan and sidecars of a complete set of token arrays, else DataError."""
+    """Return plan, hash of the plan and sidecars of a complete set. Raises DataError."""
     plan = read_plan(tokens_dir)
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     records = [read_unit(tokens_dir, unit, plan_xxh3) for unit in range(len(plan.units))]
@@ -250,7 +264,7 @@ def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[_UnitRecord]]
             sidecar_path(tokens_dir, unit),
             (
                 len(record["inputs"]) == stop - first
-                and all(first <= item["input"] < stop for item in record["set_aside"]),
+                and all(first <= entry["input"] < stop for entry in record["set_aside"]),
                 "its inputs are not those of its unit",
             ),
         )
@@ -262,7 +276,7 @@ MARK = "removed.json"
 
 
 def removed(tokens_dir: Path) -> bool:
-    """Whether the arrays of `tokens_dir` were removed on purpose."""
+    """Return whether the arrays of a folder were removed on purpose."""
     try:
         mark = layout.read_checked_json(tokens_dir / MARK, FORM)
         return mark.get("plan") == files.xxh3_file(tokens_dir / layout.PLAN)
@@ -271,7 +285,7 @@ def removed(tokens_dir: Path) -> bool:
 
 
 def mark_removed(tokens_dir: Path) -> None:
-    """Say that the arrays of a finished data set may go."""
+    """Write the mark that the arrays of a finished data set are removed."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     if not removed(tokens_dir):
         value = {"format": FORM, "version": layout.VERSION, "plan": plan_xxh3}
@@ -279,10 +293,9 @@ def mark_removed(tokens_dir: Path) -> None:
 
 
 def check_arrays(tokens_dir: Path) -> None:
-    """Read arrays that are not packed once more before they go: they are the proof of the shards.
+    """Compare the hashes of arrays before they are removed: only they prove that shards are right.
 
-    Packed ones were checked, block by block, whenever they were read. DamageError where one is
-    not what its sidecar says.
+    The blocks of packed arrays have been checked when they were read. Raises DamageError.
     """
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     units = range(len(read_plan(tokens_dir).units))
@@ -300,19 +313,19 @@ def check_arrays(tokens_dir: Path) -> None:
 
 
 def remove_arrays(tokens_dir: Path) -> None:
-    """Remove marked arrays; what is gone already is no error."""
+    """Remove the arrays of a folder that still exist."""
     for unit in range(len(read_plan(tokens_dir).units)):
         array_path(tokens_dir, unit).unlink(missing_ok=True)
         packed_path(tokens_dir, unit).unlink(missing_ok=True)
 
 
-def take_back(tokens_dir: Path) -> None:
-    """Forget the removal, so that the arrays are made again."""
+def unmark_removed(tokens_dir: Path) -> None:
+    """Remove the mark, so that the arrays are made again."""
     (tokens_dir / MARK).unlink(missing_ok=True)
 
 
 def require_arrays(tokens_dir: Path) -> None:
-    """Raises DataError where the arrays were removed, saying how to get them back."""
+    """Raise DataError, with the remedy, if the arrays were removed."""
     if removed(tokens_dir):
         raise DataError(
             f"{tokens_dir}: its arrays were removed by --fused; tokenize makes them again"

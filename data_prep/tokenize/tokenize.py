@@ -31,7 +31,7 @@ from data_prep.sources.documents import (
     Problem,
 )
 from data_prep.tokenize import duplicates
-from data_prep.tokenize.plan import PARTS, TokenPlan, held_out_below, parts_dirs
+from data_prep.tokenize.plan import PARTS, TokenPlan, held_out_below, tokens_dirs
 from data_prep.tokenize.store import TokenArrayWriter, array_path, packed_path
 from data_prep.tokenize.token_set import (
     are_whole,
@@ -68,7 +68,7 @@ class TokenizeWork:
     @property
     def tokens_dir(self) -> Path:
         """Where the training part's arrays are."""
-        return parts_dirs(self.out, self.plan)[PARTS[0]]
+        return tokens_dirs(self.out, self.plan)[PARTS[0]]
 
     def array_path(self, folder: Path, unit: int) -> Path:
         """Where this work writes a unit's token array."""
@@ -172,7 +172,7 @@ def _compare_early(work: TokenizeWork, unit: int) -> None:
     """
     beside = {unit - 1, unit + 1} & set(range(len(work.plan.units)))
     units = [unit, *(other for other in beside if complete(work, other))]
-    folders = list(parts_dirs(work.out, work.plan).values())
+    folders = list(tokens_dirs(work.out, work.plan).values())
     rows = duplicates.find(folders, units, memory_to_compare(work.limits))
     if len(rows):
         raise duplicate_error(work.plan, *rows[0].tolist())
@@ -193,7 +193,7 @@ def _checkpoints(work: TokenizeWork, unit: int, dropped: duplicates.Duplicates |
 def _remove_packed(work: TokenizeWork, unit: int) -> None:
     """What a run with `--fused` left of a unit whose arrays are to stay, and stand."""
     if not work.packed:
-        for folder in parts_dirs(work.out, work.plan).values():
+        for folder in tokens_dirs(work.out, work.plan).values():
             packed_path(folder, unit).unlink(missing_ok=True)
 
 
@@ -205,7 +205,7 @@ def _dropped_of(
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
     """Raises DataError where an input of these units, whose arrays may be gone, has changed."""
-    folder = parts_dirs(work.out, work.plan)[PARTS[0]]
+    folder = tokens_dirs(work.out, work.plan)[PARTS[0]]
     with Progress("check inputs", sum(map(work.plan.unit_bytes, units)), "B") as progress:
         for unit in units:
             record = read_unit(folder, unit, work.plan_xxh3, has_array=False)
@@ -248,7 +248,7 @@ def complete_and_whole(
     record = complete(work, unit, dropped)
     if record is None or unit not in work.sample:
         return record
-    for folder in parts_dirs(work.out, work.plan).values():
+    for folder in tokens_dirs(work.out, work.plan).values():
         if not are_whole(promises(folder, unit, read_unit(folder, unit, work.plan_xxh3))):
             return None
     return record
@@ -260,7 +260,7 @@ def complete(
     """The training part's sidecar if every part of the unit stands, without documents that were
     dropped, else None."""
     records = {}
-    for part, folder in parts_dirs(work.out, work.plan).items():
+    for part, folder in tokens_dirs(work.out, work.plan).items():
         try:
             records[part] = read_unit(folder, unit, work.plan_xxh3)
         except DataError:
@@ -287,7 +287,7 @@ def open_writers(
             facts.eos_id,
             work.packed,
         )
-        for part, folder in parts_dirs(work.out, work.plan).items()
+        for part, folder in tokens_dirs(work.out, work.plan).items()
     }
 
 
@@ -299,7 +299,7 @@ def _tokenize_unit(
     advance: Callable[[int], None],
 ) -> None:
     gone = _dropped_of(work, unit, dropped)
-    plan, folders = work.plan, parts_dirs(work.out, work.plan)
+    plan, folders = work.plan, tokens_dirs(work.out, work.plan)
     first, stop = plan.units[unit]
     with contextlib.ExitStack() as stack:
         writers = open_writers(work, unit, stack)
@@ -347,7 +347,7 @@ def _read_input(
     try:
         for item in reader:
             if isinstance(item, Document) and (first := gone.get((source, item.line))):
-                unit_writer.note(
+                unit_writer.quarantine(
                     source, Problem(item.line, duplicate_of(work.plan, item.id, *first))
                 )
             elif isinstance(item, Document):
@@ -357,14 +357,14 @@ def _read_input(
             elif isinstance(item, LongText):
                 unit_writer.add_long(source, item, reader, f"{file.name}:0")
             elif work.quarantine:
-                unit_writer.note(source, item)
+                unit_writer.quarantine(source, item)
             else:
                 raise DataError(_complaint(work.plan, source, item))
             del item  # a long text is gone before the next one is read
     except DamagedFile as error:
         if not work.quarantine:
             raise DataError(_complaint(work.plan, source, error.problem)) from None
-        unit_writer.set_input_aside(source, error.problem)
+        unit_writer.quarantine_input(source, error.problem)
     return reader.xxh3
 
 
@@ -424,7 +424,7 @@ def _compare(work: TokenizeWork) -> None:
     if work.dropped() is not None:
         return
     memory = memory_to_compare(work.limits)
-    folders = list(parts_dirs(work.out, work.plan).values())
+    folders = list(tokens_dirs(work.out, work.plan).values())
     rows = duplicates.find(folders, range(len(work.plan.units)), memory)
     if len(rows) and not work.quarantine:
         raise duplicate_error(work.plan, *rows[0].tolist())

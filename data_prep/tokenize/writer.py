@@ -1,8 +1,8 @@
 """The writer of a unit: batches of documents, their ids, and checkpoints.
 
-A checkpoint holds what was written since the last one, so that a kill costs seconds:
-docs/formats/dataset.md, "Commit and resume". Its end depends on the text alone, so that two runs
-at the same time write the same checkpoints.
+A checkpoint contains what was written since the last one, so that a kill costs seconds:
+docs/formats/dataset.md, "Commit and resume". Its end depends only on the text, so that two runs at
+the same time write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from optimus.io import files
 SEGMENT_BYTES = 16 << 20
 """Bytes of text between checkpoints: two seconds of tokenizing, 10 MB of tokens."""
 _VERSION = 2
-"""Of what a checkpoint holds; one of another version counts as absent. 1 had no hashes of ids."""
+"""Version of checkpoints; those of another version are ignored. Version 1 had no hashes of ids."""
 _HASH_BYTES = 16
 
 
@@ -39,7 +39,7 @@ class Segments:
     """The checkpoints of one unit."""
 
     def __init__(self, tokens_dir: Path, unit: int, work: str):
-        """`work` names all that decides what they hold."""
+        """`work` identifies everything that decides the content of the checkpoints."""
         self._dir, self._unit = tokens_dir, unit
         self._identity = {"version": _VERSION, "work": work, "unit": unit}
         self._next = 0
@@ -48,16 +48,16 @@ class Segments:
         return self._dir / f"{layout.unit_name(self._unit)}.part-{number:04d}"
 
     def read(self) -> Iterator[tuple[dict[str, Any], list[memoryview]]]:
-        """State and blobs of each whole checkpoint, in order; `save` goes on behind the last."""
-        while (found := self._read(self._next)) is not None:
+        """Yield state and blobs of each valid checkpoint, in order. `save` then appends to them."""
+        while (checkpoint := self._read(self._next)) is not None:
             self._next += 1
-            yield found
+            yield checkpoint
 
     def _read(self, number: int) -> tuple[dict[str, Any], list[memoryview]] | None:
         path = self._path(number)
         try:
             data = files.read_regular(path, layout.ARRAY_BYTES)
-        except FileNotFoundError:  # or another run has just removed it
+        except FileNotFoundError:  # also if another run has just removed it
             return None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
@@ -77,20 +77,20 @@ class Segments:
         return head["state"], blobs
 
     def save(self, state: dict[str, Any], blobs: Sequence[bytes]) -> None:
-        """Commit what came since the last checkpoint, and where to go on."""
+        """Write the next checkpoint: the blobs since the last one, and the state after them."""
         identity = {**self._identity, "number": self._next}
         head = {"identity": identity, "blobs": [len(blob) for blob in blobs], "state": state}
         text = json.dumps(head).encode()
         digest = xxhash.xxh3_64()
         with files.atomic_writer(self._path(self._next)) as file:
-            for piece in (len(text).to_bytes(8, "little"), text, *blobs):
-                digest.update(piece)
-                file.write(piece)
+            for block in (len(text).to_bytes(8, "little"), text, *blobs):
+                digest.update(block)
+                file.write(block)
             file.write(digest.hexdigest().encode())
         self._next += 1
 
     def remove(self) -> None:
-        """Forget every checkpoint, the last first: a kill leaves no gap that hides the rest."""
+        """Remove all checkpoints, the last one first, so that a kill leaves no gap."""
         number = self._next
         while self._path(number).exists():
             number += 1
@@ -106,7 +106,7 @@ _BATCH_DOCUMENTS = 1024
 
 
 class UnitWriter:
-    """Batches a unit's documents, encodes them, deals them to the parts, and keeps checkpoints."""
+    """Encodes documents of a unit in batches, writes them to their split, and checkpoints."""
 
     def __init__(
         self,
@@ -117,8 +117,15 @@ class UnitWriter:
         first: int,
         limits: Limits,
     ):
-        """`writers` of the training part, and then of the held-out part if there is one: documents
-        whose hash is below `below`. `first` is the first input of the unit.
+        """Restore the arrays from the checkpoints.
+
+        Args:
+            encoder: The tokenizer.
+            writers: The arrays of the training split and, if there is one, of the held-out split.
+            below: Documents whose hash is below this are held out.
+            checkpoints: The checkpoints of the unit.
+            first: The first input of the unit.
+            limits: The memory that a document may take.
         """
         self._encoder, self._limits = encoder, limits
         self._below = below
@@ -138,23 +145,23 @@ class UnitWriter:
             self.set_aside = state["set_aside"]
 
     def add(self, source: int, document: Document, where: str) -> None:
-        """Take a document; `where` it is, for people."""
+        """Add a document. `where` is its file and line, for messages."""
         if len(document.text) > SECTION_CHARS:
             self.flush()
             text, size = document.text, len(document.data)
-            part = self._part(xxhash.xxh3_64_intdigest(document.data))
+            array = self._array_of(xxhash.xxh3_64_intdigest(document.data))
             if self._encoder.cutter is None:
                 self._limits.refuse(
                     where, f"a document of {size} bytes", size * self._encoder.bytes_per_byte
                 )
-                part.extend(self._encoder.encode([text])[0], where)
+                array.extend(self._encoder.encode([text])[0], where)
             else:
                 blocks = (
                     text[first : first + SECTION_CHARS]
                     for first in range(0, len(text), SECTION_CHARS)
                 )
-                self._write_sections(part, blocks, where)
-            part.close(source, document.line, hash_of(document.id))
+                self._write_sections(array, blocks, where)
+            array.close(source, document.line, hash_of(document.id))
             self._unsaved_bytes += size
             return
         self._pending.append((source, document, where))
@@ -164,17 +171,17 @@ class UnitWriter:
             self.flush()
 
     def add_long(self, source: int, long: LongText, reader: InputReader, where: str) -> None:
-        """Take a long text, with checkpoints within it."""
+        """Add a long text, with checkpoints inside it."""
         self.flush()
-        part = self._part(long.xxh3)
+        array = self._array_of(long.xxh3)
         if self._encoder.cutter is None:
             needs = long.size * self._encoder.bytes_per_byte
             self._limits.refuse(where, f"a document of {long.size} bytes", needs)
-            part.extend(self._encoder.encode(["".join(long.blocks)])[0], where)
+            array.extend(self._encoder.encode(["".join(long.blocks)])[0], where)
         else:
             after = functools.partial(self._after_section, source, reader)
-            self._write_sections(part, long.blocks, where, after)
-        part.close(source, 0)
+            self._write_sections(array, long.blocks, where, after)
+        array.close(source, 0)
 
     def _after_section(self, source: int, reader: InputReader, section: str) -> None:
         size = len(section.encode())
@@ -185,35 +192,35 @@ class UnitWriter:
 
     def _write_sections(
         self,
-        part: TokenArrayWriter,
+        array: TokenArrayWriter,
         blocks: Iterable[str],
         where: str,
         after: Callable[[str], None] = lambda section: None,
     ) -> None:
-        """What has no place to cut it is encoded whole, where the memory for it is there."""
+        """Encode a text in sections. A text without cuts is one section, if it fits in memory."""
         assert self._encoder.cutter is not None
         needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
         most = None if room is None else room // needs
         try:
             for section in self._encoder.cutter.sections(blocks, most):
-                part.extend(self._encoder.encode([section])[0], where)
+                array.extend(self._encoder.encode([section])[0], where)
                 after(section)
         except NoCut as error:
             (size,) = error.args
             self._limits.refuse(where, f"a stretch of {size} bytes without a cut", size * needs)
             raise AssertionError("more than there is room for was refused") from error
 
-    def _part(self, xxh3: int) -> TokenArrayWriter:
-        """The array of a document with this hash."""
+    def _array_of(self, xxh3: int) -> TokenArrayWriter:
+        """Return the array of the split of a document with this hash."""
         return self._writers[xxh3 < self._below]
 
     @property
     def due(self) -> bool:
-        """Whether enough text came since the last checkpoint for another."""
+        """Return whether the text since the last checkpoint is enough for the next one."""
         return self._unsaved_bytes >= SEGMENT_BYTES
 
     def save(self, source: int, start: Position | None) -> None:
-        """A checkpoint from which reading goes on in this input, at this place in it."""
+        """Write a checkpoint, after which reading continues at `start` in this input."""
         self.flush()
         state = {
             "source": source,
@@ -221,34 +228,35 @@ class UnitWriter:
             "hashes": self.hashes,
             "set_aside": self.set_aside,
         }
-        blobs = [blob for writer in self._writers for blob in writer.take()]
+        blobs = [blob for writer in self._writers for blob in writer.checkpoint()]
         self._checkpoints.save(state, blobs)
         self._unsaved_bytes = 0
 
     def flush(self) -> None:
+        """Encode and write the documents of the batch."""
         encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
-        dealt: list[list[int]] = [[] for _ in self._writers]
+        by_split: list[list[int]] = [[] for _ in self._writers]
         for index, (_, document, _) in enumerate(self._pending):
             held_out = xxhash.xxh3_64_intdigest(document.data) < self._below
-            dealt[held_out].append(index)
-        for writer, indices in zip(self._writers, dealt, strict=True):
+            by_split[held_out].append(index)
+        for writer, indices in zip(self._writers, by_split, strict=True):
             if indices:
                 sources = [(self._pending[i][0], self._pending[i][1].line) for i in indices]
-                own = [hash_of(self._pending[i][1].id) for i in indices]
+                id_hashes = [hash_of(self._pending[i][1].id) for i in indices]
                 where = [self._pending[i][2] for i in indices]
-                writer.append([encoded[i] for i in indices], sources, own, where)
+                writer.append([encoded[i] for i in indices], sources, id_hashes, where)
         self._pending, self._pending_bytes = [], 0
 
-    def set_input_aside(self, source: int, problem: Problem) -> None:
-        """Take back what the input gave: it turned out to be damaged."""
-        self._pending = [item for item in self._pending if item[0] != source]
+    def quarantine_input(self, source: int, problem: Problem) -> None:
+        """Remove the documents of an input that turned out to be damaged, and quarantine it."""
+        self._pending = [entry for entry in self._pending if entry[0] != source]
         self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
         for writer in self._writers:
             writer.drop_input(source)
-        self._checkpoints.remove()  # they may hold some of it
-        self.set_aside = [item for item in self.set_aside if item["input"] != source]
-        self.note(source, problem)
+        self._checkpoints.remove()  # they may contain documents of the input
+        self.set_aside = [entry for entry in self.set_aside if entry["input"] != source]
+        self.quarantine(source, problem)
 
-    def note(self, source: int, problem: Problem) -> None:
-        """List a document as set aside."""
+    def quarantine(self, source: int, problem: Problem) -> None:
+        """Add a document to the list of quarantined documents."""
         self.set_aside.append({"input": source, **dataclasses.asdict(problem)})

@@ -148,7 +148,7 @@ def test_a_damaged_input_takes_its_checkpoints_along(made, tmp_path):
             unit.add(source, Document("some text", b"some text", 1), "")
             unit.save(source + 1, None)
         assert len(list(Segments(tmp_path, 0, "plan").read())) == 2
-        unit.set_input_aside(1, Problem(3, "cut"))
+        unit.quarantine_input(1, Problem(3, "cut"))
         assert list(Segments(tmp_path, 0, "plan").read()) == []
         unit.save(2, None)
         ((state, blobs),) = Segments(tmp_path, 0, "plan").read()

@@ -25,49 +25,49 @@ def test_ids_outside_the_vocabulary_are_refused(array):
     array.append([ids(0, VOCAB - 1)], [(0, 0)])
     array.extend(ids(VOCAB - 1))
     for outside in (VOCAB, 70000):
-        with pytest.raises(DataError, match=f"gave id {outside}, outside its vocabulary of 300"):
+        with pytest.raises(DataError, match=f"returned id {outside}, outside its vocabulary of 300"):
             array.append([ids(1, outside)], [(0, 0)])
-        with pytest.raises(DataError, match=f"gave id {outside}, outside its vocabulary of 300"):
+        with pytest.raises(DataError, match=f"returned id {outside}, outside its vocabulary of 300"):
             array.extend(ids(outside))
 
 
 def test_eos_within_a_document_is_refused(array):
     """One too many as well as one too few: documents end at EOS, and nowhere else."""
     for text in ([EOS], [1, EOS], [EOS, EOS, 2]):
-        with pytest.raises(DataError, match="gave the EOS id for plain text"):
+        with pytest.raises(DataError, match="returned the EOS id for plain text"):
             array.append([ids(*text)], [(0, 0)])
-        with pytest.raises(DataError, match="gave the EOS id for plain text"):
+        with pytest.raises(DataError, match="returned the EOS id for plain text"):
             array.extend(ids(*text))
 
 
 def test_where_eos_stands_in_a_text_is_told(array):
-    with pytest.raises(DataError, match="^b.txt:3: the tokenizer gave the EOS id"):
+    with pytest.raises(DataError, match="^b.txt:3: the tokenizer returned the EOS id"):
         array.append([ids(1), ids(EOS)], [(0, 1), (0, 3)], (), ["b.txt:1", "b.txt:3"])
-    with pytest.raises(DataError, match="^b.txt:4: the tokenizer gave the EOS id"):
+    with pytest.raises(DataError, match="^b.txt:4: the tokenizer returned the EOS id"):
         array.extend(ids(EOS), "b.txt:4")
 
 
 def test_a_document_written_in_parts_equals_one_written_at_once(array):
     array.append([ids(1, 2, 3), ids(4)], [(0, 1), (0, 2)])
-    at_once = array.take()
+    at_once = array.checkpoint()
     for part in (ids(1, 2), ids(3)):
         array.extend(part)
     array.close(0, 1)
     array.extend(ids(4))
     array.close(0, 2)
-    tokens, rows, id_hashes = array.take()
+    tokens, rows, id_hashes = array.checkpoint()
     assert (tokens, id_hashes) == (at_once[0], at_once[2])
     assert np.frombuffer(rows, "<i8").reshape(-1, 3).tolist() == [[10, 0, 1], [12, 0, 2]]
 
 
 def test_the_checkpoint_behind_a_dropped_input_holds_all_that_is_left(array, tmp_path):
     array.append([ids(1, 2), ids(3)], [(0, 1), (0, 2)])
-    array.take()
+    array.checkpoint()
     array.append([ids(4)], [(1, 1)])
-    array.take()
+    array.checkpoint()
     array.drop_input(1)
     array.append([ids(5)], [(2, 1)])
-    tokens, rows, own = array.take()
+    tokens, rows, own = array.checkpoint()
     assert np.frombuffer(rows, "<i8").reshape(-1, 3).tolist() == [[3, 0, 1], [5, 0, 2], [7, 2, 1]]
     packed = type(array._store).__name__ == "PackedStore"
     with open(tmp_path / "again", "wb") as file:
