@@ -11,7 +11,9 @@ from data_prep.shuffle.blend import read_any_order
 from data_prep.shuffle.order import Order
 from data_prep.sources.documents import NO_LIMITS
 from data_prep.sources.inputs import InputFile
+from data_prep.tokenize.duplicates import require_distinct
 from data_prep.tokenize.plan import TokenPlan, is_import, read_plan, tokens_dirs
+from data_prep.tokenize.token_set import require_arrays
 from data_prep.tokenize.tokenize import TokenizeWork
 from data_prep.tokenizer.sentencepiece_model import is_sentencepiece
 from optimus.errors import DataError, counted
@@ -61,6 +63,12 @@ def _check_own(
                 "`shuffle --to` made; choose another --out"
             )
     check_tokenizer(tokenizer_file, dataset)
+
+
+def require_tokens(tokens_dir: Path) -> None:
+    """Raise DataError unless the token arrays exist and tokenization reached its end."""
+    require_arrays(tokens_dir)
+    require_distinct(tokens_dir)
 
 
 def check_tokenizer(source: Path, folder: Path) -> None:

@@ -24,6 +24,7 @@ from data_prep.tokenize.plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_bel
 from data_prep.tokenize.token_set import read_unit, write_unit
 from data_prep.tokenize.tokenize import (
     TokenizeWork,
+    UnitTask,
     check_inputs_of,
     complete_and_whole,
     make_units,
@@ -64,7 +65,7 @@ def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
     plan = _make_plan(found, facts, request)
     with working_in(request.out, team.rank), together(team, request.out) as team:
         work = begin(request.out, tokenizer, plan, quarantine=False)
-        make_units(work, request.workers, team, "import", _do_unit)
+        make_units(_ImportTask, work, request.workers, team, "import")
         units = range(len(plan.units))
         records = [read_unit(work.tokens_dir, unit, work.plan_xxh3) for unit in units]
     mended: list[Mapping[str, Any]] = [record.get("mended", {}) for record in records]
@@ -100,12 +101,17 @@ def _make_plan(
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 
-def _do_unit(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-    if (record := complete_and_whole(work, unit)) is None:
-        _import_unit(work, unit)
-        advance(work.plan.unit_bytes(unit))
-    else:
-        check_inputs_of(work, unit, record, advance)
+class _ImportTask(UnitTask):
+    """Units of token files."""
+
+    @staticmethod
+    def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
+        """Import a token file."""
+        if (record := complete_and_whole(work, unit)) is None:
+            _import_unit(work, unit)
+            advance(work.plan.unit_bytes(unit))
+        else:
+            check_inputs_of(work, unit, record, advance)
 
 
 def _import_unit(work: TokenizeWork, unit: int) -> None:

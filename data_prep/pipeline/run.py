@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data_prep import layout
 from data_prep.dataset.manifest import Manifest, read_manifest
-from data_prep.pipeline.begin import begin
+from data_prep.pipeline.begin import begin, require_tokens
 from data_prep.pipeline.shard import (
     divide_memory,
     fewer_workers,
@@ -32,7 +32,7 @@ from data_prep.shuffle.blend import read_any_order
 from data_prep.shuffle.gather import remove_spill
 from data_prep.shuffle.order import read_order
 from data_prep.sources.inputs import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
-from data_prep.tokenize.duplicates import require_compared
+from data_prep.tokenize.duplicates import make_distinct_units
 from data_prep.tokenize.plan import TokenPlan, read_plan, tokens_dirs
 from data_prep.tokenize.store import require_zstd
 from data_prep.tokenize.token_set import (
@@ -41,11 +41,10 @@ from data_prep.tokenize.token_set import (
     read_unit,
     remove_arrays,
     removed,
-    require_arrays,
     sample,
     unmark_removed,
 )
-from data_prep.tokenize.tokenize import check_inputs, drop_duplicates, make_units
+from data_prep.tokenize.tokenize import check_inputs
 from data_prep.tokenizer.tokenizer import TokenizerFacts, read_facts
 from optimus.errors import DataError, counted
 from optimus.io import files
@@ -135,9 +134,7 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
                 f"{request.out} was started without ids of documents: duplicates are not found"
             )
         work = dataclasses.replace(work, packed=packed)
-        make_units(work, workers, team, "tokenize")
-        if plan.id_field:
-            drop_duplicates(work, workers, team)
+        make_distinct_units(work, workers, team)
         if not packed:  # what an earlier run with --fused removed stands again
             for folder in reversed(tokens_dirs(request.out, plan).values()):
                 unmark_removed(folder)
@@ -188,8 +185,7 @@ def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
     for source in order.sources:
         tokens_dir = dataset / source.tokens_dir
         read_plan(tokens_dir, source.plan)  # first: nothing else is read of other folders
-        require_arrays(tokens_dir)
-        require_compared(tokens_dir)
+        require_tokens(tokens_dir)
     shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
 

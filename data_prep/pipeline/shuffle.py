@@ -10,14 +10,13 @@ from typing import Any
 
 from data_prep import layout
 from data_prep.dataset.manifest import check_held_out, held_out_rule, read_manifest
-from data_prep.pipeline.begin import check_tokenizer, copy_tokenizer
+from data_prep.pipeline.begin import check_tokenizer, copy_tokenizer, require_tokens
 from data_prep.runtime.ranks import ALONE, Team, together, wait_for
 from data_prep.runtime.workspace import working_in
 from data_prep.shuffle.blend import BlendOrder, make_blend, mixing_of, parse_weight, read_any_order
 from data_prep.shuffle.order import Order, make_order, read_order, rows_of_shard
-from data_prep.tokenize.duplicates import require_compared
 from data_prep.tokenize.plan import PARTS, read_plan
-from data_prep.tokenize.token_set import require_arrays, split_of
+from data_prep.tokenize.token_set import split_of
 from optimus.errors import ConfigError, DataError, counted
 from optimus.io import files
 
@@ -50,8 +49,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
     with working_in(target, team.rank), together(team, target) as team:
         parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
         for part, _ in parts:
-            require_arrays(part / layout.TOKENS_DIR)
-            require_compared(part / layout.TOKENS_DIR)
+            require_tokens(part / layout.TOKENS_DIR)
 
         def done() -> bool:
             return all(_follows(place, part / layout.TOKENS_DIR) for part, place in parts)
@@ -237,14 +235,13 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
     first = None
     for folder in folders:
         tokens_dir = folder / layout.TOKENS_DIR
-        require_arrays(tokens_dir)
+        require_tokens(tokens_dir)
         plan = read_plan(tokens_dir)
         if split_of(tokens_dir) != PARTS[0]:
             raise DataError(
                 f"--source {folder} is the held-out part of a data set, which is not trained on; "
                 f"its training part is {folder.parent}"
             )
-        require_compared(tokens_dir)
         first = first or plan
         if plan.tokenizer != first.tokenizer:
             raise DataError(f"{folder} was made by another tokenizer or --eos than {folders[0]}")

@@ -19,9 +19,7 @@ from data_prep.pipeline.shard import ShardRecord
 from data_prep.runtime.progress import Progress
 from data_prep.shuffle.blend import BlendOrder, read_any_order
 from data_prep.shuffle.order import Order
-from data_prep.tokenize.duplicates import MARK as DUPLICATES
-from data_prep.tokenize.duplicates import TABLE as DUPLICATES_TABLE
-from data_prep.tokenize.duplicates import read_whole
+from data_prep.tokenize.duplicates import duplicates_files, read_duplicates
 from data_prep.tokenize.plan import PARTS, TokenPlan, is_import, read_plan
 from data_prep.tokenize.store import (
     PackedArray,
@@ -240,10 +238,9 @@ def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str
         return
     if plan.id_field and order.part == PARTS[0]:
         try:
-            read_whole(tokens_dir, order.plan)
+            read_duplicates(tokens_dir, order.plan)
         except DataError as error:
-            found = (tokens_dir / DUPLICATES, tokens_dir / DUPLICATES_TABLE)
-            yield f"{error}; {repairs.of_tokens(order, *found)}"
+            yield f"{error}; {repairs.of_tokens(order, *duplicates_files(tokens_dir))}"
     for number in range(len(order.units)):
         for line in _check_unit(tokens_dir, number, order, plan):
             unit = [path(tokens_dir, number) for path in (array_path, docs_path, ids_path)]

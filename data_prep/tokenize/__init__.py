@@ -1,1 +1,1 @@
-"""Token arrays: their plan, files, checkpoints and duplicate ids."""
+"""Token arrays: their plan, files, checkpoints and unique ids."""

@@ -1,43 +1,226 @@
-"""The same id twice: found after tokenizing, from 16 bytes a document, in bounded memory.
+"""The stage after which token arrays contain no id twice: it excludes the later documents.
 
-Files and hashes: docs/formats/dataset.md, "Duplicate ids". Which of two is the later is told by
-their inputs and lines: nothing depends on who tokenized what, and when.
+The ids are compared after tokenization, from 16 bytes a document, in bounded memory. Of two
+documents, that with the larger input or line is the later one, so that the result does not depend
+on the ranks. Files and hashes: docs/formats/dataset.md, "Duplicate ids".
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
 from data_prep import layout
-from data_prep.tokenize.plan import PARTS, read_plan
-from data_prep.tokenize.store import ID_BYTES, read_docs, read_ids
+from data_prep.runtime.memory import Limits
+from data_prep.runtime.ranks import Team, do_together, wait_for
+from data_prep.sources.documents import DamagedFile, Document, InputReader
+from data_prep.tokenize.plan import PARTS, TokenPlan, read_plan, tokens_dirs
+from data_prep.tokenize.store import read_docs, read_ids
 from data_prep.tokenize.token_set import read_unit, split_of
+from data_prep.tokenize.tokenize import (
+    TokenizeWork,
+    UnitTask,
+    complete,
+    make_unit,
+    make_units,
+)
 from optimus.errors import DamageError, DataError
 from optimus.io import files
 
 _FORM = "optimus-duplicates"
-MARK = "duplicates.json"
-TABLE = "duplicates.npy"
+_MARK = "duplicates.json"
+_TABLE = "duplicates.npy"
 _ROW_BYTES = 120
 """Memory of a document while a bucket is sorted: its row, the sort, and copies."""
+_LEAST_BYTES_TO_COMPARE = 64 << 20
+_SHOWN_CHARS = 80
 
 
-def hash_of(value: Any) -> bytes:
-    """What is stored of an id; zeros for none (missing, null, NaN, or an empty string)."""
-    if value is None or value == "" or value != value:
-        return bytes(ID_BYTES)
-    if isinstance(value, str):
-        content = b"s" + value.encode("utf-8", "surrogatepass")
-    else:
-        content = b"j" + json.dumps(value, sort_keys=True, default=str).encode()
-    return hashlib.blake2b(content, digest_size=ID_BYTES).digest()
+def make_distinct_units(work: TokenizeWork, workers: int, team: Team) -> None:
+    """Tokenize all units, without documents whose id an earlier document has.
+
+    One rank compares the ids for all. If documents are not quarantined, a duplicate is an error. A
+    unit with duplicates is tokenized again without them.
+
+    Raises:
+        DataError: a document cannot be used or has the id of another; an input has changed.
+    """
+    make_units(_DistinctTask, work, workers, team, "tokenize")
+    if not work.plan.id_field:
+        return
+    wait_for(team, lambda: _read(work) is not None, lambda: _compare(work))
+    rows = _read(work)
+    assert rows is not None
+    if len(rows) and not work.quarantine:
+        raise _error(work.plan, *rows[0].tolist())
+    units = [unit for unit, inputs in enumerate(work.plan.units) if _of_inputs(rows, inputs)]
+    do_together(team, _RepeatTask(work, workers, team.label("leave out duplicate ids"), units))
+
+
+@dataclass(frozen=True)
+class _Duplicates:
+    """The duplicates of a unit. Each has the input and line of the first document with its id."""
+
+    plan: TokenPlan
+    documents: Mapping[tuple[int, int], tuple[int, int]]
+
+    def reason(self, source: int, document: Document) -> str | None:
+        """Return the message for a duplicate, or None."""
+        first = self.documents.get((source, document.line))
+        return _reason(self.plan, document.id, *first) if first else None
+
+
+def _duplicates_of(work: TokenizeWork, unit: int, rows: np.ndarray | None) -> _Duplicates:
+    inputs = work.plan.units[unit]
+    return _Duplicates(work.plan, {} if rows is None else _of_inputs(rows, inputs))
+
+
+class _DistinctTask(UnitTask):
+    """Units that leave out the duplicates that are known when the unit is made."""
+
+    @staticmethod
+    def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
+        """Make a unit without the known duplicates."""
+        rows = _read(work)
+        while True:
+            make_unit(work, unit, _duplicates_of(work, unit, rows), advance)
+            if work.plan.id_field and rows is None and not work.quarantine:
+                _compare_neighbours(work, unit)
+            # If other ranks have compared all ids meanwhile, with the unit as they had made it, the
+            # unit may now be wrong. If they compare later, they tokenize it again.
+            before, rows = rows, _read(work)
+            if (before is None) == (rows is None):
+                return
+
+    def verify(self) -> list[int]:
+        """Return the units that are not complete, or contain a known duplicate."""
+        work, rows = self.work, _read(self.work)
+        return [
+            index
+            for index, unit in enumerate(self.units)
+            if not complete(work, unit, len(_duplicates_of(work, unit, rows).documents))
+        ]
+
+
+class _RepeatTask(_DistinctTask):
+    """Units that contain duplicates. They are tokenized again without them."""
+
+    def missing(self) -> list[int]:
+        """Return the units that still contain duplicates."""
+        return self.verify()
+
+    def do(self, items: Sequence[int]) -> None:
+        """Make the units that still contain duplicates."""
+        if left := sorted({*items} & {*self.missing()}):
+            super().do(left)
+
+
+def _compare(work: TokenizeWork) -> None:
+    """Compare the ids of all documents and write the list of duplicates."""
+    if _read(work) is not None:
+        return
+    folders = list(tokens_dirs(work.out, work.plan).values())
+    rows = find(folders, range(len(work.plan.units)), _memory_to_compare(work.limits))
+    if len(rows) and not work.quarantine:
+        raise _error(work.plan, *rows[0].tolist())
+    header = layout.npy_header(rows.shape, "int64")
+    data = header + rows.astype(layout.little_endian("int64")).tobytes()
+    if len(rows):
+        files.write_bytes(work.tokens_dir / _TABLE, data)
+    mark = {"format": _FORM, "version": layout.VERSION, "plan": work.plan_xxh3, "count": len(rows)}
+    layout.write_checked_json(work.tokens_dir / _MARK, mark | {"xxh3": files.xxh3_bytes(data)})
+
+
+def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
+    """Compare the ids of a unit with those of its complete neighbours. Raises DataError.
+
+    All ids are compared when all units are complete, which may take hours. This comparison finds
+    early that a field is no id, or that files count from the same number.
+    """
+    neighbours = {unit - 1, unit + 1} & set(range(len(work.plan.units)))
+    units = [unit, *(other for other in neighbours if complete(work, other))]
+    folders = list(tokens_dirs(work.out, work.plan).values())
+    rows = find(folders, units, _memory_to_compare(work.limits))
+    if len(rows):
+        raise _error(work.plan, *rows[0].tolist())
+
+
+def _memory_to_compare(limits: Limits) -> int:
+    return max(_LEAST_BYTES_TO_COMPARE, limits.room_bytes or 0)
+
+
+def find(folders: Sequence[Path], units: Sequence[int], memory_bytes: int) -> np.ndarray:
+    """Find the documents whose id an earlier document of the same units has.
+
+    Args:
+        folders: The folders of token arrays of all splits.
+        units: The units to compare.
+        memory_bytes: Memory for the comparison. All ids are read once for each bucket of hashes;
+            less memory needs more buckets.
+
+    Returns:
+        int64 [n, 4], ascending: input and line of each, and of the first document with its id.
+    """
+    unit_files = [(folder, unit) for folder in folders for unit in units]
+    total = sum(len(read_docs(folder, unit)) for folder, unit in unit_files)
+    buckets = max(1, -(-total * _ROW_BYTES // memory_bytes))
+    rows = np.concatenate(
+        [_find_in_bucket(unit_files, bucket, buckets) for bucket in range(buckets)]
+    )
+    return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+
+
+def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: int) -> np.ndarray:
+    """Return the duplicates among the hashes of one bucket, int64 [n, 4]."""
+    hashes, positions = [np.empty((0, 2), ">u8")], [np.empty((0, 2), np.int64)]
+    for folder, unit in unit_files:
+        ids = read_ids(folder, unit)
+        if ids is None:
+            continue
+        halves = ids.view(">u8")
+        # The upper 32 bits times the number of buckets over 2^32: even, without a division.
+        buckets_of = (halves[:, 0] >> 32).astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)
+        chosen = (buckets_of == bucket) & (halves != 0).any(axis=1)
+        hashes.append(halves[chosen])
+        positions.append(read_docs(folder, unit)[chosen, 1:])
+    key, position = np.concatenate(hashes), np.concatenate(positions)
+    upper = np.sort(key[:, 0].astype(np.uint64))  # fast, and nearly always sufficient
+    if not (upper[1:] == upper[:-1]).any():
+        return np.empty((0, 4), np.int64)
+    order = np.lexsort((position[:, 1], position[:, 0], key[:, 1], key[:, 0]))
+    key, position = key[order], position[order]
+    again = np.zeros(len(key), bool)
+    again[1:] = (key[1:] == key[:-1]).all(axis=1)
+    first = np.maximum.accumulate(np.where(again, 0, np.arange(len(key))))
+    return np.concatenate([position[again], position[first[again]]], axis=1)
+
+
+def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int) -> DataError:
+    """Return the error for a duplicate. The file is read again to show the id."""
+    file, document_id = plan.inputs[source], None
+    with contextlib.suppress(DamagedFile):
+        reader = InputReader(file, plan.text_field, lambda count: None, id_field=plan.id_field)
+        for document in reader:
+            if document.line == line and isinstance(document, Document):
+                document_id = document.id
+                break
+    return DataError(
+        f"{file.name}:{line}: {_reason(plan, document_id, first, first_line)}; skip later ones "
+        f"with --on-error quarantine, or, if {plan.id_field!r} need not be unique, start "
+        "again with --id-field ''"
+    )
+
+
+def _reason(plan: TokenPlan, document_id: object, source: int, line: int) -> str:
+    """Return the problem of a document whose id the document at `source` and `line` has."""
+    shown = "" if document_id is None else f" {document_id!r}"
+    shown = shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."
+    return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"
 
 
 class _Mark(TypedDict):
@@ -46,120 +229,79 @@ class _Mark(TypedDict):
     xxh3: str
 
 
-@dataclass(frozen=True)
-class Duplicates:
-    """Documents that are set aside because an earlier one has their id."""
-
-    rows: np.ndarray
-    """int64 [n, 4], ascending: input, line, and those of the first with that id."""
-
-    def of_inputs(self, first: int, stop: int) -> dict[tuple[int, int], tuple[int, int]]:
-        """(input, line) -> the place of the first, for inputs [first, stop)."""
-        low, high = np.searchsorted(self.rows[:, 0], [first, stop])
-        return {(a, b): (c, d) for a, b, c, d in self.rows[low:high].tolist()}
+def duplicates_files(tokens_dir: Path) -> list[Path]:
+    """Return the paths of the list of duplicates: its mark and its table."""
+    return [tokens_dir / _MARK, tokens_dir / _TABLE]
 
 
-def read(tokens_dir: Path, plan_xxh3: str) -> Duplicates | None:
-    """What was found in these token arrays, or None where that is not known, or no longer."""
-    try:
-        return read_whole(tokens_dir, plan_xxh3)
-    except DataError:
-        return None
+def read_duplicates(tokens_dir: Path, plan_xxh3: str) -> np.ndarray:
+    """Read the list of duplicates of a folder of token arrays.
 
+    Returns:
+        The rows as from `find`.
 
-def read_whole(tokens_dir: Path, plan_xxh3: str) -> Duplicates:
-    """What was found. Raises DataError where it is missing, damaged or of another plan."""
-    mark = layout.read_record(tokens_dir / MARK, _Mark, _FORM)
+    Raises:
+        DataError: the list is missing, or of another plan than `plan_xxh3`.
+        DamageError: the list is damaged.
+    """
+    mark = layout.read_record(tokens_dir / _MARK, _Mark, _FORM)
     if mark["plan"] != plan_xxh3:
-        raise DataError(f"{tokens_dir / MARK}: belongs to other work than {layout.PLAN}")
+        raise DataError(f"{tokens_dir / _MARK}: belongs to other work than {layout.PLAN}")
     if not mark["count"]:
-        return Duplicates(np.empty((0, 4), np.int64))
-    path = tokens_dir / TABLE
+        return np.empty((0, 4), np.int64)
+    path = tokens_dir / _TABLE
     data = layout.read_bytes(path)
     if files.xxh3_bytes(data) != mark["xxh3"]:
         raise DamageError(f"{path}: its content is damaged (hash differs)")
     rows, rest = divmod(len(data) - layout.HEADER_BYTES, 4 * 8)
     layout.require(path, (rows >= 0 and not rest, "it does not hold rows of four numbers"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
-    return Duplicates(table.reshape(-1, 4))
+    return table.reshape(-1, 4)
 
 
-def require_compared(tokens_dir: Path) -> None:
-    """Raises DataError where token arrays may hold an id twice, though they should not.
+def _read(work: TokenizeWork) -> np.ndarray | None:
+    """Return the list of duplicates; None if ids are not compared yet or at all."""
+    try:
+        return read_duplicates(work.tokens_dir, work.plan_xxh3) if work.plan.id_field else None
+    except DataError:
+        return None
 
-    DamageError where the list of those that were found is damaged. Nothing is known of a held-out
-    part by itself.
+
+def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return (input, line) of the duplicates in inputs [first, stop), each with its first."""
+    low, high = np.searchsorted(rows[:, 0], inputs)
+    return {(a, b): (c, d) for a, b, c, d in rows[low:high].tolist()}
+
+
+def require_distinct(tokens_dir: Path) -> None:
+    """Check that token arrays contain no id twice, if their ids have to be compared.
+
+    The folder of the training split has the list of duplicates. Other splits are not checked.
+
+    Raises:
+        DataError: tokenization did not reach its end.
+        DamageError: the list of duplicates is damaged.
     """
     plan = read_plan(tokens_dir)
     if not plan.id_field or split_of(tokens_dir) != PARTS[0]:
         return
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
-    found = None
     try:
-        found = read_whole(tokens_dir, plan_xxh3)
+        rows = read_duplicates(tokens_dir, plan_xxh3)
     except DamageError:
         raise
-    except DataError:  # there is none, or of another plan
-        pass
-    if found is not None:
-        left_out = {
-            unit: len(gone)
+    except DataError:  # there is no list, or it is of another plan
+        rows = None
+    if rows is not None:
+        dropped = {
+            unit: len(documents)
             for unit, inputs in enumerate(plan.units)
-            if len(found.rows) and (gone := found.of_inputs(*inputs))
+            if (documents := _of_inputs(rows, inputs))
         }
-        read_again = (read_unit(tokens_dir, unit, plan_xxh3, has_array=False) for unit in left_out)
-        if [record.get("dropped", 0) for record in read_again] == list(left_out.values()):
+        records = (read_unit(tokens_dir, unit, plan_xxh3, has_array=False) for unit in dropped)
+        if [record.get("dropped", 0) for record in records] == list(dropped.values()):
             return
     raise DataError(
         f"{tokens_dir}: tokenizing did not come to its end: the ids of its documents are not "
         "compared, or some are there twice; give that command again"
     )
-
-
-def write(tokens_dir: Path, plan_xxh3: str, rows: np.ndarray) -> None:
-    """Say what was found."""
-    head = layout.npy_header(rows.shape, "int64")
-    data = head + rows.astype(layout.little_endian("int64")).tobytes()
-    if len(rows):
-        files.write_bytes(tokens_dir / TABLE, data)
-    mark = {"format": _FORM, "version": layout.VERSION, "plan": plan_xxh3, "count": len(rows)}
-    layout.write_checked_json(tokens_dir / MARK, mark | {"xxh3": files.xxh3_bytes(data)})
-
-
-def find(parts: list[Path], units: Sequence[int], memory_bytes: int) -> np.ndarray:
-    """Every document of these units whose id an earlier one of them has, as rows of Duplicates.
-
-    `parts` are the folders of token arrays. Reads all ids once for each bucket of hashes, of which
-    there are as many as `memory_bytes` asks for.
-    """
-    every = [(folder, unit) for folder in parts for unit in units]
-    total = sum(len(read_docs(folder, unit)) for folder, unit in every)
-    buckets = max(1, -(-total * _ROW_BYTES // memory_bytes))
-    found = [_find_in_bucket(every, bucket, buckets) for bucket in range(buckets)]
-    rows = np.concatenate(found)
-    return rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-
-
-def _find_in_bucket(every: list[tuple[Path, int]], bucket: int, buckets: int) -> np.ndarray:
-    """Duplicates among the hashes of one bucket, int64 [n, 4]."""
-    hashes, places = [np.empty((0, 2), ">u8")], [np.empty((0, 2), np.int64)]
-    for folder, unit in every:
-        ids = read_ids(folder, unit)
-        if ids is None:
-            continue
-        halves = ids.view(">u8")
-        # The upper 32 bits, times the number of buckets, over 2^32: even, without a division.
-        own = (halves[:, 0] >> 32).astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)
-        chosen = (own == bucket) & (halves != 0).any(axis=1)
-        hashes.append(halves[chosen])
-        places.append(read_docs(folder, unit)[chosen, 1:])
-    key, place = np.concatenate(hashes), np.concatenate(places)
-    upper = np.sort(key[:, 0].astype(np.uint64))  # quick, and nearly always enough
-    if not (upper[1:] == upper[:-1]).any():
-        return np.empty((0, 4), np.int64)
-    order = np.lexsort((place[:, 1], place[:, 0], key[:, 1], key[:, 0]))
-    key, place = key[order], place[order]
-    again = np.zeros(len(key), bool)
-    again[1:] = (key[1:] == key[:-1]).all(axis=1)
-    first = np.maximum.accumulate(np.where(again, 0, np.arange(len(key))))
-    return np.concatenate([place[again], place[first[again]]], axis=1)

@@ -14,6 +14,8 @@ the .npy file that it replaces, so that no other file depends on the storage of 
 from __future__ import annotations
 
 import bisect
+import hashlib
+import json
 import os
 import struct
 from array import array
@@ -401,6 +403,17 @@ class TokenArrayWriter:
         if not any(self._id_hashes):
             return b""
         return npy_header((self.documents, ID_BYTES), "uint8") + bytes(self._id_hashes)
+
+
+def hash_of_id(value: Any) -> bytes:
+    """Return the stored hash of a document id; zeros for none (missing, null, NaN or "")."""
+    if value is None or value == "" or value != value:
+        return bytes(ID_BYTES)
+    if isinstance(value, str):
+        content = b"s" + value.encode("utf-8", "surrogatepass")
+    else:
+        content = b"j" + json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(content, digest_size=ID_BYTES).digest()
 
 
 def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarray:

@@ -21,8 +21,7 @@ import xxhash
 from data_prep import layout
 from data_prep.runtime.memory import Limits
 from data_prep.sources.documents import Document, InputReader, LongText, Position, Problem
-from data_prep.tokenize.duplicates import hash_of
-from data_prep.tokenize.store import TokenArrayWriter
+from data_prep.tokenize.store import TokenArrayWriter, hash_of_id
 from data_prep.tokenizer.encoder import SECTION_CHARS, NoCut
 from data_prep.tokenizer.tokenizer import Encoder
 from optimus.errors import DataError
@@ -161,7 +160,7 @@ class UnitWriter:
                     for first in range(0, len(text), SECTION_CHARS)
                 )
                 self._write_sections(array, blocks, where)
-            array.close(source, document.line, hash_of(document.id))
+            array.close(source, document.line, hash_of_id(document.id))
             self._unsaved_bytes += size
             return
         self._pending.append((source, document, where))
@@ -242,7 +241,7 @@ class UnitWriter:
         for writer, indices in zip(self._writers, by_split, strict=True):
             if indices:
                 sources = [(self._pending[i][0], self._pending[i][1].line) for i in indices]
-                id_hashes = [hash_of(self._pending[i][1].id) for i in indices]
+                id_hashes = [hash_of_id(self._pending[i][1].id) for i in indices]
                 where = [self._pending[i][2] for i in indices]
                 writer.append([encoded[i] for i in indices], sources, id_hashes, where)
         self._pending, self._pending_bytes = [], 0

@@ -12,7 +12,8 @@ from data_prep.cli import main
 from data_prep.layout import write_checked_json
 from data_prep.pipeline.verify import verify
 from data_prep.tokenize import duplicates
-from data_prep.tokenize.duplicates import find, hash_of
+from data_prep.tokenize.duplicates import find
+from data_prep.tokenize.store import hash_of_id
 from tests.data_prep.corpus import killed_until_done, refused, tree
 from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_ranks import start_rank, statuses
@@ -159,9 +160,9 @@ def test_tables_have_ids_too(made, tmp_path, text, capsys):
 
 def test_ids_are_told_apart():
     values = [1, "1", 1.5, True, "a", ["a"], {"a": 1}]
-    assert len({hash_of(value) for value in values}) == len(values)
-    assert hash_of({"a": 1, "b": 2}) == hash_of({"b": 2, "a": 1})
-    assert hash_of(None) == hash_of("") == hash_of(float("nan")) == bytes(16)
+    assert len({hash_of_id(value) for value in values}) == len(values)
+    assert hash_of_id({"a": 1, "b": 2}) == hash_of_id({"b": 2, "a": 1})
+    assert hash_of_id(None) == hash_of_id("") == hash_of_id(float("nan")) == bytes(16)
 
 
 def test_find_agrees_with_a_dictionary(tmp_path):
@@ -174,7 +175,7 @@ def test_find_agrees_with_a_dictionary(tmp_path):
         docs = np.array([[9 * (line + 1), unit, line + 1] for line in range(200)], np.int64)
         head = npy_header(docs.shape, "int64")
         docs_path(tmp_path, unit).write_bytes(head + docs.tobytes())
-        data = b"".join(hash_of(int(value)) for value in own)
+        data = b"".join(hash_of_id(int(value)) for value in own)
         ids_path(tmp_path, unit).write_bytes(npy_header((200, 16), "uint8") + data)
         for line, value in enumerate(own.tolist(), 1):
             if value in first:
