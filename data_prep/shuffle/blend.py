@@ -1,8 +1,7 @@
 """Blends: several sets of token arrays in one data set, each with an exact share of instances.
 
 `Mixing` divides a stream over sources by exact integer quotas. Specification, proof and test
-vectors: docs/formats/dataset.md, "Mixing" and "Blends". Shapes: n instances asked for, W sum of the
-weights.
+vectors: docs/formats/dataset.md, "Mixing" and "Blends". Shapes: n instances, W sum of the weights.
 """
 
 from __future__ import annotations
@@ -33,17 +32,21 @@ from data_prep.shuffle.order import (
 from optimus.errors import ConfigError
 
 MIXING_ALGORITHM = "largest-deficit"
-"""A change of anything below needs another name."""
+"""Name of the algorithm. A change of the algorithm needs another name."""
 
 MAX_PERIOD = 1 << 20
-"""Largest sum of the weights: one period is worked out at the start (at most some 2 seconds)."""
+"""Largest sum of the weights. One period is computed at the start, in 2 seconds at most."""
 
 
 def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[int, ...]:
-    """The smallest whole numbers in the same ratios; a float counts as the decimal it is shown as.
+    """Return the smallest whole numbers with the ratios of the weights.
 
-    So 0.7 and 0.3 are 7 and 3, and "1/3" is exact. Raises ConfigError where a weight is not a
-    positive number or their sum, in lowest terms, exceeds MAX_PERIOD.
+    Args:
+        weights: Numbers, or texts of numbers or fractions. A float is the decimal that `repr`
+            prints: 0.7 and 0.3 become 7 and 3.
+
+    Raises:
+        ConfigError: a weight is not a positive number, or the sum of the result exceeds MAX_PERIOD.
     """
     exact = []
     for weight in weights:
@@ -66,23 +69,23 @@ def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[in
 
 
 class Mixing:
-    """The endless order of sources that whole-number weights give. Immutable."""
+    """The infinite sequence of sources for whole weights. Immutable."""
 
     def __init__(self, weights: Sequence[int]):
-        """`weights` as from `integer_weights`; source i has weights[i] of every period."""
+        """Compute a period. `weights` are from `integer_weights`; source i has weights[i] of it."""
         assert weights and min(weights) > 0 and sum(weights) <= MAX_PERIOD, weights
         assert len(weights) <= 1 << 16, len(weights)
         self.weights = tuple(weights)
         self.period = sum(weights)
         self._weights = np.array(weights, np.int64)
-        self._picks = self._one_period()
+        self._picks = self._first_period()
         self._before = np.empty(self.period, np.int64)  # earlier picks of the same source
         for source in range(len(weights)):
-            places = np.flatnonzero(self._picks == source)
-            assert len(places) == weights[source]
-            self._before[places] = np.arange(len(places))
+            positions = np.flatnonzero(self._picks == source)
+            assert len(positions) == weights[source]
+            self._before[positions] = np.arange(len(positions))
 
-    def _one_period(self) -> np.ndarray:
+    def _first_period(self) -> np.ndarray:
         picks = np.empty(self.period, np.uint16)
         deficit = np.zeros(len(self.weights), np.int64)
         for n in range(self.period):
@@ -93,26 +96,29 @@ class Mixing:
         return picks
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each of the instances [start, stop), and its number there: int64 [n] both.
+        """Return the source of each of the instances [start, stop), and its number in the source.
 
-        Numbers within a source are consecutive, and run on through its epochs.
+        Numbers in a source are consecutive, and continue through its epochs.
+
+        Returns:
+            Sources and numbers, both int64 [n].
         """
         assert 0 <= start <= stop < 1 << 62, (start, stop)
-        rounds, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
-        sources = self._picks[places].astype(np.int64)
-        return sources, rounds * self._weights[sources] + self._before[places]
+        rounds, positions = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
+        sources = self._picks[positions].astype(np.int64)
+        return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """How many instances the mix has until a source of available[i] instances must repeat."""
+        """Return the number of instances until a source of available[i] instances has to repeat."""
         ends = []
         for source, (weight, count) in enumerate(zip(self.weights, available, strict=True)):
             rounds, rest = divmod(count, weight)
-            place = np.flatnonzero(self._picks == source)[rest]
-            ends.append(rounds * self.period + int(place))
+            position = np.flatnonzero(self._picks == source)[rest]
+            ends.append(rounds * self.period + int(position))
         return min(ends)
 
     def quotas(self, instances: int) -> tuple[int, ...]:
-        """How many of the first `instances` each source gives; they add up to it."""
+        """Return the number of instances of each source among the first `instances`."""
         rounds, rest = divmod(instances, self.period)
         counts = np.bincount(self._picks[:rest], minlength=len(self.weights)).tolist()
         return tuple(
@@ -123,34 +129,34 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _PASS_KEYS = 1 << 32
-"""Epoch key of pass p of source s: (s + 1) * 2^32 + p, which no epoch of training reaches."""
+"""Epoch key of pass p of source s: (s + 1) * 2^32 + p. No epoch of training is so large."""
 
 
 def parse_weight(text: str) -> Fraction:
-    """`0.3` is exactly 3/10. Raises ConfigError unless it is a plain decimal above 0."""
+    """Return the exact value of a decimal: 3/10 for "0.3". Raises ConfigError unless above 0."""
     if not _WEIGHT.fullmatch(text) or Fraction(text) == 0:
         raise ConfigError(f"weight {text!r} is not a decimal number above 0, such as 2 or 0.35")
     return Fraction(text)
 
 
 def mixing_of(weights: Sequence[str]) -> Mixing:
-    """The mix of sources with these weights. Raises ConfigError."""
+    """Return the mix of sources with these decimals as weights. Raises ConfigError."""
     return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend: its own order, of which only the cut into instances counts."""
+    """A source of a blend. Its order only decides the division into instances."""
 
     weight: str
     quota: int
-    """Instances that it gives."""
+    """Its number of instances in the blend."""
     order: Order
 
 
 @dataclass(frozen=True)
 class BlendOrder(InShards):
-    """Everything that decides the bytes of a blend's shards, given the token arrays."""
+    """Everything that decides the bytes of the shards of a blend of given token arrays."""
 
     part: str
     context: int
@@ -166,7 +172,7 @@ class BlendOrder(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """The order of every source, in the order of the command line."""
+        """Return the order of each source, in the order of the command line."""
         return tuple(source.order for source in self.blended)
 
     @property
@@ -179,35 +185,39 @@ class BlendOrder(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Tokens in no instance of any source's cut."""
+        """Return the number of tokens that are in no instance of their source."""
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
-        """The same unit by unit, one source after the other."""
+        """Return the number of such tokens of each unit, source by source."""
         return tuple(tail for order in self.sources for tail in order.tails())
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(source, places, its instances): where blend instances int64 [R] come from.
+        """Divide instances of the blend over the sources.
 
-        `places` are the rows of `instances` that fall to the source, all of it with each once.
+        Args:
+            instances: int64 [R].
+
+        Yields:
+            A source, the positions in `instances` that it has, and their instances of the source.
         """
         starts = np.concatenate([[0], np.cumsum([source.quota for source in self.blended])])
         owner = np.searchsorted(starts, instances, side="right") - 1
         for number in np.unique(owner):
-            places = np.flatnonzero(owner == number)
-            yield int(number), places, self._of_source(number, instances[places] - starts[number])
+            rows = np.flatnonzero(owner == number)
+            yield int(number), rows, self._of_source(number, instances[rows] - starts[number])
 
-    def _of_source(self, number: int, which: np.ndarray) -> np.ndarray:
-        """Instances of a source's cut: whole passes in order, a last, partial one by P."""
+    def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
+        """Return instances of a source: in order in whole passes, permuted in the last pass."""
         source = self.blended[number]
         size = source.order.num_instances
         whole = source.quota // size * size
-        found = which % size
-        late = np.flatnonzero(which >= whole)
+        instances = indices % size
+        late = np.flatnonzero(indices >= whole)
         if late.size:
             key = (int(number) + 1) * _PASS_KEYS + source.quota // size
-            found[late] = Permutation(size, self.seed, key).apply(found[late])
-        return found
+            instances[late] = Permutation(size, self.seed, key).apply(instances[late])
+        return instances
 
     def to_json(self) -> dict[str, Any]:
         value = {"format": FORM, "version": layout.VERSION, **dataclasses.asdict(self)}
@@ -219,7 +229,7 @@ class BlendOrder(InShards):
 
 
 def read_any_order(dataset: Path) -> Order | BlendOrder:
-    """The order of a data set, blended or not. Raises DataError."""
+    """Read the order of a data set, which may be a blend. Raises DataError."""
     path = dataset / layout.ORDER
     value = layout.read_checked_json(path, ORDER_FORM, FORM)
     if value["format"] == ORDER_FORM:
@@ -250,10 +260,17 @@ def read_any_order(dataset: Path) -> Order | BlendOrder:
 def make_blend(
     orders: Sequence[Order], weights: Sequence[str], seed: int, total: int, shard_bytes: int
 ) -> BlendOrder:
-    """Blend sources cut by `orders`. `total` 0: the most that repeats no instance.
+    """Return the order of a blend.
 
-    Raises ConfigError for a bad weight, a source without instances, or sources that differ in
-    context or dtype.
+    Args:
+        orders: The order of each source, with the same context and dtype.
+        weights: The weight of each source, a decimal.
+        seed: Seed of the permutations.
+        total: The number of instances. 0: the largest number that repeats no instance.
+        shard_bytes: As in `order.rows_of_shard`.
+
+    Raises:
+        ConfigError: a weight is not a decimal above 0, or a source has no instances.
     """
     mixing = mixing_of(weights)
     available = [order.num_instances for order in orders]

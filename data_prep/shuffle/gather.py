@@ -1,12 +1,12 @@
 """Instances collected from token arrays in a given order, in bounded memory.
 
-Legend: R rows asked for, C context, U units. There are two strategies, which give the same bytes.
-`gather` reads random rows. `bucket` writes sorted runs first, so that all reads are long: a shard
-needs one piece of each run (docs/formats/dataset.md, "Strategies").
+Legend: R requested rows, C context, U units. Two strategies return the same bytes. `gather` reads
+random rows. `bucket` first writes sorted runs, so that all reads are long: a shard needs one piece
+of each run (docs/formats/dataset.md, "Strategies").
 
-OUT/spill/ORDER-ROWS-2/unit-00000.npy         run 0: [ROWS * C] tokens; there only when complete
-OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  its pieces: int64 [shards + 1, 2], the first row and
-xxh3 of each, compared when a shard has read all of it
+OUT/spill/ORDER-ROWS-2/unit-00000.npy         run 0: [ROWS * C] tokens; exists only when complete
+OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  its pieces: int64 [shards + 1, 2], first row and xxh3
+of each piece; the hash is compared when a shard has read the piece
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from optimus.errors import DamageError
 from optimus.io import files
 
 INDEX_BYTES = 80
-"""Memory of a row beside its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
+"""Memory of a row in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
 
 _DENSE = 4
-"""Where wanted rows are at least a quarter of a stretch, the stretch is read whole: one sequential
-read costs less than the random reads it replaces."""
+"""A range is read whole if the requested rows are at least a quarter of it: one sequential read
+costs less than the random reads that it replaces."""
 
 
 class Gatherer:
-    """Gives rows of source instances, until closed; not for two threads."""
+    """Reads instances of a source. Threads must not share it."""
 
     def __init__(self, dataset: Path, order: Order, window_bytes: int):
         self._context = order.context
@@ -57,30 +57,30 @@ class Gatherer:
         self._reader.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """`out` [R, C] with the tokens of source instances int64 [R], in the order asked for.
+        """Fill `out` [R, C] with the source instances int64 [R], in their order, and return it.
 
-        A buffer used again saves the kernel from clearing new pages, a tenth of the time.
+        A buffer that is used again saves a tenth of the time: the kernel clears no new pages.
         """
         self.fill(out, np.arange(len(instances)), instances)
         return out
 
     def fill(self, out: np.ndarray, at: np.ndarray, instances: np.ndarray) -> None:
-        """out[at[i]] = the tokens of source instance instances[i], for all i."""
+        """Set out[at[i]] to the tokens of source instance instances[i], for all i."""
         order = np.argsort(instances)
-        places = at[order]
+        rows = at[order]
         begins = instances[order] * self._context
         units = np.searchsorted(self._starts, begins, side="right") - 1
         crosses = begins + self._context > self._starts[units + 1]
         for row in np.flatnonzero(crosses):
-            self._read_across(out[places[row]], int(units[row]), int(begins[row]))
+            self._read_across(out[rows[row]], int(units[row]), int(begins[row]))
         inside = np.flatnonzero(~crosses)
         edges = np.flatnonzero(np.diff(units[inside])) + 1
         for group in np.split(inside, edges) if inside.size else ():
             unit = int(units[group[0]])
-            self._read_within(out, unit, begins[group] - self._starts[unit], places[group])
+            self._read_within(out, unit, begins[group] - self._starts[unit], rows[group])
 
     def _read_across(self, row: np.ndarray, unit: int, begin: int) -> None:
-        """Fill `row` with an instance that begins in `unit` and ends in a later one."""
+        """Fill `row` with an instance that begins in `unit` and ends in a later unit."""
         filled = 0
         while filled < len(row):
             offset = begin + filled - int(self._starts[unit])
@@ -93,9 +93,9 @@ class Gatherer:
             unit += 1
 
     def _read_within(
-        self, out: np.ndarray, unit: int, offsets: np.ndarray, places: np.ndarray
+        self, out: np.ndarray, unit: int, offsets: np.ndarray, rows: np.ndarray
     ) -> None:
-        """Fill out[places] with the instances at ascending `offsets` of one unit."""
+        """Fill out[rows] with the instances at ascending `offsets` of a unit."""
         context, first = self._context, 0
         while first < len(offsets):
             begin = int(offsets[first])
@@ -104,30 +104,28 @@ class Gatherer:
             end = int(offsets[last - 1]) + context
             if (last - first) * context * _DENSE >= end - begin:
                 window = self._reader.read(unit, begin, end).reshape(-1, context)
-                out[places[first:last]] = window[(offsets[first:last] - begin) // context]
+                out[rows[first:last]] = window[(offsets[first:last] - begin) // context]
             else:
-                self._read_rows(out, unit, offsets[first:last], places[first:last])
+                self._read_rows(out, unit, offsets[first:last], rows[first:last])
             first = last
 
-    def _read_rows(
-        self, out: np.ndarray, unit: int, offsets: np.ndarray, places: np.ndarray
-    ) -> None:
-        """Fill out[places] one by one. The loop is lean: a row costs little more than its read."""
+    def _read_rows(self, out: np.ndarray, unit: int, offsets: np.ndarray, rows: np.ndarray) -> None:
+        """Fill out[rows] one by one. The loop is lean: a row costs little more than its read."""
         fd, size = self._reader.descriptor(unit), self._context * self._dtype.itemsize
-        if fd is None:  # packed: neighbours come out of one block
-            for offset, place in zip(offsets.tolist(), places.tolist(), strict=True):
-                self._reader.read_into(out[place], unit, offset)
+        if fd is None:  # packed: neighbours are in one block
+            for offset, row in zip(offsets.tolist(), rows.tolist(), strict=True):
+                self._reader.read_into(out[row], unit, offset)
             return
         begins = HEADER_BYTES + offsets * self._dtype.itemsize
-        for begin, offset, place in zip(
-            begins.tolist(), offsets.tolist(), places.tolist(), strict=True
+        for begin, offset, row in zip(
+            begins.tolist(), offsets.tolist(), rows.tolist(), strict=True
         ):
-            if os.preadv(fd, (out[place],), begin) != size:
-                self._reader.read_into(out[place], unit, offset)
+            if os.preadv(fd, (out[row],), begin) != size:
+                self._reader.read_into(out[row], unit, offset)
 
 
 class BlendGatherer:
-    """Gives rows of a blend's instances, until closed; not for two threads."""
+    """Reads instances of a blend. Threads must not share it."""
 
     def __init__(self, dataset: Path, order: BlendOrder, window_bytes: int):
         self._order = order
@@ -138,16 +136,16 @@ class BlendGatherer:
             source.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """`out` [R, C] with the tokens of blend instances int64 [R], in the order asked for."""
-        for number, places, own in self._order.split(instances):
-            self._sources[number].fill(out, places, own)
+        """Fill `out` [R, C] with the blend instances int64 [R], in their order, and return it."""
+        for number, rows, of_source in self._order.split(instances):
+            self._sources[number].fill(out, rows, of_source)
         return out
 
 
 def open_gatherer(
     dataset: Path, order: Order | BlendOrder, window_bytes: int
 ) -> Gatherer | BlendGatherer:
-    """What gives the rows of an order, read through windows of `window_bytes`."""
+    """Open a reader of the instances of an order. It reads windows of `window_bytes`."""
     if isinstance(order, BlendOrder):
         return BlendGatherer(dataset, order, window_bytes)
     return Gatherer(dataset, order, window_bytes)
@@ -155,7 +153,7 @@ def open_gatherer(
 
 SPILL_DIR = "spill"
 _VERSION = 2
-"""Of the layout of runs: those of another are not read."""
+"""Version of the layout of runs. Runs of another version are not read."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class Spill:
         return -(-self.order.num_instances // self.run_rows)
 
     def rows(self, run: int) -> tuple[int, int]:
-        """Source instances [first, stop) of a run."""
+        """Return the source instances [first, stop) of a run."""
         first = run * self.run_rows
         return first, min(first + self.run_rows, self.order.num_instances)
 
@@ -188,8 +186,8 @@ class Spill:
 
     def missing(self) -> list[int]:
         """Return the runs that are not complete."""
-        there = set(os.listdir(self.folder))
-        return [run for run in range(self.num_runs) if f"{layout.unit_name(run)}.npy" not in there]
+        names = set(os.listdir(self.folder))
+        return [run for run in range(self.num_runs) if f"{layout.unit_name(run)}.npy" not in names]
 
     def do(self, runs: list[int]) -> None:
         """Write these runs, unless they are complete."""
@@ -218,13 +216,13 @@ def open_spill(
 
 
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
-    """Rows of a run for blocks of `block_bytes`: the same where memory differs a little."""
+    """Return the rows of a run, a power of two: small differences of memory do not matter."""
     fit = max(1, block_bytes * 3 // 4 // (order.row_bytes + 2 * INDEX_BYTES))
     return 1 << (fit.bit_length() - 1)
 
 
 def remove_spill(dataset: Path) -> None:
-    """Remove all runs: the shards are complete."""
+    """Remove all runs."""
     shutil.rmtree(dataset / SPILL_DIR, ignore_errors=True)
 
 
@@ -259,12 +257,12 @@ def _do_run(spill: Spill, run: int, advance: Callable[[int], None]) -> None:
 
 
 def _signed(value: int) -> int:
-    """A hash of 64 bits as an int64."""
+    """Return a hash of 64 bits as an int64."""
     return value - (1 << 64) if value >> 63 else value
 
 
 class SpillReader:
-    """Gives the rows of one shard out of the runs, first to last, until closed."""
+    """Reads the rows of a shard from the runs, in order."""
 
     def __init__(self, spill: Spill, shard: int):
         self._context, self._run_rows = spill.order.context, spill.run_rows
@@ -275,33 +273,33 @@ class SpillReader:
         self._next = np.empty(spill.num_runs, np.int64)  # the next row to be read of each run
         self._stop = np.empty(spill.num_runs, np.int64)  # the end of this shard's piece of it
         self._xxh3 = np.empty(spill.num_runs, np.int64)
-        self._digests: dict[int, xxhash.xxh3_64] = {}  # of pieces begun
+        self._digests: dict[int, xxhash.xxh3_64] = {}  # of unfinished pieces
         for run in range(spill.num_runs):
             with open(spill.pieces_path(run), "rb", buffering=0) as file:
-                found = np.frombuffer(os.pread(file.fileno(), 24, offset), "<i8")
-                self._next[run], self._xxh3[run], self._stop[run] = found
+                values = np.frombuffer(os.pread(file.fileno(), 24, offset), "<i8")
+                self._next[run], self._xxh3[run], self._stop[run] = values
 
     def close(self) -> None:
         self._reader.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """`out` [R, C] with the shard's next instances, which have to be asked for in its order."""
+        """Fill `out` [R, C] with the next instances of the shard, int64 [R], and return it."""
         runs = instances // self._run_rows
-        places = np.argsort(runs, kind="stable")
-        edges = np.flatnonzero(np.diff(runs[places])) + 1
-        for group in np.split(places, edges) if places.size else ():
+        rows = np.argsort(runs, kind="stable")
+        edges = np.flatnonzero(np.diff(runs[rows])) + 1
+        for group in np.split(rows, edges) if rows.size else ():
             run = int(runs[group[0]])
             for first in range(0, len(group), self._window_rows):
-                part = group[first : first + self._window_rows]
+                window = group[first : first + self._window_rows]
                 begin = int(self._next[run]) * self._context
-                piece = self._reader.read(run, begin, begin + len(part) * self._context)
-                out[part] = piece.reshape(-1, self._context)
-                self._next[run] += len(part)
+                piece = self._reader.read(run, begin, begin + len(window) * self._context)
+                out[window] = piece.reshape(-1, self._context)
+                self._next[run] += len(window)
                 self._check(run, piece)
         return out
 
     def _check(self, run: int, piece: np.ndarray) -> None:
-        """Raises DamageError where a piece has been read to its end and is not what was written."""
+        """Raise DamageError if a piece has been read to its end and differs from its hash."""
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece.data)
         if self._next[run] < self._stop[run]:
@@ -315,18 +313,26 @@ class SpillReader:
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
-"""Of a run that a shard reads at once: fewer are random reads again, after twice the writing."""
+"""Least rows of a piece: reads of fewer rows are random reads, after twice the writing."""
 _WORTH_IT = 3.0
-"""Gathering moves 2 V bytes and buckets 4 V, three of these in long reads and writes: random reads
-may cost up to three times as much a byte (facts: a third of sequential bandwidth)."""
+"""`gather` moves 2 V bytes and `bucket` 4 V, of which 3 V in long reads and writes. `bucket` is
+faster if a byte of a random read costs more than three times a byte of a sequential read."""
 
 
 def choose_strategy(
     dataset: Path, order: Order | BlendOrder, strategy: str, team: Team, run_rows: int
 ) -> str:
-    """`gather` or `bucket`, whose runs would have `run_rows`. `auto` measures where that pays.
+    """Return "gather" or "bucket".
 
-    On several machines it gathers: ranks must agree, and parallel file systems serve many readers.
+    "auto" measures the disk if this can change the result. On several machines it is "gather":
+    ranks have to agree, and parallel file systems serve many readers.
+
+    Args:
+        dataset: The data set.
+        order: Its order.
+        strategy: "gather", "bucket" or "auto".
+        team: The ranks.
+        run_rows: Rows of a run of `bucket`.
     """
     piece_rows = run_rows * order.instances_per_shard / max(1, order.num_instances)
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS
@@ -345,13 +351,13 @@ def choose_strategy(
 
 
 def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
-    """How much longer rows at random places take to read than a stretch of as many bytes."""
+    """Return the time to read rows at random positions over that for as many consecutive bytes."""
     row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
     path = array_path(dataset / source.tokens_dir, unit)
     if not path.exists():
-        return 1.0  # packed: buckets would write it out whole, which packing avoids
+        return 1.0  # packed: `bucket` would write the array unpacked, which packing avoids
     fd = os.open(path, os.O_RDONLY)
     try:
         end = os.fstat(fd).st_size
@@ -361,8 +367,8 @@ def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
         start = time.perf_counter()
         os.pread(fd, size, HEADER_BYTES)
         middle = time.perf_counter()
-        for place in random.Random(0).sample(range(2 * _PROBE_ROWS, end // row_bytes), _PROBE_ROWS):
-            os.pread(fd, row_bytes, place * row_bytes)
+        for row in random.Random(0).sample(range(2 * _PROBE_ROWS, end // row_bytes), _PROBE_ROWS):
+            os.pread(fd, row_bytes, row * row_bytes)
         return (time.perf_counter() - middle) / max(middle - start, 1e-9)
     finally:
         os.close(fd)

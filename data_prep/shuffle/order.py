@@ -1,11 +1,11 @@
 """The order of instances: how token arrays divide into instances, and their permutation.
 
-docs/formats/dataset.md, "Instances and their order". Pure plans; sharding executes them.
+docs/formats/dataset.md, "Instances and their order". An order is a value; sharding executes it.
 
 The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch): a Feistel
-network on b bits, 2^b < 2N, repeated until its value is below N (cycle walking), so that it needs
-O(1) memory at any N and any range of it can be computed on any machine. All arithmetic is modulo
-2^64. Specification and test vectors: docs/formats/dataset.md, "Permutation".
+network on b bits, 2^b < 2N, repeated until its value is below N (cycle walking). It needs O(1)
+memory for any N, and any machine can compute any range of it. All arithmetic is modulo 2^64.
+Specification and test vectors: docs/formats/dataset.md, "Permutation".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from data_prep import layout
 from data_prep.tokenize.token_set import read_token_set
 
 PERMUTATION_ALGORITHM = "feistel8-splitmix64"
-"""Recorded in every manifest; a change of anything below needs another name."""
+"""Name of the algorithm in manifests. A change of the algorithm needs another name."""
 
 MAX_SEED = (1 << 64) - 1
 _ROUNDS = 8
@@ -35,14 +35,14 @@ _CHUNK = 1 << 15  # indices at a time: temporaries stay in the second-level cach
 
 
 def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    """The round keys of (seed, epoch), uint64 [8]."""
+    """Return the round keys of (seed, epoch), uint64 [8]."""
     state = _mix64(np.array([seed], np.uint64) + _GOLDEN)
     state = _mix64((state ^ np.uint64(epoch)) + _GOLDEN)
     return _mix64(state + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
 
 class Permutation:
-    """A bijection of [0, n). `apply(i)` is what stands at place i."""
+    """A bijection of [0, n). `apply(i)` is the number at position i."""
 
     def __init__(self, n: int, seed: int, epoch: int = 0):
         assert n >= 0 and 0 <= seed <= MAX_SEED and 0 <= epoch <= MAX_SEED, (n, seed, epoch)
@@ -52,19 +52,26 @@ class Permutation:
         self._right_bits = bits - bits // 2
         self._rounds = list(enumerate(_round_keys(seed, epoch)))
 
-    def apply(self, places: np.ndarray) -> np.ndarray:
-        """Images of `places` (any integer dtype, every one in [0, n)) as int64."""
-        return self._walk(places, self._rounds)
+    def apply(self, positions: np.ndarray) -> np.ndarray:
+        """Return the images of positions.
+
+        Args:
+            positions: [k], of any integer dtype, in [0, n).
+
+        Returns:
+            int64 [k].
+        """
+        return self._walk(positions, self._rounds)
 
     def inverse(self, images: np.ndarray) -> np.ndarray:
-        """The places whose images these are: inverse(apply(i)) == i."""
+        """Return the positions with these images: inverse(apply(i)) == i. Shapes as in `apply`."""
         return self._walk(images, self._rounds[::-1])
 
-    def _walk(self, places: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
-        places = np.asarray(places)
-        out = np.empty(places.shape, np.int64)
-        for begin in range(0, len(places), _CHUNK):
-            chunk = self._feistel(places[begin : begin + _CHUNK].astype(np.uint64), rounds)
+    def _walk(self, values: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
+        values = np.asarray(values)
+        out = np.empty(values.shape, np.int64)
+        for begin in range(0, len(values), _CHUNK):
+            chunk = self._feistel(values[begin : begin + _CHUNK].astype(np.uint64), rounds)
             outside = np.flatnonzero(chunk >= self.n)
             while outside.size:
                 again = self._feistel(chunk[outside], rounds)
@@ -74,7 +81,7 @@ class Permutation:
         return out
 
     def _feistel(self, value: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
-        """The network; with its rounds in reverse, which undo themselves, its inverse."""
+        """Apply the network. With the rounds in reverse order, this is its inverse."""
         right_bits = np.uint64(self._right_bits)
         left_drop = np.uint64(64 - self._left_bits)
         right_drop = np.uint64(64 - self._right_bits)
@@ -89,7 +96,7 @@ class Permutation:
 
 
 def _mix64(value: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, a bijection, of a uint64 array, in place."""
+    """Apply the finalizer of splitmix64, a bijection, to a uint64 array in place."""
     value ^= value >> np.uint64(30)
     value *= np.uint64(0xBF58476D1CE4E5B9)
     value ^= value >> np.uint64(27)
@@ -103,14 +110,14 @@ FORM = "optimus-order"
 
 @dataclass(frozen=True)
 class Unit:
-    """A token array as the order sees it."""
+    """A token array in an order."""
 
     tokens: int
     documents: int
     kept: int
-    """Tokens from its start that take part; the rest is its tail, in no instance."""
+    """Number of tokens from its start that are in instances. The other tokens are its tail."""
     xxh3: str
-    """Hash of the array's file."""
+    """Hash of the file of the array."""
     docs_xxh3: str
     """Hash of its table of documents."""
 
@@ -130,6 +137,7 @@ class InShards(ABC):
 
     @property
     def row_bytes(self) -> int:
+        """Return the bytes of an instance."""
         return self.context * layout.little_endian(self.dtype).itemsize
 
     @property
@@ -137,18 +145,18 @@ class InShards(ABC):
         return -(-self.num_instances // self.instances_per_shard)
 
     def shard_rows(self, shard: int) -> tuple[int, int]:
-        """Rows [first, stop) of a shard."""
+        """Return the rows [first, stop) of a shard."""
         first = shard * self.instances_per_shard
         return first, min(first + self.instances_per_shard, self.num_instances)
 
     def epoch_zero(self) -> Permutation:
-        """The permutation that the shards are written in."""
+        """Return the permutation of the rows of the shards."""
         return Permutation(self.num_instances, self.seed)
 
 
 @dataclass(frozen=True)
 class Order(InShards):
-    """Everything that decides the bytes of the shards, given the token arrays."""
+    """Everything that decides the bytes of the shards of given token arrays."""
 
     part: str
     plan: str
@@ -169,26 +177,28 @@ class Order(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """The sets of token arrays that it orders: itself. A blend has several."""
+        """Return the orders of all sources: this order. A blend has several."""
         return (self,)
 
     @property
     def tail_tokens(self) -> int:
-        """Tokens that are in no instance, of all units."""
+        """Return the number of tokens that are in no instance."""
         return sum(unit.tokens for unit in self.units) - self.num_instances * self.context
 
     def tails(self) -> tuple[int, ...]:
-        """Tokens of each unit that are in no instance, dropped from its end."""
+        """Return the number of tokens at the end of each unit that are in no instance."""
         tails = [unit.tokens - unit.kept for unit in self.units]
         left = sum(unit.kept for unit in self.units) % self.context
-        for number in reversed(range(len(self.units))):  # carried: the end of the concatenation
+        for number in reversed(
+            range(len(self.units))
+        ):  # carried tails: the end of the concatenation
             dropped = min(left, self.units[number].kept)
             tails[number] += dropped
             left -= dropped
         return tuple(tails)
 
     def starts(self) -> np.ndarray:
-        """Place of every unit's first kept token in the concatenation, and its end: int64 [U+1]."""
+        """Return the offset of each unit in the kept tokens, and their end: int64 [U + 1]."""
         return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +206,7 @@ class Order(InShards):
 
 
 def read_order(dataset: Path) -> Order:
-    """The order of a data set. Raises DataError."""
+    """Read the order of a data set that is no blend. Raises DataError."""
     path = dataset / layout.ORDER
     order = layout.read_record(path, Order, FORM)
     check_order_values(order, path)
@@ -204,7 +214,7 @@ def read_order(dataset: Path) -> Order:
 
 
 def check_order_values(order: Order, path: Path) -> None:
-    """Raise DataError where the values of an order read from `path` cannot be those of one."""
+    """Raise DataError if the values of an order, read from `path`, are impossible."""
     check_in_shards(order, path)
     units = order.units
     kept, tokens = ([getattr(unit, key) for unit in units] for key in ("kept", "tokens"))
@@ -227,7 +237,7 @@ def check_order_values(order: Order, path: Path) -> None:
 
 
 def check_in_shards(order: InShards, path: Path) -> None:
-    """Raise DataError where context, type, seed or the length of shards cannot be."""
+    """Raise DataError if split, context, dtype, seed or length of shards is impossible."""
     layout.require(
         path,
         (order.part in layout.PARTS, f"part is none of {', '.join(layout.PARTS)}"),
@@ -245,10 +255,12 @@ def check_in_shards(order: InShards, path: Path) -> None:
 
 
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
-    """Rows of every shard but the last.
+    """Return the number of rows of each shard except the last one.
 
-    `shard_bytes` 0: a 64th of the data, from 4 MiB to 1 GiB: work for every core, never too many
-    files.
+    Args:
+        num_instances: The number of instances of the data set.
+        row_bytes: Bytes of an instance.
+        shard_bytes: Bytes of a shard. 0: a 64th of the data, but from 4 MiB to 1 GiB.
     """
     shard_bytes = shard_bytes or min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
     return max(1, shard_bytes // row_bytes)
@@ -263,9 +275,18 @@ def make_order(
     carry_tails: bool,
     shard_bytes: int,
 ) -> Order:
-    """The order of the token arrays in `tokens_dir` for a data set in `dataset`.
+    """Return the order of token arrays.
 
-    `shard_bytes` as in `rows_of_shard`. Raises DataError where arrays are missing or damaged.
+    Args:
+        tokens_dir: The folder of token arrays.
+        dataset: The data set that gets the order.
+        context: Tokens of an instance.
+        seed: Seed of the permutation.
+        carry_tails: Let instances continue in the next unit, so that only the last unit has a tail.
+        shard_bytes: As in `rows_of_shard`.
+
+    Raises:
+        DataError: token arrays are missing or damaged.
     """
     plan, plan_xxh3, records = read_token_set(tokens_dir)
     units = tuple(
@@ -296,5 +317,5 @@ def make_order(
 
 def _relative(tokens_dir: Path, dataset: Path) -> str:
     if tokens_dir.parent == dataset:
-        return tokens_dir.name  # also where the folder is a link to another disk
+        return tokens_dir.name  # also if the folder is a link to another disk
     return os.path.relpath(tokens_dir.resolve(), dataset.resolve())

@@ -25,9 +25,13 @@ def test_ids_outside_the_vocabulary_are_refused(array):
     array.append([ids(0, VOCAB - 1)], [(0, 0)])
     array.extend(ids(VOCAB - 1))
     for outside in (VOCAB, 70000):
-        with pytest.raises(DataError, match=f"returned id {outside}, outside its vocabulary of 300"):
+        with pytest.raises(
+            DataError, match=f"returned id {outside}, outside its vocabulary of 300"
+        ):
             array.append([ids(1, outside)], [(0, 0)])
-        with pytest.raises(DataError, match=f"returned id {outside}, outside its vocabulary of 300"):
+        with pytest.raises(
+            DataError, match=f"returned id {outside}, outside its vocabulary of 300"
+        ):
             array.extend(ids(outside))
 
 
