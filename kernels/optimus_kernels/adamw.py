@@ -120,7 +120,10 @@ def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None
     m.copy_(_fused(weight, g - m, m if from_m else g))
     v.copy_(_fused(g * n.one_minus_beta2, g, v * n.beta2))
     root = v.double().sqrt().float()  # fp32 torch.sqrt is not correctly rounded on all CPUs
-    denominator = root / _as_fp32(n.root_bias2, v) + n.eps
+    # A tensor, since some devices multiply by the inverse of a Python number, which rounds
+    # differently.
+    root_bias2 = torch.full((), n.root_bias2, dtype=torch.float32, device=v.device)
+    denominator = root / root_bias2 + n.eps
     p.copy_(p * n.decay + (m * n.minus_step) / denominator)
 
 
@@ -144,15 +147,10 @@ def _fp32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _as_fp32(value: float, like: Tensor) -> Tensor:
-    """Return `value` as a 0-dim fp32 tensor on the device of `like`."""
-    # Some devices multiply by the inverse of a Python number, which rounds differently.
-    return torch.full((), value, dtype=torch.float32, device=like.device)
-
-
 def _check(
     master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
-    beta1: float, beta2: float, step: int,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: int, grad_scale: float,
 ) -> None:  # fmt: skip
     tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
     if param_out is not None:
@@ -182,7 +180,6 @@ def _run(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: int, grad_scale: float,
 ) -> None:  # fmt: skip
-    _check(master, exp_avg, exp_avg_sq, grad, param_out, beta1, beta2, step)
     coefficients = coefficients_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
     kernels = library.native(master)
     if kernels is None:
@@ -199,18 +196,11 @@ def _run(
     )  # fmt: skip
 
 
-def _fake(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-    step: int, grad_scale: float,
-) -> None:  # fmt: skip
-    _check(master, exp_avg, exp_avg_sq, grad, param_out, beta1, beta2, step)
-
-
 _adamw = define(
     "adamw_(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, "
     "Tensor(d!)? param_out, float lr, float beta1, float beta2, float eps, float weight_decay, "
     "int step, float grad_scale) -> ()",
     _run,
-    _fake,
+    lambda *_: None,
+    _check,
 )

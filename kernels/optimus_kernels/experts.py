@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from optimus_kernels import experts_grouped, experts_loop
-from optimus_kernels.checks import check_operands
 from optimus_kernels.experts_operands import (
     Operands,
     WeightGrads,
@@ -33,7 +32,7 @@ from optimus_kernels.gather import reference as gather_reference
 from optimus_kernels.grouped_mm import form
 from optimus_kernels.grouped_mm import reference as grouped_reference
 from optimus_kernels.grouped_mm import reference_weight as grouped_weight_reference
-from optimus_kernels.ops import define, refuse_gradient
+from optimus_kernels.ops import check_operands, define, refuse_gradient
 from optimus_kernels.reduction import reference as reduce_reference
 from optimus_kernels.route import Rows
 from optimus_kernels.swiglu import reference as swiglu_reference
@@ -225,9 +224,7 @@ def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
 
 
 def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    operands, save_h = Operands(*arguments[:8]), arguments[8]
-    check("experts", operands)
-    operands = dense("experts", operands)
+    operands, save_h = dense("experts", Operands(*arguments[:8])), arguments[8]
     out, h = _implementation(operands.x, operands.gate_up).forward(operands, save_h)
     # experts_loop appends padding rows to h. Both implementations must return the same sizes,
     # because torch.compile caches compiled code on disk, and a run with the other implementation
@@ -237,7 +234,6 @@ def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, save_h = Operands(*arguments[:8]), arguments[8]
-    check("experts", operands)
     h = (operands.token.shape[0], operands.gate_up.shape[1]) if save_h else (0,)
     return operands.x.new_empty(operands.x.shape), operands.x.new_empty(h)
 
@@ -253,14 +249,14 @@ def _run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    operands, (h, with_weights) = Operands(*arguments[:8]), arguments[8:]
-    check_backward("experts_backward", grad, operands, h)
-    x, weights, gate_up, down = operands[:4]
-    grads = (t.new_empty(t.shape if with_weights else (0,)) for t in (gate_up, down))
+    x, weights, gate_up, down = arguments[:4]
+    grads = (t.new_empty(t.shape if arguments[9] else (0,)) for t in (gate_up, down))
     return x.new_empty(x.shape), weights.new_empty(weights.shape), *grads
 
 
-def _check_into(into: WeightGrads, operands: Operands) -> None:
+def _check_backward_into(grad: Tensor, *arguments: Any) -> None:
+    operands, into = Operands(*arguments[:8]), WeightGrads(*arguments[9:])
+    check_backward("experts_backward_into", grad, operands, arguments[8])
     if into.gate_up.shape != operands.gate_up.shape or into.down.shape != operands.down.shape:
         raise ValueError(
             f"experts: the tensors for the gradients of gate_up and down have the shapes "
@@ -280,19 +276,9 @@ def _run_backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     h, into = arguments[8], WeightGrads(*arguments[9:])
     refuse_gradient("experts_backward_into", grad, *arguments[:4])
     grad, operands, h = dense_backward("experts_backward_into", grad, Operands(*arguments[:8]), h)
-    _check_into(into, operands)
     implementation = _implementation(operands.x, operands.gate_up)
     dx, dw, _ = implementation.backward(grad, operands, h, into)
     return dx, dw.to(operands.weights.dtype)
-
-
-def _fake_backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    operands = Operands(*arguments[:8])
-    check_backward("experts_backward_into", grad, operands, arguments[8])
-    _check_into(WeightGrads(*arguments[9:]), operands)
-    return operands.x.new_empty(operands.x.shape), operands.weights.new_empty(
-        operands.weights.shape
-    )
 
 
 _OPERANDS = (
@@ -300,19 +286,26 @@ _OPERANDS = (
     "Tensor offsets, Tensor token, Tensor slot, Tensor row"
 )
 _forward = define(
-    f"experts({_OPERANDS}, bool keep) -> (Tensor, Tensor)", _run_forward, _fake_forward
+    f"experts({_OPERANDS}, bool keep) -> (Tensor, Tensor)",
+    _run_forward,
+    _fake_forward,
+    lambda *arguments: check("experts", Operands(*arguments[:8])),
 )
 _backward = define(
     f"experts_backward(Tensor grad, {_OPERANDS}, Tensor? h, bool with_weights)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
+    lambda grad, *arguments: check_backward(
+        "experts_backward", grad, Operands(*arguments[:8]), arguments[8]
+    ),
 )
 _backward_into = define(
     f"experts_backward_into(Tensor grad, {_OPERANDS}, Tensor? h, Tensor(a!) gate_up_grad, "
     "Tensor(b!) down_grad, bool add) -> (Tensor, Tensor)",
     _run_backward_into,
-    _fake_backward_into,
+    lambda grad, x, weights, *_: (x.new_empty(x.shape), weights.new_empty(weights.shape)),
+    _check_backward_into,
 )
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimus_kernels.checks import check_index, check_offsets, check_operands, shapes
+from optimus_kernels.ops import check_index, check_offsets, check_operands, shapes
 from optimus_kernels.route import Rows
 
 
@@ -44,7 +44,7 @@ class WeightGrads(NamedTuple):
     """Add the gradients to the tensors instead of replacing their values."""
 
 
-def check(op: str, operands: Operands, **more: Tensor) -> None:
+def check(op: str, operands: Operands, **more: Tensor | None) -> None:
     """Raise ValueError if shapes of `operands` do not match, or TypeError if dtypes or devices do
     not match. Of the tensors in `more`, only dtypes and devices are checked."""
     x, weights, gate_up, down, *rows = operands
@@ -80,10 +80,7 @@ def check(op: str, operands: Operands, **more: Tensor) -> None:
 
 def check_backward(op: str, grad: Tensor, operands: Operands, h: Tensor | None) -> None:
     """Raise ValueError or TypeError unless the operands of a backward pass match."""
-    if h is None:
-        check(op, operands, grad=grad)
-    else:
-        check(op, operands, grad=grad, h=h)
+    check(op, operands, grad=grad, h=h)
     rows, columns = operands.token.shape[0], operands.gate_up.shape[1]
     if grad.shape != operands.x.shape or (h is not None and h.shape != (rows, columns)):
         raise ValueError(
@@ -110,7 +107,5 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Check the operands of a backward pass. Return contiguous `grad`, the result of `dense` for
-    `operands`, and contiguous `h`."""
-    check_backward(op, grad, operands, h)
+    """Return contiguous `grad`, the result of `dense` for `operands`, and contiguous `h`."""
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.checks import check_index, check_operands
-from optimus_kernels.ops import define
+from optimus_kernels.ops import check_index, check_operands, define
 
 
 def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
@@ -52,7 +51,6 @@ def _check(x: Tensor, token: Tensor, row: Tensor) -> None:
 
 
 def _run(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    _check(x, token, row)
     check_index("gather", "token", token, x.shape[0])
     if library.native(x) is None:
         return reference(x, token, row)
@@ -77,20 +75,16 @@ def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = 
     return out
 
 
-def _fake(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    _check(x, token, row)
-    return x.new_empty(token.shape[0], x.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     token, row = ctx.saved_tensors
     return torch.ops.optimus.reduce_rows(grad, None, row, token * row.shape[1]), None, None
 
 
 _gather = define(
-    "gather(Tensor x, Tensor token, Tensor row) -> Tensor", _run, _fake, _backward, _save
+    "gather(Tensor x, Tensor token, Tensor row) -> Tensor",
+    _run,
+    lambda x, token, row: x.new_empty(token.shape[0], x.shape[1]),
+    _check,
+    _backward,
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
 )

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimus_kernels.checks import check_offsets, check_operands
-from optimus_kernels.ops import define
+from optimus_kernels.ops import check_offsets, check_operands, define
 
 FORMS = ("auto", "torch", "loop")
 _ROW_BYTES = 16
@@ -187,19 +186,9 @@ def _check(rows: Tensor, weights: Tensor, offsets: Tensor) -> None:
 
 
 def _run(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    _check(rows, weights, offsets)
     check_offsets("grouped_mm", offsets, len(rows))
     widths = weights.shape[1:]
     return _products[form(rows, *widths)](rows, weights, offsets)
-
-
-def _fake(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    _check(rows, weights, offsets)
-    return rows.new_empty(rows.shape[0], weights.shape[2])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,14 +202,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _run_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    _check_weight(a, b, offsets)
     check_offsets("grouped_mm_weight", offsets, len(a))
     return _weight_products[form(a, a.shape[1], b.shape[1])](a, b, offsets)
-
-
-def _fake_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    _check_weight(a, b, offsets)
-    return a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1])
 
 
 def _check_weight(a: Tensor, b: Tensor, offsets: Tensor) -> None:
@@ -246,14 +229,14 @@ def _backward_weight(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _grouped_mm = define(
     "grouped_mm(Tensor rows, Tensor weights, Tensor offsets) -> Tensor",
     _run,
-    _fake,
+    lambda rows, weights, offsets: rows.new_empty(rows.shape[0], weights.shape[2]),
+    _check,
     _backward,
-    _save,
 )
 _grouped_mm_weight = define(
     "grouped_mm_weight(Tensor a, Tensor b, Tensor offsets) -> Tensor",
     _run_weight,
-    _fake_weight,
+    lambda a, b, offsets: a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1]),
+    _check_weight,
     _backward_weight,
-    _save,
 )

@@ -1,47 +1,73 @@
-"""Registration of ops: schema, implementation, fake implementation and gradient of `optimus::NAME`.
+"""Registration of ops as `optimus::NAME`, and checks of their operands.
 
-Schemas are defined in Python, so the ops exist even if no kernels are compiled.
+Schemas are defined in Python, so the ops exist even if no kernels are compiled. Messages of checks
+name operand, shape and dtype. They are formatted only after a check fails, because torch.compile
+cannot format dynamic sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("optimus", "FRAGMENT")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def define(
     schema: str,
     run: Callable,
     fake: Callable,
+    check: Callable,
     backward: Callable | None = None,
     save: Callable | None = None,
 ) -> Any:
     """Define an op in the namespace `optimus` and return it.
 
+    All functions except `backward` and `save` have the arguments of the op.
+
     Args:
         schema: name and schema of the op, such as `gather(Tensor x) -> Tensor`.
         run: the implementation on all devices.
         fake: the fake implementation for tracing, which returns empty outputs of the right shapes.
+        check: raises an error if operands are invalid; called before `run` and `fake`.
         backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. If it is None,
             backward through the op raises NotImplementedError.
         save: `save(ctx, inputs, output)`, the argument `setup_context` of
-            torch.library.register_autograd.
+            torch.library.register_autograd. By default, all inputs are saved for `backward`.
     """
     name = schema.partition("(")[0]
+
+    def checked(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            check(*arguments)
+            return function(*arguments)
+
+        return call
+
+    def refuse(ctx: Any, *grads: Any) -> NoReturn:
+        raise _no_gradient(name)
+
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"optimus::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, checked(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"optimus::{name}", checked(fake), lib=_LIBRARY)
     if "!" not in schema:  # torch accepts no gradient for ops that write to operands
         # By default, torch would omit a missing gradient without an error.
+        save = save or (_save_inputs if backward else None)
         torch.library.register_autograd(
-            f"optimus::{name}", backward or _refusing(name), setup_context=save, lib=_LIBRARY
+            f"optimus::{name}", backward or refuse, setup_context=save, lib=_LIBRARY
         )
     return getattr(torch.ops.optimus, name).default
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
@@ -49,13 +75,6 @@ def refuse_gradient(name: str, *operands: Tensor) -> None:
     # Ops that write to operands refuse in forward, because torch accepts no backward for them.
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
-
-
-def _refusing(name: str) -> Callable:
-    def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise _no_gradient(name)
-
-    return backward
 
 
 def _no_gradient(name: str) -> NotImplementedError:
@@ -68,3 +87,75 @@ def _no_gradient(name: str) -> NotImplementedError:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which ops compute: fp64 for fp64 operands, fp32 for all others."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def debug() -> bool:
+    """Return whether OPTIMUS_KERNELS_DEBUG=1 is set. Ops then check indices before use."""
+    return os.environ.get("OPTIMUS_KERNELS_DEBUG") == "1"
+
+
+def check_operands(
+    op: str, values: Mapping[str, Tensor | None], indices: Mapping[str, Tensor]
+) -> None:
+    """Check dtypes and devices of an op's operands.
+
+    Args:
+        op: name of the op, for messages.
+        values: floating-point operands by name; None values are skipped.
+        indices: index tensors by name.
+
+    Raises:
+        TypeError: `values` have different dtypes or an unsupported dtype, `indices` are not int32,
+            or operands are on different devices.
+    """
+    present = {name: value for name, value in values.items() if value is not None}
+    dtypes = {value.dtype for value in present.values()}
+    if len(dtypes) > 1:
+        raise TypeError(f"{op}: {_dtypes(present)}; they must have the same dtype")
+    if not dtypes <= set(_FLOATS):
+        raise TypeError(f"{op}: {_dtypes(present)}; use fp32, bf16, fp16 or fp64")
+    if any(index.dtype is not torch.int32 for index in indices.values()):
+        raise TypeError(f"{op}: {_dtypes(indices)}; indices must be int32, as route returns them")
+    operands = {**present, **indices}
+    if len({value.device for value in operands.values()}) > 1:
+        devices = ", ".join(f"{name} on {value.device}" for name, value in operands.items())
+        raise TypeError(f"{op}: {devices}; move all to one device")
+
+
+def check_index(op: str, name: str, index: Tensor, size: int) -> None:
+    """Raise ValueError in debug mode if an element of `index` is neither -1 nor in [0, size)."""
+    if not debug():
+        return
+    wrong = ((index < -1) | (index >= size)).flatten().nonzero().flatten()
+    if len(wrong):
+        position = int(wrong[0])
+        raise ValueError(
+            f"{op}: {name} {list(index.shape)} has {len(wrong)} numbers outside -1 to {size - 1}; "
+            f"the first is {int(index.flatten()[position])} at position {position}"
+        )
+
+
+def check_offsets(op: str, offsets: Tensor, rows: int) -> None:
+    """Raise ValueError unless offsets start at 0, do not decrease, and end at `rows` or less.
+
+    On accelerators, offsets are checked only in debug mode, because the host must wait for the
+    device to read them.
+    """
+    if not (offsets.is_cpu or debug()):
+        return
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > rows or sorted(bounds) != bounds:
+        raise ValueError(
+            f"{op}: offsets must start at 0, must not decrease, and must end at {rows} or less for "
+            f"{rows} rows; they are "
+            f"{bounds if len(bounds) <= 8 else [*bounds[:4], '...', *bounds[-4:]]}"
+        )
+
+
+def shapes(named: Mapping[str, Tensor]) -> str:
+    """Return the names and shapes of tensors as text for an error message."""
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in named.items())
+
+
+def _dtypes(named: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {value.dtype}" for name, value in named.items())

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.checks import check_index, check_operands, shapes
-from optimus_kernels.ops import compute_dtype, define
+from optimus_kernels.ops import check_index, check_operands, compute_dtype, define, shapes
 
 
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
@@ -95,7 +94,6 @@ def _check(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> None
 
 
 def _run(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    _check(y, weights, row, slot)
     check_index("reduce_rows", "row", row, y.shape[0])
     kernels = library.native(y)
     if kernels is None:
@@ -110,7 +108,6 @@ def _run(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor
 
 
 def _fake(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    _check(y, weights, row, slot)
     return y.new_empty(row.shape[0], y.shape[1])
 
 
@@ -141,7 +138,6 @@ def _check_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> N
 
 
 def _run_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    _check_backward(grad, y, weights, slot)
     check_index("reduce_rows_backward", "slot", slot, weights.numel())
     kernels = library.native(y)
     if kernels is None:
@@ -156,7 +152,6 @@ def _run_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tup
 
 
 def _fake_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    _check_backward(grad, y, weights, slot)
     return y.new_empty(y.shape), weights.new_empty(weights.shape, dtype=compute_dtype(y.dtype))
 
 
@@ -164,6 +159,7 @@ _reduce = define(
     "reduce_rows(Tensor y, Tensor? weights, Tensor row, Tensor slot) -> Tensor",
     _run,
     _fake,
+    _check,
     _backward,
     _save,
 )
@@ -171,4 +167,5 @@ _reduce_backward = define(
     "reduce_rows_backward(Tensor grad, Tensor y, Tensor weights, Tensor slot) -> (Tensor, Tensor)",
     _run_backward,
     _fake_backward,
+    _check_backward,
 )

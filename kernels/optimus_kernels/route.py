@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.checks import debug
-from optimus_kernels.ops import define
+from optimus_kernels.ops import debug, define
 
 
 class Rows(NamedTuple):
@@ -76,7 +75,7 @@ def _check_chosen(chosen: Tensor, experts: int) -> None:
         )
 
 
-def _check(chosen: Tensor, num_experts: int) -> None:
+def _check(chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None) -> None:
     if chosen.dim() != 2 or chosen.dtype is not torch.int64:
         raise ValueError(
             f"route: chosen is {chosen.dtype} {list(chosen.shape)}; it must be int64 [T, K]"
@@ -88,7 +87,6 @@ def _check(chosen: Tensor, num_experts: int) -> None:
 def _run(
     chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None
 ) -> tuple[Tensor, ...]:
-    _check(chosen, num_experts)
     if of is not None and debug():
         _check_chosen(chosen, of)
     kernels = library.native(chosen, any_dtype=True)
@@ -107,7 +105,6 @@ def _run(
 def _fake(
     chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None
 ) -> tuple[Tensor, ...]:
-    _check(chosen, num_experts)
     slots = chosen.shape[0] * chosen.shape[1]
     shapes = ((num_experts + 1,), (slots,), (slots,), tuple(chosen.shape))
     return tuple(chosen.new_empty(shape, dtype=torch.int32) for shape in shapes)
@@ -118,4 +115,5 @@ _route = define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,
+    _check,
 )

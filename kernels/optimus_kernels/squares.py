@@ -101,7 +101,6 @@ def _check(bins: Tensor, flat: Tensor) -> None:
 
 
 def _run(bins: Tensor, flat: Tensor) -> None:
-    _check(bins, flat)
     kernel = _kernel(flat)
     if kernel is None:
         reference(bins, flat)
@@ -126,4 +125,6 @@ def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
     return function
 
 
-_square_bins = define("square_bins_(Tensor(a!) bins, Tensor flat) -> ()", _run, _check)
+_square_bins = define(
+    "square_bins_(Tensor(a!) bins, Tensor flat) -> ()", _run, lambda *_: None, _check
+)

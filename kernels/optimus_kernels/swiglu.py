@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus_kernels import library
-from optimus_kernels.checks import check_index, check_operands, shapes
-from optimus_kernels.ops import compute_dtype, define
+from optimus_kernels.ops import check_index, check_operands, compute_dtype, define, shapes
 
 
 def swiglu(h: Tensor) -> Tensor:
@@ -77,10 +76,9 @@ def _check(h: Tensor) -> None:
 
 
 def _run(h: Tensor) -> Tensor:
-    _check(h)
     if library.native(h) is None:
         return reference(h)
-    return swiglu_into(h.contiguous(), 0, _fake(h), h.shape[0])
+    return swiglu_into(h.contiguous(), 0, _empty(h), h.shape[0])
 
 
 def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
@@ -96,13 +94,8 @@ def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
     return out
 
 
-def _fake(h: Tensor) -> Tensor:
-    _check(h)
+def _empty(h: Tensor) -> Tensor:
     return h.new_empty(h.shape[0], h.shape[1] // 2)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -126,7 +119,6 @@ def _check_backward(h: Tensor, da: Tensor, weights: Tensor, slot: Tensor) -> Non
 def _run_backward(
     h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(h, da, weights, slot)
     check_index("swiglu_backward", "slot", slot, weights.numel())
     if library.native(h) is None:
         return reference_backward(h, da, weights, slot)
@@ -171,14 +163,14 @@ def swiglu_backward_into(
 def _fake_backward(
     h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_backward(h, da, weights, slot)
     dweights = weights.new_empty(weights.shape, dtype=compute_dtype(h.dtype))
     return h.new_empty(h.shape), h.new_empty(da.shape), dweights
 
 
-_swiglu = define("swiglu(Tensor h) -> Tensor", _run, _fake, _backward, _save)
+_swiglu = define("swiglu(Tensor h) -> Tensor", _run, _empty, _check, _backward)
 _swiglu_backward = define(
     "swiglu_backward(Tensor h, Tensor da, Tensor weights, Tensor slot) -> (Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
+    _check_backward,
 )
