@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from optimus_kernels.adamw import adamw_
 from optimus_kernels.experts import Destination, WeightGrads, WeightWork, experts
-from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight, set_form
 from optimus_kernels.memory import release as release_memory
-from optimus_kernels.route import Rows, route
+from optimus_kernels.rows import Rows, gather, route
 from optimus_kernels.squares import square_bins_
 from optimus_kernels.swiglu import swiglu
 

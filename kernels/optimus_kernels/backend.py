@@ -31,6 +31,7 @@ _WORLD_SIZES = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 )
 """Environment variables that torchrun, MPICH, Open MPI and Slurm set to the number of processes."""
+_BUILD_FACTS = ("torch", "machine", "arch", "compiler", "flags")
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,9 @@ def active(device: torch.device | str) -> Backend:
     backend = _active.get(kind)
     if backend is None:
         backend = _active[kind] = find(kind)
-        if backend.why_not:
-            _log(f"optimus kernels: plain torch on {kind}, since {backend.why_not}")
+        if backend.why_not and os.environ.get("RANK", "0") == "0":
+            line = f"optimus kernels: plain torch on {kind}, since {backend.why_not}"
+            print(line, file=sys.stderr, flush=True)
     return backend
 
 
@@ -238,7 +240,7 @@ def _status_of(backend: str) -> dict[str, Any]:
         "built": entry is not None,
         "usable": entry is not None and not reason,
         "why_not": reason,
-        "built_for": {} if entry is None else _built_for(entry),
+        "built_for": {key: entry.record.get(key) for key in _BUILD_FACTS} if entry else {},
         "library": "" if entry is None else str(entry.library),
         "refused": {other.key: why for other in entries if (why := build.why_incompatible(other))}
         | untrusted,
@@ -267,17 +269,8 @@ def device_is_present(kind: str) -> bool:
     return kind == "cpu" or bool(module is not None and module.is_available())
 
 
-def _built_for(entry: Entry) -> dict[str, Any]:
-    return {key: entry.record.get(key) for key in ("torch", "machine", "arch", "compiler", "flags")}
-
-
 def _may_build() -> bool:
     """Return whether this run has at most MAX_BUILDING_WORLD processes."""
     sizes = (os.environ.get(name, "") for name in _WORLD_SIZES)
     world = next((size for size in sizes if size.isdigit()), "1")
     return int(world) <= MAX_BUILDING_WORLD
-
-
-def _log(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)

@@ -110,11 +110,11 @@ def refused(backend: str) -> dict[str, str]:
 def read_entry(path: Path) -> Entry | None:
     """Return the entry at `path`, or None if it is absent, incomplete, damaged or not trusted."""
     try:
-        with _opened(path) as (entry, library):
-            intact = _sha256(library) == entry.record["sha256"]
+        with _opened(path) as (entry, library), open(library, "rb", closefd=False) as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
     except (OSError, ValueError):
         return None
-    return entry if intact else None
+    return entry if digest == entry.record["sha256"] else None
 
 
 def open_library(entry: Entry) -> int:
@@ -313,8 +313,13 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
             entry = read_entry(root / name)
             if entry is not None:
                 return entry
-            _raise_failure_since(root, name, started)
-            _remove_leftovers(root, name)
+            failure = root / f".{name}.failed"
+            with contextlib.suppress(FileNotFoundError):
+                if failure.stat().st_mtime >= started:  # of a process for which this one waited
+                    raise KernelError(failure.read_text())
+                failure.unlink()
+            for leftover in root.glob(f".{name}.*.tmp"):  # of a killed build
+                shutil.rmtree(leftover, ignore_errors=True)
             return _compile(root, name, compile_into, record)
     except OSError as error:
         path = error.filename or root
@@ -374,22 +379,6 @@ def _rename(work: Path, final: Path) -> None:
         shutil.rmtree(damaged, ignore_errors=True)
 
 
-def _raise_failure_since(root: Path, name: str, started: float) -> None:
-    """Raise KernelError if another process failed to compile the entry `name` after the time
-    `started`. The message is copied from the error of that process."""
-    failure = root / f".{name}.failed"
-    with contextlib.suppress(FileNotFoundError):
-        if failure.stat().st_mtime >= started:
-            raise KernelError(failure.read_text())
-        failure.unlink()
-
-
-def _remove_leftovers(root: Path, name: str) -> None:
-    """Remove the temporary folders of killed builds. The caller must hold the lock."""
-    for path in root.glob(f".{name}.*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -416,11 +405,6 @@ def _try_lock(file: int) -> bool:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
     return True
-
-
-def _sha256(file: int) -> str:
-    with open(file, "rb", closefd=False) as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

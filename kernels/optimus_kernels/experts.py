@@ -28,13 +28,11 @@ from optimus_kernels.experts_operands import (
     dense,
     dense_backward,
 )
-from optimus_kernels.gather import reference as gather_reference
 from optimus_kernels.grouped_mm import form
 from optimus_kernels.grouped_mm import reference as grouped_reference
 from optimus_kernels.grouped_mm import reference_weight as grouped_weight_reference
 from optimus_kernels.ops import check_operands, define, refuse_gradient
-from optimus_kernels.reduction import reference as reduce_reference
-from optimus_kernels.route import Rows
+from optimus_kernels.rows import Rows, gather_reference, reduce_reference
 from optimus_kernels.swiglu import reference as swiglu_reference
 from optimus_kernels.swiglu import reference_backward as swiglu_backward_reference
 

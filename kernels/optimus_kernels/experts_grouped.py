@@ -7,10 +7,8 @@ from torch import Tensor
 
 from optimus_kernels.experts_loop import DeferredInputs
 from optimus_kernels.experts_operands import Operands, WeightGrads
-from optimus_kernels.gather import gather
 from optimus_kernels.grouped_mm import grouped_mm, grouped_mm_weight
-from optimus_kernels.reduction import reduce_rows
-from optimus_kernels.route import Rows
+from optimus_kernels.rows import Rows, gather, reduce_rows
 from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from optimus_kernels import memory
 from optimus_kernels.experts_operands import Operands, WeightGrads
-from optimus_kernels.gather import gather_into
 from optimus_kernels.ops import compute_dtype
 from optimus_kernels.product import amx_kernel, by_onednn, fastest_library, needs_scratch, product
-from optimus_kernels.reduction import reduce_rows
-from optimus_kernels.route import Rows
+from optimus_kernels.rows import Rows, gather_into, reduce_rows
 from optimus_kernels.swiglu import swiglu_backward_into, swiglu_into
 
 _MAX_PADDING = 32

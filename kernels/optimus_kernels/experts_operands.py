@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from optimus_kernels.ops import check_index, check_offsets, check_operands, shapes
-from optimus_kernels.route import Rows
+from optimus_kernels.rows import Rows
 
 
 class Operands(NamedTuple):

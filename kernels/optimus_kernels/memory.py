@@ -60,12 +60,7 @@ class _Buffer:
         return self.count() == _REFERENCES_WHEN_FREE
 
 
-def _references_when_free() -> int:
-    unused = _Buffer(mmap.PAGESIZE)
-    return unused.count()
-
-
-_REFERENCES_WHEN_FREE = _references_when_free()
+_REFERENCES_WHEN_FREE = _Buffer(mmap.PAGESIZE).count()
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,20 @@ def main(arguments: Sequence[str]) -> None:
     from setuptools import setup
 
     job, work = json.loads(arguments[0]), Path(arguments[1]).resolve()
-    extension, command_class = _extension(job, work)
+    sources, include = job["sources"], job["include"]
+    extension: Any
+    command_class: Any
+    if job["way"] == "torch":
+        from torch.utils.cpp_extension import BuildExtension, SyclExtension
+
+        extension, command_class = (
+            SyclExtension(**torch_arguments(sources, include)),
+            BuildExtension,
+        )
+    else:
+        ipex = importlib.import_module(f"{IPEX}.xpu.cpp_extension")
+        extension = ipex.DPCPPExtension(**ipex_arguments(sources, include, work))
+        command_class = ipex.DpcppBuildExtension
     os.chdir(work)
     setup(
         name=NAME,
@@ -145,16 +158,6 @@ def main(arguments: Sequence[str]) -> None:
         cmdclass={"build_ext": command_class},
         script_args=["-q", "build_ext", "--build-lib", str(work), "--build-temp", str(work / "o")],
     )
-
-
-def _extension(job: Mapping[str, Any], work: Path) -> tuple[Any, Any]:
-    if job["way"] == "torch":
-        from torch.utils.cpp_extension import BuildExtension, SyclExtension
-
-        return SyclExtension(**torch_arguments(job["sources"], job["include"])), BuildExtension
-    ipex = importlib.import_module(f"{IPEX}.xpu.cpp_extension")
-    arguments_of = ipex_arguments(job["sources"], job["include"], work)
-    return ipex.DPCPPExtension(**arguments_of), ipex.DpcppBuildExtension
 
 
 def _torch_has_sycl_extension() -> bool:

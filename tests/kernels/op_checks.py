@@ -16,14 +16,18 @@ import torch
 from torch import Tensor
 
 from optimus_kernels.experts import experts
-from optimus_kernels.gather import gather
-from optimus_kernels.gather import reference as gather_twin
 from optimus_kernels.grouped_mm import set_form, torch_form_works
-from optimus_kernels.reduction import reduce_rows, reduce_rows_backward
-from optimus_kernels.reduction import reference as reduce_twin
-from optimus_kernels.reduction import reference_backward as reduce_backward_twin
-from optimus_kernels.route import Rows, route
-from optimus_kernels.route import reference as route_twin
+from optimus_kernels.rows import (
+    Rows,
+    gather,
+    gather_reference,
+    reduce_backward_reference,
+    reduce_reference,
+    reduce_rows,
+    reduce_rows_backward,
+    route,
+    route_reference,
+)
 from optimus_kernels.swiglu import reference as swiglu_twin
 from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
 from optimus_kernels.swiglu import swiglu, swiglu_backward
@@ -84,7 +88,7 @@ SIZES = (1, 7, 64, 136, 521, 1056)
 
 def case(routing: Routing, device: str) -> Rows:
     """The rows by the twin, so that ops are checked apart from each other."""
-    return route_twin(routing.chosen(device), routing.first, routing.num_experts)
+    return route_reference(routing.chosen(device), routing.first, routing.num_experts)
 
 
 def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
@@ -127,7 +131,7 @@ def check_gather(routing: Routing, size: int, dtype: torch.dtype, device: str) -
     x = random(routing.tokens, size, dtype=dtype, device=device)
     for given in (x, off_by_one(x)):
         actual = gather(given, rows.token, rows.row)
-        assert torch.equal(actual, gather_twin(x, rows.token, rows.row))
+        assert torch.equal(actual, gather_reference(x, rows.token, rows.row))
 
 
 def check_swiglu(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -166,7 +170,7 @@ def check_reduce(
     w = random(routing.tokens, routing.top_k, dtype=dtype, device=device, seed=2)
     w = w if weighted else None
     exact, scale = (
-        reduce_twin(change(y), w if w is None else change(w), rows.row, rows.slot)
+        reduce_reference(change(y), w if w is None else change(w), rows.row, rows.slot)
         for change in (Tensor.double, lambda t: t.double().abs())
     )
     for given in (y, off_by_one(y)):
@@ -180,8 +184,8 @@ def check_reduce_backward(routing: Routing, size: int, dtype: torch.dtype, devic
     grad = random(routing.tokens, size, dtype=dtype, device=device, seed=1)
     w = random(routing.tokens, routing.top_k, dtype=dtype, device=device, seed=2)
     wide = grad.double(), y.double(), w.double()
-    exact = reduce_backward_twin(*wide, rows.slot)
-    terms = reduce_backward_twin(wide[0].abs(), wide[1].abs(), wide[2], rows.slot)[1]
+    exact = reduce_backward_reference(*wide, rows.slot)
+    terms = reduce_backward_reference(wide[0].abs(), wide[1].abs(), wide[2], rows.slot)[1]
     for give in (lambda t: t, off_by_one):
         actual = reduce_rows_backward(give(grad), give(y), w, rows.slot)
         assert_close(actual[0], exact[0], exact[0], roundings=1)
@@ -246,7 +250,7 @@ def check_what_is_not_finite(device: str) -> None:
 def check_numbers_from_elsewhere(device: str) -> None:
     """Experts out of range, however far, get no row and touch no memory."""
     chosen = torch.tensor([[0, 2], [-1, 1], [2**62, -(2**63)], [3, 2**63 - 1]], device=device)
-    rows, twin = route(chosen, 1, 2), route_twin(chosen, 1, 2)
+    rows, twin = route(chosen, 1, 2), route_reference(chosen, 1, 2)
     assert all(map(torch.equal, rows, twin))
     assert rows.offsets.tolist() == [0, 1, 2]
 

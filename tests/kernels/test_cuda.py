@@ -176,9 +176,7 @@ def test_rows_on_a_gpu(gpu, size, dtype):
 def test_ops_do_not_wait_for_the_host_and_use_the_current_stream(gpu):
     """A CUDA graph captures the ops and replays them on new input. The capture fails if an op waits
     for the host."""
-    from optimus_kernels.gather import gather
-    from optimus_kernels.reduction import reduce_rows
-    from optimus_kernels.route import route
+    from optimus_kernels.rows import gather, reduce_rows, route
     from optimus_kernels.swiglu import swiglu, swiglu_backward
 
     routing = checks.ROUTINGS[1]

@@ -9,7 +9,7 @@ import optimus_kernels as kernels
 from optimus_kernels import experts_loop, product
 from optimus_kernels.experts import reference as experts_reference
 from optimus_kernels.experts import reference_backward as experts_backward_reference
-from optimus_kernels.route import reference as route_reference
+from optimus_kernels.rows import route_reference
 from tests.kernels.test_ops import ERRORS
 
 ops = torch.ops.optimus

@@ -11,13 +11,15 @@ import optimus_kernels as kernels
 from optimus_kernels import backend
 from optimus_kernels.experts import reference as experts_reference
 from optimus_kernels.experts import reference_backward as experts_backward_reference
-from optimus_kernels.gather import reference as gather_reference
 from optimus_kernels.grouped_mm import form
 from optimus_kernels.grouped_mm import reference as grouped_reference
 from optimus_kernels.grouped_mm import reference_weight as grouped_weight_reference
-from optimus_kernels.reduction import reference as reduce_reference
-from optimus_kernels.reduction import reference_backward as reduce_backward_reference
-from optimus_kernels.route import reference as route_reference
+from optimus_kernels.rows import (
+    gather_reference,
+    reduce_backward_reference,
+    reduce_reference,
+    route_reference,
+)
 from optimus_kernels.swiglu import reference as swiglu_reference
 from optimus_kernels.swiglu import reference_backward as swiglu_backward_reference
 from tests.kernels.op_checks import in_form, needs_torch_form
