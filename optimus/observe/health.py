@@ -189,9 +189,12 @@ class _ExpertBalance:
         over = [load > limit for load, limit in zip(fullest, self._limits, strict=True)]
         counts = zip(over, self._overloaded, strict=True)
         self._overloaded = [count + 1 if is_over else 0 for is_over, count in counts]
-        if len(self._recent) < _UPDATES or self._too_few_rows():
+        fewest_rows = min(int(rows.sum(1).min()) for rows in self._recent)
+        few_rows = fewest_rows < _MIN_ROWS * max(self._model.experts_by_layer)
+        if few_rows or len(self._recent) < _UPDATES:
             return []
-        idle = [int((load < _IDLE).sum()) for load in self._loads_together()]
+        together = expert_loads(torch.stack(list(self._recent)).sum(0), self._model)
+        idle = [int((load < _IDLE).sum()) for load in together]
         bad = [layer for layer, count in enumerate(self._overloaded)
                if count >= _UPDATES or idle[layer]]  # fmt: skip
         self._balanced = 0 if bad or any(over) else self._balanced + 1
@@ -205,13 +208,6 @@ class _ExpertBalance:
             )
             return [Notice(logging.INFO, text)]
         return []
-
-    def _too_few_rows(self) -> bool:
-        experts = max(self._model.experts_by_layer)
-        return min(int(rows.sum(1).min()) for rows in self._recent) < _MIN_ROWS * experts
-
-    def _loads_together(self) -> list[Tensor]:
-        return expert_loads(torch.stack(list(self._recent)).sum(0), self._model)
 
     def _warning(
         self, step: int, bad: list[int], fullest: list[float], idle: list[int]

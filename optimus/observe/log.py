@@ -1,6 +1,7 @@
-"""Log of a process: the loggers `optimus.*` write lines to standard error.
+"""Output of a process on standard error: the log, and the progress of a run.
 
-Only the commands call `set_up_logging`. A program that imports Optimus configures logging itself.
+The loggers `optimus.*` write lines. Progress is a bar on a terminal and lines elsewhere. Only
+the commands call `set_up_logging`. A program that imports Optimus configures logging itself.
 """
 
 from __future__ import annotations
@@ -8,9 +9,20 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from optimus.errors import printable_lines
-from optimus.observe.events import EvalRecord, Record, Recorder, StartUpRecord, Traffic
+from optimus.errors import printable, printable_lines
+from optimus.observe.events import (
+    EvalRecord,
+    Record,
+    Recorder,
+    StartUpRecord,
+    StepRecord,
+    Traffic,
+)
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -91,3 +103,57 @@ class LogRecorder(Recorder):
 def redirect_lines(write: Callable[[str], None] | None) -> None:
     """Pass log lines to `write` instead of standard error. None restores standard error."""
     _LINES.write = write
+
+
+class Progress(Recorder):
+    """Shows the figures of the latest step on standard error."""
+
+    def __init__(self, first_step: int, last_step: int, log_interval: int) -> None:
+        """Open a progress bar if standard error is a terminal. If not, `record` prints lines.
+
+        Args:
+            first_step: Step at which the run starts.
+            last_step: Step at which the run ends.
+            log_interval: Number of steps from one printed line to the next. A line is also printed
+                for the last step.
+        """
+        self._last_step, self._interval = last_step, log_interval
+        self._bar: tqdm | None = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+            redirect_lines(lambda line: bar.write(line, file=sys.stderr))
+            self._bar = bar
+
+    def record(self, record: Record) -> None:
+        if not isinstance(record, StepRecord):
+            return
+        step = record.step
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(_figures(record))
+        elif step % self._interval == 0 or step == self._last_step:
+            sys.stderr.write(f"step {step}/{self._last_step}  {_figures(record)}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Close the bar. Later log lines are printed below it."""
+        if self._bar is not None:
+            redirect_lines(None)
+            self._bar.close()
+
+
+def indented(text: str) -> str:
+    """Indent each line of `text`. Escape control characters, so that no terminal obeys them."""
+    return "\n".join("    " + printable(line) for line in text.split("\n"))
+
+
+def _figures(record: StepRecord) -> str:
+    loss = "overflow" if record.loss is None else f"{record.loss:.4f}"
+    norm = "overflow, skipped" if record.grad_norm is None else f"norm {record.grad_norm:.3f}"
+    text = f"loss {loss}  {norm}  lr {record.lr:.2e}  {record.tokens_per_s:,.0f} tok/s"
+    if record.moe is not None:
+        low, high = record.moe.expert_load_min, record.moe.expert_load_max
+        text += f"  expert load {low:.2f}-{high:.2f}"
+    return text

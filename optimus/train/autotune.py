@@ -1,4 +1,5 @@
-"""Choice of the kernel backend, the grouped GEMM and the expert dispatch at the start of a run.
+"""Checks and choices at the start of a run that need the device: fp16 operations, the kernel
+backend, the grouped GEMM and the expert dispatch.
 
 The grouped GEMM has two implementations, called forms: "torch" is torch's op, "loop" is a loop over
 experts. Backends and forms add numbers in different orders. All ranks must therefore make the same
@@ -24,6 +25,7 @@ from optimus.distributed.collectives import all_gather_objects, broadcast_object
 from optimus.distributed.groups import Groups
 from optimus.distributed.world import World
 from optimus.errors import ConfigError, counted, one_line
+from optimus.model.init import initialise_
 from optimus.model.moe import Experts
 from optimus.model.transformer import Transformer
 from optimus.parallel.dispatch_timing import time_dispatchers
@@ -456,6 +458,44 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
             f"set {_DISPATCH} = 'alltoall' to use all-to-all anyway",
         )
     return None if recorded == "auto" else DispatchChoice(recorded, _AS_STORED)
+
+
+def check_fp16(model: ModelConfig, device: torch.device) -> None:
+    """Check that the device can compute in fp16: older torch lacks some fp16 operations on CPUs.
+
+    Runs forward and backward of a small model that has the same kinds of layers as `model`: dense,
+    MoE or both.
+
+    Raises:
+        ConfigError: The device lacks an operation, which the message names.
+    """
+    sparse = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
+    experts = 4 * max(1, model.num_experts_per_tok)
+    small = model.model_copy(
+        update={
+            "num_layers": len(sparse),
+            "num_experts": tuple(experts * is_sparse for is_sparse in sparse),
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 0,
+            "head_dim": 0,
+            "intermediate_size": 32,
+            "dense_intermediate_size": 0,
+            "vocab_size": 32,
+            "pad_token_id": -1,
+        }
+    )
+    layers = Transformer(small).to(device, torch.float16)
+    initialise_(layers, 0)
+    tokens = torch.arange(8, device=device).unsqueeze(0)
+    try:
+        terms = layers.losses(tokens)
+        (terms.ce_sum + terms.aux + terms.z).backward()
+    except (RuntimeError, TypeError) as error:  # a missing op: NotImplementedError, a RuntimeError
+        raise ConfigError(
+            f"train.dtype = 'fp16': torch {torch.__version__} cannot compute in fp16 on "
+            f"{device.type} ({one_line(error)[:200]}); use 'bf16'",
+        ) from None
 
 
 def recompute_report(config: Config, groups: Groups, model: Transformer) -> str:

@@ -44,8 +44,7 @@ from optimus.observe.events import (
     TrafficMeter,
 )
 from optimus.observe.health import TrainingHealth, measure_expert_load
-from optimus.observe.progress import indented
-from optimus.observe.start_up import StartUp
+from optimus.observe.log import indented
 from optimus.peak import RunPeak
 from optimus.platform import dtype_of
 from optimus.rank.model import RankModel, uncompiled
@@ -55,22 +54,21 @@ from optimus.train.autotune import (
     MeasuredChoices,
     autotune_dispatch,
     autotune_kernels,
+    check_fp16,
     recompute_report,
 )
-from optimus.train.fp16_check import check_fp16
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
-from optimus.train.malloc_trim import MallocTrim
 from optimus.train.resolve import (
     ResolvedStart,
     RunInputs,
     RunPlan,
     find_start,
-    network_warnings,
     read_inputs,
 )
 from optimus.train.run_dir import RunDirectory
 from optimus.train.save import Saves, check_saves
+from optimus.train.startup import StartUp
 from optimus.train.stop import StopRequest
 from optimus.train.summary import print_end, print_start
 from optimus.train.update import Updater, UpdateResult
@@ -124,16 +122,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         plan = RunPlan(*inputs, *broadcast_object(start, world.everyone, ResolvedStart))
         start_up.done("meeting")
         phase = "setup"
-        fix_arithmetic(config.train, launch.local_world_size)
-        kernels = autotune_kernels(config, world, plan.start.full)
-        start_up.done("autotune")
-        if config.train.dtype == "fp16":
-            check_fp16(config.model, world.device)
-        if world.is_first:
-            ranks = launch.local_world_size
-            warnings = network_warnings(config.model, config.train, plan.mesh, ranks)
-            print_start(config, plan, warnings)
-        run = Run(config, world, plan, kernels, directory, start_up)
+        run = _set_up(config, world, plan, directory, start_up)
         phase = "training"
         run.go()
     except RunEnded:
@@ -141,10 +130,28 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     except Exception as error:
         if isinstance(error, KernelError):  # a backend selected by name is not available
             error = ConfigError(str(error))
-        agreement = None if world is None else world.agreement
-        step = 0 if run is None else run.step
-        raise end_run(error, launch, agreement, phase, step) from error
+        agreement = world.agreement if world else None
+        raise end_run(error, launch, agreement, phase, run.step if run else 0) from error
     end_world()
+
+
+def _set_up(
+    config: Config,
+    world: World,
+    plan: RunPlan,
+    directory: RunDirectory | None,
+    start_up: StartUp,
+) -> Run:
+    """Choose threads and kernels, print the plan of the run, and return the run."""
+    ranks_per_node = world.launch.local_world_size
+    fix_arithmetic(config.train, ranks_per_node)
+    kernels = autotune_kernels(config, world, plan.start.full)
+    start_up.done("autotune")
+    if config.train.dtype == "fp16":
+        check_fp16(config.model, world.device)
+    if world.is_first:
+        print_start(config, plan, ranks_per_node)
+    return Run(config, world, plan, kernels, directory, start_up)
 
 
 def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
@@ -203,13 +210,8 @@ class Run:
         recompute = recompute_report(config, self.groups, self.model)
         self.peak: RunPeak | None = None
         if directory is not None:
-            for sink in directory.open(config, plan, self.last_step):
-                self.recorder.add(sink)
-            if dispatch.reason:
-                logger.info(str(dispatch))
-            if recompute:
-                logger.info(recompute)
-            self.peak = self._find_peak()
+            notes = [str(dispatch)] if dispatch.reason else []
+            self._start_recording(directory, [*notes, recompute] if recompute else notes)
         if config.train.compile:
             platform.use_private_compile_cache()
             self.model.compile_blocks()
@@ -224,7 +226,7 @@ class Run:
             self.groups.data.size,
             config.data.document_mask,
         )
-        self.malloc_trim = MallocTrim()
+        self.malloc_trim = platform.MallocTrim()
         self.health = TrainingHealth(config.model)
         self._start_up = start_up
         if start_up is not None:
@@ -239,7 +241,7 @@ class Run:
                 "continue",
                 self.plan.start.step,
                 self.last_step,
-                self._limit(),
+                "stop_at_step" if self.last_step < self.config.train.max_steps else "max_steps",
             )
         began = time.monotonic()
         try:
@@ -272,10 +274,6 @@ class Run:
             self.loader.close()
             if self.directory is not None:
                 self.directory.close()
-
-    def _limit(self) -> str:
-        train = self.config.train
-        return "stop_at_step" if 0 < train.stop_at_step < train.max_steps else "max_steps"
 
     def _print_end(self, step: int, began: float) -> None:
         if self.directory is None:
@@ -387,12 +385,16 @@ class Run:
             loss_scaling=loss_scaling,
         )
 
-    def _find_peak(self) -> RunPeak:
-        assert self.directory is not None, "only the first rank measures the peak"
+    def _start_recording(self, directory: RunDirectory, notes: list[str]) -> None:
+        """Open the files of the run directory, log `notes`, and find the peak FLOP/s for MFU."""
+        for sink in directory.open(self.config, self.plan, self.last_step):
+            self.recorder.add(sink)
+        for note in notes:
+            logger.info(note)
         like = torch.empty(0, dtype=dtype_of(self.config.train.dtype), device=self.world.device)
         with fastest_library(like):
-            return RunPeak(
-                self.directory.path,
+            self.peak = RunPeak(
+                directory.path,
                 self.plan.start.step > 0,
                 like.device,
                 like.dtype,

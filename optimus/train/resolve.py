@@ -181,7 +181,13 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
     ):
         if not value:
             raise ConfigError(f"{key} is missing; set it in the file or as {key}=VALUE")
-    _check_allowed_changes(config.checkpoint.allow_change)
+    for key in config.checkpoint.allow_change:
+        if key not in CHANGEABLE:
+            near = difflib.get_close_matches(key, CHANGEABLE, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(CHANGEABLE)}"
+            raise ConfigError(
+                f"checkpoint.allow_change = {key!r} is not a setting that may change; {hint}"
+            )
     return mesh, batch
 
 
@@ -349,16 +355,6 @@ def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], ste
     read = before if same else 0
     low, high = sorted((now, read))
     return f"; instances {low} to {high} are {'skipped' if now > read else 'read again'}"
-
-
-def _check_allowed_changes(keys: Sequence[str]) -> None:
-    for key in keys:
-        if key not in CHANGEABLE:
-            near = difflib.get_close_matches(key, CHANGEABLE, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(CHANGEABLE)}"
-            raise ConfigError(
-                f"checkpoint.allow_change = {key!r} is not a setting that may change; {hint}"
-            )
 
 
 def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:

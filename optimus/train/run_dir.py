@@ -15,10 +15,8 @@ from optimus.config import Config, dump_toml
 from optimus.errors import ConfigError
 from optimus.io import files
 from optimus.observe.events import Recorder
-from optimus.observe.log import LogRecorder
-from optimus.observe.metrics import MetricsFiles, metrics_paths
-from optimus.observe.progress import Progress
-from optimus.observe.tensorboard import TensorBoard
+from optimus.observe.log import LogRecorder, Progress
+from optimus.observe.metrics import MetricsFiles, TensorBoard, metrics_paths
 from optimus.train.resolve import RunPlan
 
 logger = logging.getLogger(__name__)

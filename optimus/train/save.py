@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,20 @@ def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> 
 class _PendingSave:
     """The save in progress, if any, of one kind of checkpoint: full or model-only."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        saver: Saver | None,
+        path_of: Callable[[str, int], Path],
+        write_sidecar_files: Callable[[Path], None],
+    ) -> None:
+        """Create an object without a save in progress.
+
+        Args:
+            saver: Starts the saves; None if this kind of checkpoint is never due.
+            path_of: Returns the path of the checkpoint for a run directory and a step.
+            write_sidecar_files: Writes the sidecar files to the directory of a checkpoint.
+        """
+        self.saver, self.path_of, self.write_sidecar_files = saver, path_of, write_sidecar_files
         self.save: AsyncSave | None = None
         self.failures = 0
         """Number of failed saves since the last committed save."""
@@ -111,7 +123,7 @@ class Saves:
         # Leave out the shards: they refer to fp32 copies of frozen parameters and would keep them
         # in memory.
         self._rank_states = replace(rank_states, shards=())
-        self._fulls, self._models, self._removing = _PendingSave(), _PendingSave(), threading.Lock()
+        self._removing = threading.Lock()
         self._unremovable: dict[Path, str] = {}
         """Directories that could not be removed, each with the reason that was logged."""
         self._least_saves = _FEW_SAVES
@@ -125,11 +137,14 @@ class Saves:
         limits["staged"], scatter = settings.async_save, settings.scatter
         self._saver = FullSaver(rank_states, scatter, direct=settings.direct_io, **limits)
         self._model_saver: ModelSaver | None = None
+        self._fulls = _PendingSave(self._saver, store.full_path, self._write_sidecar_files)
         if settings.model_interval:
             eos = with_data_eos(config.model, plan.data.training.eos_id)
             self._warned: set[str] = set()
             self._exported = config.model.model_copy(update={"eos_token_ids": eos})
             self._model_saver = ModelSaver(rank_states, self._exported, scatter, **limits)
+        write_model_files = self._write_model_sidecar_files
+        self._models = _PendingSave(self._model_saver, store.model_path, write_model_files)
         states.frozen.settle()
 
     def save_missing(self) -> None:
@@ -145,7 +160,7 @@ class Saves:
             return
         missing = self._world.is_first and not is_checkpoint(store.model_path(run_dir, start.step))
         if broadcast_object(missing, self._world.everyone, bool):
-            self._begin(self._models, start.step, self._begin_model)
+            self._begin(self._models, start.step)
             self._handle(self._models, self._models.poll(wait=True))
 
     def after(self, step: int, last: bool) -> None:
@@ -174,11 +189,11 @@ class Saves:
         # The full checkpoint comes first: if the run is killed between the two saves, save_missing
         # saves the model-only checkpoint on resume.
         if full:
-            self._begin(self._fulls, step, self._begin_full)
+            self._begin(self._fulls, step)
         if model:
             is_committed = self._newest == store.full_path("", step).name
             reserve = self._saver.unwritten if full and not is_committed else lambda: 0
-            self._begin(self._models, step, partial(self._begin_model, reserve=reserve))
+            self._begin(self._models, step, reserve)
         if last:
             for pending in (self._fulls, self._models):
                 self._handle(pending, pending.poll(wait=True))
@@ -201,7 +216,12 @@ class Saves:
             if pending.save is not None:
                 pending.save.give_up()
 
-    def _begin(self, pending: _PendingSave, step: int, begin: Callable[[int], AsyncSave]) -> None:
+    def _begin(
+        self, pending: _PendingSave, step: int, reserve: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Start a save. `reserve` returns the number of bytes that the full save of the same step
+        still has to write; the disk must have space for these, too."""
+        assert pending.saver is not None, "model-only saves need checkpoint.model_interval"
         if (before := pending.save) is not None:
             start = time.monotonic()
             self._handle(pending, pending.poll(wait=True))
@@ -214,11 +234,22 @@ class Saves:
         try:
             if before is not None and pending.save is not None:
                 raise OptimusError(f"the disk has not finished the save of step {before.step}")
-            pending.save = begin(step)
+            # Get the shards again, since the chunks may have moved to other buffers.
+            pending.save = pending.saver.begin(
+                replace(self._rank_states, shards=self._states.shards()),
+                pending.path_of(self._config.train.run_dir, step),
+                pending.write_sidecar_files,
+                self._remove_old,
+                self._remove_leftover,
+                reserve=reserve,
+                **self._facts(step),
+            )
         except LostPeerError:
             raise  # the loss of a rank ends the run, not only this save
         except OptimusError as error:
             self._handle_failure(pending, step, str(error))
+        finally:
+            self._states.frozen.settle()
         if not self._config.checkpoint.async_save:
             self._handle(pending, pending.poll(wait=True))
 
@@ -267,36 +298,6 @@ class Saves:
         """Log a warning on the first rank only. Call this on all ranks with the same line."""
         if self._world.is_first:
             logger.warning(line)
-
-    def _begin_full(self, step: int) -> AsyncSave:
-        path = store.full_path(self._config.train.run_dir, step)
-        return self._begin_with(self._saver, path, step)
-
-    def _begin_model(self, step: int, reserve: Callable[[], int] = lambda: 0) -> AsyncSave:
-        """Start a model-only save. `reserve` returns the number of bytes that the full save of the
-        same step still has to write; the disk must have space for these, too."""
-        assert self._model_saver is not None, "due only with checkpoint.model_interval"
-        path = store.model_path(self._config.train.run_dir, step)
-        return self._begin_with(self._model_saver, path, step, reserve)
-
-    def _begin_with(
-        self, saver: Saver, path: Path, step: int, reserve: Callable[[], int] = lambda: 0
-    ) -> AsyncSave:
-        is_model = saver is self._model_saver
-        # Get the shards again, since the chunks may have moved to other buffers.
-        states = replace(self._rank_states, shards=self._states.shards())
-        try:
-            return saver.begin(
-                states,
-                path,
-                self._write_model_sidecar_files if is_model else self._write_sidecar_files,
-                self._remove_old,
-                self._remove_leftover,
-                reserve=reserve,
-                **self._facts(step),
-            )
-        finally:
-            self._states.frozen.settle()
 
     def _remove_old(self) -> None:
         """Remove the checkpoints that the retention settings do not keep. Runs in a thread."""
@@ -355,12 +356,8 @@ class Saves:
             "first_step": start.first_step,
             "settings": self._settings,
             "loss_scale": self._loss_scale.state(),
-            "ranks": self._ranks(),
+            "ranks": self._plan.mesh._asdict() | {"per_node": self._world.launch.local_world_size},
         }
-
-    def _ranks(self) -> dict[str, int]:
-        sizes = self._plan.mesh._asdict()
-        return sizes | {"per_node": self._world.launch.local_world_size}
 
     def _write_sidecar_files(self, directory: Path) -> None:
         """Write the configuration and the tokenizer, which make the checkpoint usable by itself."""

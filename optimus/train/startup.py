@@ -1,17 +1,20 @@
-"""Start of a command: the number of ranks to start, the rendezvous address and the dry run.
+"""Start of a command: number of ranks, rendezvous address, dry run, durations of its phases.
 
 Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from optimus.config import Config
 from optimus.errors import ConfigError, OptimusError, counted
-from optimus.launch.environment import LaunchEnv
+from optimus.launch.environment import COMMAND_STARTED, LaunchEnv
+from optimus.observe.events import StartUpRecord
 
 if TYPE_CHECKING:
     from optimus.train.resolve import PartialPlan
@@ -66,11 +69,9 @@ def dry_run(
     """Check a run on `nodes` nodes with `ranks_per_node` ranks each, and print its plan.
     `check_data` and `check_run_dir` are as in `check_run`."""
     plan = check_run(config, nodes * ranks_per_node, check_data, check_run_dir)
-    from optimus.train.resolve import network_warnings
     from optimus.train.summary import print_start
 
-    warnings = network_warnings(config.model, config.train, plan.mesh, ranks_per_node)
-    print_start(config, plan, warnings)
+    print_start(config, plan, ranks_per_node)
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
@@ -108,3 +109,39 @@ def ranks_to_start(nproc: int | None, started: int) -> int:
         )
         raise ConfigError(message)
     return 0
+
+
+class StartUp:
+    """Stopwatch for the phases from a command to the end of its first update, on one rank."""
+
+    def __init__(self, process_start: float | None = None) -> None:
+        """Start the stopwatch.
+
+        Args:
+            process_start: Value of `time.monotonic` at the start of this process. The phase
+                `imports` lasts from then until now. With `--nproc`, a phase `launch` precedes
+                `imports`; it begins at the start of the command. If `process_start` is None, the
+                stopwatch starts now and has neither phase.
+        """
+        self._phases: list[tuple[str, float]] = []
+        self._processor_start = 0.0 if process_start is not None else time.process_time()
+        self._start = self._last = time.monotonic() if process_start is None else process_start
+        if process_start is None:
+            return
+        with contextlib.suppress(KeyError, ValueError):  # only `--nproc` sets it
+            command_start = float(os.environ[COMMAND_STARTED])
+            if 0 <= command_start <= process_start:
+                self._start = command_start
+                self._phases.append(("launch", process_start - command_start))
+        self.done("imports")
+
+    def done(self, phase: str) -> None:
+        """End the phase `phase`, which began when the previous phase ended."""
+        now = time.monotonic()
+        self._phases.append((phase, now - self._last))
+        self._last = now
+
+    def record(self) -> StartUpRecord:
+        """Return the record of all phases that have ended."""
+        processor_s = time.process_time() - self._processor_start
+        return StartUpRecord(tuple(self._phases), self._last - self._start, processor_s)

@@ -41,7 +41,8 @@ class StopRequest:
         for number in STOP_SIGNALS:
             # SIGHUP stays ignored if nohup started this run. Ranks of the spawner ignore SIGHUP,
             # too, but only until this handler is installed.
-            if number != signal.SIGHUP or RENDEZVOUS in os.environ or not _is_ignored(number):
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            if number != signal.SIGHUP or RENDEZVOUS in os.environ or not is_ignored:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -75,7 +76,3 @@ class StopRequest:
             return None
         agreed = _PRIORITY[code]
         return "the deadline has passed" if agreed == _DEADLINE else signal_label(agreed)
-
-
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN

@@ -12,13 +12,7 @@ from typing import Any
 from data_prep.dataset import MAX_EPOCHS
 from optimus.checkpoint.store import full_path
 from optimus.config import Config
-from optimus.config.sections import (
-    CheckpointConfig,
-    MixSource,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from optimus.config.sections import MixSource, ModelConfig, ParallelConfig, TrainConfig
 from optimus.data.dataset import InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh
@@ -27,15 +21,16 @@ from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
 from optimus.observe.events import EvalRecord
 from optimus.train.autotune import MeasuredChoices
-from optimus.train.resolve import PartialPlan, RunPlan, flat_settings
+from optimus.train.resolve import PartialPlan, RunPlan, flat_settings, network_warnings
 
 logger = logging.getLogger(__name__)
 
 
-def print_start(config: Config, plan: PartialPlan, warnings: Sequence[str]) -> None:
-    """Log the plan of a run, all warnings, its start, and the settings that differ from the
+def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
+    """Log the plan of a run, warnings, its start, and the settings that differ from the
     checkpoint's."""
     _log("this run", plan_facts(config, plan))
+    warnings = network_warnings(config.model, config.train, plan.mesh, ranks_per_node)
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
     for warning in (*warnings, *repeats):
         logger.warning(one_line(warning))
@@ -153,7 +148,12 @@ def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
         yield "steps", f"{steps}{until}, {tokens:,} tokens in all"
     else:
         yield "steps", f"none left after step {plan.start.step:,}{until}"
-    yield "checkpoints", _checkpoints(config.checkpoint)
+    full = config.checkpoint.interval
+    often = f"every {counted(full, 'step')} and " if full else ""
+    saves = f"full {often}at the end"
+    if models := config.checkpoint.model_interval:
+        saves += f", model only every {counted(models, 'step')}"
+    yield "checkpoints", saves
     yield "files", train.run_dir
 
 
@@ -214,14 +214,6 @@ def _repeats(mix: Sequence[MixSource], max_steps: int, plan: PartialPlan) -> Ite
 
 def _short(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
-
-
-def _checkpoints(settings: CheckpointConfig) -> str:
-    full = f"every {counted(settings.interval, 'step')} and " if settings.interval else ""
-    text = f"full {full}at the end"
-    if settings.model_interval:
-        text += f", model only every {counted(settings.model_interval, 'step')}"
-    return text
 
 
 def _results(

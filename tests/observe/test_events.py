@@ -23,10 +23,8 @@ from optimus.observe.events import (
     Traffic,
     TrafficMeter,
 )
-from optimus.observe.log import LogRecorder
-from optimus.observe.metrics import MetricsFiles, read_json_lines
-from optimus.observe.progress import Progress
-from optimus.observe.tensorboard import TensorBoard
+from optimus.observe.log import LogRecorder, Progress
+from optimus.observe.metrics import MetricsFiles, TensorBoard, read_json_lines
 
 STEP = StepRecord(4, 2.5, 1.25, 1e-3, 4096, 0.5, 2048.0, 0.1, None, 1 << 20)
 EVALUATION = EvalRecord(4, "held-out", 2.75, 512)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from optimus.observe.progress import indented
+from optimus.observe.log import indented
 
 
 def test_text_of_a_model_sends_no_control_characters_to_the_terminal():

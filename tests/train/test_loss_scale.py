@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimus.errors import NonFiniteError
-from optimus.train import fp16_check
+from optimus.train import autotune
 from optimus.train.loss_scale import LossScale
 from tests.kit.layouts.whole import whole_of
 from tests.kit.ranks.pool import RanksFailed
@@ -215,9 +215,9 @@ def fail_in_two_lines():
 @pytest.mark.parametrize("fail", [fail_as_a_backend_without_the_operation, fail_in_two_lines])
 def test_device_without_an_fp16_operation_is_refused_in_a_line(monkeypatch, fail):
     model, device = tiny_config("d", "r", **HALF).model, torch.device("cpu")
-    fp16_check.check_fp16(model, device)  # this torch supports fp16
-    monkeypatch.setattr(fp16_check.Transformer, "losses", lambda self, tokens: fail())
+    autotune.check_fp16(model, device)  # this torch supports fp16
+    monkeypatch.setattr(autotune.Transformer, "losses", lambda self, tokens: fail())
     message = "train.dtype = 'fp16'.*addmm.*use 'bf16'"
-    with pytest.raises(fp16_check.ConfigError, match=message) as refused:
-        fp16_check.check_fp16(model, device)
+    with pytest.raises(autotune.ConfigError, match=message) as refused:
+        autotune.check_fp16(model, device)
     assert "\n" not in str(refused.value)

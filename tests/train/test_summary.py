@@ -32,7 +32,7 @@ def test_start_summary_describes_the_run(tiny_data, tmp_path, capsys):
     layout = {"parallel__pp": 2, "parallel__ep": 2, "optim__sharding": "epso"}
     more = {"checkpoint__model_interval": 10, "train__eval_interval": 5, "train__eval_instances": 3}
     config, plan = resolved(tiny_data, tmp_path / "run", 8, **layout, **more)
-    print_start(config, plan, [])
+    print_start(config, plan, 8)
     printed = capsys.readouterr()
     rows = table(printed.err)
     assert printed.out == "" and "warning" not in printed.err
@@ -62,7 +62,7 @@ def test_repeated_text_gives_a_warning(tiny_data, tmp_path, capsys, steps, warne
     config, plan = resolved(tiny_data, tmp_path / "run", train__max_steps=steps)
     most = 4 * plan.data.training.num_instances // 8
     assert 300 <= most < 310, "the tiny data set has another size"
-    print_start(config, plan, [])
+    print_start(config, plan, 1)
     text = capsys.readouterr().err
     assert (
         f"more than about 4 epochs add little; use more text, or set train.max_steps={most}" in text
@@ -74,7 +74,7 @@ def test_sources_of_a_mix_have_separate_epochs(tiny_data, tmp_path, capsys):
     mix = [{"path": str(tiny_data), "weight": 3}, {"path": str(other), "weight": 1}]
     settings = {"data__path": "", "data__mix": mix, "train__max_steps": 400}
     config, plan = resolved("", tmp_path / "run", **settings)
-    print_start(config, plan, [])
+    print_start(config, plan, 1)
     text = capsys.readouterr().err
     first, second = (
         400 * 8 * w / 4 / s.num_instances

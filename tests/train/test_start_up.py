@@ -8,7 +8,7 @@ import pytest
 
 from optimus.launch.environment import COMMAND_STARTED, STARTED
 from optimus.observe.events import StartUpRecord
-from optimus.observe.start_up import StartUp
+from optimus.train.startup import StartUp
 
 
 def record_of(start_up: StartUp) -> StartUpRecord:
