@@ -29,6 +29,9 @@ from optimus.observe.events import NO_RECORDER, Recorder
 Value = TypeVar("Value")
 _MOST_BYTES = 1 << 31
 """Largest size, in bytes, of an object or byte string that ranks exchange."""
+_SUM_UNIT = 2.0**-28
+"""Fixed-point unit of `exact_sums`: the int64 number n represents the value n * _SUM_UNIT. Sums
+below 3e10 in magnitude fit into int64."""
 
 
 @dataclass(frozen=True)
@@ -191,29 +194,28 @@ class Transfer:
 def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
     """Replace `tensor` by its elementwise sum over the ranks of the group."""
     if group.size > 1:
-        _all_reduce_sum(tensor, group, async_op=False)
+        _all_reduce(tensor, distributed.ReduceOp.SUM, group)
 
 
 @_collective
 def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
     """Start `all_reduce_sum` without waiting for it. All ranks of a group must start collectives in
     the same order."""
-    work = _all_reduce_sum(tensor, group, async_op=True) if group.size > 1 else None
-    return Transfer(tensor, work, group, "all_reduce_sum")
-
-
-def _all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool) -> Any:
-    _record("all_reduce", group, tensor)
     total = distributed.ReduceOp.SUM
-    return distributed.all_reduce(tensor, total, group=group.process_group, async_op=async_op)
+    work = _all_reduce(tensor, total, group, async_op=True) if group.size > 1 else None
+    return Transfer(tensor, work, group, "all_reduce_sum")
 
 
 @_collective
 def all_reduce_max(tensor: torch.Tensor, group: Group) -> None:
     """Replace `tensor` by its elementwise maximum over the ranks of the group."""
     if group.size > 1:
-        _record("all_reduce", group, tensor)
-        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group.process_group)
+        _all_reduce(tensor, distributed.ReduceOp.MAX, group)
+
+
+def _all_reduce(tensor: torch.Tensor, operator: Any, group: Group, async_op: bool = False) -> Any:
+    _record("all_reduce", group, tensor)
+    return distributed.all_reduce(tensor, operator, group=group.process_group, async_op=async_op)
 
 
 def greatest(value: int, group: Group, device: torch.device) -> int:
@@ -221,6 +223,23 @@ def greatest(value: int, group: Group, device: torch.device) -> int:
     flag = torch.tensor([value], device=device)
     all_reduce_max(flag, group)
     return int(flag)
+
+
+def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
+    """Return the sum of each tensor's values over all ranks of the group.
+
+    The result has the same bits for any order of the additions. Each value is rounded to a multiple
+    of 2^-28 before it is added.
+
+    Args:
+        terms: 1-D tensors of finite values. All ranks have the same number of tensors; their
+            lengths may differ.
+        group: Group of the ranks.
+    """
+    units = [(values.double() / _SUM_UNIT).round().to(torch.int64).sum() for values in terms]
+    total = torch.stack(units)
+    all_reduce_sum(total, group)
+    return [count * _SUM_UNIT for count in total.tolist()]
 
 
 @_collective
@@ -415,12 +434,10 @@ def decode_object(data: bytes, kind: Any) -> Any:
     Raises:
         ValueError: The value does not have the type `kind`.
     """
-    return _adapter(kind).validate_json(data, strict=True)
+    return _type_adapter(kind).validate_json(data, strict=True)
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
+_type_adapter = functools.cache(TypeAdapter)
 
 
 def _plain(value: object) -> object:

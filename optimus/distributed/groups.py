@@ -1,17 +1,17 @@
-"""Process groups of this rank along the axes of the mesh."""
+"""Process groups of this rank along the axes of the mesh, and its channels along pp."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as distributed
 
 from optimus.config.axes import DATA, SAME_DATA, Axes
-from optimus.distributed.channels import NO_CHANNELS, Channels, open_channels
-from optimus.distributed.collectives import ALONE, Group, raising_lost_peers
+from optimus.distributed.collectives import ALONE, Group, raising_lost_peers, receive, send
 from optimus.distributed.mesh import ENDS, Coordinate, Mesh
 from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
@@ -19,6 +19,31 @@ from optimus.observe.events import NO_RECORDER, Recorder
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
 """References to process groups. A key is a pair (carries_states, ranks). `carries_states` is True
 if the group carries gradients and parameters; `ranks` are the global ranks of the group."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Channels of a pipeline rank to and from its neighbours. If a neighbour does not exist, its
+    channels are `ALONE`, a Group that does not communicate.
+
+    With several stages per rank, the first and the last rank are neighbours, too. Each channel has
+    one direction and a separate communicator. NCCL and XCCL complete the messages of a communicator
+    in the order in which they are posted. If channels shared a communicator, ranks could therefore
+    deadlock.
+
+    Attributes:
+        rank: This rank's index along pp.
+        activations_out: Sends activations to the next rank.
+        activations_in: Receives activations from the previous rank.
+        gradients_out: Sends gradients to the previous rank.
+        gradients_in: Receives gradients from the next rank.
+    """
+
+    rank: int = 0
+    activations_out: Group = ALONE
+    activations_in: Group = ALONE
+    gradients_out: Group = ALONE
+    gradients_in: Group = ALONE
 
 
 @dataclass(frozen=True)
@@ -37,7 +62,7 @@ class Groups:
     coordinate: Coordinate
     everyone: Group
     along: Mapping[Axes, Group]
-    channels: Channels = NO_CHANNELS
+    channels: Channels = Channels()
 
     @property
     def recorder(self) -> Recorder:
@@ -78,13 +103,7 @@ def join_groups(
         recorder: Receives an event for each collective and message of the groups.
     """
     members = mesh.groups_of(world.rank)
-    channels = open_channels(
-        members["pp",],
-        virtual_stages > 1,
-        world,
-        lambda ranks: _make(ranks, world, "pp"),
-        recorder,
-    )
+    channels = _open_channels(members["pp",], virtual_stages > 1, world, recorder)
     # Each rank makes only its own groups. torch names a group by its ranks and the number of groups
     # made before, so all ranks must make the same number of groups.
     handles: Handles = {}
@@ -102,7 +121,7 @@ def join_groups(
 
 def plan_groups(mesh: Mesh, rank: int) -> Groups:
     """Return the Groups of `rank`, with sizes and ranks but without process groups."""
-    return _gather(mesh, rank, Group(mesh.world_size, rank), {}, NO_CHANNELS)
+    return _gather(mesh, rank, Group(mesh.world_size, rank), {}, Channels())
 
 
 def _gather(
@@ -141,3 +160,46 @@ def _make(ranks: tuple[int, ...], world: World, axes: str) -> weakref.ref:
     with raising_lost_peers("join_groups", group), silent_libraries():
         made = distributed.new_group(list(ranks), limit, use_local_synchronization=True)
     return weakref.ref(made)
+
+
+def _open_channels(
+    line: Sequence[int], is_ring: bool, world: World, recorder: Recorder
+) -> Channels:
+    """Open this rank's channels to its neighbours along pp. All ranks of `line` must call this.
+
+    Args:
+        line: Global ranks along pp. Each of them must have made the same number of process groups
+            before.
+        is_ring: True if each rank has several stages.
+        world: World of this rank.
+        recorder: Receives an event for each message.
+    """
+    rank = line.index(world.rank)
+    channels: dict[str, Group] = {}
+    for edges in _rounds(len(line), is_ring):
+        edge = next((edge for edge in edges if rank in edge), None)
+        # tests/kit/layouts/schedule_proof.py proves that schedules complete with these
+        # communicators.
+        for name, source in (("activations", 0), ("gradients", 1)):
+            if edge is None:  # this rank must make as many groups as other ranks
+                _make((world.rank,), world, "pp")
+                continue
+            ranks = tuple(sorted(line[end] for end in edge))
+            channel = Group(2, ranks.index(world.rank), _make(ranks, world, "pp"), "pp", recorder)
+            is_sender = rank == edge[source]
+            transfer = send if is_sender else receive
+            # Some communicators connect at their first use, in which both ranks must take part.
+            transfer(torch.zeros(1, device=world.device), channel, 1 - channel.rank).wait()
+            channels[f"{name}_{'out' if is_sender else 'in'}"] = channel
+    return Channels(rank, **channels)
+
+
+def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
+    """Divide the pairs of neighbouring ranks into rounds, and return the rounds. Each rank is in at
+    most one pair of a round."""
+    # All channels of a round open at the same time, so ranks cannot wait for each other in a cycle.
+    edges = [(rank, rank + 1) for rank in range(size - 1)]
+    rounds = [edges[::2], edges[1::2], []]
+    if is_ring and size > 1:
+        rounds[1 + size % 2].append((size - 1, 0))
+    return [edges for edges in rounds if edges]

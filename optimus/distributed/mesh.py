@@ -1,7 +1,9 @@
 """Mesh of the axes of parallelism: coordinates and groups of ranks, computed without communication.
 
 The world size is pp * dp * ep * tp. Ranks are numbered with tp as the innermost axis and pp as the
-outermost.
+outermost. `sum_axes`, `shard_axes` and `copy_axes` return the axes over which gradients are summed
+and optimizer states are sharded or copied. The optimizer, the gradient reduction and checkpoints
+use these functions, so that their groups are consistent.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import itertools
 import math
 from collections import namedtuple
 from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optimus.config.axes import AXES, DATA, GRAD_SUM, MODEL, Axes
 from optimus.config.sections import ParallelConfig
@@ -138,3 +141,42 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
             f"but this run has {world_size}; set parallel.dp = {left}, or 0 to use all ranks"
         )
     return mesh._replace(dp=left)
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """Distribution of a parameter over the ranks of a pipeline stage.
+
+    Attributes:
+        divided: Axes along which each rank has a different slice of the parameter and the complete
+            gradient of its slice. Example: ep for experts.
+        partial: Axes along which each rank has the whole parameter, but computes only one summand
+            of its gradient. Example: tp for norms under sequence parallelism.
+    """
+
+    divided: Axes = ()
+    partial: Axes = ()
+
+
+def shard_axes(kind: ParameterKind, sharding: Literal["none", "so", "epso"]) -> Axes:
+    """Return the axes over which optimizer states are sharded."""
+    return {"none": (), "so": ("dp",), "epso": _added(kind)}[sharding]
+
+
+def sum_axes(kind: ParameterKind) -> Axes:
+    """Return the axes over which gradients are summed. They are not averaged, because each rank
+    divides its loss by the global number of targets."""
+    assert not set(kind.divided) & set(kind.partial), kind
+    return _added(kind) + kind.partial
+
+
+def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
+    """Return the axes along which ranks have copies of the same shard of the optimizer states.
+
+    `sharding` are the axes over which the states are sharded.
+    """
+    return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *kind.divided))
+
+
+def _added(kind: ParameterKind) -> Axes:
+    return tuple(axis for axis in GRAD_SUM if axis not in kind.divided)

@@ -110,8 +110,10 @@ def start_world(
         return World(launch, picked, "none", ALONE)
     store = _meet(launch, timeout_s, failure)
     agreement = Agreement(store, launch)
+    outcome = None if failure is None else outcome_of(failure, launch.rank, "launch")
+    absence = outcome_of(_unmet(launch, timeout_s), launch.rank, "meeting")
     try:
-        _agree_to_start(agreement, launch, timeout_s, failure)
+        agreement.start(outcome, absence, _limit_s(timeout_s, failure))
     except RunEnded as ended:
         raise ended from failure
     assert picked is not None, "no rank has a failure"
@@ -179,22 +181,16 @@ def _close_connections() -> None:
     thread.join(_CLOSE_S)
 
 
-def _agree_to_start(
-    agreement: Agreement, launch: LaunchEnv, timeout_s: float, failure: OptimusError | None
-) -> None:
-    """Wait for all ranks. Raise RunEnded if a rank is missing or cannot start."""
-    outcome = None if failure is None else outcome_of(failure, launch.rank, "launch")
-    absence = outcome_of(_unmet(launch, timeout_s), launch.rank, "meeting")
-    agreement.start(outcome, absence, _limit_s(timeout_s, failure))
-
-
 def _limit_s(timeout_s: float, failure: OptimusError | None) -> float:
     return timeout_s if failure is None else min(timeout_s, _FAILED_WAIT_S)
 
 
 def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_s: float) -> Group:
     """Make the process group of all ranks, after they have met at the store."""
-    _stay_on_this_machine(launch)
+    host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
+    is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
+    if sys.platform == "linux" and is_met:  # all ranks are on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     started = time.monotonic()
     try:
         with silent_libraries():
@@ -266,15 +262,6 @@ def _open_store(launch: LaunchEnv, limit: timedelta) -> distributed.Store:
             listen_at_meeting_point(where, launch.is_single_machine) if launch.is_first else None
         ),
     )
-
-
-def _stay_on_this_machine(launch: LaunchEnv) -> None:
-    """Restrict gloo to the loopback interface if all ranks are on this machine and meet at a
-    loopback address."""
-    host = urlsplit(launch.init_method).hostname or os.environ.get("MASTER_ADDR", "")
-    is_met = launch.init_method[:4] != "file" and is_loopback(host) and launch.is_single_machine
-    if sys.platform == "linux" and is_met:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _unmet(launch: LaunchEnv, timeout_s: float, reason: str = "") -> LostPeerError:

@@ -1,7 +1,9 @@
-"""Evaluation and sampling of a checkpoint: `optimus eval` and `optimus generate`."""
+"""Loading, evaluation and sampling of a checkpoint: `optimus eval` and `optimus generate`."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from optimus import platform
 from optimus.checkpoint import store
 from optimus.checkpoint.convert import eos_token_ids
-from optimus.checkpoint.weights import CONFIG
+from optimus.checkpoint.weights import CONFIG, fill, model_config_of, open_weights
 from optimus.config import load_saved_config
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer, tokenizer_path
@@ -17,7 +19,42 @@ from optimus.distributed.collectives import ALONE
 from optimus.errors import ConfigError, DataError
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import by_model, held_out_loss
-from optimus.evaluate.load_model import load_resolved
+from optimus.model.transformer import Transformer
+
+
+def load_model(
+    path: str | os.PathLike,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Transformer:
+    """Load the model at `path`.
+
+    Args:
+        path: A Hugging Face directory, a checkpoint or a run directory. The newest valid
+            checkpoint of a run directory is loaded.
+        dtype: Dtype of the parameters and logits.
+        device: Device of the model.
+
+    Returns:
+        The model, in evaluation mode. `model(tokens)` maps int64 [batch, sequence] to logits
+        [batch, sequence, vocabulary].
+
+    Raises:
+        CheckpointError: `path` has no usable model.
+    """
+    return load_resolved(store.resolve(path), dtype, device)
+
+
+def load_resolved(
+    source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Transformer:
+    """Load the model from a directory that `store.resolve` returned."""
+    config = model_config_of(source)
+    with open_weights(config, source) as weights:  # refuses wrong sizes before memory is allocated
+        with torch.device(device):
+            model = Transformer(config).to(dtype)
+        fill(model, weights)
+    return model.eval()
 
 
 def evaluate_checkpoint(

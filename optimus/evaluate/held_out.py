@@ -10,8 +10,7 @@ from torch import Tensor
 
 from optimus.data.dataset import FiniteSource
 from optimus.data.loader import Microbatch, make_microbatch
-from optimus.distributed.collectives import Group
-from optimus.distributed.exact import exact_sums
+from optimus.distributed.collectives import Group, exact_sums
 from optimus.model.transformer import Transformer
 
 _AT_ONCE = 16  # batches in memory at a time, which pass through the pipeline together

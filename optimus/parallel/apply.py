@@ -19,8 +19,7 @@ import torch
 from optimus.config import Config, ModelConfig
 from optimus.config.sections import ParallelConfig
 from optimus.distributed.groups import Groups
-from optimus.distributed.mesh import Coordinate, Mesh
-from optimus.distributed.rules import ParameterKind
+from optimus.distributed.mesh import Coordinate, Mesh, ParameterKind
 from optimus.model.transformer import Transformer
 from optimus.parallel import expert, tensor
 from optimus.parallel.deferred_linear import DeferredLinears

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.config import ModelConfig
-from optimus.distributed.rules import ParameterKind
+from optimus.distributed.mesh import ParameterKind
 from optimus.model.transformer import Transformer
 
 Intervals = tuple[tuple[int, int], ...]

@@ -26,8 +26,7 @@ from optimus.config import Config, ModelConfig, OptimConfig
 from optimus.config.axes import UNEQUAL
 from optimus.config.sections import TrainConfig
 from optimus.distributed.groups import Groups, plan_groups
-from optimus.distributed.mesh import Coordinate, Mesh
-from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
+from optimus.distributed.mesh import Coordinate, Mesh, copy_axes, shard_axes, sum_axes
 from optimus.errors import ConfigError, counted
 from optimus.model.init import initial_value
 from optimus.model.transformer import Transformer

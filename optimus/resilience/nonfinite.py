@@ -1,14 +1,20 @@
-"""Search for the rank and layer that computed a NaN or an infinity, before the optimizer step."""
+"""Detection of non-finite values before any reduction and before the optimizer step, and the search
+for the rank and layer that computed them."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import socket
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import numpy
 import torch
+from torch import Tensor, nn
 
 from optimus.chunks.buffers import GradBuffer
 from optimus.chunks.engine import ChunkEngine
@@ -24,8 +30,10 @@ from optimus.distributed.collectives import (
 )
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, counted
+from optimus.io import files
 from optimus.rank.model import RankModel, uncompiled
-from optimus.resilience import guards
+
+logger = logging.getLogger(__name__)
 
 _HUGE = 1e18
 """If a value has at least this magnitude, a calculation with it in fp32, such as its square, is
@@ -37,6 +45,98 @@ _LABELS = {
 }
 """Labels of the optimizer states in messages, in the order of the search. Moments come first,
 because a NaN in a moment spreads to the master."""
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Return True if all values of a large buffer are finite."""
+    # The sum is fast to compute, but it can overflow although all values are finite.
+    return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
+
+
+def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor with a NaN or an infinity; None if all are finite."""
+    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
+
+
+class ForwardWatch:
+    """Finds the first module of this rank that computes a non-finite value from finite inputs.
+
+    Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
+    such a module, the rank with the smallest `when` computed the first non-finite value.
+    """
+
+    def __init__(self) -> None:
+        self.module = ""
+        """Name of the first module that computed a non-finite value from finite inputs; "" if none
+        did."""
+        self.when = 0
+        """Position of the non-finite value among the checked module outputs and collective inputs,
+        counted from 1; 0 if `module` is empty."""
+        self._events = 0
+        self._running: list[tuple[str, bool]] = []  # module, and whether its inputs are finite
+
+    @contextlib.contextmanager
+    def over(self, model: nn.Module) -> Iterator[None]:
+        """Return a context that checks all forward passes of `model`."""
+        handles = []
+        for name, module in model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
+        self._running.append((name, _all_finite(inputs)))
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        self.look(output)
+        self._running.pop()
+
+    def look(self, value: object) -> None:
+        """Check a module's output, or this rank's contribution to a collective."""
+        self._events += 1
+        if self.module or _all_finite(value):
+            return
+        with_finite_inputs = [name for name, finite in self._running if finite]
+        if with_finite_inputs:
+            self.module, self.when = with_finite_inputs[-1], self._events
+
+
+def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
+    """Write a JSON file about a non-finite value. If this fails, log a warning.
+
+    Users and scripts can read the file to decide whether to restart the run.
+
+    Args:
+        log_dir: Directory of the file `nonfinite-rank{rank}.json`.
+        rank: The rank that computed the value.
+        step: Number of the update.
+        text: Description of the value.
+        host: Host name of the rank's machine.
+        more: Other keys and values of the file.
+    """
+    path = log_dir / f"nonfinite-rank{rank}.json"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, {"rank": rank, "step": step, "host": host, "what": text, **more})
+    except OSError as error:
+        logger.warning("could not write %s: %s", path, error.strerror)
+
+
+def _all_finite(value: object) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _floats(value))
+
+
+def _floats(output: object) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, (tuple, list)):
+        return [tensor for entry in output for tensor in _floats(entry)]
+    return []
 
 
 class BadState(NamedTuple):
@@ -64,7 +164,7 @@ class BadState(NamedTuple):
 def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
     """Return the first non-finite value in this rank's optimizer states; None if all are finite."""
     for state in _LABELS:
-        shard = states.first_shard(state, lambda flat: not guards.is_finite(flat))
+        shard = states.first_shard(state, lambda flat: not is_finite(flat))
         if shard is None:
             continue
         finite = torch.isfinite(shard.values)
@@ -111,7 +211,7 @@ def refuse_bad_states(
     if first.rank == everyone.rank:
         log_dir = Path(train.run_dir) / "log"
         more = {"state": first.state, "parameter": first.parameter, "element": first.element}
-        guards.write_marker(log_dir, first.rank, step, text, first.host, **more, value=first.value)
+        write_marker(log_dir, first.rank, step, text, first.host, **more, value=first.value)
     others = len({bad.rank for bad in bad_states}) - 1
     also = f" (and states of {counted(others, 'more rank')})" if others else ""
     where = f"non-finite values on rank {first.rank} ({first.host}) at step {step}: "
@@ -197,9 +297,9 @@ class Watch:
     def look_at(self, buffer: GradBuffer) -> None:
         """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
         buffers in the order of the backward pass, from the last layers to the first."""
-        if not self._bad_gradient and not guards.is_finite(buffer.grads):
+        if not self._bad_gradient and not is_finite(buffer.grads):
             last_first = list(buffer.named_grads())[::-1]
-            self._bad_gradient = guards.first_nonfinite(last_first) or ""
+            self._bad_gradient = first_nonfinite(last_first) or ""
             self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 
     def any_rank_is_nonfinite(self) -> bool:
@@ -215,7 +315,15 @@ class Watch:
         )
 
     def _is_nonfinite(self) -> bool:
-        return bool(self._bad_gradient) or not self._losses_are_finite()
+        """Return True if this rank has a non-finite loss or gradient."""
+        losses = [
+            value.reshape(-1)
+            for terms in self._rank_model.executor.terms.values()
+            for value in (terms.ce_sum, terms.aux, terms.z)
+            if value is not None and value.numel()
+        ]
+        losses_are_finite = not losses or math.isfinite(float(torch.cat(losses).sum()))
+        return bool(self._bad_gradient) or not losses_are_finite
 
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
         """Find the cause of a non-finite value and raise the same NonFiniteError on all ranks.
@@ -236,22 +344,13 @@ class Watch:
         first = findings[0]
         if first.rank == everyone.rank:
             log_dir = Path(self._train.run_dir) / "log"
-            guards.write_marker(log_dir, first.rank, self._step, first.text, first.host)
+            write_marker(log_dir, first.rank, self._step, first.text, first.host)
         more = len([finding for finding in findings if finding[:4] == first[:4]]) - 1
         also = f" (and {counted(more, 'more rank')})" if more else ""
         raise NonFiniteError(
             f"non-finite values on rank {first.rank} ({first.host}) at step {self._step}: "
             f"{first.text}{also}{circumstance}"
         )
-
-    def _losses_are_finite(self) -> bool:
-        values = [
-            value.reshape(-1)
-            for terms in self._rank_model.executor.terms.values()
-            for value in (terms.ce_sum, terms.aux, terms.z)
-            if value is not None and value.numel()
-        ]
-        return not values or math.isfinite(float(torch.cat(values).sum()))
 
     def _findings(self, microbatches: list[Microbatch], is_nonfinite: bool) -> list[Finding]:
         """Search for the cause on all ranks. Return the findings of all ranks, the nearest to the
@@ -271,8 +370,8 @@ class Watch:
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
         """Find this rank's first non-finite parameter or, if there is none, its first non-finite
         output."""
-        watch, stage = guards.ForwardWatch(), self._groups.coordinate.pp
-        parameter = self._states.first_parameter(lambda values: not guards.is_finite(values))
+        watch, stage = ForwardWatch(), self._groups.coordinate.pp
+        parameter = self._states.first_parameter(lambda values: not is_finite(values))
         observing = observing_contributions(watch.look)
         with uncompiled(self._train.compile), observing, watch.over(self._rank_model.model):
             self._rank_model.executor.evaluate(microbatches)
@@ -291,7 +390,7 @@ class Watch:
         bad_in_update, self._bad_gradient = self._bad_gradient, ""
         states.gradients.finish()  # wait for reductions in progress
         states.start_step()
-        observing = observing_contributions(lambda tensor: sent.append(guards.is_finite(tensor)))
+        observing = observing_contributions(lambda tensor: sent.append(is_finite(tensor)))
         with uncompiled(self._train.compile), observing:
             self._rank_model.executor.run(
                 microbatches,

@@ -23,7 +23,7 @@ from optimus.distributed.collectives import Group, broadcast_object
 from optimus.distributed.world import World
 from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.parallel.layout import Layout
-from optimus.resilience import guards
+from optimus.resilience.nonfinite import is_finite
 from optimus.train.loss_scale import LossScale
 from optimus.train.resolve import ResolvedStart, RunPlan, find_start
 
@@ -201,7 +201,7 @@ def _read(
 
 def _nonfinite(batch: Sequence[ParamSlice], flat: Tensor, origin: object) -> CheckpointError | None:
     """Return an error that names the first non-finite value in `flat`; None if all are finite."""
-    if guards.is_finite(flat):
+    if is_finite(flat):
         return None
     for param in batch:
         values, flat = flat[: _size(param)], flat[_size(param) :]

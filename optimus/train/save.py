@@ -25,8 +25,7 @@ from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
 from optimus.hf import config_to_hf
-from optimus.resilience import guards
-from optimus.resilience.nonfinite import refuse_bad_states
+from optimus.resilience.nonfinite import refuse_bad_states, write_marker
 from optimus.train.loss_scale import LossScale
 from optimus.train.resolve import RunPlan, flat_settings
 
@@ -267,7 +266,7 @@ class Saves:
             if outcome.rank == self._world.rank:
                 log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.message
                 host = socket.gethostname()
-                guards.write_marker(log_dir, outcome.rank, outcome.step, text, host)
+                write_marker(log_dir, outcome.rank, outcome.step, text, host)
             raise NonFiniteError(outcome.failure.message)
         else:
             self._handle_failure(pending, outcome.step, outcome.failure.message)

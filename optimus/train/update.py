@@ -13,8 +13,7 @@ from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.batch import BatchPlan
 from optimus.data.loader import Microbatch
-from optimus.distributed.collectives import all_reduce_sum
-from optimus.distributed.exact import exact_sums
+from optimus.distributed.collectives import all_reduce_sum, exact_sums
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError
 from optimus.parallel.pipeline.stage import Terms

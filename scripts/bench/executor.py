@@ -30,8 +30,7 @@ import torch
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from optimus.distributed.channels import Channels
-from optimus.distributed.groups import join_groups
+from optimus.distributed.groups import Channels, join_groups
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import end_world, start_world
 from optimus.launch.environment import LaunchEnv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optimus.distributed.rules import ParameterKind, shard_axes, sum_axes
+from optimus.distributed.mesh import ParameterKind, shard_axes, sum_axes
 
 DENSE = ParameterKind(divided=("tp",))
 NORM = ParameterKind()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from optimus.checkpoint.convert import from_hf
 from optimus.checkpoint.weights import load_weights, open_weights
 from optimus.errors import CheckpointError, ConfigError, OptimusError
-from optimus.evaluate.load_model import load_model, load_resolved
+from optimus.evaluate.checkpoint import load_model, load_resolved
 from optimus.hf import is_hf_directory, read_hf_config
 from optimus.hf import write_hf as write_slices
 from optimus.hf.names import pieces

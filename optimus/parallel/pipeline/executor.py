@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.distributed.channels import Channels
 from optimus.distributed.collectives import Transfer, receive, send
+from optimus.distributed.groups import Channels
 from optimus.errors import LostPeerError
 from optimus.model.deferred_gradients import DeferredGradients
 from optimus.observe.events import NO_RECORDER, ActionEvent, Recorder

@@ -26,8 +26,7 @@ from optimus.checkpoint.slices import (
 )
 from optimus.chunks.layout import STATES, Parameter, lay_out
 from optimus.config import Config, make_config
-from optimus.distributed.mesh import Mesh
-from optimus.distributed.rules import copy_axes, shard_axes, sum_axes
+from optimus.distributed.mesh import Mesh, copy_axes, shard_axes, sum_axes
 from optimus.parallel.apply import make_layout
 from tests.kit.runs.tiny import tiny_tree
 

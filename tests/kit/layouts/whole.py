@@ -13,8 +13,7 @@ from optimus.config import Config
 from optimus.config.axes import MODEL
 from optimus.distributed.collectives import receive, send
 from optimus.distributed.groups import Groups
-from optimus.distributed.mesh import Coordinate
-from optimus.distributed.rules import copy_axes
+from optimus.distributed.mesh import Coordinate, copy_axes
 from optimus.parallel.apply import make_layout
 from optimus.parallel.layout import Layout
 from optimus.parallel.placement import Intervals, Placement, whole_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimus.distributed.channels import Channels
+from optimus.distributed.groups import Channels
 from optimus.observe.events import NO_RECORDER, ActionTrace, Recorder
 from optimus.parallel.pipeline import executor as subject
 from optimus.parallel.pipeline.executor import FEW_TOKENS, Executor
