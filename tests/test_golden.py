@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.cli import main as optimus_data
 from data_prep.tokenizer.tokenizer import Encoder
-from optimus.chunks.layout import STATES
+from optimus.checkpoint.format import ADAMW_STATES
 from optimus.cli import main as optimus
 from optimus.config import Config, load_config
 from optimus.config.load import read_tree
@@ -103,7 +103,7 @@ def hash_and_train(path: str, overrides: list[str]) -> dict[str, str]:
 
     def hash_and_go(run: loop.Run) -> None:
         whole = WholeModel(run.config, run.rank_model.layout, run.groups)
-        for state in STATES:
+        for state in ADAMW_STATES:
             if tensors := whole.gather(run.states, state):
                 hashes[state] = results.hash_tensors(tensors)
         go(run)

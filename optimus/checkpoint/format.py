@@ -39,7 +39,7 @@ from optimus.checkpoint.shard_file import (
     in_threads,
 )
 from optimus.checkpoint.slices import Box, StoredParam
-from optimus.chunks.layout import ALIGNMENT, STATES
+from optimus.chunks.layout import ALIGNMENT
 from optimus.config.axes import AXES
 from optimus.config.sections import MAX_PATTERN_CHARS, MAX_PATTERNS
 from optimus.errors import CheckpointError, one_line
@@ -50,8 +50,10 @@ from optimus.io import files, tensor_file
 INDEX = "index.jsonl"
 DTYPE = "float32"
 ITEMSIZE = 4
-_COLUMNS = 4 + len(STATES)
-_ROW = f"[{','.join(['%d'] * _COLUMNS)}]"
+ADAMW_STATES = ("master", "exp_avg", "exp_avg_sq")
+KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
+"""For each optimizer, the names of the states of an element, in the order of their columns in the
+index: the master and the moments that the optimizer declares."""
 _MOST = 1 << 56
 """Maximum number of elements or bytes: int64 can count their bits."""
 _MOST_BLOCK_BYTES = 64 << 20
@@ -69,7 +71,7 @@ class ShardReport(NamedTuple):
     """Each parameter and box in the file, once."""
     rows: list[tuple[int, ...]]
     """A row for each slice of a parameter: number in `boxes`, start and stop of the elements in the
-    box, and for each of STATES the byte offset in the file (-1: not stored)."""
+    box, and for each state the byte offset in the file (-1: not stored)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Index:
     generation: str
     step: int
     block_bytes: int
+    states: tuple[str, ...]
+    """One of KNOWN_STATES."""
     shards: tuple[ShardFile, ...]
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the whole parameters, by name."""
@@ -99,7 +103,8 @@ class Index:
             boxes = tuple(
                 tuple(tuple((a, b) for a, b in dim) for dim in box) for box in raw["boxes"]
             )
-            sizes, rows = _box_sizes(boxes, self.shapes[name]), _parse_rows(text)
+            sizes = _box_sizes(boxes, self.shapes[name])
+            rows = _parse_rows(text, 4 + len(self.states))
             self._check_rows(rows, sizes)
         except _UNREADABLE as error:
             raise CheckpointError(f"{INDEX}: parameter {name}: {one_line(error)}") from None
@@ -134,10 +139,10 @@ class Index:
         if (offsets[:, 0] < 0).any() or (
             (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
         ).any():
-            raise ValueError(f"a row without some of {', '.join(STATES)}")
-        full = offsets[offsets[:, 1] >= 0]
+            raise ValueError(f"a row without some of {', '.join(self.states)}")
+        full = offsets[(offsets >= 0).all(1)]
         if (full[:, 1:] <= full[:, :-1]).any():  # a writer writes state by state
-            raise ValueError(f"a row whose states are not in the order {', '.join(STATES)}")
+            raise ValueError(f"a row whose states are not in the order {', '.join(self.states)}")
 
     @functools.cached_property
     def _shard_sizes(self) -> numpy.ndarray:
@@ -158,7 +163,7 @@ class Index:
             CheckpointError: A row is invalid.
         """
         matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
-        rows_of_params = [numpy.empty((0, _COLUMNS), dtype=numpy.int64)]
+        rows_of_params = [numpy.empty((0, 4 + len(self.states)), dtype=numpy.int64)]
         for name in self.lines:
             rows = self.stored(name).rows
             is_partial = (rows[:, 4:] < 0).any()
@@ -182,16 +187,18 @@ class Index:
             raise CheckpointError(f"{INDEX}: two rows lead to the same bytes of a shard file")
         if (gap >= ALIGNMENT * ITEMSIZE).any():
             raise CheckpointError(f"{INDEX}: a shard file has bytes to which no row leads")
-        # Frozen rows have a master alone. They change the distance from the masters to exp_avg,
-        # but not that from exp_avg to exp_avg_sq.
+        # Frozen rows have a master alone. They change the distance from the masters to the first
+        # moment, but not those between moments.
         rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
-        is_frozen = rows[:, 5] < 0
-        compared = (rows[1:, 0] == rows[:-1, 0]) & ~is_frozen[1:] & ~is_frozen[:-1]
-        differs = rows[1:, 5] - rows[1:, 4] != rows[:-1, 5] - rows[:-1, 4]
-        full = rows[~is_frozen]
-        distance, same_shard = full[:, 6] - full[:, 5], full[1:, 0] == full[:-1, 0]
-        wrong = (distance[1:] != distance[:-1]) | (full[1:, 5] <= full[:-1, 5])
-        if (differs & compared).any() or (wrong & same_shard).any():
+        is_full = rows[:, -1] >= 0
+        compared = (rows[1:, 0] == rows[:-1, 0]) & is_full[1:] & is_full[:-1]
+        differs = (numpy.diff(rows[1:, 4:6]) != numpy.diff(rows[:-1, 4:6])).any(1)
+        full = rows[is_full]
+        distances, same_shard = numpy.diff(full[:, 5:]), full[1:, 0] == full[:-1, 0]
+        wrong = numpy.concatenate(
+            [distances[1:] != distances[:-1], full[1:, 5:] <= full[:-1, 5:]], axis=1
+        )
+        if differs[compared].any() or wrong[same_shard].any():
             raise CheckpointError(
                 f"{INDEX}: the states of two neighboring rows are not equally far apart"
             )
@@ -205,13 +212,18 @@ class Index:
 
 
 def encode(
-    generation: str, step: int, reports: Sequence[ShardReport], shapes: Mapping[str, Sequence[int]]
+    generation: str,
+    step: int,
+    states: Sequence[str],
+    reports: Sequence[ShardReport],
+    shapes: Mapping[str, Sequence[int]],
 ) -> bytes:
     """Return the content of an index.
 
     Args:
         generation: Random name of the save.
         step: Number of completed updates.
+        states: Names of the states, one of KNOWN_STATES.
         reports: The reports of all writers.
         shapes: Shapes of the whole parameters, by name.
     """
@@ -219,10 +231,11 @@ def encode(
         "generation": generation,
         "step": step,
         "block_bytes": BLOCK_BYTES,
-        "states": STATES,
+        "states": states,
         "dtype": DTYPE,
         "shards": [list(report.shard) for report in reports],
     }
+    row_format = f"[{','.join(['%d'] * (4 + len(states)))}]"
     rows: dict[str, list[tuple[int, int, str]]] = {}
     boxes: dict[str, dict[Box, int]] = {}
     for number, report in enumerate(reports):
@@ -233,7 +246,7 @@ def encode(
         for in_boxes, start, *rest in report.rows:
             name, box_number = numbered[in_boxes]
             # As text, which the garbage collector does not traverse: there can be 400,000 rows.
-            row = _ROW % (number, box_number, start, *rest)
+            row = row_format % (number, box_number, start, *rest)
             rows.setdefault(name, []).append((box_number, start, row))
     lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]
     for name, of_param in rows.items():
@@ -251,7 +264,7 @@ def decode(data: bytes) -> Index:
     try:
         head, *lines = data.decode().splitlines()
         raw = json.loads(head)
-        if (raw["states"], raw["dtype"]) != (list(STATES), DTYPE):
+        if raw["states"] not in map(list, KNOWN_STATES) or raw["dtype"] != DTYPE:
             raise CheckpointError(f"states {raw['states']} of {raw['dtype']} are unknown here")
         by_name = {line.split('"', 4)[3]: line for line in lines}
         shards = tuple(ShardFile(*fields) for fields in raw["shards"])
@@ -259,7 +272,8 @@ def decode(data: bytes) -> Index:
         _check_head(raw, shards, shapes)
         if by_name.keys() != shapes.keys() or len(lines) != len(shapes):
             raise ValueError("its lines are not one for each shape")
-        return Index(raw["generation"], raw["step"], raw["block_bytes"], shards, shapes, by_name)
+        sizes = raw["step"], raw["block_bytes"]
+        return Index(raw["generation"], *sizes, tuple(raw["states"]), shards, shapes, by_name)
     except (*_UNREADABLE, AttributeError) as error:
         raise CheckpointError(f"{INDEX}: not readable: {one_line(error)}") from None
 
@@ -286,8 +300,8 @@ def _check_head(
             raise ValueError(f"shape of {name:.200} = {list(shape)!r:.80}")
 
 
-def _parse_rows(text: str) -> numpy.ndarray:
-    """Return the rows at the end of a line, int64 [n, _COLUMNS]. Raises ValueError.
+def _parse_rows(text: str, columns: int) -> numpy.ndarray:
+    """Return the rows at the end of a line, int64 [n, columns]. Raises ValueError.
 
     The json module would create an object for every number: with all checks, this function takes
     0.8 of its time for a whole index.
@@ -297,9 +311,9 @@ def _parse_rows(text: str) -> numpy.ndarray:
     if text[:2] == "[[" and text[-3:] == "]]}" and _INTEGERS.fullmatch(numbers):
         # It stops at anything except an integer, and returns the greatest int64 for larger ones.
         parsed = numpy.fromstring(numbers, dtype=numpy.int64, sep=",")
-        if len(parsed) == (text.count("],[") + 1) * _COLUMNS:
-            return parsed.reshape(-1, _COLUMNS)
-    raise ValueError(f"rows are not lists of {_COLUMNS} integers")
+        if len(parsed) == (text.count("],[") + 1) * columns:
+            return parsed.reshape(-1, columns)
+    raise ValueError(f"rows are not lists of {columns} integers")
 
 
 def _refuse_float(text: str) -> NoReturn:

@@ -33,7 +33,6 @@ from optimus.checkpoint.slices import (
     slices_to_read,
 )
 from optimus.chunks.buffers import StateShard
-from optimus.chunks.layout import STATES
 from optimus.config.axes import AXES
 from optimus.distributed.collectives import (
     Group,
@@ -114,7 +113,7 @@ def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
     known: dict[ParamSlice, numpy.ndarray] = {}
     planned = [numpy.empty((0, 5), dtype=numpy.int64)]
     for number, request in enumerate(requests):
-        state = STATES.index(request.state)
+        state = index.states.index(request.state)
         for param, offset in request.params:
             if param not in known:
                 known[param] = stored[param.name].element_ranges(param)
@@ -167,6 +166,11 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
     at most HOST_BYTES of host memory. Raises CheckpointError."""
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index.shapes, states.shapes)
+    if index.states != states.names:
+        raise CheckpointError(
+            f"{manifest.path}: states {', '.join(index.states)}, but the optimizer of this run has "
+            f"{', '.join(states.names)}; resume with the optimizer of the checkpoint"
+        )
     slices = states.with_states(
         slices_to_read(states.chunk_shards, states.boxes, groups.mesh, groups.coordinate)
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from optimus import platform
 from optimus.checkpoint import store
 from optimus.checkpoint.async_save import AsyncSave
-from optimus.checkpoint.format import INDEX, ITEMSIZE, ShardReport, encode
+from optimus.checkpoint.format import INDEX, ITEMSIZE, KNOWN_STATES, ShardReport, encode
 from optimus.checkpoint.shard_file import (
     HEADER_BYTES,
     Identity,
@@ -44,7 +44,6 @@ from optimus.checkpoint.slices import (
     slices_to_write,
 )
 from optimus.chunks.buffers import StateShard
-from optimus.chunks.layout import STATES
 from optimus.distributed.collectives import (
     all_reduce_sum,
     broadcast_object,
@@ -65,6 +64,8 @@ class RankStates:
 
     groups: Groups
     shards: Sequence[StateShard]
+    names: tuple[str, ...]
+    """Names of the states of trained parameters, in the order of the files."""
     boxes: Mapping[str, Box]
     """Boxes of the parameters of this rank, by name."""
     shapes: Mapping[str, Sequence[int]]
@@ -88,7 +89,7 @@ class RankStates:
         no moments."""
         return [
             (state, state_slice)
-            for state in STATES
+            for state in self.names
             for state_slice in slices
             if state in self.shards[state_slice.shard].states
         ]
@@ -166,6 +167,7 @@ def shard_size(slices: Sequence[tuple[str, StateSlice]]) -> int:
 def write_shard(
     directory: Path,
     identity: Identity,
+    names: Sequence[str],
     slices: Sequence[tuple[str, StateSlice]],
     bytes_of: Callable[[str, StateSlice], memoryview],
     stop: Stop | None = None,
@@ -176,6 +178,7 @@ def write_shard(
     Args:
         directory: Directory of the checkpoint.
         identity: The save, step and writer.
+        names: Names of all states of the checkpoint, in the order of its index.
         slices: The states and slices to write.
         bytes_of: Returns the bytes of a state of a slice.
         stop: As for ShardWriter.
@@ -197,7 +200,7 @@ def write_shard(
     rows: list[tuple[int, ...]] = []
     for state_slice, of_state in offsets.items():
         for (name, box, start, end), at in state_slice.params:
-            columns = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in STATES)
+            columns = (of_state[s] + at * ITEMSIZE if s in of_state else -1 for s in names)
             rows.append((boxes.setdefault((name, box), len(boxes)), start, end, *columns))
     return ShardReport(shard, list(boxes), rows)
 
@@ -395,6 +398,7 @@ class FullSaver(Saver):
             limits: `staged`, `limit_s` and `begin_s` of Saver. Staged copies are checked for
                 non-finite values.
         """
+        assert states.names in KNOWN_STATES, f"{states.names} could not be read again"
         slices = states_to_write(states, scatter)
         super().__init__(states, slices, torch.float32, **limits)
         self._direct = direct
@@ -426,13 +430,14 @@ class FullSaver(Saver):
 
         identity = Identity(generation.name, step, rank)
         return write_shard(
-            generation.directory, identity, self._slices, bytes_of, stop, self._direct
+            *(generation.directory, identity, states.names, self._slices),
+            *(bytes_of, stop, self._direct),
         )
 
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
         written = [report for report in reports if report is not None]
-        index = encode(generation.name, step, written, states.shapes)
+        index = encode(generation.name, step, states.names, written, states.shapes)
         (generation.directory / INDEX).write_bytes(index)
         return {"kind": "full", "shards": {report.shard.name for report in written}}

@@ -20,9 +20,9 @@ from optimus.chunks.layout import Chunk, ChunkLayout, Parameter, Slot, lay_out
 from optimus.distributed.collectives import ALONE, all_gather
 
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
-"""Uses of states: parameters in the training dtype; gradients, of chunks and of shards; masters and
-both moments of AdamW; sums in microbatch order (deterministic mode); gradients of further uses of
-tied parameters."""
+"""Uses of states: parameters in the training dtype; gradients, of chunks and of shards; masters;
+moments of the optimizer; sums in microbatch order (deterministic mode); gradients of further uses
+of tied parameters."""
 
 
 class StateTensor(NamedTuple):
@@ -115,7 +115,7 @@ class ChunkState:
         shard: [L / shards], this rank's shard of the parameters: a view of `params`, or a tensor of
             its own if `is_sharded`.
         master: fp32 [L / shards]; `shard` itself in fp32 training.
-        exp_avg, exp_avg_sq: fp32 [L / shards], the moments of AdamW.
+        moments: [L / shards] each, the moments of the optimizer by name.
         grad: fp32 [L / shards], the summed gradient; `grads` itself if it is not sharded.
     """
 
@@ -123,6 +123,7 @@ class ChunkState:
         self,
         chunk: Chunk,
         groups: ParamProcessGroups,
+        moments: Mapping[str, torch.dtype],
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
@@ -146,7 +147,15 @@ class ChunkState:
         self.master = self.shard
         if dtype is not torch.float32:
             self.master = torch.zeros(chunk.shard_length, dtype=torch.float32, device=device)
-        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.master) for _ in range(2))
+        self.moments = {
+            name: torch.zeros(chunk.shard_length, dtype=moment_dtype, device=device)
+            for name, moment_dtype in moments.items()
+        }
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """The master and the moments, by name."""
+        return {"master": self.master, **self.moments}
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """Yield all tensors of this chunk."""
@@ -155,8 +164,8 @@ class ChunkState:
         yield StateTensor("gradients", self.grads, self.chunk)
         yield StateTensor("gradients", self.grad, self.chunk)
         yield StateTensor("masters", self.master, self.chunk)
-        yield StateTensor("moments", self.exp_avg, self.chunk)
-        yield StateTensor("moments", self.exp_avg_sq, self.chunk)
+        for moment in self.moments.values():
+            yield StateTensor("moments", moment, self.chunk)
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Return a parameter's view of a flat [L] buffer."""
@@ -235,7 +244,7 @@ class StateShard:
     """Index in the chunk of the shard's first element."""
     groups: ParamProcessGroups
     states: Mapping[str, Tensor]
-    """Flat fp32 [L / shards] by name: the memory that the optimizer updates."""
+    """Flat [L / shards] by name: the memory that the optimizer updates."""
 
 
 class ShardSlice(NamedTuple):

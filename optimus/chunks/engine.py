@@ -24,9 +24,9 @@ from optimus.chunks.buffers import (
 )
 from optimus.chunks.grad_reducer import GradReducer, by_first_use
 from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
-from optimus.chunks.layout import STATES, Parameter, lay_out
+from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.norm import exact_norm, fast_norm
-from optimus.chunks.optimizer import AdamW
+from optimus.chunks.optimizer import Optimizer
 from optimus.chunks.param_store import ParamStore
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, use_order
 from optimus.chunks.segments import ModelSegment, register_uses
@@ -39,7 +39,7 @@ class ChunkEngine:
     Args:
         named: Parameters by name in order of first use. They become views of chunks.
         groups_of: Returns the process groups of a parameter, or None if it has none.
-        optimizer: Updates the shards.
+        optimizer: Updates the shards, which have the moments that it declares.
         initial: Returns the initial value of a parameter, on any device. By default, parameters
             keep their values. Chunks are created one after the other, and each asks for the values
             of its parameters, so that no more than one value is needed at a time.
@@ -63,7 +63,7 @@ class ChunkEngine:
         self,
         named: Mapping[str, nn.Parameter],
         groups_of: Callable[[str], ParamProcessGroups | None],
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         initial: Callable[[str], Tensor] | None = None,
         dtype: torch.dtype,
@@ -100,8 +100,9 @@ class ChunkEngine:
         self.chunks: list[ChunkState] = []
         for chunk in self.layout.chunks:
             assert isinstance(chunk.key, ParamProcessGroups)
-            settings = (dtype, grad_dtype, self._device, residency.divides_parameters)
-            self.chunks.append(ChunkState(chunk, chunk.key, *settings))
+            dtypes = (optimizer.moments, dtype, grad_dtype)
+            sharded = residency.divides_parameters
+            self.chunks.append(ChunkState(chunk, chunk.key, *dtypes, self._device, sharded))
             self._fill(self.chunks[-1], initial, memory)
             if residency.divides_gradients and chunk.reduce_size > 1:
                 memory.free(self.chunks[-1].grads)
@@ -255,20 +256,26 @@ class ChunkEngine:
     def shards(self) -> list[StateShard]:
         """Return this rank's shards of the states, chunk by chunk."""
         return [
-            StateShard(
-                state.chunk,
-                state.shard_range.start,
-                state.groups,
-                {name: getattr(state, name) for name in STATES},
-            )
+            StateShard(state.chunk, state.shard_range.start, state.groups, state.states)
             for state in self.chunks
         ] + list(self.frozen.shards())
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the moments of trained parameters, as the optimizer declares them."""
+        return tuple(self._optimizer.moments)
+
+    def clear_moments(self) -> None:
+        """Set all moments to zero."""
+        for state in self.chunks:
+            for moment in state.moments.values():
+                moment.zero_()
 
     def put(self, state: str, name: str, values: Tensor, start: int = 0) -> None:
         """Set the elements of a state that are in this rank's shard.
 
         Args:
-            state: One of STATES; "master" for a frozen parameter.
+            state: "master" or a moment; "master" for a frozen parameter.
             name: The parameter.
             values: Elements of the flattened parameter.
             start: Index of the first element of `values` in the flattened parameter.
@@ -280,7 +287,7 @@ class ChunkEngine:
             return
         slot = self.slots[name]
         chunk_state = self.chunks[slot.chunk]
-        if (local := chunk_state.local_slice(getattr(chunk_state, state), slot)) is None:
+        if (local := chunk_state.local_slice(chunk_state.states[state], slot)) is None:
             return
         shard, where = local
         low, high = max(where.start, start), min(where.stop, start + len(values))
@@ -293,7 +300,7 @@ class ChunkEngine:
         None if there is none. A frozen parameter is its own master."""
         self.wait()
         for chunk_state in self.chunks:
-            flat = getattr(chunk_state, state)
+            flat = chunk_state.states[state]
             if is_bad(flat):
                 for slot in chunk_state.chunk.slots:
                     local = chunk_state.local_slice(flat, slot)
@@ -339,7 +346,7 @@ class ChunkEngine:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates, which determines the bias correction of AdamW."""
+        """Number of updates, which determines the bias correction of the optimizer."""
         return self._optimizer.num_updates
 
     @num_updates.setter

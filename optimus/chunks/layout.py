@@ -21,8 +21,6 @@ from functools import cached_property
 
 ALIGNMENT = 32
 """Elements in 64 bytes of a two-byte dtype."""
-STATES = ("master", "exp_avg", "exp_avg_sq")
-"""States of AdamW for each element, in the order of the index of a checkpoint."""
 MAX_WASTE = 0.01
 """Share of padding below which the search for a length ignores differences."""
 

@@ -1,4 +1,4 @@
-"""AdamW over shards of chunks.
+"""Optimizers over shards of chunks. Chunks have memory for the moments that an optimizer declares.
 
 An optimizer whose state is not a number for each element (Adafactor and SM3 keep statistics of rows
 and columns) would need shards that begin with a row, so a layout in which the start and the length
@@ -8,18 +8,24 @@ as a sum (Adafactor) or a maximum (SM3).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
 from optimus.chunks.buffers import ChunkState
 from optimus.config import OptimConfig
 from optimus_kernels.adamw import adamw_
 
 
-class AdamW:
-    """AdamW with decoupled weight decay (arXiv 1711.05101), one formula for every element."""
+class Optimizer(Protocol):
+    """An element-wise update rule."""
 
-    def __init__(self, optim: OptimConfig) -> None:
-        self._optim = optim
-        self.num_updates = 0
-        """Number of updates, including the current one, for the bias correction."""
+    moments: Mapping[str, torch.dtype]
+    """States for each element in addition to the master: names, as in checkpoint files, and
+    dtypes."""
+    num_updates: int
+    """Number of updates, including the current one, for a bias correction."""
 
     def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Update a chunk's shard of masters, moments and parameters from its `grad`.
@@ -29,13 +35,25 @@ class AdamW:
             lr: Learning rate.
             grad_scale: Factor of the gradient, for clipping and the loss scale.
         """
+
+
+class AdamW:
+    """AdamW with decoupled weight decay (arXiv 1711.05101), one formula for every element."""
+
+    moments: Mapping[str, torch.dtype] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+    def __init__(self, optim: OptimConfig) -> None:
+        self._optim = optim
+        self.num_updates = 0
+
+    def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         optim, options = self._optim, state.groups.options
         decay = options.weight_decay
         has_master = state.shard.data_ptr() != state.master.data_ptr()
         adamw_(
             state.master,
-            state.exp_avg,
-            state.exp_avg_sq,
+            state.moments["exp_avg"],
+            state.moments["exp_avg_sq"],
             state.grad,
             state.shard if has_master else None,
             lr * options.lr_scale,
@@ -47,6 +65,6 @@ class AdamW:
         )
 
 
-def make_optimizer(optim: OptimConfig) -> AdamW:
+def make_optimizer(optim: OptimConfig) -> Optimizer:
     """Return the optimizer of a configuration. AdamW is the only one."""
     return AdamW(optim)

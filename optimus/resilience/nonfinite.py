@@ -43,8 +43,7 @@ _LABELS = {
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""Labels of the optimizer states in messages, in the order of the search. Moments come first,
-because a NaN in a moment spreads to the master."""
+"""Labels of states in messages. The label of another moment is its name."""
 
 
 def is_finite(flat: Tensor) -> bool:
@@ -143,7 +142,7 @@ class BadState(NamedTuple):
     """The first non-finite value in this rank's shards of optimizer states.
 
     Attributes:
-        state: Name of the state, a key of _LABELS.
+        state: Name of the state: "master" or a moment.
         parameter: Name of the parameter.
         element: Index of the value along each dim of this rank's slice of the parameter.
         value: The value as text, such as "nan".
@@ -163,7 +162,7 @@ class BadState(NamedTuple):
 
 def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
     """Return the first non-finite value in this rank's optimizer states; None if all are finite."""
-    for state in _LABELS:
+    for state in _search_order(states):
         shard = states.first_shard(state, lambda flat: not is_finite(flat))
         if shard is None:
             continue
@@ -175,6 +174,12 @@ def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
         host = socket.gethostname()
         return BadState(state, shard.name, element, value, largest, rank, host)
     return None
+
+
+def _search_order(states: ChunkEngine) -> list[str]:
+    """Return the names of the states. Moments come first, because a NaN in a moment spreads to the
+    master."""
+    return [*states.moments, "master"]
 
 
 def refuse_bad_states(
@@ -205,7 +210,8 @@ def refuse_bad_states(
         return
     of_ranks = all_gather_objects(bad, everyone, BadState | None)
     bad_states = [state for state in of_ranks if state is not None]
-    bad_states.sort(key=lambda bad: (list(_LABELS).index(bad.state), bad.rank))
+    order = _search_order(states)
+    bad_states.sort(key=lambda bad: (order.index(bad.state), bad.rank))
     first = bad_states[0]
     text, advice = _explanation(first, train.dtype, optim, updated)
     if first.rank == everyone.rank:
@@ -223,7 +229,11 @@ def refuse_bad_states(
 def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tuple[str, str]:
     """Return a description of the bad value, and advice for the user."""
     is_wide = dtype == "fp32" or options_of(bad.parameter, optim).frozen
-    label = "parameter" if bad.state == "master" and is_wide else _LABELS[bad.state]
+    label = (
+        "parameter"
+        if bad.state == "master" and is_wide
+        else _LABELS.get(bad.state, f"{bad.state} of")
+    )
     text = f"{label} {bad.parameter} is {bad.value} at element {bad.element}"
     if bad.state == "master" and max(optim.lr, bad.largest) >= _HUGE:
         made = f"the update made {label} {bad.parameter} non-finite on rank {bad.rank} ({bad.host})"

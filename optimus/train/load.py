@@ -69,9 +69,7 @@ def load_start(
         damaged[full.path] = problem
         plan = _resolve_without(damaged, config, world, plan)
     if full is None and (path := plan.start.path) is not None:
-        for chunk in states.chunks:  # a damaged checkpoint may have filled some moments
-            chunk.exp_avg.zero_()
-            chunk.exp_avg_sq.zero_()
+        states.clear_moments()  # a damaged checkpoint may have filled some of them
         opening = partial(open_weights, config.model, path)
         load_weights(layout, partial(states.put, "master"), opening, world, distribute, path)
     states.sync_params()

@@ -17,6 +17,7 @@ import xxhash
 
 from optimus.checkpoint import format as format_module
 from optimus.checkpoint.format import (
+    ADAMW_STATES,
     GENERATION_CONFIG,
     INDEX,
     MANIFEST,
@@ -72,7 +73,9 @@ def write_full(path: Path, frozen: str = "", order: Sequence[int] = range(4)) ->
             )
             for param in slices
         ]
-        (directory / INDEX).write_bytes(encode("g", 3, [ShardReport(shard, boxes, rows)], SHAPES))
+        (directory / INDEX).write_bytes(
+            encode("g", 3, ADAMW_STATES, [ShardReport(shard, boxes, rows)], SHAPES)
+        )
         (directory / "config.toml").write_text("")
 
     ranks = {"pp": 1, "dp": 1, "ep": 1, "tp": 1, "per_node": 1}

@@ -16,12 +16,11 @@ import pytest
 
 from optimus.checkpoint import shard_file
 from optimus.checkpoint import weights as weights_module
-from optimus.checkpoint.format import Index, ShardReport, decode, encode
+from optimus.checkpoint.format import ADAMW_STATES, Index, ShardReport, decode, encode
 from optimus.checkpoint.load import plan_reads
 from optimus.checkpoint.shard_file import ShardFile
 from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write
 from optimus.checkpoint.weights import ShardWeights
-from optimus.chunks.layout import STATES
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
@@ -157,7 +156,7 @@ def simulated_report(holdings: Holdings, rank: int, slices: list[StateSlice]) ->
     )
     for state_slice in slices:
         for (name, box, start, stop), offset in state_slice.params:
-            offsets = [at + offset * 4 + state * size for state in range(len(STATES))]
+            offsets = [at + offset * 4 + state * size for state in range(len(ADAMW_STATES))]
             rows.append((boxes.setdefault((name, box), len(boxes)), start, stop, *offsets))
         at += (state_slice.stop - state_slice.start) * 4
     blocks = -(-(3 * size + 4096) // shard_file.BLOCK_BYTES)
@@ -193,7 +192,7 @@ def test_planning_for_ten_thousand_ranks_opens_few_files_and_reads_no_more(capsy
         of_writers += seconds
         written.append(simulated_report(saved, rank, slices))
     gc.enable()
-    of_index, data = processor_s(encode, "g", 1, written, shapes)
+    of_index, data = processor_s(encode, "g", 1, ADAMW_STATES, written, shapes)
     rows = sum(len(report.rows) for report in written)
     del written
     other = holdings(Mesh(pp=4, dp=312, ep=4, tp=2), "so")

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from optimus.checkpoint import store, weights
+from optimus.checkpoint.format import ADAMW_STATES
 from optimus.checkpoint.save import RankStates
 from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write, whole_box
 from optimus.checkpoint.weights import ModelSaver, open_weights
@@ -57,7 +58,7 @@ def masters_of(shapes: dict[str, tuple[int, ...]]) -> RankStates:
     chunks = lay_out([Parameter(name, shape) for name, shape in shapes.items()], 1 << 24).chunks
     shards = [StateShard(chunk, 0, home, {"master": torch.ones(chunk.length)}) for chunk in chunks]
     boxes = {name: whole_box(shape) for name, shape in shapes.items()}
-    return RankStates(plan_groups(Mesh(), 0), shards, boxes, shapes)
+    return RankStates(plan_groups(Mesh(), 0), shards, ADAMW_STATES, boxes, shapes)
 
 
 def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from optimus.checkpoint import store
-from optimus.checkpoint.format import INDEX, encode
+from optimus.checkpoint.format import ADAMW_STATES, INDEX, encode
 from optimus.checkpoint.store import write_checkpoint
 from optimus.errors import CheckpointError
 from optimus.io import files
@@ -25,7 +25,7 @@ def save(run_dir, step, kind="full", origin="none", interval=100, first_step=Non
         (directory / "data").write_text(f"{step}")
         (directory / "config.toml").write_text("")
         if kind == "full":
-            (directory / INDEX).write_bytes(encode("g", step, [], {}))
+            (directory / INDEX).write_bytes(encode("g", step, ADAMW_STATES, [], {}))
         else:
             (directory / "model.safetensors").write_bytes(NO_TENSORS)
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from optimus.checkpoint import format as format_module
 from optimus.checkpoint import load as load_module
 from optimus.checkpoint import shard_file, store
+from optimus.checkpoint.format import ADAMW_STATES
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.save import RankStates
 from optimus.checkpoint.shard_file import ShardReader
-from optimus.chunks.layout import STATES
 from optimus.config import make_config
 from optimus.errors import CheckpointError
 from optimus.observe.metrics import read_json_lines
@@ -68,7 +68,7 @@ def slices(built: Built):
             low = max(slot.start, shard.first)
             high = min(slot.stop, shard.first + shard.chunk.shard_length)
             placement = built.shard.layout.placements[slot.name]
-            for state in STATES:
+            for state in ADAMW_STATES:
                 local = placement.slice_of(whole(state, slot.name, placement.shape)).reshape(-1)
                 memory = shard.states[state]
                 if low < high:

@@ -212,7 +212,7 @@ def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
 
     def poke(run: Run) -> None:
         if run.world.rank == 1 and run.states.num_updates == 4:
-            moments = run.states.chunks[0].exp_avg
+            moments = run.states.chunks[0].moments["exp_avg"]
             restores.append(partial(moments.copy_, moments.clone()))
             moments[3] = torch.nan
 

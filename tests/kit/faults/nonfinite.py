@@ -88,7 +88,7 @@ def break_element(run: Run, state: str, value: float) -> str:
     slot, part = next(
         (slot, part[0])
         for slot in chunk.chunk.slots
-        if (part := chunk.local_slice(getattr(chunk, state), slot)) is not None
+        if (part := chunk.local_slice(chunk.states[state], slot)) is not None
     )
     part[-1] = value
     return slot.name

@@ -19,8 +19,7 @@ import torch
 import xxhash
 
 from optimus.checkpoint import store
-from optimus.checkpoint.format import Manifest, read_manifest
-from optimus.chunks.layout import STATES
+from optimus.checkpoint.format import ADAMW_STATES, Manifest, read_manifest
 from optimus.errors import CheckpointError
 from optimus.io.safetensors import as_bytes
 from tests.kit.faults.disk import Call
@@ -151,7 +150,7 @@ class Loader:
 def _states(full: Manifest | None) -> str:
     """The hash of every state that is loaded."""
     digest = xxhash.xxh3_128()
-    for state in STATES if full else ():
+    for state in ADAMW_STATES if full else ():
         whole = {name: torch.empty(shape) for name, shape in full.index().shapes.items()}
         read_whole(full, whole, state)
         for name in sorted(whole):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from optimus.checkpoint.format import Index, decode, encode
+from optimus.checkpoint.format import ADAMW_STATES, Index, decode, encode
 from optimus.checkpoint.load import Readers, ReadRequest
 from optimus.checkpoint.save import write_shard
 from optimus.checkpoint.shard_file import Identity
@@ -24,7 +24,7 @@ from optimus.checkpoint.slices import (
     slices_to_read,
     slices_to_write,
 )
-from optimus.chunks.layout import STATES, Parameter, lay_out
+from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
 from optimus.distributed.mesh import Mesh, copy_axes, shard_axes, sum_axes
 from optimus.parallel.apply import make_layout
@@ -89,7 +89,7 @@ def whole_states(shapes: dict, seed: int = 0) -> dict[str, dict[str, numpy.ndarr
         state: {
             name: generator.random(shape, dtype=numpy.float32) for name, shape in shapes.items()
         }
-        for state in STATES
+        for state in ADAMW_STATES
     }
 
 
@@ -129,9 +129,9 @@ def save(
 
         if slices:
             identity = Identity(f"generation {step}", step, rank)
-            parts = [(state, state_slice) for state in STATES for state_slice in slices]
-            written.append(write_shard(directory, identity, parts, bytes_of))
-    return decode(encode(f"generation {step}", step, written, all_shapes(holdings)))
+            parts = [(state, state_slice) for state in ADAMW_STATES for state_slice in slices]
+            written.append(write_shard(directory, identity, ADAMW_STATES, parts, bytes_of))
+    return decode(encode(f"generation {step}", step, ADAMW_STATES, written, all_shapes(holdings)))
 
 
 def requests_of(
@@ -140,7 +140,7 @@ def requests_of(
     """What the rank reads, into memory that is filled with -1, or not touched."""
     mesh, requests = holdings.mesh, []
     for state_slice in slices_to_read(holding.shards, holding.boxes, mesh, mesh.coordinate(rank)):
-        for state in STATES:
+        for state in ADAMW_STATES:
             memory = numpy.empty(state_slice.stop - state_slice.start, dtype=numpy.float32)
             if fill:
                 memory.fill(-1)

@@ -25,7 +25,7 @@ def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
     engine.wait()
     out = {}
     for one in engine.chunks:
-        flat = one.gather(getattr(one, state))
+        flat = one.gather(one.grad if state == "grad" else one.states[state])
         out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
     if state == "master":
         out |= {name: view.float() for name, view in engine.frozen.parameters().items()}

@@ -17,7 +17,6 @@ from optimus.checkpoint import store
 from optimus.checkpoint.format import Manifest
 from optimus.checkpoint.load import Readers, ReadRequest
 from optimus.checkpoint.slices import ParamSlice, whole_box
-from optimus.chunks.layout import STATES
 from optimus.data.dataset import TokenDataset
 from optimus.io.safetensors import as_bytes, check_shapes
 from optimus.observe.metrics import read_json_lines
@@ -35,10 +34,10 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every state of the newest checkpoint."""
     newest, tensors = store.newest_valid(run_dir), {}
     index = newest.index()
-    for state in STATES:
+    for state in index.states:
         whole = {name: torch.empty(shape) for name, shape in index.shapes.items()}
         if state != "master":  # parameters that are not trained have none
-            column = 4 + STATES.index(state)
+            column = 4 + index.states.index(state)
             kept = {name for name in whole if (index.stored(name).rows[:, column] >= 0).all()}
             whole = {name: whole[name] for name in kept}
         read_whole(newest, whole, state)

@@ -12,13 +12,14 @@ import torch
 
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint import store
+from optimus.checkpoint.format import ADAMW_STATES
 from optimus.checkpoint.save import FullSaver, RankStates
 from optimus.checkpoint.shard_file import HEADER_BYTES
 from optimus.checkpoint.slices import Scatter
 from optimus.checkpoint.weights import ModelSaver
 from optimus.chunks.buffers import StateShard
 from optimus.chunks.groups import ParamProcessGroups
-from optimus.chunks.layout import STATES, Parameter, lay_out
+from optimus.chunks.layout import Parameter, lay_out
 from optimus.distributed.collectives import ALONE, Group
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Mesh
@@ -40,12 +41,14 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
     for chunk in chunks:
         flat = torch.full((chunk.shard_length,), float(step))
         first = group.rank * chunk.shard_length
-        shards.append(StateShard(chunk, first, home, {state: flat.clone() for state in STATES}))
+        shards.append(
+            StateShard(chunk, first, home, {state: flat.clone() for state in ADAMW_STATES})
+        )
     boxes = {name: tuple(((0, size),) for size in shape) for name, shape in SHAPES.items()}
     mesh = Mesh(dp=group.size)
     along = {axes: group if "dp" in axes else ALONE for axes in mesh.groups_of(group.rank)}
     groups = Groups(mesh, mesh.coordinate(group.rank), group, along)
-    return RankStates(groups, shards, boxes, SHAPES)
+    return RankStates(groups, shards, ADAMW_STATES, boxes, SHAPES)
 
 
 def write_config(directory: Path) -> None:
