@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,8 +37,6 @@ from optimus.distributed.collectives import (
     all_gather,
     all_reduce_sum,
     all_to_all,
-    begin_all_reduce_sum,
-    begin_reduce_scatter_sum,
     reduce_scatter_sum,
 )
 
@@ -96,11 +95,11 @@ class _ReduceOnce:
         self._wait(max(0, self._max_in_flight - 1))
         sent = buffer.grads.to(self._dtype)
         if buffer.groups.shard_group.size == 1:
-            transfer = begin_all_reduce_sum(sent, group)
+            transfer = all_reduce_sum(sent, group, async_op=True)
         else:
             is_shard = buffer.groups.replica_group.size == 1 and buffer.grad.dtype is self._dtype
             piece = buffer.grad if is_shard else sent.new_empty(len(sent) // group.size)
-            transfer = begin_reduce_scatter_sum(piece, sent, group)
+            transfer = reduce_scatter_sum(piece, sent, group, async_op=True)
         self._in_flight.append((buffer, transfer))
         self._wait(self._max_in_flight)
 
@@ -312,9 +311,7 @@ class GradReducer:
         for name, (leaf, view) in leaves.items():
             self._accumulate(leaf, view)
             if self._overlaps and leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(
-                    lambda leaf, name=name: self._on_grad(bucket, name)
-                )
+                leaf.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, name))
         self._buckets.setdefault(buffer.groups.stage, []).insert(0, bucket)
         self._num_launched[buffer.groups.stage] = 0
 
@@ -441,7 +438,7 @@ class GradReducer:
             assert isinstance(self._strategy, _ReducePerMicrobatch)
             self._strategy.release()
 
-    def _on_grad(self, bucket: GradBucket, name: str) -> None:
+    def _on_grad(self, bucket: GradBucket, name: str, leaf: Tensor) -> None:
         """Note that backward has added the gradient of a leaf; launch what is complete."""
         assert not bucket.is_launched, f"the gradient of {name} came after its bucket was reduced"
         if name in bucket.missing:

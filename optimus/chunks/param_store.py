@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from optimus.chunks.buffers import ChunkState, Memory
 from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
-from optimus.distributed.collectives import Transfer, begin_all_gather
+from optimus.distributed.collectives import Transfer, all_gather
 
 
 class ParamStore:
@@ -105,8 +105,7 @@ class ParamStore:
         collective of the shard group; all ranks gather chunks in the same order."""
         if state.is_sharded:
             return
-        transfer = begin_all_gather(state.params, state.shard, state.groups.shard_group)
-        self._in_flight[state.chunk.number] = transfer
+        self._start_gather(state)
         if not self._overlaps:
             self.wait()
 
@@ -139,10 +138,13 @@ class ParamStore:
         for number in numbers:
             state = self._chunks[number]
             self._memory.allocate(state.params)
-            self._in_flight[number] = begin_all_gather(
-                state.params, state.shard, state.groups.shard_group
-            )
+            self._start_gather(state)
             self._cached.add(number)
+
+    def _start_gather(self, state: ChunkState) -> None:
+        """Start to gather the parameters of a chunk."""
+        transfer = all_gather(state.params, state.shard, state.groups.shard_group, async_op=True)
+        self._in_flight[state.chunk.number] = transfer
 
     def _evict(self, numbers: Collection[int]) -> None:
         for number in numbers:

@@ -191,18 +191,15 @@ class Transfer:
 
 
 @_collective
-def all_reduce_sum(tensor: torch.Tensor, group: Group) -> None:
-    """Replace `tensor` by its elementwise sum over the ranks of the group."""
+def all_reduce_sum(tensor: torch.Tensor, group: Group, async_op: bool = False) -> Transfer:
+    """Replace `tensor` by its elementwise sum over the ranks of the group.
+
+    With `async_op`, do not wait for the operation: the sum is ready after `wait` of the returned
+    Transfer. All ranks of a group must start collectives in the same order.
+    """
+    work = None
     if group.size > 1:
-        _all_reduce(tensor, distributed.ReduceOp.SUM, group)
-
-
-@_collective
-def begin_all_reduce_sum(tensor: torch.Tensor, group: Group) -> Transfer:
-    """Start `all_reduce_sum` without waiting for it. All ranks of a group must start collectives in
-    the same order."""
-    total = distributed.ReduceOp.SUM
-    work = _all_reduce(tensor, total, group, async_op=True) if group.size > 1 else None
+        work = _all_reduce(tensor, distributed.ReduceOp.SUM, group, async_op)
     return Transfer(tensor, work, group, "all_reduce_sum")
 
 
@@ -243,25 +240,18 @@ def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
 
 
 @_collective
-def all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    """Fill `out` [group.size * n, ...] with every rank's `shard` [n, ...], in rank order."""
-    _all_gather(out, shard, group, async_op=False)
-
-
-@_collective
-def begin_all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group) -> Transfer:
-    """Start `all_gather` without waiting for it. All ranks of a group must start collectives in the
-    same order."""
-    return Transfer(out, _all_gather(out, shard, group, async_op=True), group, "all_gather", shard)
-
-
-def _all_gather(out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Any:
-    if group.size == 1:
-        if out.data_ptr() != shard.data_ptr():
-            out.copy_(shard)
-        return None
-    _record("all_gather", group, out, shard)
-    return _gather_into(out, shard, group, async_op)
+def all_gather(
+    out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool = False
+) -> Transfer:
+    """Fill `out` [group.size * n, ...] with every rank's `shard` [n, ...], in rank order. As for
+    `all_reduce_sum`, `async_op` does not wait."""
+    work = None
+    if group.size > 1:
+        _record("all_gather", group, out, shard)
+        work = _gather_into(out, shard, group, async_op)
+    elif out.data_ptr() != shard.data_ptr():
+        out.copy_(shard)
+    return Transfer(out, work, group, "all_gather", shard)
 
 
 def _gather_into(
@@ -308,33 +298,22 @@ def all_to_all_rows(
 
 
 @_collective
-def reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
+def reduce_scatter_sum(
+    out: torch.Tensor, whole: torch.Tensor, group: Group, async_op: bool = False
+) -> Transfer:
     """Sum `whole` [group.size * n, ...] over the ranks of the group. Fill `out` [n, ...] with this
-    rank's shard of the sum."""
-    _reduce_scatter_sum(out, whole, group, async_op=False)
-
-
-@_collective
-def begin_reduce_scatter_sum(out: torch.Tensor, whole: torch.Tensor, group: Group) -> Transfer:
-    """Start `reduce_scatter_sum` without waiting for it. All ranks of a group must start
-    collectives in the same order."""
-    work = _reduce_scatter_sum(out, whole, group, async_op=True)
+    rank's shard of the sum. As for `all_reduce_sum`, `async_op` does not wait."""
+    work = None
+    if group.size > 1:
+        _record("reduce_scatter", group, whole)
+        scatter = (
+            getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+        )
+        total, handle = distributed.ReduceOp.SUM, group.process_group
+        work = scatter(out, whole, total, group=handle, async_op=async_op)
+    elif out.data_ptr() != whole.data_ptr():
+        out.copy_(whole)
     return Transfer(out, work, group, "reduce_scatter_sum", whole)
-
-
-def _reduce_scatter_sum(
-    out: torch.Tensor, whole: torch.Tensor, group: Group, async_op: bool
-) -> Any:
-    if group.size == 1:
-        if out.data_ptr() != whole.data_ptr():
-            out.copy_(whole)
-        return None
-    _record("reduce_scatter", group, whole)
-    scatter = (
-        getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-    )
-    total = distributed.ReduceOp.SUM
-    return scatter(out, whole, total, group=group.process_group, async_op=async_op)
 
 
 @_collective

@@ -178,9 +178,11 @@ def start_all() -> dict:
     contribution = torch.tensor([float(group.rank + 1)])
     summed, gathered, shard = contribution.clone(), torch.empty(group.size), torch.empty(1)
     transfers = [
-        collectives.begin_all_reduce_sum(summed, group),
-        collectives.begin_all_gather(gathered, contribution, group),
-        collectives.begin_reduce_scatter_sum(shard, torch.arange(group.size) + contribution, group),
+        collectives.all_reduce_sum(summed, group, async_op=True),
+        collectives.all_gather(gathered, contribution, group, async_op=True),
+        collectives.reduce_scatter_sum(
+            shard, torch.arange(group.size) + contribution, group, async_op=True
+        ),
     ]
     results = [transfer.wait().tolist() for transfer in reversed(transfers)]
     assert all(transfer.is_done() for transfer in transfers)
@@ -200,9 +202,9 @@ def test_collectives_that_do_not_wait(ranks):
 def test_collectives_of_a_single_rank_are_done_at_once():
     group, tensor, gathered = Group(1, 0), torch.tensor([3.0]), torch.zeros(1)
     transfers = [
-        collectives.begin_all_reduce_sum(tensor, group),
-        collectives.begin_all_gather(gathered, tensor, group),
-        collectives.begin_reduce_scatter_sum(torch.zeros(1), tensor, group),
+        collectives.all_reduce_sum(tensor, group, async_op=True),
+        collectives.all_gather(gathered, tensor, group, async_op=True),
+        collectives.reduce_scatter_sum(torch.zeros(1), tensor, group, async_op=True),
     ]
     assert all(transfer.is_done() and transfer.wait().item() == 3 for transfer in transfers)
 
@@ -213,7 +215,7 @@ def wait_for_a_dead_peer(is_async: bool) -> str:
         os._exit(0)
     try:
         if is_async:
-            collectives.begin_all_gather(torch.ones(2), torch.ones(1), group).wait()
+            collectives.all_gather(torch.ones(2), torch.ones(1), group, async_op=True).wait()
         else:
             collectives.all_reduce_sum(torch.ones(1), group)
     except Exception as error:

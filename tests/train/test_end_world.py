@@ -17,7 +17,7 @@ import torch
 
 from optimus.bench.layout import bench_layout
 from optimus.config import make_config
-from optimus.distributed.collectives import barrier, begin_all_gather
+from optimus.distributed.collectives import all_gather, barrier
 from optimus.distributed.groups import join_groups
 from optimus.distributed.mesh import Mesh
 from optimus.distributed.world import end_run, start_world
@@ -101,7 +101,7 @@ def fail_during_a_collective() -> None:
         groups = join_groups(Mesh(dp=2), world)
         if world.rank == 0:
             time.sleep(600.0)
-        started = [begin_all_gather(torch.ones(2), torch.ones(1), groups.over("dp"))]
+        started = [all_gather(torch.ones(2), torch.ones(1), groups.over("dp"), async_op=True)]
         time.sleep(0.3)
         raise RuntimeError(f"error of rank 1, {len(started)} in progress")
 

@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""Count the files that common operations enter, and the frames from backward to reduce-scatter.
+
+    python scripts/bench/frames.py [--files] [--json]
+
+A file counts if one of its functions runs, in any thread of the first rank. The operations run on
+two local ranks with a small model: an update with ep = 2, a save and a load of a full checkpoint,
+and, on one process, `optimus-data tokenize` with one document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import common
+import torch.distributed as distributed
+
+from data_prep.cli import main as optimus_data
+from optimus.bench.step import make_rank
+from optimus.checkpoint.load import load_full
+from optimus.checkpoint.save import FullSaver
+from optimus.checkpoint.store import read_manifest
+from optimus.distributed.world import World
+from optimus.errors import OptimusError
+from optimus.rank.states import states_of_rank
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = tuple(f"{_ROOT / name}/" for name in ("optimus", "data_prep", "kernels"))
+_TEXT = "A document of a few words, which the tokenizer divides into tokens.\n"
+
+
+@contextlib.contextmanager
+def entered_files() -> Iterator[set[str]]:
+    """Return a context that adds to a set the files of Optimus whose functions run in it."""
+    files: set[str] = set()
+
+    def enter(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and frame.f_code.co_name != "<module>" and name.startswith(_PACKAGES):
+            files.add(str(Path(name).relative_to(_ROOT)))
+
+    threading.setprofile(enter)
+    sys.setprofile(enter)
+    try:
+        yield files
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+@contextlib.contextmanager
+def reduce_scatter_frames() -> Iterator[list[list[str]]]:
+    """Return a context that adds to a list, for each reduce-scatter in a backward, the functions of
+    Optimus between torch's backward and torch's reduce-scatter."""
+    stacks: list[list[str]] = []
+    name = "reduce_scatter_single"
+    if not hasattr(distributed, name):
+        name = "reduce_scatter_tensor"
+    scatter = getattr(distributed, name)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        functions: list[str] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and "/torch/autograd/" not in frame.f_code.co_filename:
+            if frame.f_code.co_filename.startswith(_PACKAGES):
+                functions.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        if frame is not None:
+            stacks.append(functions[::-1])
+        return scatter(*args, **kwargs)
+
+    setattr(distributed, name, record)
+    try:
+        yield stacks
+    finally:
+        setattr(distributed, name, scatter)
+
+
+def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
+    """Run the operations of two ranks. A collective of all ranks.
+
+    Returns:
+        The entered files by operation, and the functions under "reduce-scatter".
+    """
+    rank = make_rank(common.mula_config(64, world.size, ep=2, sharding="epso"), world)
+    updater, microbatches = rank.updater(), rank.microbatches()
+    updater.run(1, microbatches)
+    with entered_files() as update:
+        updater.run(2, microbatches)
+    rank.states.wait()
+    states = states_of_rank(rank.config.model, rank.local.layout, rank.groups, rank.states)
+    saver = FullSaver(states, "balanced")
+
+    def write_config(directory: Path) -> None:
+        (directory / "config.toml").write_text("")
+
+    with entered_files() as save:
+        outcome = saver.begin(states, folder / "full", write_config, step=2).drain()
+    assert outcome is not None, "a thread of the save hangs"
+    if outcome.failure:
+        raise OptimusError(outcome.failure.message)
+    with entered_files() as load:
+        problem = load_full(states, read_manifest(folder / "full"), "broadcast")
+    if problem:
+        raise OptimusError(problem)
+    dense = make_rank(common.mula_config(64, world.size, sharding="epso"), world)
+    with reduce_scatter_frames() as stacks:
+        dense.updater().run(1, dense.microbatches())
+    files = {"an update, ep = 2": update, "a full save": save, "a load": load}
+    return {
+        "files": {operation: sorted(entered) for operation, entered in files.items()},
+        "reduce-scatter": max(stacks, key=len),
+    }
+
+
+def measure_tokenize(folder: Path) -> list[str]:
+    """Return the files that `optimus-data tokenize` enters for one document."""
+    text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
+    text.write_text(_TEXT)
+    source = ["--input", str(text)]
+    train = ["train-tokenizer", *source, "--vocab-size", "280", "--out", str(tokenizer)]
+    _run_data(train)
+    command = ["tokenize", *source, "--tokenizer", str(tokenizer), "--out", str(folder / "out")]
+    with entered_files() as files:
+        _run_data([*command, "--workers", "1"])
+    return sorted(files)
+
+
+def _run_data(command: list[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = optimus_data(command)
+    if status:
+        raise OptimusError(f"optimus-data {' '.join(command)} ended with status {status}")
+
+
+def format_result(result: dict[str, Any], lists_files: bool) -> str:
+    """Return a table in Markdown and, with `lists_files`, the names of the files."""
+    functions = result["reduce-scatter"]
+    lines = ["| operation | files entered |", "|---|---|"]
+    lines += [f"| {name} | {len(files)} |" for name, files in result["files"].items()]
+    lines += ["", f"Frames from backward to reduce-scatter: {len(functions)}"]
+    lines += [f"- {name}" for name in functions]
+    if lists_files:
+        for name, files in result["files"].items():
+            lines += ["", name, *(f"- {file}" for file in files)]
+    return "\n".join(lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--files", action="store_true", help="list the files, too")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    result = common.run_ranks(2, measure_ranks)
+    with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
+        result["files"]["a tokenized document"] = measure_tokenize(Path(folder))
+    print(json.dumps(result) if args.json else format_result(result, args.files))
+
+
+if __name__ == "__main__":
+    sys.exit(common.run_script(main))
