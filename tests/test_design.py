@@ -1,4 +1,4 @@
-"""Test that each function named in docs/design exists in the file that is named with it."""
+"""Test that docs/design names functions that exist, and shows the packages and their imports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+
+from scripts.package_picture import picture
+from tests.test_imports import ALLOWED, LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(ROOT.glob("docs/design/*.md"))
@@ -43,3 +46,15 @@ def test_a_name_that_is_gone_is_missed():
     names = defined_in(ROOT / "data_prep/sources/documents.py")
     assert {"InputReader", "InputReader.position", "NO_LIMITS", "_skip"} <= names
     assert not {"position", "InputReader.nobody"} & names
+
+
+def test_packages_page_has_the_graph_of_the_import_table():
+    """`python scripts/package_picture.py` prints the graph."""
+    page = (ROOT / "docs/design/packages.md").read_text()
+    assert f"```mermaid\n{picture()}\n```" in page
+
+
+def test_packages_page_describes_each_package_once():
+    page = (ROOT / "docs/design/packages.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    assert re.findall(r"`([\w.]+)`", " ".join(rows)) == [*ALLOWED, *LAYERS]
