@@ -1,4 +1,4 @@
-"""Data preparation: text files in, a shuffled and sharded data set of token instances out.
+"""Data preparation: text files become a shuffled and sharded data set of token instances.
 
-Nothing here imports torch. The format is written down in docs/formats/dataset.md.
+No module imports torch. docs/formats/dataset.md describes the format.
 """

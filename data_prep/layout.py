@@ -1,6 +1,6 @@
-"""Names, dtypes, array headers and self-checking JSON: what every file of a data set is made of.
+"""Names, dtypes, array headers and self-checking JSON of the files of a data set.
 
-Which files there are: docs/formats/dataset.md.
+docs/formats/dataset.md has the list of files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-"""Version of the file formats written here, unless PLAN_VERSION is. Readers refuse later ones."""
+"""Version of file formats, except those of PLAN_VERSION. Readers refuse later versions."""
 PLAN_VERSION = 2
-"""Of plans, and of the sidecars of their units, that use what version 1 has no words for."""
+"""Version of plans and sidecars of units with keys that version 1 does not have."""
 
 MANIFEST = "manifest.json"
 ORDER = "order.json"
@@ -36,58 +36,58 @@ SHARDS_DIR = "shards"
 EVAL_DIR = "eval"
 
 PARTS = ("train", "held-out")
-"""The parts of a data set, each of which is one by itself."""
+"""The splits of a data set. Each of them is a data set."""
 DTYPES = ("uint16", "uint32")
-"""The types that token ids are stored in."""
+"""The dtypes of stored token ids."""
 MAX_CONTEXT = 1 << 31
 """Tokens of an instance."""
 MAX_COUNT = 1 << 56
 """Above every count of tokens, bytes or instances, so that products with 64 do not wrap."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
-"""Largest files that are read in whole: tables of a unit, tokenizers, JSON (a million inputs)."""
+"""Largest files that are read whole: tables of a unit, tokenizers, JSON (a million inputs)."""
 HEADER_BYTES = 128
-"""Length of every .npy header we write, so that data begins on a 64-byte boundary."""
+"""Length of the .npy headers that are written here, so that data is aligned to 64 bytes."""
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """A data set's copy of its tokenizer, called by its kind.
+    """Return the path of the tokenizer of a data set, which depends on its kind.
 
-    A sentencepiece model in a data set of an earlier version is called `tokenizer.json` too.
+    A sentencepiece model in a data set of an earlier version is also named `tokenizer.json`.
     """
     file, model = folder / TOKENIZER, folder / SENTENCEPIECE
     return model if model.exists() and not file.exists() else file
 
 
 def unit_name(unit: int) -> str:
-    """Stem of unit `unit`'s files under tokens/."""
+    """Return the stem of the files of a unit."""
     return f"unit-{unit:05d}"
 
 
 def shard_name(shard: int) -> str:
-    """Stem of shard `shard`'s files under shards/."""
+    """Return the stem of the files of a shard."""
     return f"shard-{shard:05d}"
 
 
 def dtype_name(vocab_size: int) -> str:
-    """`uint16` where every id below `vocab_size` fits it, else `uint32`. Raises DataError."""
+    """Return the dtype of ids below `vocab_size`: "uint16" or "uint32". Raises DataError."""
     if not 1 <= vocab_size <= 1 << 32:
         raise DataError(f"a vocabulary of {vocab_size} ids does not fit in uint32")
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def little_endian(dtype: str) -> np.dtype:
-    """The numpy dtype on disk of `uint16`, `uint32` or `int64`."""
+    """Return the little-endian numpy dtype of "uint16", "uint32" or "int64"."""
     import numpy as np
 
     return np.dtype(dtype).newbyteorder("<")
 
 
 def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """Header (version 1.0) of a C-ordered little-endian .npy file, exactly HEADER_BYTES long.
+    """Return the header (version 1.0) of a C-ordered little-endian .npy file, HEADER_BYTES long.
 
-    Written here and not by numpy, whose padding may change between versions: the bytes of our
-    files must not.
+    numpy does not write it, because the padding of numpy may change with its version, and the bytes
+    of a data set must not.
     """
     code = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8", "uint8": "|u1"}[dtype]
     text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {shape!r}, }}"
@@ -107,18 +107,25 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int = ARRAY_BYTES) -> bytes
 
 
 def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
-    """Atomically write `value` so that `read_checked_json` notices any later change."""
+    """Atomically write `value` with its hash, which `read_checked_json` compares."""
     files.write_bytes(path, files.checked_json(value))
 
 
 def read_checked_json(
     path: str | os.PathLike, *forms: str, newest: int = VERSION, xxh3: str | None = None
 ) -> dict[str, Any]:
-    """Return the object that `write_checked_json` wrote, if its `format` is one of `forms`.
+    """Return the object that `write_checked_json` wrote.
 
-    Raises DataError naming the file when it is missing or of another format or version, and
-    DamageError when it is damaged or its hash is not `xxh3`. The hash is compared before anything
-    of the file is parsed: the name of the file may come from another file.
+    Args:
+        path: The file.
+        forms: The formats that it may have.
+        newest: The largest version that it may have.
+        xxh3: The hash that the file must have. It is compared before the file is parsed, because
+            the name of the file may come from another file.
+
+    Raises:
+        DataError: the file is missing, or of another format or version.
+        DamageError: the file is damaged, or its hash is not `xxh3`.
     """
     data = read_bytes(path, _JSON_BYTES)
     if xxh3 is not None and files.xxh3_bytes(data) != xxh3:
@@ -138,7 +145,7 @@ def read_checked_json(
 
 
 class FileRecord(TypedDict):
-    """A file in a sidecar."""
+    """Size and hash of a file, in a sidecar."""
 
     size: int
     xxh3: str
@@ -156,9 +163,9 @@ def read_record(
     newest: int = VERSION,
     xxh3: str | None = None,
 ) -> _Record:
-    """Return the content of a file that `write_checked_json` wrote as `kind`, which says its keys.
+    """Return the object that `write_checked_json` wrote as a `kind`.
 
-    Raises DataError and DamageError as `read_checked_json` and `as_record`.
+    Arguments and errors are those of `read_checked_json` and `as_record`.
     """
     return as_record(kind, read_checked_json(path, *forms, newest=newest, xxh3=xxh3), path)
 
@@ -169,12 +176,12 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
     Args:
         kind: A dataclass, or a TypedDict, of str, int, float, bool, lists, tuples and such classes.
             A field with a default may be missing. Keys that it lacks are ignored.
-        value: What `read_checked_json` gave.
+        value: The object, from `read_checked_json`.
         path: The file, for the message.
 
     Raises:
-        DataError: a key is missing or of another type: the hash in a file guards against accidents,
-            not against who writes another.
+        DataError: a key is missing or of another type. The hash in a file does not exclude this: it
+            detects damage, but another program can write a file with a correct hash.
     """
     try:
         return _column(kind, [value], "")[0]
@@ -190,7 +197,7 @@ def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
 
 
 def are_hashes(texts: Sequence[str]) -> bool:
-    """Return whether all texts are xxh3-64 as we write them."""
+    """Return whether all texts are xxh3-64 in hexadecimal, as data_prep writes them."""
     return set(map(len, texts)) <= {16} and not "".join(texts).strip("0123456789abcdef")
 
 
@@ -200,7 +207,7 @@ def are_counts(numbers: Sequence[int]) -> bool:
 
 
 def are_paths(texts: Iterable[str]) -> bool:
-    """Return whether the system takes all texts as paths."""
+    """Return whether all texts can be paths."""
     try:
         return b"\0" not in os.fsencode("".join(texts))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -208,7 +215,7 @@ def are_paths(texts: Iterable[str]) -> bool:
 
 
 def is_relative_path(text: str) -> bool:
-    """Return whether `text` is a path relative to the data set, as this package writes them."""
+    """Return whether `text` is a relative path."""
     return text != "" and not os.path.isabs(text) and are_paths([text])
 
 
@@ -217,9 +224,9 @@ def _not_ours(path: str | os.PathLike, problem: object) -> DataError:
 
 
 def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
-    """Return what all objects of a list have under `key`, checked and made `kind`.
+    """Return the values of `key` of a list of objects as `kind`.
 
-    By columns, because a data set may list a million files. Raises ValueError.
+    The values are checked together, because a data set may list a million files. Raises ValueError.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # of a scalar and None
@@ -245,7 +252,7 @@ def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
 def _check_scalars(kind: type, values: list[Any], key: str) -> None:
     if not set(map(type, values)) <= ({int, float} if kind is float else {kind}):
         raise ValueError(f"{key} is not {_CALLED[kind]}")
-    # A NaN is refused, too: it is not within any bounds.
+    # NaN is refused, too: it is not within bounds.
     ends = (min(values), max(values)) if values and kind is int else values
     if kind in (int, float) and not all(-_LARGEST < value < _LARGEST for value in ends):
         raise ValueError(f"{key} is not a number within 2^64")

@@ -1,4 +1,4 @@
-"""The beginning of an output directory: its plan and tokenizer, and the refusal to mix two."""
+"""The start of an output directory: its plan and tokenizer, and checks of its previous content."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ def begin(
     quarantine: bool,
     limits: Limits = NO_LIMITS,
 ) -> TokenizeWork:
-    """Write the plan and a copy of the tokenizer into every part of `out`, or find them there.
+    """Write the plan and a copy of the tokenizer of each split, unless they exist.
 
-    Raises DataError naming the difference where `out` was begun with another plan.
+    Args:
+        out: The output directory.
+        tokenizer_file: The tokenizer.
+        plan: The plan of tokenization.
+        quarantine: Leave out documents that cannot be used, instead of raising an error.
+        limits: Memory and bytes that a document may take.
+
+    Raises:
+        DataError: `out` has another plan, order or tokenizer. The message names the difference.
     """
     content = files.checked_json(plan.to_json())
     folders = tokens_dirs(out, plan).values()
-    for folder in folders:  # all of it before anything is written
-        _check_own(out, folder, tokenizer_file, plan, files.xxh3_bytes(content))
+    for folder in folders:  # all checks before the first write
+        _check_output(out, folder, tokenizer_file, plan, files.xxh3_bytes(content))
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         write_once(folder / layout.PLAN, content)
@@ -43,10 +51,10 @@ def begin(
     return TokenizeWork(plan, files.xxh3_bytes(content), out, copy, quarantine, limits)
 
 
-def _check_own(
+def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
-    """Raises DataError where the data set that `tokens_dir` is for holds other work."""
+    """Raise DataError if the data set of `tokens_dir` has another plan, order or tokenizer."""
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
@@ -56,8 +64,8 @@ def _check_own(
     dataset = tokens_dir.parent
     if (dataset / layout.ORDER).exists():
         order = read_any_order(dataset)
-        wanted = (tokens_dir.name, plan_xxh3)
-        if not isinstance(order, Order) or (order.tokens_dir, order.plan) != wanted:
+        expected = (tokens_dir.name, plan_xxh3)
+        if not isinstance(order, Order) or (order.tokens_dir, order.plan) != expected:
             raise DataError(
                 f"{dataset} holds a data set whose token arrays are elsewhere, a blend or what "
                 "`shuffle --to` made; choose another --out"
@@ -72,18 +80,18 @@ def require_tokens(tokens_dir: Path) -> None:
 
 
 def check_tokenizer(source: Path, folder: Path) -> None:
-    """Raises DataError where another tokenizer lies in a folder that no plan or order claims."""
+    """Raise DataError if a folder without plan and order has another tokenizer."""
     if (folder / layout.ORDER).exists():
-        return  # whose it is stands there; a damaged copy is written again
+        return  # the order names its tokenizer; a damaged copy is written again
     copy = layout.tokenizer_file(folder)
     if copy.exists() and _read(copy) != _read(source):
         raise DataError(f"{copy} is another tokenizer than {source}; choose another output")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Put a tokenizer beside a data set, by the name of its kind, unless a copy is there already.
+    """Copy a tokenizer into a data set, under the name of its kind, unless the copy exists.
 
-    A sentencepiece model that an earlier version called tokenizer.json stays what it is called.
+    A sentencepiece model that an earlier version named tokenizer.json keeps its name.
     """
     content, name = _read(source), layout.TOKENIZER
     if is_sentencepiece(source):
@@ -99,21 +107,21 @@ def _read(tokenizer: Path) -> bytes:
 
 
 def write_once(path: Path, content: bytes) -> None:
-    """Make `path` hold `content`, without touching a file that already does."""
+    """Write a file, unless it already has this content."""
     if not path.exists() or layout.read_bytes(path) != content:
         files.write_bytes(path, content)
 
 
 def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
-    """What of `old` is not so in `new`, each as `key = then, now ...`."""
+    """Yield the differences between two plans, each as `key = then, now ...`."""
     for key in ("sha256", "eos_token", "vocab_size"):
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:
             yield f"tokenizer {key} = {then}, now {now}"
     then, now = is_import(old.text_field), is_import(new.text_field)
     if then != now:
-        what = ("text", "imported token files")
-        yield f"{what[then]}, now {what[now]}"
+        kinds = ("text", "imported token files")
+        yield f"{kinds[then]}, now {kinds[now]}"
         return
     for key in ("text_field", "eval_fraction", "id_field", "max_document"):
         then, now = getattr(old, key), getattr(new, key)

@@ -1,4 +1,4 @@
-"""`optimus-data import`: foreign token files become token arrays, as if they had been tokenized.
+"""`optimus-data import`: token files of other programs become token arrays.
 
 docs/formats/dataset.md, "Token files of other programs".
 """
@@ -36,12 +36,12 @@ from optimus.io import files
 
 _BLOCK_TOKENS = 1 << 20
 _AS_DESCRIBED = "as described"
-_COMPANIONS = (".idx", ".csv.gz")  # beside .bin; dolma's list of documents, which EOS tells too
+_SIDECARS = (".idx", ".csv.gz")  # of .bin; documents of dolma, which are known from EOS
 
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """What `import` is asked for."""
+    """The parameters of `import`."""
 
     inputs: Sequence[str]
     tokenizer: str
@@ -54,50 +54,53 @@ class ImportRequest:
 
 
 def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
-    """Token arrays of all inputs under request.out; what had to be mended, by kind.
+    """Write token arrays of all inputs under request.out.
 
-    Raises DataError for files that cannot be taken as they are, ids outside the vocabulary above
-    all.
+    Returns:
+        The number of repairs by kind: `eos_added` and `empty_documents`.
+
+    Raises:
+        DataError: a file is no token file, or has an id outside the vocabulary.
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    found = find_inputs(request.inputs, request.exclude, request.out, team.say)
-    plan = _make_plan(found, facts, request)
+    inputs = find_inputs(request.inputs, request.exclude, request.out, team.say)
+    plan = _make_plan(inputs, facts, request)
     with working_in(request.out, team.rank), together(team, request.out) as team:
         work = begin(request.out, tokenizer, plan, quarantine=False)
         make_units(_ImportTask, work, request.workers, team, "import")
         units = range(len(plan.units))
         records = [read_unit(work.tokens_dir, unit, work.plan_xxh3) for unit in units]
-    mended: list[Mapping[str, Any]] = [record.get("mended", {}) for record in records]
+    repairs: list[Mapping[str, Any]] = [record.get("mended", {}) for record in records]
     keys = ("eos_added", "empty_documents")
-    return {key: sum(counts.get(key, 0) for counts in mended) for key in keys}
+    return {key: sum(counts.get(key, 0) for counts in repairs) for key in keys}
 
 
 def _make_plan(
-    found: Sequence[InputFile], facts: TokenizerFacts, request: ImportRequest
+    token_files: Sequence[InputFile], facts: TokenizerFacts, request: ImportRequest
 ) -> TokenPlan:
-    """A .bin and its .idx, or a .npy, is a unit."""
+    """Return the plan. A unit is a .bin file with its .idx, or a .npy file."""
     inputs: list[InputFile] = []
     units: list[tuple[int, int]] = []
-    for file in found:
-        own_ids = file.name.removesuffix(".idx") + ".bin"
-        if file.name.endswith(".idx") and not os.path.exists(own_ids):
-            raise DataError(f"{file.name}: {own_ids} is missing; copy it, or --exclude the index")
-        if file.name.endswith(_COMPANIONS):
+    for file in token_files:
+        ids = file.name.removesuffix(".idx") + ".bin"
+        if file.name.endswith(".idx") and not os.path.exists(ids):
+            raise DataError(f"{file.name}: {ids} is missing; copy it, or --exclude the index")
+        if file.name.endswith(_SIDECARS):
             continue
         if not file.name.endswith((".bin", ".npy")):
             raise DataError(
                 f"{file.name}: neither a Megatron-LM .bin nor a .npy of ids; --exclude it"
             )
-        own = [file]
+        unit = [file]
         if file.name.endswith(".bin"):
             index = require_file(index_of(file.name), f"the index of {file.name},")
-            own.append(InputFile(str(index), os.path.getsize(index)))
-        units.append((len(inputs), len(inputs) + len(own)))
-        inputs += own
+            unit.append(InputFile(str(index), os.path.getsize(index)))
+        units.append((len(inputs), len(inputs) + len(unit)))
+        inputs += unit
     if not units:
         raise DataError("--input names no .bin and no .npy file; check the path")
-    how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)  # another reading is another plan
+    how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)  # another dtype is another plan
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 
@@ -125,68 +128,68 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
         writers = open_writers(work, unit, stack)
         below, line = held_out_below(plan.eval_fraction), 1
         for block in _blocks(name, foreign, facts):
-            for part, numbers in _deal(block, below).items():
+            for split, numbers in _divide(block, below).items():
                 sources = [(source, line + number) for number in numbers]
-                writers[part].append([block[number] for number in numbers], sources)
+                writers[split].append([block[number] for number in numbers], sources)
             line += len(block)
-        arrays = {part: writer.finish() for part, writer in writers.items()}
+        arrays = {split: writer.finish() for split, writer in writers.items()}
     tokens = sum(writer.tokens for writer in writers.values())
-    mended = {
+    repairs = {
         "eos_added": tokens - len(foreign.ids),
         "empty_documents": int((np.diff(foreign.ends, prepend=0) == 0).sum()),
     }
-    more = {part: {"mended": mended if part == PARTS[0] else {}} for part in folders}
+    more = {split: {"mended": repairs if split == PARTS[0] else {}} for split in folders}
     write_unit(folders, unit, work.plan_xxh3, writers, hashes, [], more, arrays)
 
 
-def _deal(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Which of these documents, uint32 each, go to each part; parts without any are left out."""
+def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
+    """Return the indices of the documents, uint32 each, of each split that has any."""
     if not below:
         return {PARTS[0]: list(range(len(block)))}
-    dealt: dict[str, list[int]] = {}
+    by_split: dict[str, list[int]] = {}
     for number, ids in enumerate(block):
         content = np.ascontiguousarray(ids, "<u4")
         held_out = xxhash.xxh3_64_intdigest(content.data) < below
-        dealt.setdefault(PARTS[held_out], []).append(number)
-    return dealt
+        by_split.setdefault(PARTS[held_out], []).append(number)
+    return by_split
 
 
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
-    """Documents' ids without EOS, uint32 each, a block of them at a time: they end where the source
-    says and behind every EOS."""
+    """Yield blocks of documents, uint32 each, without EOS. A document ends at an end in the token
+    file and at EOS."""
     ids, seen_eos = foreign.ids, len(foreign.ends) > 0 or len(foreign.ids) == 0
-    held: list[np.ndarray] = []
+    unfinished: list[np.ndarray] = []
     for start in range(0, len(ids), _BLOCK_TOKENS):
         block = _checked(name, ids, start, facts.vocab_size)
         after_eos = np.flatnonzero(block == facts.eos_id) + 1
         seen_eos = seen_eos or after_eos.size > 0
-        told = foreign.ends[np.searchsorted(foreign.ends, start, side="right") :]
-        told = told[: np.searchsorted(told, start + len(block), side="right")] - start
-        ends = np.unique(np.concatenate([after_eos, told]))
+        listed = foreign.ends[np.searchsorted(foreign.ends, start, side="right") :]
+        listed = listed[: np.searchsorted(listed, start + len(block), side="right")] - start
+        ends = np.unique(np.concatenate([after_eos, listed]))
         documents = np.split(block, ends)
         rest = documents.pop()
         if documents:
-            documents[0] = np.concatenate([*held, documents[0]])
-            held = []
-            yield [one[:-1] if one[-1] == facts.eos_id else one for one in documents]
-        held.append(rest)
+            documents[0] = np.concatenate([*unfinished, documents[0]])
+            unfinished = []
+            yield [d[:-1] if d[-1] == facts.eos_id else d for d in documents]
+        unfinished.append(rest)
     if not seen_eos:
         raise DataError(
             f"{name}: has no {facts.eos_token} (id {facts.eos_id}), so its documents cannot be "
             "separated; give the tokenizer that made it, and its end-of-document token as --eos"
         )
-    if sum(map(len, held)):
-        yield [np.concatenate(held)]
+    if sum(map(len, unfinished)):
+        yield [np.concatenate(unfinished)]
 
 
 def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndarray:
-    """A block of ids as uint32, each compared with the vocabulary in its own type first."""
+    """Return a block of ids as uint32. They are compared with the vocabulary in their dtype."""
     block = ids[start : start + _BLOCK_TOKENS]
     wrong = (block < 0) | (block >= vocab_size)
     if wrong.any():
-        place = int(wrong.argmax())
+        index = int(wrong.argmax())
         raise DataError(
-            f"{name}: id {int(block[place])} at token {start + place} is outside the vocabulary "
+            f"{name}: id {int(block[index])} at token {start + index} is outside the vocabulary "
             f"of {vocab_size}; give the tokenizer that made it, or its real --dtype"
         )
     return block.astype(np.uint32)

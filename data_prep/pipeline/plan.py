@@ -1,7 +1,7 @@
-"""`optimus-data plan`: what a run will take, from a sample of its text and of this machine.
+"""`optimus-data plan`: an estimate of the tokens, disk, memory and time of a run.
 
-Estimates, not promises: the sample is a few MB spread over the inputs, and speeds are those of this
-machine now. Counts are usually within some per cent where inputs are alike.
+It is based on a few MB of the inputs and on the present speed of this machine. Counts are usually
+within some per cent if the inputs are similar.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from optimus.io import files
 
 _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
-"""Tokenized of each sampled file."""
+"""Bytes of each sampled file that are tokenized."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Read of each, to learn how much text its bytes hold."""
+"""Bytes of each sampled file that are read, to measure its text per byte."""
 _LARGEST_WHOLE = 64 << 20
-"""A text file is one document and read whole: larger ones are not sampled."""
+"""Size of a text file, which is read whole, above which it is not sampled."""
 _DOC_BYTES = 40
-"""Its row, 24, and the hash of its id."""
+"""Bytes of a document: its row, 24, and the hash of its id."""
 _PROBE_BYTES = 32 << 20
 
 
 @dataclass
 class Sample:
-    """Sums over the inputs, each stratum scaled up from its sampled file."""
+    """Sums over the inputs. Each stratum is extrapolated from its sampled file."""
 
     text_bytes: float = 0.0
     documents: float = 0.0
@@ -55,9 +55,9 @@ class Sample:
     encode_s: float = 0.0
     """CPU seconds of encoding `encoded_bytes`."""
     ids: list[np.ndarray] = field(default_factory=list)
-    """Of some of the encoded text, uint32."""
+    """Ids of some of the encoded text, uint32."""
     problem: str = ""
-    """The first that was met."""
+    """The first problem of the sampled documents."""
 
 
 def estimate(
@@ -69,7 +69,22 @@ def estimate(
     fused: bool,
     strategy: str,
 ) -> dict[str, Any]:
-    """Counts, bytes and seconds of `run`, and whether the disk holds it. Raises as `run` does."""
+    """Estimate a run.
+
+    Args:
+        request: The parameters of tokenization.
+        shuffle: The parameters of the order.
+        memory_bytes: `--memory` of the run.
+        world: The number of ranks.
+        fused: `--fused` of the run.
+        strategy: `--strategy` of the run.
+
+    Returns:
+        Counts, bytes and seconds, and `fits`: whether the disk has enough free space.
+
+    Raises:
+        DataError, ConfigError: as the run would.
+    """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     dtype = layout.dtype_name(read_facts(tokenizer, request.eos).vocab_size)
     inputs = find_inputs(request.inputs, request.exclude, request.out, say)
@@ -88,12 +103,12 @@ def estimate(
     rows = rows_of_shard(instances, row_bytes, shuffle.shard_bytes)
     token_bytes = tokens * layout.little_endian(dtype).itemsize
     shard_bytes, docs_bytes = (instances + eval_instances) * row_bytes, documents * _DOC_BYTES
-    strategy = _settled(strategy, world, shard_bytes)
+    strategy = _resolve_strategy(strategy, world, shard_bytes)
     waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
     peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
-    place = _nearest(request.out)
-    free = shutil.disk_usage(place).free
+    folder = _nearest(request.out)
+    free = shutil.disk_usage(folder).free
     return {
         "inputs": len(inputs),
         "input_bytes": input_bytes,
@@ -115,28 +130,28 @@ def estimate(
         * sample.encode_s
         / max(1, sample.encoded_bytes)
         / (request.workers * world),
-        "shard_s": _shard_seconds(place, strategy, shard_bytes, world),
+        "shard_s": _shard_seconds(folder, strategy, shard_bytes, world),
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
     }
 
 
-def _shard_seconds(place: Path, strategy: str, shard_bytes: int, world: int) -> float | None:
-    """None where nothing could be written to measure it."""
-    written_per_s = _write_speed(place)
+def _shard_seconds(folder: Path, strategy: str, shard_bytes: int, world: int) -> float | None:
+    """Return the time of sharding; None if no file can be written to measure it."""
+    written_per_s = _write_speed(folder)
     passes = 4 if strategy == "bucket" else 2
     return passes * shard_bytes / written_per_s / world if written_per_s else None
 
 
-def _settled(strategy: str, world: int, shard_bytes: int) -> str:
-    """What `--strategy auto` takes for shards of so many bytes."""
+def _resolve_strategy(strategy: str, world: int, shard_bytes: int) -> str:
+    """Return the strategy that `auto` probably selects for `shard_bytes` bytes of shards."""
     if strategy != "auto":
         return strategy
     return "gather" if world > 1 or shard_bytes < usable_memory() // 2 else "bucket"
 
 
 def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
-    """What token arrays of so many bytes take while they wait packed."""
+    """Return the packed bytes of token arrays of `token_bytes` bytes."""
     require_zstd()
     ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
     return round(token_bytes * packed_share(ids)) if len(ids) else 0
@@ -145,23 +160,23 @@ def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
 def take_sample(
     inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
 ) -> Sample:
-    """Divide the inputs into strata by ending and size, and read a part of one file of each.
+    """Divide the inputs into strata by suffix and size, and read the start of a file of each.
 
-    Text that cannot be used is passed over. Raises DataError where nothing can be sampled, and for
-    a document beyond `limits`, as the run will.
+    Documents that cannot be used are left out. Raises DataError if no text can be sampled, or a
+    document exceeds `limits`.
     """
     known = [file for file in inputs if file.size <= _LARGEST_WHOLE or kind_of(file.name) != "text"]
-    endings: dict[str, list[InputFile]] = {}
+    by_suffix: dict[str, list[InputFile]] = {}
     for file in sorted(known, key=lambda file: (file.size, file.name)):
-        endings.setdefault(Path(file.name).name.partition(".")[2].lower(), []).append(file)
+        by_suffix.setdefault(Path(file.name).name.partition(".")[2].lower(), []).append(file)
     whole = max(1, sum(file.size for file in known))
     sample = Sample()
-    for alike in endings.values():
-        share = sum(file.size for file in alike) / whole
-        count = min(len(alike), max(1, round(_SAMPLE_FILES * share)))
-        edges = [len(alike) * n // count for n in range(count + 1)]
+    for similar in by_suffix.values():
+        share = sum(file.size for file in similar) / whole
+        count = min(len(similar), max(1, round(_SAMPLE_FILES * share)))
+        edges = [len(similar) * n // count for n in range(count + 1)]
         for first, stop in itertools.pairwise(edges):
-            _sample_stratum(alike[first:stop], text_field, tokenizer, sample, limits)
+            _sample_stratum(similar[first:stop], text_field, tokenizer, sample, limits)
     if not sample.encoded_bytes:
         raise DataError(
             f"nothing of {counted(len(inputs), 'input')} can be sampled: {_why(known, sample)}"
@@ -174,7 +189,7 @@ def take_sample(
 
 
 def _why(known: Sequence[InputFile], sample: Sample) -> str:
-    """Why a sample is empty."""
+    """Return the reason why a sample is empty."""
     if not known:
         return f"they are texts of more than {_LARGEST_WHOLE >> 20} MiB, which are not read here"
     return sample.problem or "what was read of them holds no text"
@@ -183,7 +198,7 @@ def _why(known: Sequence[InputFile], sample: Sample) -> str:
 def _sample_stratum(
     stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample, limits: Limits
 ) -> None:
-    """Add what files like these, which are alike, hold: the middle one is read."""
+    """Read the middle one of similar files and add an estimate of all to the sample."""
     file = stratum[len(stratum) // 2]
     encoder = shared_encoder(tokenizer)
     read = text = documents = encoded = tokens = 0
@@ -194,32 +209,36 @@ def _sample_stratum(
 
     reader = InputReader(file, text_field, advance, limits=limits)
     try:
-        for item in reader:
-            if isinstance(item, Problem):
-                sample.problem = sample.problem or f"{file.name}:{item.line}: {item.reason}"
+        for document in reader:
+            if isinstance(document, Problem):
+                problem = f"{file.name}:{document.line}: {document.reason}"
+                sample.problem = sample.problem or problem
                 continue
-            size = item.size if isinstance(item, LongText) else len(item.data)
-            if encoder.cutter is None and size > _SAMPLE_TEXT_BYTES:  # the run has to take it whole
-                needs, where = size * encoder.bytes_per_byte, f"{file.name}:{item.line}"
+            size = document.size if isinstance(document, LongText) else len(document.data)
+            if (
+                encoder.cutter is None and size > _SAMPLE_TEXT_BYTES
+            ):  # the run has to encode it whole
+                needs, where = size * encoder.bytes_per_byte, f"{file.name}:{document.line}"
                 limits.refuse(where, f"a document of {size} bytes", needs)
             documents += 1
             text += size
             if encoded < _SAMPLE_TEXT_BYTES:
-                begun = next(item.blocks) if isinstance(item, LongText) else item.text
-                begun = begun[:_SAMPLE_TEXT_BYTES]
+                block = next(document.blocks) if isinstance(document, LongText) else document.text
+                block = block[:_SAMPLE_TEXT_BYTES]
                 start = time.process_time()
-                ids = encoder.encode([begun])[0]
+                ids = encoder.encode([block])[0]
                 sample.encode_s += time.process_time() - start
                 tokens += len(ids)
-                encoded += len(begun.encode())
+                encoded += len(block.encode())
                 sample.ids.append(ids)
-            if isinstance(item, LongText):
-                read = file.size  # and the file is this one document
-            if read >= _SAMPLE_DISK_BYTES or isinstance(item, LongText):
+            if isinstance(document, LongText):
+                read = file.size  # the file is this document
                 break
-    except DamagedFile as error:  # the run will say so
-        problem = error.problem
-        sample.problem = sample.problem or f"{file.name}:{problem.line}: {problem.reason}"
+            if read >= _SAMPLE_DISK_BYTES:
+                break
+    except DamagedFile as error:  # the run will report it
+        problem = f"{file.name}:{error.problem.line}: {error.problem.reason}"
+        sample.problem = sample.problem or problem
     scale = sum(other.size for other in stratum) / max(1, min(read, file.size))
     sample.documents += documents * (len(stratum) if read >= file.size else scale)
     sample.text_bytes += text * scale
@@ -228,21 +247,21 @@ def _sample_stratum(
 
 
 def _nearest(out: Path) -> Path:
-    """`out`, or the nearest folder above it that exists."""
+    """Return `out`, or its nearest parent that exists."""
     out = out.absolute()
     while not out.is_dir():
         out = out.parent
     return out
 
 
-def _write_speed(place: Path) -> float | None:
-    """Bytes a second that reach the disk there, from one small file; None where none may be."""
-    path = files.temporary_name(place / "plan")
+def _write_speed(folder: Path) -> float | None:
+    """Measure the bytes per second that reach the disk, with a small file. None if it fails."""
+    path = files.temporary_name(folder / "plan")
     block = os.urandom(1 << 20)
     try:
         start = time.perf_counter()
         with open(path, "xb", buffering=0) as file:
-            path.unlink()  # at once: a kill leaves nothing behind
+            path.unlink()  # at once, so that a kill leaves no file
             for _ in range(_PROBE_BYTES // len(block)):
                 file.write(block)
             os.fsync(file.fileno())
@@ -252,7 +271,7 @@ def _write_speed(place: Path) -> float | None:
 
 
 def describe(value: dict[str, Any]) -> list[str]:
-    """The estimate for people."""
+    """Return the estimate as lines of text."""
     shard_s = "?" if value["shard_s"] is None else duration(value["shard_s"])
     peak, free = short(value["disk_peak_bytes"]), short(value["disk_free_bytes"])
     verdict = "fits" if value["fits"] else "does NOT fit: use another disk, --fused or less text"

@@ -1,7 +1,7 @@
 """The pipeline from text to a finished data set: tokenize, shuffle, shard, manifest.
 
-Every step finds what earlier runs completed and does the rest, so the same command after a kill
-ends with the same bytes.
+Each step does what earlier runs have not completed, so that the same command after a kill ends with
+the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from data_prep.pipeline.shard import (
     read_shard_record,
     shard_all,
 )
-from data_prep.pipeline.shuffle import ShuffleRequest, as_asked, data_sets, shuffle
+from data_prep.pipeline.shuffle import (
+    ShuffleRequest,
+    data_sets,
+    read_requested_order,
+    shuffle,
+)
 from data_prep.runtime.memory import Limits, bytes_for, default_bytes
 from data_prep.runtime.memory import divide_memory as memory_to_tokenize
 from data_prep.runtime.progress import say
@@ -52,7 +57,7 @@ from optimus.io import files
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """What `tokenize` and `run` are asked for; defaults are the command line's."""
+    """The parameters of `tokenize` and `run`, with the defaults of the command line."""
 
     inputs: Sequence[str]
     tokenizer: str
@@ -65,15 +70,15 @@ class TokenizeRequest:
     unit_bytes: int = UNIT_BYTES
     quarantine: bool = False
     memory_bytes: int | None = None
-    """None: half of the machine's."""
+    """None: half of the memory of the machine."""
     max_document: int | None = None
     id_field: str | None = None
-    """None: `id`; none in an output that was begun without."""
+    """None: "id", or "" if `out` was started without ids."""
 
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """What `shard`, `blend` and `run` are asked for."""
+    """The parameters of sharding, for `shard`, `blend` and `run`."""
 
     workers: int
     memory_bytes: int
@@ -88,9 +93,21 @@ def prepare(
     fused: bool = False,
     team: Team = ALONE,
 ) -> list[Manifest]:
-    """From text to a finished data set in request.out; its manifests, the training part's first.
+    """Make a data set from text in request.out.
 
-    Raises DataError and ConfigError.
+    Args:
+        request: The parameters of tokenization.
+        shuffle_request: The parameters of the order.
+        shard_request: The parameters of sharding.
+        fused: Write packed token arrays, and remove them when the shards are complete.
+        team: The ranks.
+
+    Returns:
+        The manifests, that of the training split first.
+
+    Raises:
+        ConfigError: a parameter is wrong, or the memory is not enough.
+        DataError: an input cannot be used, or request.out has another data set.
     """
     divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
     memory_of(request, require_file(request.tokenizer, "--tokenizer"))
@@ -103,20 +120,27 @@ def prepare(
                 tokenize(request, team, packed=fused)
                 shuffle(request.out, request.out, shuffle_request, team)
                 manifests = shard(request.out, shard_request, team)
-            except DataError:  # or did the others finish, and remove what was read here?
+            except DataError:  # the others may have finished and removed files that were read
                 manifests = find_finished(request, shuffle_request, team) if team.world > 1 else []
                 if not manifests:
                     raise
         if fused and team.rank == 0:
-            with working_in(request.out):  # or a rank that leaves it sweeps up temporary files
+            with working_in(request.out):  # so that no rank that ends removes temporary files
                 drop_arrays(request.out)
         return manifests
 
 
 def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False) -> None:
-    """Token arrays of all inputs under request.out, `packed` or as they are to stay.
+    """Write the token arrays of all inputs under request.out.
 
-    Raises DataError and ConfigError.
+    Args:
+        request: The parameters of tokenization.
+        team: The ranks.
+        packed: Write packed arrays, which do not stay.
+
+    Raises:
+        ConfigError: a parameter is wrong, or the memory is not enough.
+        DataError: an input cannot be used, or request.out has another plan.
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
@@ -135,13 +159,13 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
             )
         work = dataclasses.replace(work, packed=packed)
         make_distinct_units(work, workers, team)
-        if not packed:  # what an earlier run with --fused removed stands again
+        if not packed:  # the arrays that a run with --fused removed exist again
             for folder in reversed(tokens_dirs(request.out, plan).values()):
                 unmark_removed(folder)
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
-    """Workers at once, and what a document may take. Raises ConfigError for too little."""
+    """Return the workers at once and the limits of a document. Raises ConfigError."""
     return memory_to_tokenize(
         request.memory_bytes, request.workers, tokenizer, request.max_document
     )
@@ -150,12 +174,12 @@ def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
 def plan_of(
     request: TokenizeRequest, facts: TokenizerFacts, inputs: Sequence[InputFile]
 ) -> TokenPlan:
-    """The plan of what was asked for."""
+    """Return the plan of tokenization for these inputs."""
     id_field = request.id_field
     if id_field is None:
         tokens_dir = request.out / layout.TOKENS_DIR
-        begun_without = (tokens_dir / layout.PLAN).exists() and not read_plan(tokens_dir).id_field
-        id_field = "" if begun_without else "id"
+        without_ids = (tokens_dir / layout.PLAN).exists() and not read_plan(tokens_dir).id_field
+        id_field = "" if without_ids else "id"
     return TokenPlan(
         facts,
         request.text_field,
@@ -168,23 +192,33 @@ def plan_of(
 
 
 def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest]:
-    """Shards and manifest of every shuffled part of `out`, the training part's manifest last.
+    """Write shards and manifest of each split that has an order. The training split is last.
 
-    Gives the manifests, the training part's first. Raises DataError and ConfigError.
+    Args:
+        out: The data set.
+        request: The parameters of sharding.
+        team: The ranks.
+
+    Returns:
+        The manifests, that of the training split first.
+
+    Raises:
+        ConfigError: the memory is not enough for one worker.
+        DataError: an order or token array is missing or damaged.
     """
     manifests: list[Manifest] = []
     with working_in(out, team.rank), together(team, out) as team:
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():
-                manifests.insert(0, _shard_part(dataset, request, team))
+                manifests.insert(0, _shard_split(dataset, request, team))
     return manifests
 
 
-def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
+def _shard_split(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
     order = read_any_order(dataset)
     for source in order.sources:
         tokens_dir = dataset / source.tokens_dir
-        read_plan(tokens_dir, source.plan)  # first: nothing else is read of other folders
+        read_plan(tokens_dir, source.plan)  # first: no other file of another folder is read
         require_tokens(tokens_dir)
     shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
@@ -201,10 +235,11 @@ def _shard_part(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
 
 
 def drop_arrays(out: Path) -> None:
-    """`--fused`: remove the token arrays of a finished data set, all marked before the first goes.
+    """Remove the token arrays of a finished data set, for `--fused`.
 
-    The training part's mark, which is looked for, is written first and taken back last. Raises
-    DataError where an array is damaged.
+    All folders are marked before the first removal. The mark of the training split, which
+    `find_finished` reads, is written first and removed last. Raises DataError if an array is
+    damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:
@@ -219,10 +254,11 @@ def drop_arrays(out: Path) -> None:
 def find_finished(
     request: TokenizeRequest, shuffle_request: ShuffleRequest, team: Team = ALONE
 ) -> list[Manifest]:
-    """The manifests of `request.out` if it was finished with `--fused`, else nothing.
+    """Return the manifests of request.out if a run with `--fused` has finished it, else [].
 
-    Its inputs are hashed again, each rank its share. Where a part of it is lost, the removal of the
-    arrays is forgotten, so that the run makes them again. Raises DataError as the steps would.
+    The inputs are hashed again; each rank hashes its share. If a file of the data set is missing or
+    damaged, the mark of the removal is removed, so that the run makes the arrays again. Raises
+    DataError as the steps do.
     """
     out = request.out
     if not removed(out / layout.TOKENS_DIR):
@@ -232,30 +268,29 @@ def find_finished(
     plan = plan_of(request, read_facts(tokenizer, request.eos), inputs)
     with working_in(out, team.rank):
         work = begin(out, tokenizer, plan, request.quarantine)
-        places = data_sets(out)
+        splits = data_sets(out)
         try:
-            manifests = [_whole(place) for place in places]
+            manifests = [_check_finished(dataset) for dataset in splits]
         except DataError as error:
             team.say(f"{error}; its token arrays, removed by --fused, are made again to repair it")
-            for place in reversed(places):
-                unmark_removed(place / layout.TOKENS_DIR)
+            for dataset in reversed(splits):
+                unmark_removed(dataset / layout.TOKENS_DIR)
             return []
-        for place in places:
-            as_asked(place, shuffle_request, held_out=place != out)
+        for dataset in splits:
+            read_requested_order(dataset, shuffle_request, held_out=dataset != out)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
         check_inputs(work, share(sizes, team.rank, team.world))
         return manifests
 
 
-def _whole(dataset: Path) -> Manifest:
-    """The manifest, if all shards and what stays of units are as their sidecars say, else
-    DataError."""
+def _check_finished(dataset: Path) -> Manifest:
+    """Return the manifest. Raises DataError if a shard or a file of a unit is not complete."""
     manifest, order = read_manifest(dataset), read_order(dataset)
     for number in range(order.num_shards):
         read_shard_record(dataset, order, manifest.order_xxh3, number)
     for unit in range(len(order.units)):
         read_unit(dataset / layout.TOKENS_DIR, unit, order.plan, has_array=False)
-    # All ranks decide alone whether the data set is finished, and must decide the same.
+    # Each rank decides whether the data set is finished. All must decide the same.
     chosen = sample([shard.size for shard in manifest.shards], seed=manifest.identity)
     if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:
         raise DataError(f"{dataset}: {counted(len(damaged), 'damaged shard')}")

@@ -1,4 +1,4 @@
-"""The third step: shards of the permuted order, and the manifest that completes a data set."""
+"""The third step: shards in the permuted order, and the manifest that completes a data set."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ from optimus.io import files
 
 FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20
-"""What a process needs before it holds any data: the interpreter, numpy and its indices."""
+"""Memory of a process without data: the interpreter, numpy and its indices."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""A row that is larger than the block is there so many times: read, gathered and written."""
+"""Copies of a row that is larger than the block: read, gathered and written."""
 _SPARE_BYTES = 16 << 20
-"""What a process never uses of PROCESS_BYTES."""
+"""Bytes of PROCESS_BYTES that a process never uses."""
 _GOOD_BLOCK_BYTES = 28 << 20
-"""Of a worker, where memory is not scarce."""
+"""Block of a worker if there is enough memory."""
 
 
 @dataclass(frozen=True)
 class ShardWork:
-    """What a worker needs to write any shard of one part."""
+    """The values with which a worker can write any shard of a data set."""
 
     dataset: Path
     order: Order | BlendOrder
     order_xxh3: str
     block_bytes: int
-    """Memory for one block: rows, indices and the window they are read through."""
+    """Memory of a block: rows, indices and the window through which they are read."""
     spill: Spill | None = None
-    """The sorted runs to read from; None: from the token arrays themselves."""
+    """The sorted runs to read. None: read the token arrays."""
     sample: frozenset[int] = frozenset()
-    """Shards of an earlier run whose hashes are compared (data_prep.tokenize.token_set)."""
+    """Shards of an earlier run whose hashes are compared (`token_set.sample`)."""
 
 
 class ShardRecord(TypedDict):
-    """A sidecar of a shard."""
+    """The sidecar of a shard."""
 
     order: str
     first: int
@@ -94,20 +94,28 @@ class ShardRecord(TypedDict):
 
 
 def shard_path(dataset: Path, shard: int) -> Path:
-    """Where a shard lies."""
+    """Return the path of a shard."""
     return dataset / layout.SHARDS_DIR / f"{layout.shard_name(shard)}.npy"
 
 
 def sidecar_path(dataset: Path, shard: int) -> Path:
-    """The completion mark of a shard."""
+    """Return the path of the completion mark of a shard."""
     return shard_path(dataset, shard).with_suffix(".json")
 
 
 def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[int, int]:
-    """Workers that may run at once within `memory_bytes`, and each one's block in bytes.
+    """Divide memory between processes. The parent process is one of them.
 
-    The parent process counts too. Raises ConfigError when not even one worker fits, with the rows
-    of `row_bytes` that it holds.
+    Args:
+        memory_bytes: Memory of all processes.
+        workers: The largest number of workers.
+        row_bytes: Bytes of a row.
+
+    Returns:
+        The number of workers that may run at once, and the bytes of the block of each.
+
+    Raises:
+        ConfigError: the memory is not enough for one worker.
     """
     least = max(_LEAST_BLOCK_BYTES, _ROWS_HELD * row_bytes - _SPARE_BYTES)
     for count in range(workers, 0, -1):
@@ -123,19 +131,19 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
 
 
 def memory_for(workers: int) -> int:
-    """What sharding takes at most if `--memory` does not say: 2 GB, or what all workers need.
+    """Return the default of `--memory` of sharding, in bytes.
 
-    It depends on the workers alone, so that ranks agree on the size of runs; half of the machine's
-    memory bounds it.
+    It is 2 GB, or more if the workers need it, up to half of the memory of the machine. It depends
+    only on the workers, so that ranks agree on the size of runs.
     """
-    wanted = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
-    return max(2 * 10**9, min(wanted, usable_memory() // 2))
+    needed = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
+    return max(2 * 10**9, min(needed, usable_memory() // 2))
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
-    """The line that says how many workers `--memory` leaves."""
+    """Return the line with the number of workers that `--memory` allows."""
     return (
-        f"{step}: {workers} of {counted(asked, 'worker')}, for more do not fit in --memory "
+        f"{step}: {workers} of {counted(asked, 'worker')}, because more do not fit in --memory "
         f"{memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
     )
 
@@ -148,9 +156,19 @@ def shard_all(
     strategy: str,
     team: Team,
 ) -> None:
-    """Write every shard that is not complete. Raises ConfigError for too little memory.
+    """Write the shards that are not complete. Ranks share the work.
 
-    `strategy` is `auto`, `gather` or `bucket`. Several ranks share the work.
+    Args:
+        dataset: The data set.
+        order: Its order.
+        workers: Processes of this rank.
+        memory_bytes: Memory of this rank.
+        strategy: "auto", "gather" or "bucket".
+        team: The ranks.
+
+    Raises:
+        ConfigError: the memory is not enough for one worker.
+        DataError: a token array is missing or damaged.
     """
     asked = workers
     workers, block_bytes = divide_memory(memory_bytes, asked, order.row_bytes)
@@ -162,7 +180,10 @@ def shard_all(
     label = team.label("shard" if order.part == "train" else f"shard {order.part}")
     try:
         _shard_together(work, workers, strategy, team, label)
-    except (OSError, DataError):  # other ranks may have finished, and removed what was read here
+    except (
+        OSError,
+        DataError,
+    ):  # other ranks may have finished and removed the files that were read
         task = ShardTask(work, workers, label)
         if team.world == 1 or task.missing() or task.verify():
             raise
@@ -215,29 +236,29 @@ class ShardTask:
         return [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in names]
 
     def do(self, shards: list[int]) -> None:
-        """Write these shards, unless they are complete and whole."""
+        """Write these shards, unless they are complete and not damaged."""
         rows = self.plan()
         with Progress(self.label, sum(rows[shard] for shard in shards), " instances") as progress:
             run_jobs(_do_shard, self.work, sorted(shards), self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return the shards whose sidecar is of another order, or whose file has another size."""
+        """Return the shards whose sidecar is of another order, or whose file has a wrong size."""
         shards = range(self.work.order.num_shards)
         return [shard for shard in shards if not _is_complete(self.work, shard)]
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
-    """Raises DamageError where token arrays that shards are to be made of are damaged."""
+    """Raise DamageError if a token array of the order is damaged."""
     for source in order.sources:
-        tokens_dir, items = dataset / source.tokens_dir, []
+        tokens_dir, promised = dataset / source.tokens_dir, []
         for number, unit in enumerate(source.units):
             path = array_path(tokens_dir, number)
             if path.exists():  # else it is packed
-                items.append(Promise(path, unit.xxh3))
-        chosen = sample([file.path.stat().st_size for file in items])
-        if found := damaged(items[item] for item in sorted(chosen)):
+                promised.append(Promise(path, unit.xxh3))
+        chosen = sample([file.path.stat().st_size for file in promised])
+        if paths := damaged(promised[index] for index in sorted(chosen)):
             raise DamageError(
-                f"{found[0]}: its content is damaged (hash differs), and shards would be made of "
+                f"{paths[0]}: its content is damaged (hash differs), and shards would be made of "
                 f"it; optimus-data verify {dataset} names the repair"
             )
 
@@ -253,7 +274,17 @@ def _is_complete(work: ShardWork, shard: int) -> bool:
 def read_shard_record(
     dataset: Path, order: Order | BlendOrder, order_xxh3: str, shard: int
 ) -> ShardRecord:
-    """A shard's sidecar, if it follows this order and its file has its size, else DataError."""
+    """Read the sidecar of a shard, and check the size and header of the shard.
+
+    Args:
+        dataset: The data set.
+        order: Its order.
+        order_xxh3: The hash of the file of the order.
+        shard: The number of the shard.
+
+    Raises:
+        DataError: a file is missing, damaged or of another order.
+    """
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     path = shard_path(dataset, shard)
     first, stop = order.shard_rows(shard)
@@ -270,13 +301,13 @@ def read_shard_record(
 
 
 def is_whole(dataset: Path, shard: int) -> bool:
-    """Whether a complete shard has the hash of its sidecar."""
+    """Return whether a complete shard has the hash of its sidecar."""
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     return are_whole([Promise(shard_path(dataset, shard), record["xxh3"])])
 
 
 def _promised_hash(work: ShardWork, shard: int) -> str | None:
-    """The hash that an earlier run gave this shard, by its sidecar or by the manifest, if any."""
+    """Return the hash of a shard of an earlier run, from its sidecar or the manifest, or None."""
     with contextlib.suppress(DataError):
         record = layout.read_record(sidecar_path(work.dataset, shard), ShardRecord, FORM)
         if record["order"] == work.order_xxh3:
@@ -291,8 +322,8 @@ def _promised_hash(work: ShardWork, shard: int) -> str | None:
 def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> None:
     order = work.order
     first, stop = order.shard_rows(shard)
-    known = _is_complete(work, shard)
-    if known and (shard not in work.sample or is_whole(work.dataset, shard)):
+    is_complete = _is_complete(work, shard)
+    if is_complete and (shard not in work.sample or is_whole(work.dataset, shard)):
         advance(stop - first)
         return
     path = shard_path(work.dataset, shard)
@@ -304,7 +335,7 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
     ):
         file.write(header)
         permutation = order.epoch_zero()
-        # Three quarters of the block's memory; window and selection take a quarter.
+        # Three quarters of the memory of the block; window and selection take a quarter.
         step = max(1, work.block_bytes * 3 // 4 // (order.row_bytes + INDEX_BYTES))
         buffer = _buffer(min(step, order.instances_per_shard), order.context, order.dtype)
         for begin in range(first, stop, step):
@@ -316,7 +347,7 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
         size = file.tell()
         if (promised := _promised_hash(work, shard)) not in (None, digest.hexdigest()):
             raise DamageError(
-                f"{path}: made again, it differs from what it was (hash {promised}), so a "
+                f"{path}: made again, it differs from the earlier shard (hash {promised}), so a "
                 f"token array is damaged; optimus-data verify {work.dataset} names the repair"
             )
     record = {
@@ -333,7 +364,7 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
 
 @functools.lru_cache(maxsize=1)
 def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
-    """The one block that this process gathers into, shard after shard."""
+    """Return the block of this process, which all its shards use."""
     return np.empty((rows, context), layout.little_endian(dtype))
 
 
@@ -345,7 +376,7 @@ def _open_rows(work: ShardWork, shard: int) -> Gatherer | BlendGatherer | SpillR
 
 @dataclass(frozen=True)
 class _Source:
-    """A complete set of token arrays: its plan, its inputs with their hashes, what it set aside."""
+    """A complete set of token arrays: its plan, its inputs with their hashes, and its sidecars."""
 
     plan: TokenPlan
     inputs: tuple[InputEntry, ...]
@@ -353,7 +384,7 @@ class _Source:
 
 
 def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
-    """Write the manifest of a data set whose shards are complete. Raises DataError."""
+    """Write and return the manifest of a data set whose shards are complete. Raises DataError."""
     sources = [_read_source(dataset, source) for source in order.sources]
     plan, blended = sources[0].plan, isinstance(order, BlendOrder)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
@@ -425,5 +456,5 @@ def _list_set_aside(dataset: Path, sources: Sequence[_Source]) -> QuarantineEntr
 
 def _set_aside_lines(source: _Source) -> Iterator[str]:
     for record in source.records:
-        for item in record["set_aside"]:
-            yield json.dumps({**item, "input": source.inputs[item["input"]].name}) + "\n"
+        for entry in record["set_aside"]:
+            yield json.dumps({**entry, "input": source.inputs[entry["input"]].name}) + "\n"

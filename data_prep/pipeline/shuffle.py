@@ -23,7 +23,7 @@ from optimus.io import files
 
 @dataclass(frozen=True)
 class ShuffleRequest:
-    """What `shuffle`, `blend` and `run` are asked for."""
+    """The parameters of the order, for `shuffle`, `blend` and `run`."""
 
     context: int
     seed: int = 0
@@ -32,43 +32,56 @@ class ShuffleRequest:
 
 
 def data_sets(out: Path) -> list[Path]:
-    """The training set in `out` and its held-out set, where token arrays of it exist."""
+    """Return the data set of the training split and, if it has a plan, of the held-out split."""
     held_out = out / layout.EVAL_DIR
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
 
 def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = ALONE) -> list[Order]:
-    """Write the order of both parts of `source`'s token arrays into data sets in `target`.
+    """Write the orders of the token arrays of both splits. Rank 0 does it for all ranks.
 
-    Held-out tails are always carried: few documents are spread over all units. Rank 0 does it for
-    all. Raises DataError where the training part has no instance, or `target` already has another
-    order.
+    Tails of the held-out split are always carried, because all units have few of its documents.
+
+    Args:
+        source: The output directory with the token arrays.
+        target: The data set that gets the order. It may be `source`.
+        request: The parameters of the order.
+        team: The ranks.
+
+    Returns:
+        The orders, that of the training split first.
+
+    Raises:
+        DataError: the training split has no instance, or `target` has another order.
     """
     if not (source / layout.TOKENS_DIR / layout.PLAN).exists():
         raise DataError(f"{source} has no token arrays; give what tokenize, run or import wrote")
     with working_in(target, team.rank), together(team, target) as team:
-        parts = [(part, target / part.relative_to(source)) for part in data_sets(source)]
-        for part, _ in parts:
-            require_tokens(part / layout.TOKENS_DIR)
+        pairs = [(split, target / split.relative_to(source)) for split in data_sets(source)]
+        for split, _ in pairs:
+            require_tokens(split / layout.TOKENS_DIR)
 
         def done() -> bool:
-            return all(_follows(place, part / layout.TOKENS_DIR) for part, place in parts)
+            return all(_follows(dataset, split / layout.TOKENS_DIR) for split, dataset in pairs)
 
         def do() -> None:
-            orders = [_order_of(*pair, request, held_out=pair[0] != source) for pair in parts]
-            for (part, place), order in zip(parts, orders, strict=True):  # before any write
-                check_order(place, order, layout.tokenizer_file(part))
-            for (part, place), order in zip(parts, orders, strict=True):
-                write_order(place, order, layout.tokenizer_file(part))
+            orders = [_order_of(*pair, request, held_out=pair[0] != source) for pair in pairs]
+            for (split, dataset), order in zip(pairs, orders, strict=True):  # before any write
+                check_order(dataset, order, layout.tokenizer_file(split))
+            for (split, dataset), order in zip(pairs, orders, strict=True):
+                write_order(dataset, order, layout.tokenizer_file(split))
 
         wait_for(team, done, do)
-        return [as_asked(place, request, held_out=part != source) for part, place in parts]
+        return [
+            read_requested_order(dataset, request, held_out=split != source)
+            for split, dataset in pairs
+        ]
 
 
-def _order_of(part: Path, place: Path, request: ShuffleRequest, held_out: bool) -> Order:
+def _order_of(split: Path, dataset: Path, request: ShuffleRequest, held_out: bool) -> Order:
     order = make_order(
-        part / layout.TOKENS_DIR,
-        place,
+        split / layout.TOKENS_DIR,
+        dataset,
         request.context,
         request.seed,
         carry_tails=request.carry_tails or held_out,
@@ -77,7 +90,7 @@ def _order_of(part: Path, place: Path, request: ShuffleRequest, held_out: bool) 
     if order.num_instances == 0 and not held_out:
         tokens = sum(unit.tokens for unit in order.units)
         raise DataError(
-            f"{part}: {counted(tokens, 'token')} in {counted(len(order.units), 'array')} "
+            f"{split}: {counted(tokens, 'token')} in {counted(len(order.units), 'array')} "
             "make no instance of "
             f"{request.context}; give more text, a smaller --context"
             + ("" if request.carry_tails else " or --carry-tails")
@@ -85,60 +98,71 @@ def _order_of(part: Path, place: Path, request: ShuffleRequest, held_out: bool) 
     return order
 
 
-def _follows(place: Path, tokens_dir: Path) -> bool:
-    """Whether `place` has an order of these token arrays."""
+def _follows(dataset: Path, tokens_dir: Path) -> bool:
+    """Return whether a data set has an order of these token arrays."""
     try:
-        return read_order(place).plan == files.xxh3_file(tokens_dir / layout.PLAN)
+        return read_order(dataset).plan == files.xxh3_file(tokens_dir / layout.PLAN)
     except (DataError, OSError):
         return False
 
 
-def as_asked(place: Path, request: ShuffleRequest, held_out: bool) -> Order:
-    """The order in `place`, if it is the one that was asked for: other ranks may ask for another.
+def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool) -> Order:
+    """Read an order and compare it with the request. Another rank may have another request.
 
-    Raises DataError.
+    Args:
+        dataset: The data set.
+        request: The parameters of the order.
+        held_out: Whether the data set is of the held-out split.
+
+    Raises:
+        DataError: the order is missing or of another request.
     """
-    order = read_order(place)
-    require_as_asked(place, order, request, request.carry_tails or held_out)
+    order = read_order(dataset)
+    _check_request(dataset, order, request, request.carry_tails or held_out)
     return order
 
 
-def require_as_asked(
-    place: Path, order: Order | BlendOrder, request: ShuffleRequest, carry_tails: bool, **more: Any
+def _check_request(
+    dataset: Path,
+    order: Order | BlendOrder,
+    request: ShuffleRequest,
+    carry_tails: bool,
+    **more: Any,
 ) -> None:
-    """Raises DataError where an order is not of this request, or has other values than `more`."""
+    """Raise DataError if an order is not of this request, or has other values than `more`."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
-    asked = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
-    for key, now in {**asked, "instances_per_shard": length}.items():
+    values = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
+    for key, now in {**values, "instances_per_shard": length}.items():
         if getattr(order, key) != now:
-            raise DataError(_another_order(place, key, getattr(order, key), now, order))
+            raise DataError(_another_order(dataset, key, getattr(order, key), now, order))
 
 
 def _another_order(
-    place: Path, key: str, then: object, now: object, order: Order | BlendOrder
+    dataset: Path, key: str, then: object, now: object, order: Order | BlendOrder
 ) -> str:
     if isinstance(order, BlendOrder):
-        return f"{place} is a blend with {key} = {then}, now {now}; choose another --out"
+        return f"{dataset} is a blend with {key} = {then}, now {now}; choose another --out"
     return (
-        f"{place} was shuffled with {key} = {then}, now {now}; another order of the same tokens "
+        f"{dataset} was shuffled with {key} = {then}, now {now}; another order of the same tokens "
         "goes elsewhere: optimus-data shuffle OUT --to NEW"
     )
 
 
 def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Raises DataError where `dataset` holds other work than this order. Touches nothing."""
+    """Raise DataError if `dataset` has another order or other token arrays. Writes nothing."""
     path = dataset / layout.ORDER
     if not path.exists():
-        own = dataset / layout.TOKENS_DIR / layout.PLAN
-        if own.exists() and layout.TOKENS_DIR not in [one.tokens_dir for one in order.sources]:
+        plan = dataset / layout.TOKENS_DIR / layout.PLAN
+        folders = [source.tokens_dir for source in order.sources]
+        if plan.exists() and layout.TOKENS_DIR not in folders:
             raise DataError(f"{dataset} has token arrays of its own; choose another output")
         check_tokenizer(tokenizer, dataset)
         return
     then = read_any_order(dataset)
     old, new = then.to_json(), order.to_json()
     if old["format"] != new["format"]:
-        held = "a blend" if isinstance(then, BlendOrder) else "another data set, no blend"
-        raise DataError(f"{dataset} holds {held}; choose another output")
+        kind = "a blend" if isinstance(then, BlendOrder) else "another data set, no blend"
+        raise DataError(f"{dataset} holds {kind}; choose another output")
     for key, value in old.items():
         if value == new.get(key):
             continue
@@ -154,7 +178,7 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 
 
 def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Write an order that `check_order` allows, and a copy of the tokenizer beside it."""
+    """Write an order that `check_order` allows, and a copy of the tokenizer."""
     dataset.mkdir(exist_ok=True)
     if not (dataset / layout.ORDER).exists():
         content = files.checked_json(order.to_json())
@@ -164,22 +188,29 @@ def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 
 
 def _remove_manifest_of_another(dataset: Path, order_xxh3: str) -> None:
-    """Where an order was removed: else a reader would take shards of both for a whole data set."""
+    """Remove the manifest of an order that was removed: its shards are not those of this order."""
     try:
         if read_manifest(dataset).order_xxh3 != order_xxh3:
             (dataset / layout.MANIFEST).unlink()
-    except DataError:  # there is none, or nobody can read it
+    except DataError:  # it is missing or cannot be read
         return
 
 
 def blend(
     sources: Sequence[str], out: Path, ask: ShuffleRequest, instances: int, team: Team
 ) -> BlendOrder:
-    """Write the order of a blend into `out`, or find it there. Rank 0 does it for all.
+    """Write the order of a blend, unless it exists. Rank 0 does it for all ranks.
 
-    `sources` are `DIR=WEIGHT`, DIR with token arrays of `tokenize` or `run`; `instances` in all, 0:
-    the most that repeats none. Raises ConfigError for bad sources and weights, DataError for
-    sources that cannot go together.
+    Args:
+        sources: `DIR=WEIGHT` of each source. DIR has token arrays.
+        out: The data set that gets the order.
+        ask: The parameters of the order.
+        instances: The number of instances. 0: the largest number that repeats no instance.
+        team: The ranks.
+
+    Raises:
+        ConfigError: a source or weight is malformed.
+        DataError: sources differ in tokenizer or held-out documents, or `out` has another order.
     """
     folders, weights = _parse(sources, out)
     plans = _check_together(folders)
@@ -200,10 +231,11 @@ def blend(
         wait_for(team, lambda: made() is not None, write)
         order = made()
         assert order is not None
-        most = mixing_of(weights).before_repeating([one.num_instances for one in order.sources])
+        available = [source.num_instances for source in order.sources]
+        most = mixing_of(weights).before_repeating(available)
         more = {"weights": weights, "num_instances": instances or most}
-        # Other ranks may ask for another blend.
-        require_as_asked(out, order, ask, ask.carry_tails, **more)
+        # Another rank may have another request.
+        _check_request(out, order, ask, ask.carry_tails, **more)
         return order
 
 
@@ -217,19 +249,19 @@ def _parse(sources: Sequence[str], out: Path) -> tuple[list[Path], list[str]]:
         folders.append(Path(name))
         weights.append(weight)
     real = [folder.resolve() for folder in folders]
-    for folder, place in zip(folders, real, strict=True):
-        if real.count(place) > 1:
+    for folder, path in zip(folders, real, strict=True):
+        if real.count(path) > 1:
             raise ConfigError(f"--source {folder} is named twice; give it one weight")
-        if place == out.resolve():
+        if path == out.resolve():
             raise ConfigError(f"--out {out} is a source of the blend; choose another")
     return folders, weights
 
 
 def _check_together(folders: Sequence[Path]) -> list[str]:
-    """The hash of each source's plan.
+    """Return the hash of the plan of each source.
 
-    Raises DataError where tokenizers differ, or what is held out: a text that one source holds out
-    must not come back by another, nor by a source that is a held-out part itself.
+    Raises DataError if tokenizers or the rules of held-out documents differ, or a source is a
+    held-out split: no source may contain a text that another source holds out.
     """
     plans = []
     first = None
@@ -260,20 +292,20 @@ def _write(
             ask.context,
             ask.seed,
             carry_tails=ask.carry_tails,
-            shard_bytes=1,  # of no consequence: the blend has shards of its own
+            shard_bytes=1,  # without effect: the order of the blend has the length of shards
         )
         for folder in folders
     ]
     order = make_blend(orders, weights, ask.seed, instances, ask.shard_bytes)
     tokenizer = layout.tokenizer_file(folders[0])
-    if not (out / layout.ORDER).exists():  # else the disk holds some of its shards already
+    if not (out / layout.ORDER).exists():  # else some of its shards are on the disk
         _check_disk(out, order)
     check_order(out, order, tokenizer)
     write_order(out, order, tokenizer)
 
 
 def _check_disk(out: Path, order: BlendOrder) -> None:
-    """Raises ConfigError for a blend that the disk cannot hold, before its order stands."""
+    """Raise ConfigError if the disk has not enough free space for a blend."""
     needs, free = order.num_instances * order.row_bytes, shutil.disk_usage(out).free
     if needs > free:
         fit = free // order.row_bytes  # of --instances, 0 means the most

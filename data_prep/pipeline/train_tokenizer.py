@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer from text: the same files give the same bytes, whatever the cores."""
+"""Training of a byte-level BPE tokenizer. Its bytes do not depend on the number of cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optimus.errors import ConfigError, DataError, one_line
 from optimus.io import files
 
 EOS = "<|endoftext|>"
-"""The special token that ends every document; it gets id 0."""
+"""The special token after each document. It gets id 0."""
 MIN_VOCAB = 257
 """256 bytes and EOS."""
 
@@ -30,17 +30,28 @@ def train_tokenizer(
     text_field: str = "text",
     quarantine: bool = False,
 ) -> tuple[int, list[str]]:
-    """Write a tokenizer.json of at most `vocab_size` ids; returns its size and what was set aside.
+    """Train a tokenizer with the pre-tokenizer and the byte alphabet of GPT-2, and write it.
 
-    GPT-2's pre-tokenizer and byte alphabet, so every text can be encoded and decoded exactly.
-    Raises ConfigError for a vocabulary too small, DataError for text that cannot be read.
+    Args:
+        inputs: The text.
+        vocab_size: The largest number of ids.
+        out: The path of the tokenizer.json.
+        text_field: The field or column of the text.
+        quarantine: Leave out documents that cannot be used, instead of raising an error.
+
+    Returns:
+        The number of ids, and a line for each document that was left out.
+
+    Raises:
+        ConfigError: `vocab_size` is too small.
+        DataError: `out` or a text cannot be used.
     """
     if vocab_size < MIN_VOCAB:
         raise ConfigError(f"--vocab-size {vocab_size} must be at least {MIN_VOCAB}: 256 bytes, EOS")
     out = Path(out)
     if out.is_dir():
         raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")
-    make_folder(out.parent, out)  # before hours are spent on its content
+    make_folder(out.parent, out)  # before hours of training
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -69,7 +80,7 @@ def _batches(
     progress: Progress,
 ) -> Iterator[list[str]]:
     batch: list[str] = []
-    held = 0
+    size = 0
     for file in inputs:
         if quarantine and (problem := _damage(file, text_field)):
             set_aside.append(_line(file, problem))
@@ -77,32 +88,35 @@ def _batches(
         for text in _texts(file, text_field, progress):
             if not isinstance(text, Problem):
                 batch.append(text)
-                held += len(text)
+                size += len(text)
             elif quarantine:
                 set_aside.append(_line(file, text))
             else:
                 raise DataError(_line(file, text))
-            if held >= _BATCH_BYTES:
+            if size >= _BATCH_BYTES:
                 yield batch
-                batch, held = [], 0
+                batch, size = [], 0
     if batch:
         yield batch
     progress.note("merging pairs")
 
 
 def _texts(file: InputFile, text_field: str, progress: Progress) -> Iterator[str | Problem]:
-    """Texts and problems of a file; damage of the whole file is a DataError."""
+    """Yield the texts and problems of a file. Raises DataError if the file is damaged."""
     try:
-        for item in InputReader(file, text_field, progress.advance):
-            yield item if isinstance(item, Problem) else item.text
+        for document in InputReader(file, text_field, progress.advance):
+            yield document if isinstance(document, Problem) else document.text
     except DamagedFile as error:
         raise DataError(_line(file, error.problem)) from None
-    except (UnicodeDecodeError, DamagedStream) as error:  # a long text, found sound a moment ago
+    except (
+        UnicodeDecodeError,
+        DamagedStream,
+    ) as error:  # a long text, which was valid when it was checked
         raise DataError(f"{file.name}: changed while it was read: {one_line(error)}") from None
 
 
 def _damage(file: InputFile, text_field: str) -> Problem | None:
-    """Why none of a file counts, if so: known at its end, so it is read once for that."""
+    """Read a whole file and return the reason if it is damaged, so that it is not used at all."""
     try:
         for _ in InputReader(file, text_field, lambda count: None):
             pass

@@ -1,4 +1,4 @@
-"""Is a data set whole? Every byte that it promises is read and compared with its hash."""
+"""The check of a data set: all its files are read and compared with their hashes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ _SAME_AS_ORDER = (
     *("part", "num_instances", "instances_per_shard", "context", "dtype", "seed", "permutation"),
     *("tail_tokens", "carry_tails"),
 )
-"""Keys of a manifest that its order has, too."""
+"""Keys that a manifest and its order both have."""
 _ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
 
 
 def verify(dataset: Path) -> Iterator[str]:
-    """Every damage found in `dataset` and in its held-out part, a line each: file, what, repair.
+    """Check a data set and its held-out split.
 
-    A repair makes the same bytes again; tests/data_prep/test_repair.py follows each.
+    Yields:
+        A line for each damage: the file, the problem, and the commands that repair it. The repair
+        makes the same bytes again (tests/data_prep/test_repair.py).
     """
     manifest, problem = None, ""
     try:
@@ -75,27 +77,27 @@ def verify(dataset: Path) -> Iterator[str]:
                 yield f"{line}; {repairs.of_shards(path, path.with_suffix('.json'))}"
             bar.advance(shard.size)
     if manifest.part == PARTS[0] and manifest.eval_fraction > 0:
-        own = dataset / layout.EVAL_DIR
+        held_out = dataset / layout.EVAL_DIR
         try:
-            problem = held_out_problem(manifest, dataset, read_manifest(own))
+            problem = held_out_problem(manifest, dataset, read_manifest(held_out))
         except DataError:
-            problem = ""  # that of reading it comes below
+            problem = ""  # the check of the held-out split reports it
         if problem:
-            remove = shlex.join(["rm", "-r", os.path.normpath(own)])
+            remove = shlex.join(["rm", "-r", os.path.normpath(held_out)])
             yield f"{problem}; repair: {remove}; then {_again(_makers(dataset), dataset)}"
             return
-        yield from verify(own)
+        yield from verify(held_out)
 
 
 class Repairs:
-    """The commands that make damaged files of a data set again, to the same bytes."""
+    """The commands that make damaged files of a data set again, with the same bytes."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
         self._dataset, self._order = dataset, order
         self._out = _output_of(dataset)
 
     def of_shards(self, *paths: Path) -> str:
-        """Of shards, the manifest and quarantine.jsonl: what `shard` makes of token arrays."""
+        """Return the repair of files that `shard` writes: shards, manifest, quarantine.jsonl."""
         assert self._order is not None
         has_tokens = any(map(self._is_inside, self._order.sources))
         if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):
@@ -103,24 +105,24 @@ class Repairs:
         return _repair(paths, shlex.join(["optimus-data", "shard", str(self._out)]))
 
     def of_order(self) -> str:
-        """Of order.json."""
+        """Return the repair of order.json."""
         tokens_dir = self._dataset / layout.TOKENS_DIR
         makers = "run or shuffle" if tokens_dir.is_dir() else "shuffle --to or blend"
         makers = "run --fused" if _is_fused(tokens_dir) else makers
         return _repair([self._dataset / layout.ORDER], self._again(makers))
 
     def of_tokenizer(self, path: Path) -> str:
-        """Of the copy of the tokenizer."""
+        """Return the repair of the copy of the tokenizer."""
         if isinstance(self._order, BlendOrder):
             return _repair([path], self._again("blend"))
         foreign = self._order is not None and not self._is_inside(self._order)
         return _repair([path], self._again("shuffle" if foreign else _makers(self._dataset)))
 
     def of_tokens(self, source: Order, *paths: Path) -> str:
-        """Of token arrays and the other files of their folder.
+        """Return the repair of token arrays and of the other files of their folder.
 
-        The folder may be any folder of the user if it is outside the data set, so that nothing in
-        it is to be removed.
+        A folder outside the data set may be any folder of the user. The repair removes no file of
+        it.
         """
         if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)
@@ -134,15 +136,14 @@ class Repairs:
         return _again(makers, self._out)
 
     def _is_inside(self, source: Order | BlendOrder) -> bool:
-        """Return whether the token arrays are inside the data set: no other name is written there.
-        A link may lead to the token arrays of another data set."""
+        """Return whether the token arrays are in the data set. A link may lead to another one."""
         if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
             return False
         return not (self._dataset / layout.TOKENS_DIR).is_symlink()
 
 
 def _output_of(dataset: Path) -> Path:
-    """What a command named as its output, of which `dataset` may be the held-out part."""
+    """Return the output directory of the command that made a data set or its held-out split."""
     dataset = Path(os.path.normpath(dataset))
     above = dataset.parent
     whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
@@ -150,7 +151,7 @@ def _output_of(dataset: Path) -> Path:
 
 
 def _makers(dataset: Path) -> str:
-    """The commands that may have made the token arrays of `dataset`."""
+    """Return the commands that may have made the token arrays of a data set."""
     if _is_fused(dataset / layout.TOKENS_DIR):
         return "run --fused"
     try:
@@ -161,7 +162,7 @@ def _makers(dataset: Path) -> str:
 
 
 def _is_fused(tokens_dir: Path) -> bool:
-    """Whether `--fused` removed the arrays, even where its mark is lost: none of them is there."""
+    """Return whether `--fused` removed the arrays: the mark exists, or no array does."""
     names = set(os.listdir(tokens_dir)) if tokens_dir.is_dir() else {"unit-00000.npy"}
     return MARK in names or not any(_ARRAY.fullmatch(name) for name in names)
 
@@ -176,7 +177,7 @@ def _repair(paths: Iterable[Path], command: str) -> str:
 
 
 def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
-    """The manifest against itself and against the order."""
+    """Compare the manifest with the order."""
     path = dataset / layout.MANIFEST
     if manifest.order_xxh3 != files.xxh3_file(dataset / layout.ORDER):
         yield f"{dataset / layout.ORDER}: is not the order that {path} names"
@@ -215,9 +216,9 @@ def _check_small_files(dataset: Path, manifest: Manifest, repairs: Repairs) -> I
 
 def _check_file(path: Path, size: int, xxh3: str) -> Iterator[str]:
     try:
-        found = os.path.getsize(path)
-        if found != size:
-            yield f"{path}: has {found} bytes instead of {size}"
+        actual = os.path.getsize(path)
+        if actual != size:
+            yield f"{path}: has {actual} bytes instead of {size}"
         elif files.xxh3_file(path) != xxh3:
             yield f"{path}: its content is damaged (hash differs)"
     except OSError as error:
@@ -274,7 +275,7 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
 def _check_packed(
     tokens_dir: Path, unit: int, dtype: str, promised: Mapping[str, Any]
 ) -> Iterator[str]:
-    """A packed array, which stands until `run --fused` comes to its end."""
+    """Check a packed array, which exists until `run --fused` ends."""
     path = packed_path(tokens_dir, unit)
     try:
         with PackedArray(path, dtype) as packed:
@@ -287,7 +288,7 @@ def _check_packed(
 
 
 def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:
-    """Size, header, hash and range of ids of one shard, in one reading of it."""
+    """Check size, header, hash and range of ids of a shard, which is read once."""
     path = dataset / shard.name
     header = layout.npy_header((shard.instances, manifest.context), manifest.dtype)
     dtype = layout.little_endian(manifest.dtype)
@@ -297,13 +298,13 @@ def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterat
         if size != shard.size:
             yield f"{path}: has {size} bytes instead of {shard.size}"
             return
-        largest, xxh3, found = _scan(path, dtype)
+        largest, xxh3, actual_header = _scan(path, dtype)
     except (OSError, DataError) as error:
         yield str(error) if isinstance(error, DataError) else f"{path}: {error.strerror}"
         return
     if xxh3 != shard.xxh3:
         yield f"{path}: its content is damaged (hash differs)"
-    elif found != header:
+    elif actual_header != header:
         yield f"{path}: its header is not that of {manifest.dtype} [{shard.instances}, C]"
     elif largest >= manifest.vocab_size:
         yield f"{path}: holds id {largest}, outside the vocabulary of {manifest.vocab_size}"
@@ -317,7 +318,7 @@ def _check_sidecar(path: Path, shard: ShardEntry) -> Iterator[str]:
 
 
 def _scan(path: Path, dtype: np.dtype) -> tuple[int, str, bytes]:
-    """Largest id, hash and header of a shard file."""
+    """Return the largest id, the hash and the header of a shard."""
     largest = -1
     with files.open_regular(path) as file:
         header = file.read(layout.HEADER_BYTES)
