@@ -1,4 +1,4 @@
-"""A corpus, its tokenizer and its data set, each made once; tests must not change them."""
+"""Fixtures: a corpus, its tokenizer and its data set, made once. Tests do not change them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.data_prep.corpus import run_arguments, train_arguments, write_corpus
 
 @dataclass(frozen=True)
 class Made:
-    """Where the parts of the example lie."""
+    """Paths of the corpus, the tokenizer and the data set."""
 
     text: Path
     tokenizer: Path
@@ -22,7 +22,7 @@ class Made:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Text, tokenizer.json and the data set that one worker made of them."""
+    """A corpus, its tokenizer.json, and the data set that a run with one worker made from both."""
     base = tmp_path_factory.mktemp("made")
     made = Made(base / "text", base / "tokenizer.json", base / "data")
     write_corpus(made.text)
@@ -33,6 +33,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture
 def text(tmp_path) -> Path:
-    """Where `arguments` looks for text; empty."""
+    """Empty folder for text, which is the input of `arguments` in test_bad_input."""
     (tmp_path / "text").mkdir()
     return tmp_path / "text"

@@ -1,4 +1,4 @@
-"""Small corpora of every kind that is read, and the ways to run `optimus-data` on them."""
+"""Small corpora with all kinds of input, and functions that run `optimus-data` on them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.kit.ranks.processes import ROOT
 CONTEXT = 16
 EOS = "<|endoftext|>"
 SPECIAL = f"a {EOS} b{EOS}{EOS}"
-"""A document whose text spells the special token."""
+"""Text of a document that contains the text of the special token."""
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Text with capitals, digits, accents, other scripts, newlines and runs of blanks."""
+    """Return text with capitals, digits, accents, other scripts, newlines and runs of spaces."""
     stock = [
         "def",
         "return",
@@ -40,15 +40,15 @@ def words(rng: random.Random, count: int) -> str:
         "\n\t",
         "x=",
     ]
-    parts = [
+    chunks = [
         rng.choice(stock) if rng.random() < 0.3 else "".join(rng.choices("abcdefgh", k=5))
         for _ in range(count)
     ]
-    return " ".join(parts)
+    return " ".join(chunks)
 
 
 def write_corpus(folder: Path, seed: int = 0) -> None:
-    """A source tree, JSON lines and gzip files; some 300 documents, 90 kB."""
+    """Write a source tree, JSON lines and gzip files: 300 documents, 90 kB."""
     rng = random.Random(seed)
     (folder / "tree" / "deep").mkdir(parents=True)
     for number in range(40):
@@ -77,7 +77,7 @@ def train_arguments(folder: Path, out: Path, vocab_size: int = 400) -> list[str]
 
 
 def run_arguments(folder: Path, tokenizer: Path, out: Path, *more: str) -> list[str]:
-    """`run` with so small units and shards that there are several of each."""
+    """Return the arguments of a `run` with several units and shards."""
     return [
         *("run", "--input", str(folder), "--tokenizer", str(tokenizer), "--out", str(out)),
         *("--context", str(CONTEXT), "--eval-fraction", "0.15", "--seed", "5", "--workers", "1"),
@@ -86,7 +86,7 @@ def run_arguments(folder: Path, tokenizer: Path, out: Path, *more: str) -> list[
 
 
 def write_sentencepiece(path: Path, sentences: list[str]) -> None:
-    """Train a small sentencepiece model. Skips where the package is missing."""
+    """Train a small sentencepiece model. Skip the test if the package is not installed."""
     sentencepiece = pytest.importorskip("sentencepiece")
     with open(path, "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
@@ -100,7 +100,7 @@ def write_sentencepiece(path: Path, sentences: list[str]) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder` with its content."""
+    """Return the content of each file in `folder` and its subfolders, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -108,19 +108,20 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def refused(capsys, arguments: Sequence[str], *told: str) -> str:
-    """The command ends with 2, and all that it says beside progress is one line with all of `told`;
-    that line."""
+def refused(capsys, arguments: Sequence[str], *needles: str) -> str:
+    """Assert that a command exits with 2 and prints one line in addition to progress, which
+    contains all of `needles`. Return the line."""
     capsys.readouterr()
     assert main(arguments) == 2, arguments
     lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data" in line]
     assert len(lines) == 1 and lines[0].startswith("optimus-data: error: "), lines
-    assert all(needle in lines[0] for needle in told), lines
+    assert all(needle in lines[0] for needle in needles), lines
     return lines[0]
 
 
 def in_child(work: Callable[[], int]) -> int:
-    """`work()`'s exit status, or minus the signal that ended it, in a forked process."""
+    """Call `work` in a forked process. Return its result as the exit status, or minus the number of
+    the signal that ended the process."""
     pid = os.fork()
     if pid == 0:
         status = 99
@@ -132,9 +133,10 @@ def in_child(work: Callable[[], int]) -> int:
 
 
 def measured(arguments: Sequence[str]) -> tuple[int, int, str]:
-    """`optimus-data` in a process of its own: its exit status, its most bytes, standard error.
+    """Run `optimus-data` in a new process. Return exit status, peak memory in bytes, and standard
+    error.
 
-    Asked of the kernel by VmHWM: `ru_maxrss` would count what forked the process, too.
+    The peak is VmHWM of the kernel: `ru_maxrss` includes the process that forked this process.
     """
     code = (
         "import sys; from data_prep.cli import main; status = main(sys.argv[1:]); "
@@ -147,14 +149,14 @@ def measured(arguments: Sequence[str]) -> tuple[int, int, str]:
 
 
 def peak_memory(arguments: Sequence[str]) -> int:
-    """The most bytes of memory of a command that succeeds."""
+    """Return the peak memory in bytes of a command that succeeds."""
     status, peak, error = measured(arguments)
     assert status == 0, error
     return peak
 
 
 def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
-    """Run in a child that SIGKILLs itself just before or after its `commit`-th rename."""
+    """Run a command in a child process that kills itself before or after rename number `commit`."""
 
     def work() -> int:
         from optimus.io import files
@@ -177,27 +179,27 @@ def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
 
 
 def killed_until_done(
-    arguments: Sequence[str], look: Callable[[], int] = lambda: 0, commits: int = 8
+    arguments: Sequence[str], observe: Callable[[], int] = lambda: 0, commits: int = 8
 ) -> tuple[int, int]:
-    """Life after life, each killed at its 1st, 2nd, ... 8th commit, before the rename or after,
-    until one comes to its end; another finds all done. How many were killed, and the most that
-    `look` told between two."""
-    kills = most = 0
+    """Run a command until it ends. Runs are killed at commits 1 to `commits`, before or after the
+    rename. A last run finds all work done. Return the number of killed runs and the largest result
+    of `observe`, which is called after each of them."""
+    kills = largest = 0
     while status := run_killed_at(arguments, 1 + kills % commits, kills // commits % 2 == 0):
         assert status == -signal.SIGKILL
-        kills, most = kills + 1, max(most, look())
+        kills, largest = kills + 1, max(largest, observe())
     assert main(arguments) == 0
-    return kills, most
+    return kills, largest
 
 
 def shards(dataset: Path) -> np.ndarray:
-    """All rows of a data set's shards, [N, C], without our reader."""
+    """Return all rows of the shards of a data set, [N, C], read with numpy only."""
     names = sorted((dataset / "shards").glob("*.npy"))
     return np.concatenate([np.load(name, mmap_mode="r") for name in names])
 
 
 def documents(folder: Path) -> Iterator[tuple[str, int, str]]:
-    """(file, line, text) of every document of a corpus, read in the plainest way there is."""
+    """Yield file, line and text of each document of a corpus."""
     for path in sorted(folder.rglob("*"), key=str):
         if path.is_dir():
             continue

@@ -1,4 +1,4 @@
-"""Bad input: one line with file and line, exit status 2, or set aside and listed."""
+"""Bad input is refused with file and line and exit status 2, or is listed in quarantine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kit.ranks.processes import ROOT
 GOOD = json.dumps({"text": "good text"}) + "\n"
 WHOLE_GZ = gzip.compress((GOOD * 50_000).encode(), mtime=0)
 INVERTED_GZ = WHOLE_GZ[:10] + bytes([WHOLE_GZ[10] ^ 255]) + WHOLE_GZ[11:]
-"""No block of deflate begins so, for which isal has an error of its own."""
+"""Starts with an invalid block of deflate, for which isal raises another exception."""
 
 BAD = {
     "bytes.txt": (b"fine\nnot \xff fine", 2, "invalid UTF-8"),
@@ -48,8 +48,9 @@ def arguments(made, tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
-def test_how_deep_json_may_be_does_not_depend_on_the_process(made, tmp_path, text):
-    """The standard library's limit, near 1000, counts what stands below it: more in a worker."""
+def test_depth_limit_of_json_does_not_depend_on_the_process(made, tmp_path, text):
+    """The limit of the standard library, near 1000, includes the stack below, which is deeper in a
+    worker."""
     for name in "ab":
         lines = [
             json.dumps({"text": f'good {d} \\" [[[ ' + "[" * 600})[:-1]
@@ -57,16 +58,16 @@ def test_how_deep_json_may_be_does_not_depend_on_the_process(made, tmp_path, tex
             for d in (9, 499, 500, 963, 968, 973, 990)
         ]
         (text / f"{name}.jsonl").write_text("\n".join(lines))
-    found = []
+    trees = []
     for workers in "12":
         more = ["--unit-size", "1", "--on-error", "quarantine", "--workers", workers]
         out = tmp_path / workers
         assert main([*arguments(made, tmp_path, *more), "--out", str(out)]) == 0
-        found.append(tree(out))
-    assert found[0] == found[1]
+        trees.append(tree(out))
+    assert trees[0] == trees[1]
     listed = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
-    assert [item["line"] for item in listed] == [3, 4, 5, 6, 7] * 2
-    assert {item["reason"] for item in listed} == {"invalid JSON: nested too deeply"}
+    assert [entry["line"] for entry in listed] == [3, 4, 5, 6, 7] * 2
+    assert {entry["reason"] for entry in listed} == {"invalid JSON: nested too deeply"}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -81,7 +82,7 @@ def test_bad_text_is_refused_by_file_and_line(made, tmp_path, text, capsys, name
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_quarantine_sets_aside_and_lists(made, tmp_path, text, capsys, workers):
+def test_quarantine_lists_bad_input_and_keeps_good_documents(made, tmp_path, text, capsys, workers):
     for name, (content, _, _) in BAD.items():
         (text / name).write_bytes(content)
     (text / "z.txt").write_text("a good text " * 10)
@@ -89,10 +90,10 @@ def test_quarantine_sets_aside_and_lists(made, tmp_path, text, capsys, workers):
     assert main(arguments(made, tmp_path, *more)) == 0
     assert json.loads(capsys.readouterr().out)["quarantined"] == len(BAD)
     listed = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
-    found = {Path(item["input"]).name: item for item in map(json.loads, listed)}
-    assert set(found) == set(BAD)
+    by_name = {Path(entry["input"]).name: entry for entry in map(json.loads, listed)}
+    assert set(by_name) == set(BAD)
     for name, (_, line, needle) in BAD.items():
-        assert needle in found[name]["reason"] and (line is None or found[name]["line"] == line)
+        assert needle in by_name[name]["reason"] and (line is None or by_name[name]["line"] == line)
     good = {"a.jsonl": 2, "cut.jsonl": 1, "b.jsonl": 1, "c.jsonl": 1, "d.jsonl": 2, "z.txt": 1}
     kept: dict[str, int] = {}
     for name, _, _ in stored_documents(tmp_path / "out"):
@@ -101,8 +102,8 @@ def test_quarantine_sets_aside_and_lists(made, tmp_path, text, capsys, workers):
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
-def test_a_damaged_file_is_taken_back_from_the_middle_of_an_array(made, tmp_path, text, capsys):
-    """Its first documents were written already when the damage showed."""
+def test_documents_of_a_damaged_file_are_removed_from_an_array(made, tmp_path, text, capsys):
+    """Its first documents are written before the damage is detected."""
     (text / "a.jsonl").write_text(GOOD * 3)
     (text / "b.jsonl.gz").write_bytes(WHOLE_GZ[:-9])
     (text / "c.jsonl").write_text(GOOD * 2)
@@ -113,8 +114,9 @@ def test_a_damaged_file_is_taken_back_from_the_middle_of_an_array(made, tmp_path
     assert len({tuple(ids) for _, _, ids in stored_documents(tmp_path / "out")}) == 1
 
 
-def test_going_on_with_quarantine_and_back(made, tmp_path, text, capsys):
-    """What a failed run completed is kept; a finished quarantine is not taken for a clean run."""
+def test_failed_run_continues_with_quarantine_but_not_without(made, tmp_path, text, capsys):
+    """Completed work of a failed run is kept. A run without quarantine refuses quarantined
+    input."""
     (text / "a.jsonl").write_text(GOOD * 9)
     (text / "b.jsonl").write_text("nope\n")
     base = arguments(made, tmp_path, "--unit-size", "1")
@@ -127,7 +129,7 @@ def test_going_on_with_quarantine_and_back(made, tmp_path, text, capsys):
     "name",
     ["x.parquet.gz", "x.tar.zst", "x.json", "x.jsonl.bz2", "x.xz", "x.zip", "x.tar.gz"],
 )
-def test_kinds_that_are_not_read_are_refused_by_name(made, tmp_path, text, capsys, name):
+def test_unsupported_kinds_of_files_are_refused_by_name(made, tmp_path, text, capsys, name):
     (text / "a.txt").write_text("good")
     (text / name).write_bytes(b"whatever")
     refused(capsys, arguments(made, tmp_path), f"{name}: ")
@@ -145,7 +147,7 @@ def test_an_input_that_grew_since_it_was_planned_is_refused(tmp_path):
             list(reader)
 
 
-def test_inputs_are_found_once_and_sorted(tmp_path):
+def test_inputs_are_listed_once_and_sorted(tmp_path):
     (tmp_path / "b" / "c").mkdir(parents=True)
     for name in ("b/x.txt", "a.txt", "b/c/y.txt", ".hidden.txt", "out/own.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -153,12 +155,12 @@ def test_inputs_are_found_once_and_sorted(tmp_path):
     (tmp_path / "b" / "loop").symlink_to(".")
     (tmp_path / "b" / "link.txt").symlink_to("x.txt")
     patterns = [str(tmp_path), f"{tmp_path}/./b//x.txt", f"{tmp_path}/**/*.txt"]
-    found = find_inputs(patterns, out=tmp_path / "out")
-    names = [os.path.relpath(file.name, tmp_path) for file in found]
+    inputs = find_inputs(patterns, out=tmp_path / "out")
+    names = [os.path.relpath(file.name, tmp_path) for file in inputs]
     assert names == ["a.txt", "b/c/y.txt", "b/link.txt"]
-    assert [file.size for file in found] == [5, 9, 7]
-    found = find_inputs([f"{tmp_path}/b/x.txt"], out=tmp_path / "out")
-    assert [Path(file.name).name for file in found] == ["x.txt"]
+    assert [file.size for file in inputs] == [5, 9, 7]
+    inputs = find_inputs([f"{tmp_path}/b/x.txt"], out=tmp_path / "out")
+    assert [Path(file.name).name for file in inputs] == ["x.txt"]
 
 
 MISTAKES = {
@@ -199,21 +201,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_one_line(made, tmp_path, capsys, case):
-    given, needle = MISTAKES[case]
-    given = [str(tmp_path / "to") if word == "TMP" else word for word in given]
-    if given and given[0] == "train-tokenizer":
-        given += ["--input", str(made.text), "--out", str(tmp_path / "t.json")]
-    elif given and given[0].startswith("-"):
+def test_mistakes_are_refused(made, tmp_path, capsys, case):
+    words, needle = MISTAKES[case]
+    words = [str(tmp_path / "to") if word == "TMP" else word for word in words]
+    if words and words[0] == "train-tokenizer":
+        words += ["--input", str(made.text), "--out", str(tmp_path / "t.json")]
+    elif words and words[0].startswith("-"):
         base = ["run", "--input", str(made.text), "--tokenizer", str(made.tokenizer)]
         base += ["--out", str(tmp_path / "out"), "--context", "8", "--workers", "1"]
-        if given[0] == "--input":
+        if words[0] == "--input":
             del base[1:3]
-        given = base + given
-    refused(capsys, given, needle)
+        words = base + words
+    refused(capsys, words, needle)
 
 
-def test_read_only_directory(made, tmp_path, capsys):
+def test_output_in_a_read_only_directory_is_refused(made, tmp_path, capsys):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     (tmp_path / "locked").mkdir(mode=0o500)

@@ -1,4 +1,4 @@
-"""Blends: exact quotas, the specified instances, refusals."""
+"""Blends: exact quotas, the specified instances, and refused arguments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.data_prep.test_ranks import start_rank, statuses
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "1e3", "nan", "a", "0.0", "1/3"])
-def test_bad_weights(text):
+def test_bad_weights_are_refused(text):
     with pytest.raises(ConfigError, match="not a decimal number above 0"):
         parse_weight(text)
 
 
 @pytest.fixture(scope="module")
 def second(made, tmp_path_factory):
-    """Another source of the same tokenizer: token arrays alone."""
+    """Token arrays of other text by the same tokenizer."""
     base = tmp_path_factory.mktemp("second")
     write_corpus(base / "text", 1)
     command = ["tokenize", "--input", str(base / "text"), "--tokenizer", str(made.tokenizer)]
@@ -43,59 +43,62 @@ def blend_arguments(first, second, out, *more: str) -> list[str]:
 
 
 def cut(dataset, sidecars: int) -> np.ndarray:
-    """A source's instances, read in the plainest way."""
+    """Return the instances of a source in stored order, [n, 16]."""
     arrays = [np.load(array_path(dataset / "tokens", unit)) for unit in range(sidecars)]
     return np.concatenate([a[: len(a) // 16 * 16].reshape(-1, 16) for a in arrays])
 
 
 @pytest.mark.parametrize("instances", [0, 9000])
 def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
-    """Whole passes in order, a last one by P for (seed, (s + 1) * 2^32 + pass); then P over all."""
+    """Complete passes in order, the last pass by P for (seed, (s + 1) * 2^32 + pass), then P over
+    all rows."""
     out = tmp_path / "blend"
     more = ["--instances", str(instances)] if instances else []
     assert main(blend_arguments(made.data, second, out, *more)) == 0
     assert list(verify(out)) == []
     manifest = json.loads((out / "manifest.json").read_text())
-    parts = []
+    rows_of_sources = []
     for number, folder in enumerate((made.data, second)):
         source = cut(folder, len(list((folder / "tokens").glob("*.docs.npy"))))
         size, quota = len(source), manifest["blend"][number]["quota"]
         last = Permutation(size, 4, (number + 1) * 2**32 + quota // size)
         whole = [source] * (quota // size)
-        parts.append(np.concatenate([*whole, source[last.apply(np.arange(quota % size))]]))
+        rows_of_sources.append(
+            np.concatenate([*whole, source[last.apply(np.arange(quota % size))]])
+        )
     total = manifest["num_instances"]
     mixing = mixing_of(["0.7", "0.3"])
-    assert tuple(len(part) for part in parts) == mixing.quotas(total)
+    assert tuple(len(rows) for rows in rows_of_sources) == mixing.quotas(total)
     available = [source["instances"] for source in manifest["blend"]]
     assert total == (instances or mixing.before_repeating(available))
-    expected = np.concatenate(parts)[Permutation(total, 4).apply(np.arange(total))]
+    expected = np.concatenate(rows_of_sources)[Permutation(total, 4).apply(np.arange(total))]
     stored = [np.load(out / shard["name"]) for shard in manifest["shards"]]
     assert np.array_equal(np.concatenate(stored), expected)
 
 
-def test_the_same_bytes_by_ranks_and_buckets(made, second, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert main(blend_arguments(made.data, second, one, "--workers", "1")) == 0
-    more = blend_arguments(made.data, second, two, "--world", "2", "--strategy", "bucket")
-    for _ in range(2):  # and again
+def test_blend_by_two_ranks_with_buckets_has_the_same_bytes(made, second, tmp_path):
+    single, ranked = tmp_path / "one", tmp_path / "two"
+    assert main(blend_arguments(made.data, second, single, "--workers", "1")) == 0
+    more = blend_arguments(made.data, second, ranked, "--world", "2", "--strategy", "bucket")
+    for _ in range(2):  # the second run changes nothing
         assert statuses([start_rank([*more, "--rank", rank]) for rank in "01"]) == [0] * 2
-        assert tree(one) == tree(two)
+        assert tree(single) == tree(ranked)
 
 
-def test_inspect_names_the_source(made, second, tmp_path, capsys):
+def test_inspect_of_a_blend_names_files_of_both_sources(made, second, tmp_path, capsys):
     out = tmp_path / "blend"
     assert main(blend_arguments(made.data, second, out)) == 0
-    found = set()
+    from_first = set()
     for number in range(40):
         capsys.readouterr()
         assert main(["inspect", str(out), str(number), "--json"]) == 0
         value = json.loads(capsys.readouterr().out)
-        found |= {segment["input"].startswith(str(made.text)) for segment in value["sources"]}
+        from_first |= {segment["input"].startswith(str(made.text)) for segment in value["sources"]}
         assert sum(s["stop"] - s["first"] for s in value["sources"]) == 16
-    assert found == {True, False}
+    assert from_first == {True, False}
 
 
-def test_refusals(made, second, tmp_path, capsys):
+def test_impossible_blends_are_refused(made, second, tmp_path, capsys):
     out = tmp_path / "blend"
     assert main(blend_arguments(made.data, second, out)) == 0
     other = tmp_path / "other"
@@ -125,13 +128,13 @@ def test_refusals(made, second, tmp_path, capsys):
         (["blend", "--source", "a=x", "--out", "b", "--context", "4"], "weight 'x'"),
         (["blend", "--source", "a=1", "--out", "b", "--context", "4"], "a/tokens/plan.json"),
     ]
-    for arguments, told in cases:
-        refused(capsys, arguments, told)
-    assert read_order(made.data).seed == 5, "the sources are as they were"
+    for arguments, needle in cases:
+        refused(capsys, arguments, needle)
+    assert read_order(made.data).seed == 5, "the sources have not changed"
 
 
 @pytest.mark.parametrize("instances", [10**13, 10**18, 10**20])
-def test_more_than_the_disk_holds_is_refused_before_anything_stands(
+def test_blend_larger_than_the_disk_is_refused_before_it_writes(
     made, second, tmp_path, capsys, instances
 ):
     out = tmp_path / "out"
@@ -140,7 +143,7 @@ def test_more_than_the_disk_holds_is_refused_before_anything_stands(
     assert " or fewer, or another --out" in error and not (out / "order.json").exists()
 
 
-def test_a_blend_goes_on_where_the_disk_holds_some_of_it(made, second, tmp_path, monkeypatch):
+def test_blend_continues_if_the_rest_fits_on_the_disk(made, second, tmp_path, monkeypatch):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(blend_arguments(made.data, second, whole, "--workers", "1")) == 0
     arguments = blend_arguments(made.data, second, out, "--workers", "1")
@@ -153,7 +156,7 @@ def test_a_blend_goes_on_where_the_disk_holds_some_of_it(made, second, tmp_path,
     assert main(blend_arguments(made.data, second, tmp_path / "other")) == 2
 
 
-def test_epochs_of_each_source_are_printed_and_many_are_a_warning(made, second, tmp_path, capsys):
+def test_report_has_epochs_of_each_source_and_warns_of_many(made, second, tmp_path, capsys):
     available = read_order(made.data).num_instances
     for instances, warned in ((available, False), (available * 8, True)):
         out = tmp_path / str(instances)

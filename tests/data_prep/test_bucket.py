@@ -1,4 +1,4 @@
-"""Sorted runs: the same bytes, kills, damage."""
+"""Sorted runs of the strategy `bucket`: the same bytes, also after kills and damage."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.kit.faults.disk import flip
 
 @pytest.mark.parametrize("block", ["one run", "many runs"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_buckets_give_the_same_bytes(made, tmp_path, monkeypatch, block, workers):
+def test_buckets_give_the_bytes_of_gather(made, tmp_path, monkeypatch, block, workers):
     out = tmp_path / "data"
     more = ["--strategy", "bucket", "--workers", str(workers)]
     if block == "many runs":
         monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
-        monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # for this corpus less does
+        monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # a small corpus needs less
         more += ["--memory", str(PROCESS_BYTES * (workers + (workers > 1)) + 20_000 * workers)]
     assert main(run_arguments(made.text, made.tokenizer, out, *more)) == 0
     assert tree(out) == tree(made.data)
 
 
-def test_kills_at_every_commit_of_buckets(made, tmp_path, monkeypatch):
+def test_kills_at_each_commit_of_buckets_change_no_byte(made, tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.pipeline.shard._LEAST_BLOCK_BYTES", 1)
-    monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # for this corpus less does
+    monkeypatch.setattr("data_prep.runtime.memory._BASE_BYTES", 1)  # a small corpus needs less
     out = tmp_path / "data"
     more = ["--strategy", "bucket", "--memory", str(PROCESS_BYTES + 20_000)]
     arguments = run_arguments(made.text, made.tokenizer, out, *more)
@@ -50,9 +50,9 @@ def test_a_flipped_bit_in_a_run_reaches_no_shard(made, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(gather.Spill, "do", spill_and_damage)
     assert main(arguments) == 1
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "unit-00000.npy: its content is damaged (hash differs); remove " in told
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "unit-00000.npy: its content is damaged (hash differs); remove " in message
     monkeypatch.undo()
-    shutil.rmtree(told.split("; remove ")[1].split(" and give")[0])
+    shutil.rmtree(message.split("; remove ")[1].split(" and give")[0])
     assert main(arguments) == 0
     assert tree(out) == tree(made.data)

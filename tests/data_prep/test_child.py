@@ -22,8 +22,8 @@ def test_results_and_exceptions_are_returned():
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-def test_crash_is_told_from_an_end_without_a_result(is_ignored):
-    """Also if the process inherited that SIGCHLD is ignored, where the system keeps no status."""
+def test_crash_and_end_without_a_result_are_different_errors(is_ignored):
+    """Also if the process ignores SIGCHLD, for which the system keeps no exit status."""
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
         with pytest.raises(child.CrashError, match=f"signal {int(signal.SIGSEGV)}"):
@@ -39,7 +39,7 @@ def test_crash_is_told_from_an_end_without_a_result(is_ignored):
 
 @pytest.mark.parametrize("has_pidfd", [False, True])
 def test_call_in_a_thread_with_sigchld_ignored_ends(monkeypatch, has_pidfd):
-    """Only the main thread may set handlers: the status is lost, and no exception says so."""
+    """Only the main thread may set handlers: here the exit status is lost without an exception."""
     if not has_pidfd:
         monkeypatch.delattr(os, "pidfd_open", raising=False)
     errors: list[BaseException] = []
@@ -63,8 +63,8 @@ def test_call_in_a_thread_with_sigchld_ignored_ends(monkeypatch, has_pidfd):
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux)")
 def test_crash_is_seen_while_another_process_keeps_the_pipe_open(monkeypatch):
-    """A process that another thread forks between the pipe and the fork of the child inherits the
-    end of the pipe to which the child writes."""
+    """Another thread may fork a process between the pipe and the fork of the child. That process
+    inherits the end of the pipe to which the child writes."""
     fork, others = os.fork, []
 
     def fork_twice() -> int:
@@ -89,7 +89,7 @@ def test_crash_is_seen_while_another_process_keeps_the_pipe_open(monkeypatch):
 
 
 def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
-    """A signal that arrives at once after the fork ends the child."""
+    """A signal that arrives directly after the fork ends the child."""
     fork = os.fork
     path = tmp_path / "called"
 

@@ -1,4 +1,4 @@
-"""The command: light to start, the same tokenizer twice, answers as JSON, progress in lines."""
+"""The command line: imports, training of a tokenizer, JSON on standard output, progress."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tests.data_prep.corpus import documents, refused, run_arguments, train_argu
 from tests.kit.ranks.processes import ROOT, python
 
 
-def test_nothing_heavy_is_loaded_before_it_is_needed():
-    """`--help` brings neither numpy nor tokenizers; the whole package brings no torch."""
+def test_parser_loads_no_numpy_and_no_module_loads_torch():
     code = (
         "import sys, pkgutil, importlib, data_prep\n"
         "from data_prep.cli.commands import _parser; _parser()\n"
@@ -45,13 +44,13 @@ def test_train_tokenizer_is_deterministic_and_lossless(made, tmp_path, monkeypat
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_train_tokenizer_says_when_text_is_short(tmp_path, capsys):
+def test_train_tokenizer_on_short_text_prints_a_smaller_vocabulary(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("ab ab")
     assert main(train_arguments(tmp_path / "a.txt", tmp_path / "t.json", 5000)) == 0
     assert "for 259 ids only, not 5000" in capsys.readouterr().out
 
 
-def test_train_tokenizer_sets_aside(tmp_path, capsys):
+def test_train_tokenizer_with_quarantine_counts_bad_files(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     arguments = train_arguments(tmp_path / "*.txt", tmp_path / "t.json", 260)
@@ -61,7 +60,7 @@ def test_train_tokenizer_sets_aside(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["quarantined"]) == 1
 
 
-def test_json_is_alone_on_standard_output(made, tmp_path, capsys):
+def test_standard_output_has_only_json(made, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(run_arguments(made.text, made.tokenizer, out, "--json")) == 0
     output = capsys.readouterr()
@@ -74,7 +73,7 @@ def test_json_is_alone_on_standard_output(made, tmp_path, capsys):
     ]
 
 
-def test_steps_one_by_one_give_what_run_gives(made, tmp_path, capsys):
+def test_separate_steps_give_the_bytes_of_run(made, tmp_path, capsys):
     out = str(tmp_path / "out")
     words = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     options = dict(zip(words[1::2], words[2::2], strict=True))
@@ -90,7 +89,7 @@ def test_steps_one_by_one_give_what_run_gives(made, tmp_path, capsys):
     ("text", "value"),
     [("2GB", 2 * 10**9), ("512MiB", 512 << 20), ("1.5k", None), ("1.5kb", 1500), ("4096", 4096)],
 )
-def test_sizes(text, value):
+def test_size_reads_decimal_and_binary_units(text, value):
     if value is None:
         with pytest.raises(Exception, match="not a size"):
             size(text)
@@ -110,7 +109,7 @@ def test_progress_lines_are_sparse(capsys, monkeypatch):
     assert lines[-1] == "work: 1k/1kB in 30.0 s, 33.3B/s"
 
 
-def test_short_numbers():
+def test_short_numbers_have_three_digits():
     assert [short(x) for x in (0, 7, 31_525_224, 999.6e6, 0.25)] == [
         "0",
         "7",
@@ -120,7 +119,7 @@ def test_short_numbers():
     ]
 
 
-def test_standard_output_may_be_closed(made):
+def test_command_succeeds_with_closed_standard_output(made):
     words = [sys.executable, "-m", "data_prep.cli", "inspect", str(made.data), "0"]
     done = subprocess.run(
         ["sh", "-c", f"{shlex.join(words)} >&-"], stderr=subprocess.PIPE, cwd=ROOT, text=True
@@ -129,7 +128,7 @@ def test_standard_output_may_be_closed(made):
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("[ps]*/*.sh")), ids=str)
-def test_job_scripts_explain_themselves(script):
+def test_job_scripts_print_help(script):
     done = subprocess.run([script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--dry-run" in done.stdout and done.stderr == ""
     assert "set -euo" not in done.stdout and not done.stdout.startswith("#")

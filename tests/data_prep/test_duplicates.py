@@ -1,4 +1,4 @@
-"""The same id twice: an error naming both places, or the later set aside, whoever does the work."""
+"""Duplicate ids are refused with both lines, or quarantined, by any number of workers and ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.data_prep.test_ranks import start_rank, statuses
 from tests.data_prep.test_tokenize import stored_documents
 
 
-def write(folder: Path, **given: list[object]) -> None:
-    """JSON lines files with documents of these ids; `...` stands for none."""
+def write(folder: Path, **ids_of_files: list[object]) -> None:
+    """Write JSON lines files with documents that have these ids. `...`: a document without id."""
     folder.mkdir(exist_ok=True)
-    for name, ids in given.items():
+    for name, ids in ids_of_files.items():
         rows = [{"text": f"good text {name} {n}"} for n in range(len(ids))]
         rows = [row if i is ... else {**row, "id": i} for row, i in zip(rows, ids, strict=True)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -37,48 +37,52 @@ MANY = {
 GONE = {("b", 3): ("a", 3), ("c", 61): ("b", 2), ("c", 62): ("a", 2), ("c", 63): ("b", 2)}
 
 
-def test_the_same_id_twice_is_told_by_both_places(made, tmp_path, capsys):
+def test_duplicate_id_is_refused_with_both_lines(made, tmp_path, capsys):
     write(tmp_path / "text", a=MANY["a"], b=MANY["b"])
-    given = arguments(made, tmp_path, "--unit-size", "1")
+    command = arguments(made, tmp_path, "--unit-size", "1")
     for _ in range(2):
-        error = refused(capsys, given)
+        error = refused(capsys, command)
         assert "b.jsonl:3: duplicate id 'y': " in error and "a.jsonl:3 has it" in error
         assert "--on-error quarantine" in error and "--id-field ''" in error
     assert not (tmp_path / "out" / "manifest.json").exists()
-    assert main([*given, "--out", str(tmp_path / "other"), "--id-field", ""]) == 0
+    assert main([*command, "--out", str(tmp_path / "other"), "--id-field", ""]) == 0
     assert not list((tmp_path / "other" / "tokens").glob("*.ids.npy"))
-    assert main([*given, "--on-error", "quarantine"]) == 0, "and it goes on with quarantine"
-    refused(capsys, given, "duplicate id")  # which is not taken for a clean run
+    assert main([*command, "--on-error", "quarantine"]) == 0, "the run continues with quarantine"
+    refused(capsys, command, "duplicate id")  # without quarantine the run is refused
 
 
 @pytest.mark.parametrize(
-    ("ids", "told"),
+    ("ids", "needle"),
     [
         ({"a": [7], "b": [*range(50), 3], "c": [8]}, "b.jsonl:51: duplicate id 3: "),
         ({"a": range(40), "b": range(39, 0, -1), "c": [99]}, "b.jsonl:1: duplicate id 39: "),
         ({"a": range(40), "b": range(39, 80), "c": [99]}, "b.jsonl:1: duplicate id 39: "),
     ],
 )
-def test_duplicates_in_a_file_or_its_neighbour_are_told_at_once(made, tmp_path, capsys, ids, told):
-    """Before the last unit, the smallest, is begun."""
+def test_duplicates_in_adjacent_files_are_refused_before_the_last_unit(
+    made, tmp_path, capsys, ids, needle
+):
+    """The last unit, which is the smallest, has not started."""
     write(tmp_path / "text", **ids)
     for _ in range(2):
-        refused(capsys, arguments(made, tmp_path, "--unit-size", "1"), told)
+        refused(capsys, arguments(made, tmp_path, "--unit-size", "1"), needle)
         assert not list((tmp_path / "out" / "tokens").glob("unit-00002*"))
 
 
 def quarantined(out: Path) -> dict[tuple[str, int], tuple[str, int]]:
-    found = {}
-    for item in map(json.loads, (out / "quarantine.jsonl").read_text().splitlines()):
-        name, line = item["reason"].split(": ", 1)[1].removesuffix(" has it").rsplit(":", 1)
-        found[Path(item["input"]).stem, item["line"]] = Path(name).stem, int(line)
-    return found
+    duplicates = {}
+    for entry in map(json.loads, (out / "quarantine.jsonl").read_text().splitlines()):
+        name, line = entry["reason"].split(": ", 1)[1].removesuffix(" has it").rsplit(":", 1)
+        duplicates[Path(entry["input"]).stem, entry["line"]] = Path(name).stem, int(line)
+    return duplicates
 
 
 @pytest.mark.parametrize("more", [[], ["--unit-size", "1"], ["--unit-size", "1", "--workers", "2"]])
-def test_later_ones_are_set_aside_and_listed(made, tmp_path, capsys, monkeypatch, more):
+def test_quarantine_lists_later_duplicates_and_keeps_the_first(
+    made, tmp_path, capsys, monkeypatch, more
+):
     write(tmp_path / "text", **MANY)
-    monkeypatch.setattr(duplicates, "_ROW_BYTES", 64 << 20)  # a bucket for each few documents
+    monkeypatch.setattr(duplicates, "_ROW_BYTES", 64 << 20)  # a bucket has few documents
     more = [*more, "--on-error", "quarantine", "--eval-fraction", "0.3", "--json"]
     assert main(arguments(made, tmp_path, *more)) == 0
     assert json.loads(capsys.readouterr().out)["quarantined"] == len(GONE)
@@ -98,46 +102,46 @@ def test_later_ones_are_set_aside_and_listed(made, tmp_path, capsys, monkeypatch
     (out / "tokens" / "duplicates.json").write_text("lost")
     assert any("duplicates.json" in line for line in verify(out))
     assert main(arguments(made, tmp_path, *more)) == 0
-    assert tree(out) == before, "found again, though the documents had been taken out"
+    assert tree(out) == before, "duplicates are found again, after the documents were removed"
 
 
-def test_kills_and_ranks_change_no_byte(made, tmp_path):
+def test_kills_and_ranks_change_no_byte_of_a_quarantine(made, tmp_path):
     write(tmp_path / "text", **MANY)
     base = arguments(made, tmp_path, "--on-error", "quarantine", "--unit-size", "1")
     whole, killed, ranked = (str(tmp_path / name) for name in ("whole", "killed", "ranked"))
     assert main([*base, "--out", whole]) == 0
     assert killed_until_done([*base, "--out", killed])[0] > 8
     assert tree(Path(killed)) == tree(Path(whole))
-    given = [*base, "--out", ranked, "--world", "2"]
-    assert statuses([start_rank([*given, "--rank", rank]) for rank in "01"]) == [0] * 2
-    assert main([*base, "--out", ranked]) == 0  # sweeps what was left
+    command = [*base, "--out", ranked, "--world", "2"]
+    assert statuses([start_rank([*command, "--rank", rank]) for rank in "01"]) == [0] * 2
+    assert main([*base, "--out", ranked]) == 0  # removes temporary files
     assert tree(Path(ranked)) == tree(Path(whole))
 
 
-def test_no_step_goes_on_over_duplicates_that_were_refused(made, tmp_path, capsys):
+def test_later_steps_refuse_arrays_with_duplicates(made, tmp_path, capsys):
     write(tmp_path / "text", **MANY)
-    given, out = arguments(made, tmp_path), str(tmp_path / "out")
+    tokenize, out = arguments(made, tmp_path), str(tmp_path / "out")
     context = ["--context", "4"]
     shuffle, blend = ["shuffle", out, *context], ["blend", "--source", f"{out}=1", *context]
     blend += ["--out", str(tmp_path / "blend"), "--workers", "1"]
-    assert main(given) == 2
+    assert main(tokenize) == 2
     capsys.readouterr()
     for command in (shuffle, blend):
         refused(capsys, command, "tokenizing did not come to its end")
-    aside = [*given, "--on-error", "quarantine"]
-    assert main(aside) == 0 and main(shuffle) == 0
+    quarantine = [*tokenize, "--on-error", "quarantine"]
+    assert main(quarantine) == 0 and main(shuffle) == 0
     sidecar = tmp_path / "out" / "tokens" / "unit-00000.json"
     value = json.loads(sidecar.read_bytes())
     for key in ("self_xxh3", "dropped"):
         value.pop(key)
     capsys.readouterr()
-    write_checked_json(sidecar, value)  # as a kill leaves it, between the mark and the unit
+    write_checked_json(sidecar, value)  # as after a kill between the mark and the unit
     for command in (shuffle, blend, ["shard", out, "--workers", "1"]):
         refused(capsys, command, "tokenizing did not come to its end")
-    assert main(aside) == main(blend) == 0
+    assert main(quarantine) == main(blend) == 0
 
 
-def test_the_text_may_be_its_own_id(made, tmp_path, text, capsys):
+def test_text_field_may_also_be_the_id_field(made, tmp_path, text, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -146,7 +150,7 @@ def test_the_text_may_be_its_own_id(made, tmp_path, text, capsys):
     refused(capsys, arguments(made, tmp_path, "--id-field", "text"), "a.parquet:3: duplicate id")
 
 
-def test_tables_have_ids_too(made, tmp_path, text, capsys):
+def test_duplicate_id_in_a_table_is_refused_with_both_rows(made, tmp_path, text, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -158,7 +162,7 @@ def test_tables_have_ids_too(made, tmp_path, text, capsys):
     assert main(arguments(made, tmp_path, "--out", str(tmp_path / "other"))) == 0
 
 
-def test_ids_are_told_apart():
+def test_hashes_of_different_ids_differ():
     values = [1, "1", 1.5, True, "a", ["a"], {"a": 1}]
     assert len({hash_of_id(value) for value in values}) == len(values)
     assert hash_of_id({"a": 1, "b": 2}) == hash_of_id({"b": 2, "a": 1})
@@ -171,13 +175,13 @@ def test_find_agrees_with_a_dictionary(tmp_path):
 
     rng, first, expected = np.random.default_rng(0), {}, []
     for unit in range(4):
-        own = rng.integers(0, 300, 200)
+        values = rng.integers(0, 300, 200)
         docs = np.array([[9 * (line + 1), unit, line + 1] for line in range(200)], np.int64)
         head = npy_header(docs.shape, "int64")
         docs_path(tmp_path, unit).write_bytes(head + docs.tobytes())
-        data = b"".join(hash_of_id(int(value)) for value in own)
+        data = b"".join(hash_of_id(int(value)) for value in values)
         ids_path(tmp_path, unit).write_bytes(npy_header((200, 16), "uint8") + data)
-        for line, value in enumerate(own.tolist(), 1):
+        for line, value in enumerate(values.tolist(), 1):
             if value in first:
                 expected.append([unit, line, *first[value]])
             first.setdefault(value, (unit, line))
@@ -185,16 +189,16 @@ def test_find_agrees_with_a_dictionary(tmp_path):
         assert find([tmp_path], range(4), memory).tolist() == expected
 
 
-def test_ids_asked_for_where_they_were_not_looked_at(made, tmp_path, capsys):
-    """An explicit field is refused, the default goes on and says so."""
+def test_id_field_of_a_data_set_without_ids_is_refused_or_ignored(made, tmp_path, capsys):
+    """An explicit field is refused. The default is ignored, and a line says so."""
     write(tmp_path / "text", a=["x", "y", "x"])
-    given = arguments(made, tmp_path)
-    assert main([*given, "--id-field", ""]) == 0
+    command = arguments(made, tmp_path)
+    assert main([*command, "--id-field", ""]) == 0
     before = tree(tmp_path / "out")
-    refused(capsys, [*given, "--id-field", "id"], "started with id_field = '', now id; ")
-    assert main(given) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "without ids" in line]
-    assert len(told) == 1 and str(tmp_path / "out") in told[0]
-    assert main([*given, "--id-field", ""]) == 0
+    refused(capsys, [*command, "--id-field", "id"], "started with id_field = '', now id; ")
+    assert main(command) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "without ids" in line]
+    assert len(lines) == 1 and str(tmp_path / "out") in lines[0]
+    assert main([*command, "--id-field", ""]) == 0
     assert "without ids" not in capsys.readouterr().err
     assert tree(tmp_path / "out") == before

@@ -1,4 +1,4 @@
-"""The fast encoder gives the library's ids, on text made to trip it, or leaves text to it."""
+"""The fast encoder returns the ids of the library, or passes the text to it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from data_prep.tokenizer import encoder as encoder_module
 from data_prep.tokenizer.encoder import REFERENCE_ONLY, MemoEncoder, reference_encode
 from data_prep.tokenizer.tokenizer import Encoder, open_tokenizer
 from optimus.errors import OptimusError
-from tests.data_prep.test_families import EOS, RECOGNISED, make
+from tests.data_prep.test_families import EOS, RECOGNISED, train_family
 
 
 @pytest.fixture(params=RECOGNISED)
 def path(request, tmp_path) -> Path:
-    make(tmp_path / "tokenizer.json", request.param)
+    train_family(tmp_path / "tokenizer.json", request.param)
     return tmp_path / "tokenizer.json"
 
 
-def nasty(rng: random.Random) -> str:
-    """Text of pieces that pre-tokenizers and normalizers divide or join."""
+def random_text(rng: random.Random) -> str:
+    """Return random text of characters that pre-tokenizers and normalizers divide or join."""
     stock = [*" \n\t\r'_-.\x1c\x85\u00a0\u2003\u3000\u200b", "  ", "    ", "'s", "'LL", "'\u017f"]
     stock += [*"aZé漢한ก٣½²Ⅷ🙂𐐀𝟘", "12345", EOS, "return x", "\U00020000"]
     stock += [*"\u0301\u0327\u1161\u11ab\u212b\u0344\u0378", "word", " The"]
@@ -38,13 +38,13 @@ def assert_equal(path: Path, texts: list[str]) -> None:
         assert ours.tolist() == theirs.tolist(), repr(text)
 
 
-def test_equal_on_nasty_text(path):
+def test_ids_of_random_text_are_the_librarys(path):
     rng = random.Random(3)
-    assert_equal(path, [nasty(rng) for _ in range(1500)])
+    assert_equal(path, [random_text(rng) for _ in range(1500)])
 
 
 @pytest.mark.parametrize("path", ["gpt-2", "olmo-2"], indirect=True)
-def test_equal_on_every_code_point(path):
+def test_ids_of_all_code_points_are_the_librarys(path):
     codes = [code for code in range(0x20100) if not 0xD800 <= code < 0xE000]
     chars = [chr(code) for code in codes]
     texts = ["".join(chars[i : i + 64]) for i in range(0, len(chars), 64)]
@@ -52,26 +52,26 @@ def test_equal_on_every_code_point(path):
     assert_equal(path, texts)
 
 
-def test_equal_through_windows_and_a_full_memo(path, monkeypatch):
+def test_ids_in_windows_and_with_a_full_cache_are_the_librarys(path, monkeypatch):
     monkeypatch.setattr(encoder_module, "_WINDOW_CHARS", 5)
     monkeypatch.setattr(encoder_module, "_MEMO_PIECES", 20)
     monkeypatch.setattr(encoder_module, "_MEMO_CHARS", 3)
     rng = random.Random(4)
-    assert_equal(path, [nasty(rng) + " and" + nasty(rng) for _ in range(300)])
+    assert_equal(path, [random_text(rng) + " and" + random_text(rng) for _ in range(300)])
 
 
 @pytest.mark.parametrize("path", ["gpt-neox", "olmo-2"], indirect=True)
-def test_long_runs_of_one_character(path):
+def test_ids_of_long_runs_of_a_character_are_the_librarys(path):
     assert_equal(path, [" " * 1_000_000, "a" * 20_000, "\n" * 20_000 + "x"])
 
 
-def test_samples_keep_a_wrong_recipe_out(made, monkeypatch):
+def test_samples_detect_a_wrong_recipe(made, monkeypatch):
     wrong = encoder_module._GPT2.replace(" ?[{N}]+", "[{N}]+")
     monkeypatch.setattr(encoder_module, "_GPT2", wrong)
     assert Encoder(made.tokenizer).cutter is None
 
 
-def test_a_difference_found_later_is_an_error(made):
+def test_difference_from_the_library_is_an_error(made):
     tokenizer = open_tokenizer(made.tokenizer)
     recipe = encoder_module.recognise(json.loads(made.tokenizer.read_text()))
     memo = MemoEncoder(tokenizer, recipe)
@@ -80,6 +80,6 @@ def test_a_difference_found_later_is_an_error(made):
         memo.encode(["wrong"])
 
 
-def test_the_library_can_be_asked_for(made, monkeypatch):
+def test_environment_variable_selects_the_library(made, monkeypatch):
     monkeypatch.setenv(REFERENCE_ONLY, "reference")
     assert Encoder(made.tokenizer).cutter is None

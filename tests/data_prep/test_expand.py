@@ -1,4 +1,4 @@
-"""Which files a pattern stands for: links, loops, names with a dot, lists."""
+"""The files that a pattern matches: links, loops, names with a leading dot, lists."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def names(folder, patterns, **more) -> list[str]:
 
 @pytest.fixture
 def text(tmp_path):
-    """a.txt, b/c.txt, b/d/e.txt, .git/config, b/.hidden"""
+    """Folder with a.txt, b/c.txt, b/d/e.txt, .git/config and b/.hidden."""
     for name in ("a.txt", "b/c.txt", "b/d/e.txt", ".git/config", "b/.hidden"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     return tmp_path
 
 
-def test_loops_of_links_end(text):
-    """Two links to their own directory are 2^40 paths to whoever follows each of them."""
+def test_loops_of_links_are_followed_once(text):
+    """A walk that follows two links to their own directory visits 2^40 paths."""
     for name in ("l1", "l2", "b/l3"):
         (text / name).symlink_to(text)
     for pattern in (f"{text}", f"{text}/**/*.txt", f"{text}/**"):
@@ -38,7 +38,7 @@ def test_a_directory_has_its_shortest_name(text):
     assert names(text, [f"{text}"]) == ["a.txt", "b/c.txt", "z/e.txt"]
 
 
-def test_globs_are_the_shell_s(text, monkeypatch):
+def test_globs_match_as_in_a_shell(text, monkeypatch):
     monkeypatch.chdir(text)
     assert names(".", ["**/*.txt"]) == names(".", ["."]) == ["a.txt", "b/c.txt", "b/d/e.txt"]
     assert names(".", ["*/*.txt"]) == names(".", ["b/*.txt"]) == ["b/c.txt"]
@@ -46,16 +46,16 @@ def test_globs_are_the_shell_s(text, monkeypatch):
     assert names(".", [".git/**"]) == [".git/config"] and names(".", ["b/.h*"]) == ["b/.hidden"]
 
 
-def test_what_is_left_out_is_said(text):
-    told: list[str] = []
-    find_inputs([f"{text}"], say=told.append)
-    assert len(told) == 1 and told[0].startswith("left out: 2 names with a leading dot")
-    find_inputs([f"{text}"], ["*/.*"], say=told.append)
-    find_inputs([f"{text}/b/*.txt"], say=told.append)
-    assert len(told) == 1
+def test_skipped_names_with_a_leading_dot_are_counted(text):
+    lines: list[str] = []
+    find_inputs([f"{text}"], say=lines.append)
+    assert len(lines) == 1 and lines[0].startswith("left out: 2 names with a leading dot")
+    find_inputs([f"{text}"], ["*/.*"], say=lines.append)
+    find_inputs([f"{text}/b/*.txt"], say=lines.append)
+    assert len(lines) == 1
 
 
-def test_links_to_nothing_and_pipes_are_errors(text):
+def test_broken_links_and_pipes_are_errors(text):
     (text / "b" / "gone.txt").symlink_to("nowhere")
     for pattern in (f"{text}", f"{text}/b/*.txt", f"{text}/**/*.txt", f"{text}/b/gone.txt"):
         with pytest.raises(DataError, match=r"gone.txt: links to nothing; fix it, or --exclude"):
@@ -80,7 +80,7 @@ def test_a_directory_that_cannot_be_read_is_an_error(text, monkeypatch):
     assert "b/c.txt" in names(text, [f"{text}"], exclude=["*/d/*"])
 
 
-def test_lists(text):
+def test_lists_name_patterns_with_comments(text):
     (text / "list").write_text(f"# all\n  {text}/a.txt \n\n {text}/b/*.txt # but not d\n   # end\n")
     assert names(text, [f"@{text}/list"]) == ["a.txt", "b/c.txt"]
     (text / "b#1.txt").write_text("no comment")

@@ -1,4 +1,4 @@
-"""Tokenizers configured as the published families are: ids of a whole run equal the library's."""
+"""Tokenizers with the configurations of published families: a run stores the ids of the library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEEPSEEK = [
 LLAMA2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 SPACES = [" " * count for count in range(24, 1, -1)]
 BPE, BYTES = (models.BPE, trainers.BpeTrainer), pre_tokenizers.ByteLevel.alphabet()
-FAMILIES = {  # kind of model, normalizer, pre-tokenizer, added tokens, whether it is recognised
+FAMILIES = {  # kind of model, normalizer, pre-tokenizer, added tokens, True if recognised
     "gpt-2": (BPE, None, level(True), [], True),
     "gpt-neox": (BPE, normalizers.NFC(), level(True), SPACES, True),
     "llama-3": (BPE, None, pre_tokenizers.Sequence([split(LLAMA3), level()]), [], True),
@@ -89,14 +89,14 @@ HARD = [
 
 
 def real_text() -> list[str]:
-    """Some of the interpreter's own library, which is there wherever tests run."""
+    """Return some modules of Python's standard library as text."""
     folder = Path(json.__file__).parents[1]
     names = ("argparse.py", "json/decoder.py", "html/entities.py", "textwrap.py")
     return [(folder / name).read_text("utf-8") for name in names]
 
 
-def make(path: Path, family: str) -> bool:
-    """Write the tokenizer of this family; whether it should be recognised."""
+def train_family(path: Path, family: str) -> bool:
+    """Train and write the tokenizer of a family. Return whether the encoder recognises it."""
     (model, trainer), normalizer, pre_tokenizer, added, known = FAMILIES[family]
     options = {"unk_token": "<unk>"} if model is not models.Unigram else {}
     if family in ("llama-2", "metaspace"):
@@ -124,24 +124,24 @@ def make(path: Path, family: str) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_of_a_run_are_the_librarys(tmp_path, made, family):
-    known = make(tmp_path / "t.json", family)
+    known = train_family(tmp_path / "t.json", family)
     assert (Encoder(tmp_path / "t.json").cutter is not None) == known
     (tmp_path / "text").mkdir()
     texts = [*HARD, *real_text()]
-    if family == "t5":  # its model spells </s> with the piece of that name, which is refused
+    if family == "t5":  # its model encodes </s> as the piece of that name, which is refused
         texts = [text for text in texts if EOS not in text]
     if known:
         texts.append("".join(real_text()) * 4)
         assert len(texts[-1]) > 2 * SECTION_CHARS
     lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
     (tmp_path / "text" / "a.jsonl").write_text(lines)
-    given = arguments(made, tmp_path, "--memory", "2GB", "--eos", EOS)
-    assert main([*given, "--tokenizer", str(tmp_path / "t.json")]) == 0
+    command = arguments(made, tmp_path, "--memory", "2GB", "--eos", EOS)
+    assert main([*command, "--tokenizer", str(tmp_path / "t.json")]) == 0
     library = open_tokenizer(tmp_path / "t.json")
     eos = library.token_to_id(EOS)
-    found = stored_documents(tmp_path / "out")
-    assert len(found) == len(texts)
-    for text, (_, line, ids) in zip(texts, found, strict=True):
+    stored = stored_documents(tmp_path / "out")
+    assert len(stored) == len(texts)
+    for text, (_, line, ids) in zip(texts, stored, strict=True):
         expected = library.encode(text, add_special_tokens=False).ids
         same = ids == [*expected, eos]  # pytest would compare long lists for minutes
         assert same, f"{family} {line} {text[:40]!r}"

@@ -1,4 +1,4 @@
-"""Full and read-only disks, flipped bits, cut files, a short drill of kills."""
+"""Full disks, read-only disks, and a short drill of kills."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.kit.ranks.processes import ROOT, python
 
 @pytest.fixture
 def disk(tmp_path):
-    """Of 16 kB, and a way to change it; test_identity limits the size of files instead."""
+    """A disk of 16 kB, and a function that remounts it. test_identity limits sizes of files."""
     with small_disk(tmp_path / "disk", "16k") as remount:
         yield tmp_path / "disk", remount
 
 
 @pytest.mark.parametrize("strategy", ["gather", "bucket"])
 def test_a_full_disk_leaves_no_wrong_file(made, disk, strategy, capsys):
-    """It fills up at one step after the other; each time the message says so."""
-    place, remount = disk
-    out, expected = place / "data", tree(made.data)
+    """Each run fails with the message of a full disk, at a later step on a larger disk."""
+    mount, remount = disk
+    out, expected = mount / "data", tree(made.data)
     arguments = run_arguments(made.text, made.tokenizer, out, "--strategy", strategy)
     failures, size = 0, 16
     while status := main(arguments):
         assert status == 1
         error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith(f"optimus-data: error: {place}") and "No space left" in error
+        assert error.startswith(f"optimus-data: error: {mount}") and "No space left" in error
         for name, content in tree(out).items():
             assert files.is_temporary(name) or "spill" in name or expected[name] == content, name
         assert not (out / "manifest.json").exists()
@@ -40,29 +40,29 @@ def test_a_full_disk_leaves_no_wrong_file(made, disk, strategy, capsys):
     assert tree(out) == expected
 
 
-def test_a_full_disk_with_two_workers(made, disk, capfd):
-    place, remount = disk
-    out = place / "data"
+def test_full_disk_with_two_workers_is_an_error(made, disk, capfd):
+    mount, remount = disk
+    out = mount / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--workers", "2")
     remount("size=100k")
     assert in_child(lambda: main(arguments)) == 1
     error = capfd.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"optimus-data: error: {place}") and "No space left" in error
+    assert error.startswith(f"optimus-data: error: {mount}") and "No space left" in error
     remount("size=4000k")
     assert main(arguments) == 0
     assert tree(out) == tree(made.data)
 
 
 def test_a_read_only_disk_is_refused(made, disk, capsys):
-    place, remount = disk
+    mount, remount = disk
     remount("ro")
-    error = refused(capsys, run_arguments(made.text, made.tokenizer, place / "data"))
-    assert f"--out '{place / 'data'}' cannot be made: Read-only" in error
-    refused(capsys, run_arguments(made.text, made.tokenizer, place), "may not be written to")
+    error = refused(capsys, run_arguments(made.text, made.tokenizer, mount / "data"))
+    assert f"--out '{mount / 'data'}' cannot be made: Read-only" in error
+    refused(capsys, run_arguments(made.text, made.tokenizer, mount), "may not be written to")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_the_drill_of_kills_in_short():
+def test_drill_of_kills_passes_with_four_kills():
     drill = ROOT / "scripts" / "drills" / "data_kill.py"
     command = ["--kills", "4", "--files", "40", "--workers", "2", "--strategy", "bucket"]
     done = python(str(drill), *command)

@@ -1,4 +1,4 @@
-"""`--fused`: the same shards, fewer bytes written, less disk, after any kill."""
+"""`--fused`: the same shards with fewer written bytes and less disk space, also after kills."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from tests.kit.ranks.processes import python
 
 
 def arrays(out) -> list[str]:
-    """Token arrays, packed or not."""
+    """Return the names of the token arrays, packed or plain."""
     return [name for name in tree(out) if name.endswith((".npy", ".packed"))
             and name.count("unit-") and ".docs." not in name and ".ids." not in name]  # fmt: skip
 
 
-def test_fused_leaves_the_shards_alone(made, tmp_path, capsys):
+def test_fused_has_the_shards_of_a_plain_run(made, tmp_path, capsys):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     assert main(arguments) == 0
     assert arrays(out) == [] and len(arrays(made.data)) > 4
-    found, expected = tree(out), tree(made.data)
+    stored, expected = tree(out), tree(made.data)
     for name in ("tokens/removed.json", "eval/tokens/removed.json"):
-        del found[name]
-    assert found == {name: expected[name] for name in expected if name not in arrays(made.data)}
+        del stored[name]
+    assert stored == {name: expected[name] for name in expected if name not in arrays(made.data)}
     assert list(verify(out)) == []
     capsys.readouterr()
     assert main(["inspect", str(out), "3"]) == 0 and main(["inspect", str(made.data), "3"]) == 0
-    one, two = capsys.readouterr().out.split("instance 3")[1:]
-    assert one == two
+    fused_output, plain_output = capsys.readouterr().out.split("instance 3")[1:]
+    assert fused_output == plain_output
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert main(arguments) == 0 and main(arguments[:-1]) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
-def test_tokenize_brings_back_what_fused_removed(made, tmp_path, capsys):
+def test_tokenize_after_fused_restores_the_arrays(made, tmp_path, capsys):
     out, new = tmp_path / "data", tmp_path / "new"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     assert main(arguments) == 0
@@ -69,7 +69,7 @@ def test_tokenize_brings_back_what_fused_removed(made, tmp_path, capsys):
     assert list(verify(out)) == []
 
 
-def test_a_run_reads_no_folder_that_an_order_names(made, tmp_path, capsys):
+def test_run_does_not_print_files_of_a_folder_in_an_order(made, tmp_path, capsys):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     assert main(arguments) == 0
@@ -83,25 +83,25 @@ def test_a_run_reads_no_folder_that_an_order_names(made, tmp_path, capsys):
     assert "a-secret" not in "".join(capsys.readouterr())
 
 
-def test_fused_says_what_can_no_longer_be_done(made, tmp_path, capsys):
+def test_fused_data_set_refuses_another_order(made, tmp_path, capsys):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     assert main(arguments) == 0
-    for command, told in (
+    for command, needle in (
         (["shuffle", str(out), "--to", str(tmp_path / "x"), "--context", "8"], "by --fused"),
         ([*arguments, "--seed", "6"], "seed = 5, now 6"),
         ([*arguments, "--shard-size", "4096"], "instances_per_shard"),
         ([*arguments, "--eval-fraction", "0.2"], "eval_fraction"),
     ):
-        refused(capsys, command, told)
+        refused(capsys, command, needle)
     assert arrays(out) == []
     (out / "shards" / "shard-00001.npy").unlink()
     assert any("shard-00001" in line for line in verify(out))
-    assert main(arguments) == 0, "everything is made again"
+    assert main(arguments) == 0, "arrays and shards are made again"
     assert list(verify(out)) == [] and arrays(out) == []
 
 
-def test_fused_killed_while_it_removes(made, tmp_path, monkeypatch):
+def test_fused_run_killed_before_removal_removes_later(made, tmp_path, monkeypatch):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     monkeypatch.setattr("data_prep.pipeline.run.remove_arrays", lambda _: 1 / 0)
@@ -112,26 +112,24 @@ def test_fused_killed_while_it_removes(made, tmp_path, monkeypatch):
     assert main(arguments) == 0 and arrays(out) == []
 
 
-def test_fused_on_three_ranks(made, tmp_path):
+def test_fused_on_three_ranks_has_the_same_bytes(made, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "data"
     assert main(run_arguments(made.text, made.tokenizer, whole, "--fused")) == 0
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused", "--world", "3")
     assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
-    assert main(arguments[:-2]) == 0  # sweeps what was left
+    assert main(arguments[:-2]) == 0  # removes temporary files
     assert tree(out) == tree(whole)
 
 
 def standard_library(count: int) -> list[str]:
-    """Real text: so many of the interpreter's larger modules."""
+    """Return the paths of the `count` largest modules of Python's standard library."""
     modules = sorted(Path(os.__file__).parent.glob("*.py"), key=lambda path: -path.stat().st_size)
     return list(map(str, modules[:count]))
 
 
-def written_and_kept(arguments: list[str]) -> tuple[int, int]:
-    """Bytes that a run writes, and that lie on disk when it has most, in a process of its own.
-
-    Most lies there when the manifest is written and nothing is removed yet.
-    """
+def written_and_peak(arguments: list[str]) -> tuple[int, int]:
+    """Run a command in a new process. Return the bytes that it writes, and the largest size of its
+    output, which is the size before arrays are removed."""
     out = Path(arguments[arguments.index("--out") + 1])
     measured = out.with_name(f"{out.name}.json")
 
@@ -140,9 +138,9 @@ def written_and_kept(arguments: list[str]) -> tuple[int, int]:
 
         drop, peak = run.drop_arrays, []
 
-        def note(place: Path) -> None:
-            peak.append(sum(path.stat().st_size for path in place.rglob("*") if path.is_file()))
-            drop(place)
+        def note(folder: Path) -> None:
+            peak.append(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+            drop(folder)
 
         run.drop_arrays = note
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -153,13 +151,14 @@ def written_and_kept(arguments: list[str]) -> tuple[int, int]:
         return status
 
     assert in_child(work) == 0  # the count of a fork begins at 0
-    written, most = json.loads(measured.read_text())
-    return written, most
+    written, peak_bytes = json.loads(measured.read_text())
+    return written, peak_bytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes")
 def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
-    """2.3 MB of Python: 0.75 of the bytes, 0.65 where units have checkpoints; 0.75 of the disk."""
+    """Measured on 2.3 MB of Python: 0.75 of the written bytes, 0.65 with checkpoints within units;
+    0.75 of the disk space."""
     texts, tokenizer = standard_library(24), str(tmp_path / "tokenizer.json")
     assert (
         main(["train-tokenizer", "--input", *texts, "--vocab-size", "3000", "--out", tokenizer])
@@ -172,14 +171,14 @@ def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
             out = tmp_path / f"{checkpoints}{len(more)}"
             arguments = ["run", "--input", *texts, "--tokenizer", tokenizer, "--out", str(out)]
             arguments += ["--context", "512", "--workers", "1", "--unit-size", unit, *more]
-            figures.append(written_and_kept(arguments))
-        (plain_written, plain_most), (written, most) = figures
+            figures.append(written_and_peak(arguments))
+        (plain_written, plain_peak), (written, peak) = figures
         assert written < bar * plain_written, (written, plain_written)
-        assert most < 0.78 * plain_most, (most, plain_most)
+        assert peak < 0.78 * plain_peak, (peak, plain_peak)
 
 
-def test_fused_killed_at_every_commit(made, tmp_path, monkeypatch):
-    """With checkpoints within units too; in the end the same files as of one life."""
+def test_fused_killed_at_each_commit_has_the_same_bytes(made, tmp_path, monkeypatch):
+    """Units have checkpoints."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     monkeypatch.setattr(store, "BLOCK_TOKENS", 300)
     whole, out = tmp_path / "whole", tmp_path / "data"
@@ -190,21 +189,22 @@ def test_fused_killed_at_every_commit(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [[], ["--fused"]])
-def test_a_killed_run_may_go_on_the_other_way(made, tmp_path, monkeypatch, first):
-    """Packed arrays are made again where they are to stay; plain ones are used, and removed."""
+def test_killed_run_continues_with_or_without_fused(made, tmp_path, monkeypatch, first):
+    """Without `--fused`, packed arrays are made again; with it, plain arrays are used and
+    removed."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     whole, out = tmp_path / "whole", tmp_path / "data"
     second = [] if first else ["--fused"]
-    given = run_arguments(made.text, made.tokenizer, out, "--unit-size", "20000")
-    assert run_killed_at([*given, *first], 25, before=False) == -signal.SIGKILL
+    command = run_arguments(made.text, made.tokenizer, out, "--unit-size", "20000")
+    assert run_killed_at([*command, *first], 25, before=False) == -signal.SIGKILL
     assert arrays(out) and list((out / "tokens").glob("*.part-*"))
-    given_whole = run_arguments(made.text, made.tokenizer, whole, "--unit-size", "20000")
-    assert main([*given, *second]) == 0 and main([*given_whole, *second]) == 0
+    whole_command = run_arguments(made.text, made.tokenizer, whole, "--unit-size", "20000")
+    assert main([*command, *second]) == 0 and main([*whole_command, *second]) == 0
     assert tree(out) == tree(whole)
 
 
-def test_packed_arrays_are_checked_and_named(made, tmp_path, monkeypatch, capsys):
-    """Before they are removed, `verify` reads them; a damaged one stops the shards."""
+def test_damaged_packed_array_is_named_and_stops_the_shards(made, tmp_path, monkeypatch, capsys):
+    """`verify` reads packed arrays that are not removed yet."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--fused")
     monkeypatch.setattr("data_prep.pipeline.run.drop_arrays", lambda _: None)
@@ -219,8 +219,8 @@ def test_packed_arrays_are_checked_and_named(made, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_a_packed_array_is_that_of_numpy(tmp_path, dtype):
-    """Any stretch, over frames of any length, after taking back and after restoring."""
+def test_packed_array_has_the_ids_and_hash_of_npy(tmp_path, dtype):
+    """Also in ranges over several frames, after a truncation and after a restore."""
     rng = np.random.default_rng(0)
     top = np.iinfo(dtype).max
     ids = rng.integers(0, top, 3 * BLOCK_TOKENS + 77, dtype=dtype)
@@ -250,19 +250,19 @@ def test_a_packed_array_is_that_of_numpy(tmp_path, dtype):
             array.read_into(np.empty(5, dtype), len(ids) - 4)
 
 
-def test_no_zstandard(made, tmp_path):
-    """Refused by name before anything is written."""
+def test_fused_without_zstandard_is_refused(made, tmp_path):
+    """The message names the package; no file is written."""
     script = "import sys; sys.modules['zstandard'] = None; from data_prep.cli import main; "
-    given = run_arguments(made.text, made.tokenizer, tmp_path / "data", "--fused")
-    script += f"sys.exit(main({given!r}))"
+    arguments = run_arguments(made.text, made.tokenizer, tmp_path / "data", "--fused")
+    script += f"sys.exit(main({arguments!r}))"
     done = python("-c", script)
     assert done.returncode == 2 and "pip install zstandard" in done.stderr
     assert not (tmp_path / "data").exists()
 
 
-def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, capsys, monkeypatch):
-    """Arrays of `tokenize` that `--fused` finds are the only proof that its shards are right, where
-    the check of a start, which reads a sample of many, did not find the damage."""
+def test_fused_does_not_remove_a_damaged_plain_array(made, tmp_path, capsys, monkeypatch):
+    """The check at the start of a run reads a sample, so it may not detect the damage. Then the
+    arrays of `tokenize` are the only evidence that the shards of `--fused` are right."""
     monkeypatch.setattr("data_prep.tokenize.tokenize.are_whole", lambda promised: True)
     monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
     out = tmp_path / "data"
@@ -274,48 +274,51 @@ def test_a_flipped_bit_in_a_plain_array_is_not_removed_with_it(made, tmp_path, c
     flip(path, 328)
     capsys.readouterr()
     assert main([*arguments, "--fused"]) == 1
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert f"{path}: its content is damaged" in told and f"remove it and {out / 'shards'}" in told
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        f"{path}: its content is damaged" in message
+        and f"remove it and {out / 'shards'}" in message
+    )
     assert path.exists() and not (out / "tokens" / "removed.json").exists()
     path.unlink()
     shutil.rmtree(out / "shards")
-    assert str(out / "manifest.json") in told
+    assert str(out / "manifest.json") in message
     (out / "manifest.json").unlink()
     assert main([*arguments, "--fused"]) == 0 and arrays(out) == []
     expected = tree(made.data)
     assert all(expected[name] == data for name, data in tree(out).items() if "shard-" in name)
 
 
-def test_duplicate_ids_of_packed_arrays(made, tmp_path):
-    """Units that hold them are packed again without them."""
+def test_fused_quarantines_the_same_duplicates(made, tmp_path):
+    """Units with duplicates are packed again without them."""
     text = tmp_path / "text"
     shutil.copytree(made.text, text)
     (text / "z.jsonl").write_text('{"id": "a.jsonl-3", "text": "again"}\n')
     base = run_arguments(text, made.tokenizer, tmp_path / "one", "--on-error", "quarantine")
     assert main(base) == 0
     assert main([*base, "--fused", "--out", str(tmp_path / "two")]) == 0
-    one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
-    assert "duplicate id" in one["quarantine.jsonl"].decode()
-    gone = [name for name in one if name not in two]
+    plain, fused = tree(tmp_path / "one"), tree(tmp_path / "two")
+    assert "duplicate id" in plain["quarantine.jsonl"].decode()
+    gone = [name for name in plain if name not in fused]
     assert gone and all(name in arrays(tmp_path / "one") for name in gone)
-    assert all(one[name] == content for name, content in two.items() if "removed" not in name)
+    assert all(plain[name] == content for name, content in fused.items() if "removed" not in name)
 
 
-def test_what_is_packed_goes_once_the_array_stands(made, tmp_path, monkeypatch):
-    """A run with `--fused` was ended, and one without it between its array and the removal."""
+def test_packed_array_is_removed_if_a_plain_array_exists(made, tmp_path, monkeypatch):
+    """A run with `--fused` ended, then a run without it ended after it wrote an array."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out)
     monkeypatch.setattr("data_prep.pipeline.run.shuffle", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main([*arguments, "--fused"])
     monkeypatch.undo()
-    for part in ("tokens", "eval/tokens"):
-        shutil.copy(made.data / part / "unit-00001.npy", out / part / "unit-00001.npy")
+    for folder in ("tokens", "eval/tokens"):
+        shutil.copy(made.data / folder / "unit-00001.npy", out / folder / "unit-00001.npy")
     assert main(arguments) == 0
     assert tree(out) == tree(made.data)
 
 
-def test_another_run_sweeps_nothing_away_while_arrays_are_removed(made, tmp_path, monkeypatch):
+def test_run_during_the_removal_of_arrays_succeeds(made, tmp_path, monkeypatch):
     arguments = run_arguments(made.text, made.tokenizer, tmp_path / "out")
     real, ended = files.commit, []
 

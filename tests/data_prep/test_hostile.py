@@ -1,6 +1,6 @@
-"""Files of a data set with right hashes and wrong content, as who edits one can make them.
+"""Files of a data set with valid hashes and wrong content, as an editor of files can write them.
 
-Each ends in one line that names the file, and `verify` calls none of them whole.
+Each is refused with one line that names the file, and `verify` reports each as damaged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def copied(made, tmp_path_factory):
 
 @pytest.fixture
 def restored(copied):
-    """The copy; the files that a test changed are restored after it."""
+    """The copy. Files that a test changes are restored after the test."""
     names = ("manifest.json", "order.json", "tokens/plan.json", "tokens/unit-00000.json")
     before = {copied / name: (copied / name).read_bytes() for name in names}
     before |= {path: path.read_bytes() for path in (copied / "shards").iterdir()}
@@ -64,16 +64,17 @@ def restored(copied):
 
 
 def write(path: Path, changes: dict) -> None:
-    """Change keys of a checked JSON file, each `a.0.b` a path; None removes it. The hash is right.
+    """Change keys of a checked JSON file, and write a valid hash.
 
-    A string that begins with `raw:` is written as it is.
+    Keys of `changes` are paths such as `a.0.b`. The value None removes a key. The text of a string
+    after `raw:` is written without quotes.
     """
     value = json.loads(path.read_text())
     del value["self_xxh3"]
     raw = {}
-    for place, new in changes.items():
+    for key_path, new in changes.items():
         inner = value
-        *above, last = place.split(".")
+        *above, last = key_path.split(".")
         for key in above:
             inner = inner[int(key) if isinstance(inner, list) else key]
         if new is None:
@@ -147,15 +148,15 @@ def write(path: Path, changes: dict) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_manifest_that_we_do_not_write_is_refused_in_one_line(restored, changes, problem):
+def test_manifest_with_impossible_values_is_refused(restored, changes, problem):
     write(restored / "manifest.json", changes)
     with pytest.raises(DataError) as error:
         TokenDataset(restored)
     line = str(error.value)
     assert line.startswith(f"{restored / 'manifest.json'}: ") and problem in line
     assert "\n" not in line and len(line) < 500
-    found = list(verify(restored))
-    assert any(problem in line and "; repair: rm -f " in line for line in found)
+    lines = list(verify(restored))
+    assert any(problem in line and "; repair: rm -f " in line for line in lines)
 
 
 def test_keys_of_a_later_program_are_ignored(restored):
@@ -209,7 +210,7 @@ def test_verify_compares_the_manifest_with_its_order(restored, changes):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_other_json_that_we_do_not_write_is_damage(restored, name, changes, problem):
+def test_other_json_with_impossible_values_is_damage(restored, name, changes, problem):
     write(restored / name, changes)
     if name == "order.json":
         with pytest.raises(DataError, match="order.json: "):
@@ -222,19 +223,19 @@ def test_other_json_that_we_do_not_write_is_damage(restored, name, changes, prob
         plan = files.xxh3_file(restored / "tokens" / "plan.json")
         with pytest.raises(DataError, match="unit-00000.json: "):
             read_unit(restored / "tokens", 0, plan)
-    found = list(verify(restored))
-    assert any(line.startswith(f"{restored / name}: ") and problem in line for line in found)
+    lines = list(verify(restored))
+    assert any(line.startswith(f"{restored / name}: ") and problem in line for line in lines)
 
 
 def test_an_order_of_another_length_is_refused_by_inspect(restored):
-    """A place outside the permutation's range would be walked for ever."""
+    """The permutation of a position out of its range would not end."""
     write(restored / "order.json", {"units.0.kept": 0})
     with pytest.raises(DataError, match=r"order.json: is not the order of manifest.json"):
         inspect(restored, 0)
 
 
 def test_inspect_refuses_token_arrays_of_another_plan(restored):
-    """An order may lead to the token arrays of another data set, whose files it must not print."""
+    """An order may name token arrays of another data set, whose files must not be printed."""
     write(restored / "order.json", {"plan": "0" * 16})
     with pytest.raises(DamageError, match=r"plan.json: its hash is not the one in order.json"):
         inspect(restored, 0)
@@ -244,10 +245,10 @@ SECRET = files.checked_json({"format": "a-secret", "version": "a-key"})
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "shard"])
-def test_files_of_a_folder_that_an_order_names_are_not_printed(
+def test_commands_do_not_print_files_of_a_folder_in_an_order(
     restored, capsys, monkeypatch, command
 ):
-    """Nor is their removal advised: the folder may be any folder of the user."""
+    """No message proposes to remove them: the folder may be any folder of the user."""
     outside = restored.parent / "outside"
     outside.mkdir(exist_ok=True)
     for name in ("plan.json", "removed.json", "unit-00000.json", "unit-00000.docs.npy"):
@@ -267,14 +268,14 @@ def test_files_of_a_folder_that_an_order_names_are_not_printed(
     assert {path.name for path in opened if path.parent.name == "outside"} == {"plan.json"}
 
 
-def test_a_command_in_the_name_of_a_folder_is_quoted(restored):
+def test_shell_code_in_a_folder_name_is_quoted_in_a_repair(restored):
     write(restored / "order.json", {"tokens_dir": "../$(reboot)/tokens"})
     (line,) = [line for line in verify(restored) if "plan.json" in line]
     assert f"repair: optimus-data verify '{restored}/../$(reboot)', or the same" in line
 
 
-def test_the_folder_that_a_blend_names_is_read_only_with_its_plan(made, tmp_path):
-    """`train` asks blends of a mix which documents they hold out."""
+def test_held_out_rule_of_a_blend_needs_the_plan_of_its_order(made, tmp_path):
+    """`train` reads the rule of each blend in data.mix."""
     order = ["blend", "--source", f"{made.data}=1", "--context", "64", "--out"]
     blend = tmp_path / "blend"
     assert main([*order, str(blend)]) == 0
@@ -294,7 +295,7 @@ def test_the_folder_that_a_blend_names_is_read_only_with_its_plan(made, tmp_path
     assert TokenDataset(blend).held_out() is None
 
 
-def test_special_files_are_refused(restored, capsys):
+def test_fifos_in_a_data_set_are_refused(restored, capsys):
     fifo = restored / "shards" / "shard-00000.npy"
     fifo.unlink()
     os.mkfifo(fifo)
@@ -308,14 +309,14 @@ def test_special_files_are_refused(restored, capsys):
         TokenDataset(restored)
 
 
-def test_a_fifo_is_no_tokenizer(tmp_path):
+def test_fifo_as_a_tokenizer_is_refused(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="tokenizer.json: cannot be read: not a regular file"):
         open_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_fifo_in_an_output_directory_is_refused(tmp_path, made):
-    """Each would wait for a writer for ever."""
+    """Opening a FIFO waits for a writer without a limit."""
     os.mkfifo(tmp_path / "tokenizer.json")
     os.mkfifo(tmp_path / "unit-00000.part-0000")
     for read in (
@@ -331,7 +332,7 @@ def test_a_fifo_in_an_output_directory_is_refused(tmp_path, made):
 
 
 def a_tokenizer(path: Path, **changes: object) -> Path:
-    """A tokenizer.json of two letters."""
+    """Write a tokenizer.json of two letters and return its path."""
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     for key, value in changes.items():
         setattr(tokenizer, key, value)
@@ -339,7 +340,7 @@ def a_tokenizer(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_tokenizer_in_a_folder_whose_name_is_no_text_is_read(tmp_path):
+def test_tokenizer_in_a_folder_with_a_non_utf8_name_is_read(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
     assert Encoder(a_tokenizer(folder / "tokenizer.json")).encode(["ab"])[0].tolist() == [0, 1]
@@ -357,7 +358,7 @@ def test_panic_at_the_check_of_a_tokenizer_prints_nothing(tmp_path, capfd):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
 
 
-LAST_WORDS = """
+EXIT_WHILE_ENCODING = """
 import os, sys
 from data_prep.tokenizer.tokenizer import Encoder, library_panics
 encoder = Encoder(sys.argv[1])
@@ -367,15 +368,15 @@ with library_panics(sys.argv[1]):
 """
 
 
-def test_process_that_ends_while_it_encodes_has_its_last_words(tmp_path):
-    """Such as the stop line of a signal and the library's message where memory ends."""
+def test_output_before_an_exit_during_encoding_is_printed(tmp_path):
+    """Such as the line after a signal, and the message of the library if memory is full."""
     path = a_tokenizer(tmp_path / "tokenizer.json")
-    done = python("-c", LAST_WORDS, str(path))
+    done = python("-c", EXIT_WHILE_ENCODING, str(path))
     assert (done.returncode, done.stderr) == (3, "last words")
 
 
-def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
-    """A pattern that needs too many steps, and a normalizer with a damaged table."""
+def test_panics_of_the_tokenizers_library_are_data_errors(tmp_path):
+    """Of a pattern that needs too many steps, and of a normalizer with a damaged table."""
     pattern = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     slow = a_tokenizer(tmp_path / "slow.json", pre_tokenizer=pattern)
     text = "a" * 40 + "b"
@@ -395,7 +396,7 @@ def test_panics_of_the_tokenizers_library_are_one_line(tmp_path):
 
 
 class FakeTable:
-    """Metadata of a table whose only column `read` reads."""
+    """Metadata of a table with one column, which calls `read` when it is read."""
 
     num_row_groups, num_columns = 1, 1
 
@@ -411,7 +412,7 @@ class FakeTable:
 
 @pytest.mark.parametrize("name", ["normalizer", "decoder"])
 def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
-    """A few steps that replace a letter by many take all memory, and the process is aborted."""
+    """Steps that replace a letter by many letters take all memory, and the process is aborted."""
     of, key = (normalizers, "normalizer") if name == "normalizer" else (decoders, "decoder")
     bomb = [of.Sequence([of.Replace("a", "a" * 1000)] * 2), of.Replace(Regex("a*"), "b" * 99)]
     path = tmp_path / "tokenizer.json"
@@ -430,11 +431,11 @@ def test_tokenizer_that_makes_texts_much_longer_is_refused(tmp_path, name):
 
 
 def growth(*steps: object) -> float:
-    """The bound of the growth by normalizers."""
+    """Return the bound of the growth by normalizers."""
     return max_growth(json.loads(normalizers.Sequence(list(steps)).__getstate__()))
 
 
-def test_replacements_multiply_only_if_one_replaces_what_another_writes():
+def test_growth_multiplies_only_for_replaced_replacements():
     replace = normalizers.Replace
     assert growth(replace('"', "\u201d"), replace("'", "\u2019"), replace("-", "\u2013")) == 3
     assert growth(replace("\t", "    "), replace("\n", " \u23ce ")) == 5
@@ -445,7 +446,7 @@ def test_replacements_multiply_only_if_one_replaces_what_another_writes():
     assert growth(*[normalizers.ByteLevel()] * 9) == 2**9
 
 
-def test_growth_bounds_what_the_library_does():
+def test_growth_is_a_bound_of_random_replacements():
     chance = random.Random(5)
     for _ in range(300):
         steps = [
@@ -463,11 +464,11 @@ def test_growth_bounds_what_the_library_does():
 
 
 def character_map(letter: bytes, content: bytes) -> normalizers.Precompiled:
-    """A sentencepiece character map of one entry."""
+    """Return a sentencepiece character map with one entry."""
     units = [0] * 2048
     units[0] = 256 << 10
     units[256 ^ letter[0]] = (512 ^ 256 ^ letter[0]) << 10 | 1 << 8 | letter[0]
-    trie = struct.pack(f"<{len(units)}I", *units)  # its value is in unit 512: place 0
+    trie = struct.pack(f"<{len(units)}I", *units)  # its value, offset 0, is in unit 512
     return normalizers.Precompiled(struct.pack("<I", len(trie)) + trie + content + b"\0")
 
 
@@ -480,7 +481,7 @@ def test_character_map_that_makes_texts_much_longer_is_refused(tmp_path):
 
 
 def test_table_whose_description_ends_the_process_is_damaged():
-    """pyarrow aborts at some damaged statistics."""
+    """pyarrow aborts on some damaged statistics."""
     with pytest.raises(parquet.DamagedTable, match="description of its columns"):
         parquet._check_columns("a.parquet", FakeTable(os.abort))
 
@@ -497,14 +498,14 @@ def no_memory() -> None:
         (lambda: time.sleep(60), "no result within 0 s"),
     ],
 )
-def test_check_of_a_table_that_the_machine_ends_is_no_damage(monkeypatch, read, reason):
+def test_check_of_a_table_ended_by_the_machine_is_not_damage(monkeypatch, read, reason):
     monkeypatch.setattr(parquet, "_CHECK_S", 0.4)
     with pytest.raises(OptimusError, match=f"a.parquet: cannot check .*{reason}") as caught:
         parquet._check_columns("a.parquet", FakeTable(read))
     assert not isinstance(caught.value, DataError) and caught.value.exit_code == 1
 
 
-def test_check_of_a_table_without_a_process_is_no_damage(monkeypatch):
+def test_check_of_a_table_without_a_new_process_is_not_damage(monkeypatch):
     def refuse() -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -521,7 +522,7 @@ def test_table_is_checked_where_sigchld_is_ignored():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_tokenizer_that_only_the_library_takes_for_json_is_refused(tmp_path):
+def test_tokenizer_that_is_not_json_is_refused_by_the_encoder(tmp_path):
     path = a_tokenizer(tmp_path / "tokenizer.json")
     path.write_text(path.read_text().replace('"version":"1.0"', '"vers0"', 1))
     TextTokenizer(path)
@@ -532,7 +533,7 @@ def test_tokenizer_that_only_the_library_takes_for_json_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "shape", [f"({1 << 62},)", "(-5,)", "(" * 300 + ")" * 300, "(1, 'a')", "[]", "(1 << 9,)"]
 )
-def test_a_damaged_npy_header_is_one_line(tmp_path, shape):
+def test_damaged_npy_header_is_a_data_error(tmp_path, shape):
     text = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     path = tmp_path / "ids.npy"
     path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
@@ -540,7 +541,7 @@ def test_a_damaged_npy_header_is_one_line(tmp_path, shape):
         open_foreign(str(path), None)
 
 
-def test_a_npy_header_of_open_brackets_is_one_line(tmp_path):
+def test_npy_header_with_open_brackets_is_a_data_error(tmp_path):
     path = tmp_path / "ids.npy"
     text = "{'descr': '<u2', 'shape': (8,".ljust(117) + "\n"
     path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode())
@@ -552,7 +553,7 @@ def test_a_npy_header_of_open_brackets_is_one_line(tmp_path):
     ("name", "command"),
     [("manifest.json", "stats"), ("tokenizer.json", "verify"), ("tokens/plan.json", "verify")],
 )
-def test_a_file_larger_than_any_we_write_is_not_read(restored, capsys, name, command):
+def test_file_larger_than_the_limit_is_not_read(restored, capsys, name, command):
     path = restored / name
     content = path.read_bytes()
     with open(path, "ab") as file:
@@ -574,8 +575,8 @@ def test_an_index_is_compared_with_its_size_before_it_is_read(tmp_path):
         open_foreign(str(tmp_path / "a.bin"), None)
 
 
-def test_documents_that_do_not_follow_one_another_are_damage(made, tmp_path, capsys):
-    """A table of documents with the hash that its order names."""
+def test_unordered_table_of_documents_is_damage(made, tmp_path, capsys):
+    """The table of documents has the hash in its order."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     docs = out / "tokens" / "unit-00000.docs.npy"

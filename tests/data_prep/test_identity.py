@@ -1,4 +1,4 @@
-"""The same bytes whatever the workers and the kills; and a refusal to mix two data sets."""
+"""The same bytes with any number of workers and kills, and no mix of two data sets."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_bytes_do_not_depend_on_workers(made, tmp_path, workers):
     assert tree(out) == tree(made.data)
 
 
-def test_a_finished_run_changes_nothing(made):
+def test_run_on_a_finished_data_set_changes_nothing(made):
     before = {path: path.stat().st_mtime_ns for path in made.data.rglob("*") if path.is_file()}
     assert main(run_arguments(made.text, made.tokenizer, made.data)) == 0
     after = {path: path.stat().st_mtime_ns for path in made.data.rglob("*") if path.is_file()}
     assert after == before
 
 
-def test_kills_at_every_commit(made, tmp_path):
-    """A unit takes six commits and is done anew if cut short: some lives bring nothing."""
+def test_kills_at_each_commit_change_no_byte(made, tmp_path):
+    """A unit takes six commits and starts again after a kill, so some runs add no file."""
     out = tmp_path / "data"
 
     def damages() -> int:
@@ -49,10 +49,10 @@ def test_kills_at_every_commit(made, tmp_path):
 
     kills, worst = killed_until_done(run_arguments(made.text, made.tokenizer, out), damages)
     assert kills >= 24 and worst == 0
-    assert tree(out) == tree(made.data), "and no temporary file stays"
+    assert tree(out) == tree(made.data), "no temporary file is left"
 
 
-def test_two_runs_at_once_write_the_same(made, tmp_path):
+def test_two_concurrent_runs_write_the_same_bytes(made, tmp_path):
     out = tmp_path / "data"
     command = [sys.executable, "-m", "data_prep.cli"]
     command += run_arguments(made.text, made.tokenizer, out)
@@ -62,8 +62,8 @@ def test_two_runs_at_once_write_the_same(made, tmp_path):
     assert tree(out) == tree(made.data)
 
 
-def test_a_full_disk_leaves_no_wrong_file(made, tmp_path, capfd):
-    """A limit on file size stands for the disk: writing fails in the middle of a file."""
+def test_limit_of_file_size_leaves_no_wrong_file(made, tmp_path, capfd):
+    """The limit replaces a full disk: a write in the middle of a file fails."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--shard-size", "100000")
 
@@ -86,8 +86,8 @@ def test_a_full_disk_leaves_no_wrong_file(made, tmp_path, capfd):
 
 
 @pytest.fixture
-def begun(made, tmp_path):
-    """A corpus and a data set of our own, to change."""
+def finished(made, tmp_path):
+    """A corpus, a tokenizer and a data set that the test may change."""
     text, tokenizer, out = tmp_path / "text", tmp_path / "tokenizer.json", tmp_path / "data"
     shutil.copytree(made.text, text)
     shutil.copy(made.tokenizer, tokenizer)
@@ -95,12 +95,12 @@ def begun(made, tmp_path):
     return text, tokenizer, out
 
 
-def test_changed_inputs_are_refused(begun, capsys):
-    text, tokenizer, out = begun
+def test_changed_inputs_are_refused(finished, capsys):
+    text, tokenizer, out = finished
     arguments, victim = run_arguments(text, tokenizer, out), text / "tree" / "deep" / "m01.py"
     before, original = tree(out), victim.read_bytes()
     status = victim.stat()
-    victim.write_bytes(b"X" + original[1:])  # neither size nor time tells
+    victim.write_bytes(b"X" + original[1:])  # size and time are the same
     os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))
     refused(capsys, arguments, "m01.py", "changed since")
     victim.write_bytes(original + b"more")
@@ -141,8 +141,8 @@ def test_a_changed_tokenizer_is_refused(made, tmp_path, capsys):
     refused(capsys, arguments, "tokenizer sha256")
 
 
-def test_lost_and_damaged_parts_are_made_again(begun):
-    text, tokenizer, out = begun
+def test_missing_and_damaged_files_are_made_again(finished):
+    text, tokenizer, out = finished
     before = tree(out)
     (out / "shards" / "shard-00001.npy").unlink()
     (out / "tokens" / "unit-00002.json").unlink()

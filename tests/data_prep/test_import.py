@@ -1,4 +1,5 @@
-"""Token files of other programs, written here byte by byte as their formats are defined."""
+"""Import of token files of other programs, which the tests write by the definition of the
+format."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}
 def write_megatron(
     stem: Path, documents: list[list[list[int]]], code: str = "H", **damage: int
 ) -> Path:
-    """.bin and .idx of documents, each a list of sequences, packed with struct alone."""
+    """Write the .bin and .idx files of documents, which are lists of sequences, with `struct`."""
     sequences = [sequence for document in documents for sequence in document]
-    size, bounds, place, pointers = struct.calcsize(f"<{code}"), [0], 0, []
+    size, bounds, offset, pointers = struct.calcsize(f"<{code}"), [0], 0, []
     for sequence in sequences:
-        pointers.append(place)
-        place += size * len(sequence)
+        pointers.append(offset)
+        offset += size * len(sequence)
     for document in documents:
         bounds.append(bounds[-1] + len(document))
     flat = [token for sequence in sequences for token in sequence]
@@ -62,23 +63,26 @@ def import_arguments(made, out: Path, *inputs: Path, more: tuple[str, ...] = ())
     return [*words, "--workers", "1", "--input", *map(str, inputs)]
 
 
-def run_import(*given, **more) -> int:
-    return main(import_arguments(*given, **more))
+def run_import(*arguments, **more) -> int:
+    return main(import_arguments(*arguments, **more))
 
 
 def imported(out: Path) -> list[list[int]]:
-    """The documents of one file without their EOS."""
-    found = stored_documents(out)
-    assert [(line, ids[-1]) for _, line, ids in found] == [(n + 1, 0) for n in range(len(found))]
-    return [ids[:-1] for _, _, ids in found]
+    """Return the stored documents of a file without their EOS."""
+    stored = stored_documents(out)
+    assert [(line, ids[-1]) for _, line, ids in stored] == [(n + 1, 0) for n in range(len(stored))]
+    return [ids[:-1] for _, _, ids in stored]
 
 
 @pytest.mark.parametrize("code", ["H", "i", "q", "h"])
-def test_megatron(made, tmp_path, monkeypatch, capsys, code):
-    """Several sequences a document, with EOS or without, over the borders of blocks."""
+def test_import_of_megatron_files(made, tmp_path, monkeypatch, capsys, code):
+    """Documents have several sequences, with EOS or without, across the ends of blocks."""
     monkeypatch.setattr(importing, "_BLOCK_TOKENS", 37)
     documents = some_documents(1)
-    stored = [[one[:3], one[3:], [EOS_ID]] if i % 2 else [one] for i, one in enumerate(documents)]
+    stored = [
+        [document[:3], document[3:], [EOS_ID]] if i % 2 else [document]
+        for i, document in enumerate(documents)
+    ]
     write_megatron(tmp_path / "a", stored, code)
     assert run_import(made, tmp_path / "out", tmp_path / "a.bin", more=("--json",)) == 0
     assert imported(tmp_path / "out") == documents
@@ -87,7 +91,7 @@ def test_megatron(made, tmp_path, monkeypatch, capsys, code):
     assert answer["tokens"] == sum(map(len, documents)) + 60 and answer["empty_documents"] == 0
 
 
-def test_megatron_documents_with_eos_inside_or_without_a_token(made, tmp_path, capsys):
+def test_import_of_megatron_files_divides_at_eos_and_skips_empty_documents(made, tmp_path, capsys):
     write_megatron(tmp_path / "a", [[[]], [[5, EOS_ID, 6]], [[]], [[]], [[7, EOS_ID]], [[EOS_ID]]])
     assert run_import(made, tmp_path / "out", tmp_path / "a.bin", more=("--json",)) == 0
     assert imported(tmp_path / "out") == [[5], [6], [7], []]
@@ -96,7 +100,7 @@ def test_megatron_documents_with_eos_inside_or_without_a_token(made, tmp_path, c
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("block", [1, 7, 1 << 20])
-def test_dolma(made, tmp_path, monkeypatch, dtype, block):
+def test_import_of_dolma_files(made, tmp_path, monkeypatch, dtype, block):
     monkeypatch.setattr(importing, "_BLOCK_TOKENS", block)
     documents = [*some_documents(2, 20), [], [], [3]]
     flat = flatten(documents)
@@ -108,7 +112,7 @@ def test_dolma(made, tmp_path, monkeypatch, dtype, block):
     assert imported(tmp_path / "out") == documents
 
 
-def test_a_real_npy_says_its_own_type(made, tmp_path, capsys):
+def test_import_reads_the_dtype_of_a_npy_header(made, tmp_path, capsys):
     documents = some_documents(3)
     np.save(tmp_path / "a.npy", np.array(flatten(documents)[:-1], np.int64))  # the last EOS missing
     assert run_import(made, tmp_path / "out", tmp_path / "a.npy", more=("--json",)) == 0
@@ -116,31 +120,31 @@ def test_a_real_npy_says_its_own_type(made, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["eos_added"] == 1
 
 
-def test_the_rest_goes_on_as_usual(made, tmp_path):
-    """Shuffled, sharded, verified; any workers; again after a part is lost."""
+def test_imported_arrays_are_shuffled_sharded_and_repaired(made, tmp_path):
+    """The arrays do not depend on the workers, and a missing unit is made again."""
     for seed in (1, 2, 3):
-        write_megatron(tmp_path / f"m{seed}", [[one] for one in some_documents(seed)])
+        write_megatron(tmp_path / f"m{seed}", [[document] for document in some_documents(seed)])
     flat = flatten(some_documents(4))
     (tmp_path / "d.npy").write_bytes(struct.pack(f"<{len(flat)}H", *flat))
-    one, two = tmp_path / "one", tmp_path / "two"
+    single, parallel = tmp_path / "one", tmp_path / "two"
     inputs = [tmp_path / "m*", tmp_path / "d.npy"]
-    assert run_import(made, one, *inputs, more=("--dtype", "uint16")) == 0
-    assert run_import(made, two, *inputs, more=("--dtype", "uint16", "--workers", "3")) == 0
-    assert tree(one) == tree(two)
-    before = tree(one)
-    (one / "tokens" / "unit-00001.json").unlink()
-    (one / "tokens" / "unit-00001.npy").write_bytes(b"half")
-    assert run_import(made, one, *inputs, more=("--dtype", "uint16")) == 0
-    assert tree(one) == before
-    assert main(["shuffle", str(one), "--context", "16"]) == 0
-    assert main(["shard", str(one), "--workers", "1"]) == 0
-    assert main(["verify", str(one)]) == 0
+    assert run_import(made, single, *inputs, more=("--dtype", "uint16")) == 0
+    assert run_import(made, parallel, *inputs, more=("--dtype", "uint16", "--workers", "3")) == 0
+    assert tree(single) == tree(parallel)
+    before = tree(single)
+    (single / "tokens" / "unit-00001.json").unlink()
+    (single / "tokens" / "unit-00001.npy").write_bytes(b"half")
+    assert run_import(made, single, *inputs, more=("--dtype", "uint16")) == 0
+    assert tree(single) == before
+    assert main(["shuffle", str(single), "--context", "16"]) == 0
+    assert main(["shard", str(single), "--workers", "1"]) == 0
+    assert main(["verify", str(single)]) == 0
 
 
 def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys):
-    """By xxh3 of the ids, whatever the file, its type and the blocks; every document once."""
+    """By xxh3 of the ids, for any file, type and blocks. Each document is stored once."""
     documents = [*some_documents(7, 200), *some_documents(8, 30)]
-    write_megatron(tmp_path / "m", [[one] for one in documents[:200]], "i")
+    write_megatron(tmp_path / "m", [[document] for document in documents[:200]], "i")
     flat = flatten(documents[200:])
     (tmp_path / "d.npy").write_bytes(struct.pack(f"<{len(flat)}H", *flat))
     monkeypatch.setattr(importing, "_BLOCK_TOKENS", 100)
@@ -148,18 +152,18 @@ def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys
     out, inputs = tmp_path / "out", [tmp_path / "m.bin", tmp_path / "d.npy"]
     assert run_import(made, out, *inputs, more=more) == 0
     answer = json.loads(capsys.readouterr().out)
-    for part, folder, held_out in (("", out, False), ("held-out", out / "eval", True)):
-        expected, found = [], []
-        for one in documents:
-            content = struct.pack(f"<{len(one)}I", *one)
+    for split, folder, held_out in (("", out, False), ("held-out", out / "eval", True)):
+        expected, stored = [], []
+        for document in documents:
+            content = struct.pack(f"<{len(document)}I", *document)
             if (xxhash.xxh3_64_intdigest(content) < 0.3 * 2**64) == held_out:
-                expected.append(one)
+                expected.append(document)
         for name, line, ids in stored_documents(folder):
             first = 200 if name.endswith("d.npy") else 0
             assert [*documents[first + line - 1], EOS_ID] == ids
-            found.append(ids[:-1])
-        assert sorted(found) == sorted(expected) and len(found) > 30
-        assert (answer[part] if part else answer)["documents"] == len(found)
+            stored.append(ids[:-1])
+        assert sorted(stored) == sorted(expected) and len(stored) > 30
+        assert (answer[split] if split else answer)["documents"] == len(stored)
     assert answer["eos_added"] == 200
     assert main(["shuffle", str(out), "--context", "16"]) == 0
     assert main(["shard", str(out), "--workers", "1"]) == 0
@@ -168,68 +172,78 @@ def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys
     assert "eval_fraction = 0.3, now 0.0" in error
 
 
-def no_unit(made, tmp_path, capsys, needle: str, *inputs: Path, more: tuple[str, ...] = ()):
+def assert_not_imported(
+    made, tmp_path, capsys, needle: str, *inputs: Path, more: tuple[str, ...] = ()
+):
     refused(capsys, import_arguments(made, tmp_path / "out", *inputs, more=more), needle)
     assert not list(tmp_path.glob("out/tokens/unit-*.json"))
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
-def test_damage_is_one_line(made, tmp_path, capsys):
+def test_damaged_token_files_are_refused(made, tmp_path, capsys):
     a = tmp_path / "a"
-    good = [[one] for one in some_documents(1, 5)]
+    good = [[document] for document in some_documents(1, 5)]
     path = write_megatron(a, good)
     index, content = a.with_suffix(".idx").read_bytes(), path.read_bytes()
     path.write_bytes(content[:-2])
-    no_unit(made, tmp_path, capsys, "its index says", path)
+    assert_not_imported(made, tmp_path, capsys, "its index says", path)
     path.write_bytes(content[:-1])
-    no_unit(made, tmp_path, capsys, "no whole number of uint16 ids", path)
+    assert_not_imported(made, tmp_path, capsys, "no whole number of uint16 ids", path)
     path.write_bytes(content)
     for cut in (0, 8, 30, len(index) - 1):
         a.with_suffix(".idx").write_bytes(index[:cut])
-        no_unit(made, tmp_path, capsys, "a.idx: ", path)
+        assert_not_imported(made, tmp_path, capsys, "a.idx: ", path)
     a.with_suffix(".idx").write_bytes(index + bytes(5))
-    no_unit(made, tmp_path, capsys, "damaged or multimodal", path)
+    assert_not_imported(made, tmp_path, capsys, "damaged or multimodal", path)
     a.with_suffix(".idx").unlink()
-    no_unit(made, tmp_path, capsys, "a.idx", path)
+    assert_not_imported(made, tmp_path, capsys, "a.idx", path)
     a.with_suffix(".idx").write_bytes(index)
     (tmp_path / "b.idx").write_bytes(index)
-    no_unit(made, tmp_path, capsys, "b.bin is missing; copy it, or --exclude the index", tmp_path)
+    assert_not_imported(
+        made, tmp_path, capsys, "b.bin is missing; copy it, or --exclude the index", tmp_path
+    )
     (tmp_path / "b.idx").unlink()
-    no_unit(made, tmp_path, capsys, "do not follow one another", write_megatron(a, good, shift=2))
-    no_unit(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
-    no_unit(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
+    assert_not_imported(
+        made, tmp_path, capsys, "do not follow one another", write_megatron(a, good, shift=2)
+    )
+    assert_not_imported(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
+    assert_not_imported(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
     (tmp_path / "b.txt").write_text("text")
-    no_unit(made, tmp_path, capsys, "b.txt: neither", tmp_path / "b.txt")
+    assert_not_imported(made, tmp_path, capsys, "b.txt: neither", tmp_path / "b.txt")
 
 
 @pytest.mark.parametrize("code", ["H", "i", "q"])
-def test_ids_outside_the_vocabulary(made, tmp_path, capsys, code):
+def test_ids_outside_the_vocabulary_are_refused(made, tmp_path, capsys, code):
     """65541 must not become 5, nor -65530 become 6."""
     wrong = [VOCAB] if code == "H" else [VOCAB, 65541, -1, -65530]
     for token in wrong:
         path = write_megatron(tmp_path / "a", [[[1, 2, 3]], [[4, token, 5]]], code)
-        no_unit(made, tmp_path, capsys, f"a.bin: id {token} at token 4 is outside", path)
+        assert_not_imported(
+            made, tmp_path, capsys, f"a.bin: id {token} at token 4 is outside", path
+        )
 
 
-def test_npy_files_that_cannot_be_taken(made, tmp_path, capsys):
+def test_unsuitable_npy_files_are_refused(made, tmp_path, capsys):
     path = tmp_path / "a.npy"
     path.write_bytes(struct.pack("<4H", 5, 6, 7, 8))
-    no_unit(made, tmp_path, capsys, "give --dtype uint16 or", path)
-    no_unit(made, tmp_path, capsys, "has no <|endoftext|>", path, more=("--dtype", "uint16"))
+    assert_not_imported(made, tmp_path, capsys, "give --dtype uint16 or", path)
+    assert_not_imported(
+        made, tmp_path, capsys, "has no <|endoftext|>", path, more=("--dtype", "uint16")
+    )
     path.write_bytes(bytes(5))
-    no_unit(made, tmp_path, capsys, "no whole number", path, more=("--dtype", "uint32"))
+    assert_not_imported(made, tmp_path, capsys, "no whole number", path, more=("--dtype", "uint32"))
     for array in (np.zeros((2, 3), np.uint16), np.zeros(3, np.float32)):
         np.save(path, array)
-        no_unit(made, tmp_path, capsys, "not one row of whole numbers", path)
+        assert_not_imported(made, tmp_path, capsys, "not one row of whole numbers", path)
     np.save(path, np.zeros(3, np.uint16))
-    no_unit(
+    assert_not_imported(
         made, tmp_path, capsys, "holds uint16, not --dtype uint32", path, more=("--dtype", "uint32")
     )
     path.write_bytes(path.read_bytes()[:-1])
-    no_unit(made, tmp_path, capsys, "damaged .npy", path)
+    assert_not_imported(made, tmp_path, capsys, "damaged .npy", path)
 
 
-def test_another_reading_is_not_mixed_in(made, tmp_path, capsys):
+def test_changed_import_into_a_data_set_is_refused(made, tmp_path, capsys):
     flat = flatten(some_documents(5))
     (tmp_path / "a.npy").write_bytes(struct.pack(f"<{len(flat)}H", *flat))
     out, path = tmp_path / "out", tmp_path / "a.npy"

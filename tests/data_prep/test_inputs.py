@@ -1,4 +1,4 @@
-"""Packed files, tables, sentencepiece models: read whole, or refused by line."""
+"""Packed files, tables and sentencepiece models are read completely, or refused by line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ids_of(made, tmp_path: Path) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl.zst", "json.zst", "parquet"])
-def test_the_same_documents_as_from_plain_lines(made, tmp_path, text, kind):
+def test_packed_and_table_inputs_have_the_ids_of_plain_lines(made, tmp_path, text, kind):
     (text / "a.jsonl").write_bytes(LINES)
     expected = ids_of(made, tmp_path)
     (text / "a.jsonl").unlink()
@@ -70,7 +70,7 @@ BAD_PACKED = {
 
 
 @pytest.mark.parametrize("name", BAD_PACKED)
-def test_damaged_files_are_refused_or_left_out_whole(made, tmp_path, text, capsys, name):
+def test_damaged_files_are_refused_or_left_out(made, tmp_path, text, capsys, name):
     content, needle = BAD_PACKED[name]
     (text / name).write_bytes(content)
     (text / "z.txt").write_text("good text " * 20)
@@ -80,7 +80,7 @@ def test_damaged_files_are_refused_or_left_out_whole(made, tmp_path, text, capsy
     assert [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")] == ["z.txt"]
 
 
-def test_null_and_missing_columns(made, tmp_path, text, capsys):
+def test_null_values_and_missing_columns_are_refused(made, tmp_path, text, capsys):
     table(text / "a.parquet", ["good", None, "more"])
     refused(capsys, arguments(made, tmp_path), "a.parquet:2: column 'text' is null")
     table(text / "a.parquet", ["good"], name="body")
@@ -88,43 +88,43 @@ def test_null_and_missing_columns(made, tmp_path, text, capsys):
     assert "has no column 'text', only id, body; --text-field" in error
 
 
-def no_utf8(values: list[bytes]) -> pyarrow.Array:
-    """A column of text that holds these bytes, as other programs write them."""
+def invalid_text(values: list[bytes]) -> pyarrow.Array:
+    """Return a column of text that has these bytes, as other programs write it."""
     raw = pyarrow.array(values, pyarrow.binary())
     return pyarrow.Array.from_buffers(pyarrow.string(), len(values), raw.buffers())
 
 
 @pytest.mark.parametrize("column", ["text", "id"])
-def test_a_value_of_a_table_that_is_no_utf8(made, tmp_path, text, capsys, column):
-    bad = no_utf8([b"one", b"not \xff\xfe text", b"three"])
+def test_invalid_utf8_in_a_table_is_refused_by_row(made, tmp_path, text, capsys, column):
+    bad = invalid_text([b"one", b"not \xff\xfe text", b"three"])
     columns = {"text": ["good", "some", "more"], "id": ["a", "b", "c"], column: bad}
     parquet.write_table(pyarrow.table(columns), text / "a.parquet")
-    told = refused(capsys, arguments(made, tmp_path))
-    assert "a.parquet:2: " in told and ("invalid UTF-8: " if column == "text" else "'id'") in told
+    error = refused(capsys, arguments(made, tmp_path))
+    assert "a.parquet:2: " in error and ("invalid UTF-8: " if column == "text" else "'id'") in error
     assert main(arguments(made, tmp_path, "--on-error", "quarantine")) == 0
     assert [line for _, line, _ in stored_documents(tmp_path / "out")] == [1, 3]
 
 
 @pytest.mark.parametrize("packing", ["zst", "gz"])
-def test_what_unpacks_a_thousandfold_is_held_in_pieces(tmp_path, packing):
+def test_unpacking_takes_little_memory_at_a_ratio_of_a_thousand(tmp_path, packing):
     data = b"x" * (1 << 26)
     path = tmp_path / f"a.txt.{packing}"
     path.write_bytes(zstandard.compress(data) if packing == "zst" else gzip.compress(data))
-    size = most = 0
+    size = peak_bytes = 0
     with open(path, "rb") as file:
         stream = unpack(file, str(path))
         tracemalloc.start()
         try:
             while block := stream.read(1 << 16):
                 size += len(block)
-            most = tracemalloc.get_traced_memory()[1]
+            peak_bytes = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert size == len(data) and most < 8 << 20
+    assert size == len(data) and peak_bytes < 8 << 20
 
 
-def test_every_kind_of_zstd_frame(tmp_path):
-    """Checksums, sizes, blocks of one byte and raw ones, frames to skip; cut anywhere, damaged."""
+def test_zstd_frames_of_all_kinds_are_read_and_cut_frames_refused(tmp_path):
+    """With checksums, sizes, blocks of one byte, raw blocks and skippable frames, cut anywhere."""
     rng, skipped = random.Random(3), struct.pack("<II", 0x184D2A5B, 5) + b"aside"
     for number in range(64):
         packer = zstandard.ZstdCompressor(
@@ -140,31 +140,31 @@ def test_every_kind_of_zstd_frame(tmp_path):
             unpack(io.BytesIO(whole + skipped[:-2]), "a.zst").read()
 
 
-def test_where_a_gzip_file_of_one_line_breaks_off_is_told_in_little_memory(tmp_path):
+def test_search_for_gzip_damage_takes_little_memory(tmp_path):
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one\ntwo\n" + b"x" * (1 << 26))[:-9])
     tracemalloc.start()
     try:
         line, reason = damage_of_gzip(str(path))
-        most = tracemalloc.get_traced_memory()[1]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert line == 3 and "end-of-stream" in reason and most < 8 << 20
+    assert line == 3 and "end-of-stream" in reason and peak_bytes < 8 << 20
 
 
-def test_columns_that_cannot_be_told_or_are_no_text(made, tmp_path, text, capsys):
+def test_ambiguous_and_nontext_columns_are_refused(made, tmp_path, text, capsys):
     strings = pyarrow.array(["one", "two"])
-    for columns, names, told in (
+    for columns, names, needle in (
         ([strings, strings], ["text", "text"], "has several columns 'text'; rename all but one"),
         ([strings] * 3, ["id", "text", "id"], "has several columns 'id'; rename all but one"),
         ([strings.dictionary_encode()], ["text"], "not text; write it as string"),
     ):
         parquet.write_table(pyarrow.Table.from_arrays(columns, names), text / "a.parquet")
-        refused(capsys, arguments(made, tmp_path), told)
+        refused(capsys, arguments(made, tmp_path), needle)
         shutil.rmtree(tmp_path / "out")
 
 
-def test_a_table_whose_names_of_columns_are_damaged(made, text, tmp_path, capsys):
+def test_damaged_column_names_of_a_table_are_refused(made, text, tmp_path, capsys):
     columns = pyarrow.table({"text": ["good"], "café": [1]})
     parquet.write_table(columns, text / "a.parquet")
     content = (text / "a.parquet").read_bytes()
@@ -172,28 +172,32 @@ def test_a_table_whose_names_of_columns_are_damaged(made, text, tmp_path, capsys
     refused(capsys, arguments(made, tmp_path), "a.parquet:1: damaged parquet: ")
 
 
-def test_no_row_is_lost_where_the_counts_of_a_table_are_damaged(tmp_path):
-    """pyarrow itself gives as many rows as a count says, and none for one below zero."""
+def test_damaged_counts_of_a_table_lose_no_row(tmp_path):
+    """pyarrow returns as many rows as a count says, and no row if the count is negative."""
     path = tmp_path / "a.parquet"
     columns = pyarrow.table({"text": [f"good text {n}" for n in range(200)]})
     parquet.write_table(columns, path, row_group_size=100, write_statistics=False)
     content = path.read_bytes()
     footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
     hundred = b"\xc8\x01"  # as Thrift writes it
-    places = [at for at in range(footer, len(content) - 8) if content[at : at + 2] == hundred]
+    offsets = [
+        offset
+        for offset in range(footer, len(content) - 8)
+        if content[offset : offset + 2] == hundred
+    ]
     refused = 0
-    for at in places:
+    for offset in offsets:
         for damage in (b"\xc8\x00", b"\xc9\x01", b"\x80\x00", b"\xc8\x03"):
-            path.write_bytes(content[:at] + damage + content[at + 2 :])
+            path.write_bytes(content[:offset] + damage + content[offset + 2 :])
             try:
                 assert len(list(read_column(str(path), "text"))) == 200
             except DamagedTable:
                 refused += 1
-    assert len(places) >= 4 and refused >= 8
+    assert len(offsets) >= 4 and refused >= 8
 
 
-def test_a_table_of_any_name(made, tmp_path, monkeypatch):
-    """What looks like a URI, and what is no UTF-8."""
+def test_tables_with_unusual_names_are_read(made, tmp_path, monkeypatch):
+    """Names like URIs, and a name that is not UTF-8."""
     text = tmp_path / "text"
     (text / "gs:").mkdir(parents=True)
     names = ["s3:x.parquet", "file:y.parquet", "gs:/z.parquet", os.fsdecode(b"caf\xe9.parquet")]
@@ -201,16 +205,16 @@ def test_a_table_of_any_name(made, tmp_path, monkeypatch):
         table(tmp_path / "made.parquet", [f"good text {number}"])
         os.rename(tmp_path / "made.parquet", text / name)
     monkeypatch.chdir(text)
-    given = arguments(made, tmp_path, "--id-field", "")
-    given[given.index("--input") + 1 : given.index("--input") + 2] = names
-    assert main(given) == 0
+    command = arguments(made, tmp_path, "--id-field", "")
+    command[command.index("--input") + 1 : command.index("--input") + 2] = names
+    assert main(command) == 0
     assert len(stored_documents(tmp_path / "out")) == len(names)
 
 
 @pytest.mark.parametrize(
     ("package", "name"), [("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet")]
 )
-def test_a_missing_package_is_named(made, tmp_path, text, capsys, monkeypatch, package, name):
+def test_missing_package_is_named(made, tmp_path, text, capsys, monkeypatch, package, name):
     (text / name).write_bytes(b"whatever")
     real = builtins.__import__
 
@@ -223,28 +227,28 @@ def test_a_missing_package_is_named(made, tmp_path, text, capsys, monkeypatch, p
     refused(capsys, arguments(made, tmp_path), f"pip install {package}")
 
 
-def test_gzip_without_isal_gives_the_same(made, tmp_path, monkeypatch):
+def test_gzip_without_isal_gives_the_same_documents(made, tmp_path, monkeypatch):
     from data_prep.sources.documents import InputReader
     from data_prep.sources.inputs import InputFile
 
     file = made.text / "b.jsonl.gz"
-    found = []
+    results = []
     for present in (True, False):
         if not present:
             monkeypatch.setitem(sys.modules, "isal.igzip", None)
         reader = InputReader(InputFile(str(file), file.stat().st_size), "text", lambda _: None)
-        found.append((list(reader), reader.xxh3))
-    assert found[0] == found[1] and len(found[0][0]) == 80
+        results.append((list(reader), reader.xxh3))
+    assert results[0] == results[1] and len(results[0][0]) == 80
 
 
 def test_sentencepiece_ids_are_the_librarys(made, tmp_path, text, capsys):
     model = tmp_path / "spm.model"
     write_sentencepiece(model, TEXTS * 3 + ["abc def ghi jkl </s> mno"] * 20)
     (text / "a.jsonl").write_bytes(LINES + b'{"text": "x </s> y<s>  \\n z"}\n{"text": ""}\n')
-    given = arguments(made, tmp_path, "--tokenizer", str(model))
-    assert main(given) == 0
+    command = arguments(made, tmp_path, "--tokenizer", str(model))
+    assert main(command) == 0
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     expected = [library.encode(t) for t in [*TEXTS, "x </s> y<s>  \n z", ""]]
-    found = stored_documents(tmp_path / "out")
-    assert [ids for _, _, ids in found] == [[*ids, library.eos_id()] for ids in expected]
-    refused(capsys, [*given, "--eos", "text"], "not one of its control symbols")
+    stored = stored_documents(tmp_path / "out")
+    assert [ids for _, _, ids in stored] == [[*ids, library.eos_id()] for ids in expected]
+    refused(capsys, [*command, "--eos", "text"], "not one of its control symbols")

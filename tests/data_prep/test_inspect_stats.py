@@ -1,4 +1,4 @@
-"""`inspect` names the sources of an instance; `stats` against the plainest counting."""
+"""`inspect` and `stats`, compared with independent counts and with the documents."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from tests.kit.faults.disk import flip
 from tests.kit.ranks.processes import python
 
 
-@pytest.mark.parametrize("part", ["", "eval"])
-def test_inspect_finds_the_sources(made, part):
-    """Every segment is where its document's own ids say."""
-    dataset = made.data / part
+@pytest.mark.parametrize("folder", ["", "eval"])
+def test_inspect_lists_the_sources_of_the_ids(made, folder):
+    """The ids of each segment are those of its document at that position."""
+    dataset = made.data / folder
     tokenizer = Tokenizer.from_file(str(made.tokenizer))
     tokenizer.encode_special_tokens = True
     ids = {
@@ -45,30 +45,30 @@ def test_inspect_finds_the_sources(made, part):
     }
     stored = shards(dataset)
     for number in range(0, len(stored), 7):
-        found = inspect(dataset, number)
-        assert found["ids"] == stored[number].tolist()
-        place = 0
-        for segment in found["sources"]:
+        shown = inspect(dataset, number)
+        assert shown["ids"] == stored[number].tolist()
+        position = 0
+        for segment in shown["sources"]:
             document = ids[segment["input"], segment["line"]]
             begin, length = segment["document_token"], segment["stop"] - segment["first"]
-            assert segment["first"] == place and length > 0
-            assert document[begin : begin + length] == found["ids"][place : segment["stop"]]
-            place = segment["stop"]
-        assert place == CONTEXT
+            assert segment["first"] == position and length > 0
+            assert document[begin : begin + length] == shown["ids"][position : segment["stop"]]
+            position = segment["stop"]
+        assert position == CONTEXT
     assert {len(inspect(dataset, number)["sources"]) for number in range(40)} >= {1, 2}
 
 
-def test_inspect_runs_on_through_epochs(made):
+def test_inspect_numbers_continue_through_epochs(made):
     stored = shards(made.data)
     row = int(Permutation(len(stored), 5, 2).apply(np.array([3]))[0])
-    found = inspect(made.data, 2 * len(stored) + 3)
-    assert found["epoch"] == 2 and found["ids"] == stored[row].tolist()
+    shown = inspect(made.data, 2 * len(stored) + 3)
+    assert shown["epoch"] == 2 and shown["ids"] == stored[row].tolist()
     with pytest.raises(ConfigError, match="numbered from 0"):
         inspect(made.data, -1)
 
 
-def test_inspect_of_what_is_not_there(made, tmp_path):
-    """A number beyond all epochs, and any number of an empty set."""
+def test_inspect_of_a_missing_instance_is_refused(made, tmp_path):
+    """A number after the last epoch, and any number of an empty data set."""
     with pytest.raises(ConfigError, match="is after the last epoch"):
         inspect(made.data, 10**30)
     (tmp_path / "a.txt").write_text("words " * 99)
@@ -78,17 +78,17 @@ def test_inspect_of_what_is_not_there(made, tmp_path):
         inspect(tmp_path / "out" / "eval", 0)
 
 
-@pytest.mark.parametrize("how", ["cut", "cut by a row", "grown", "empty", "flipped", "gone"])
-def test_inspect_of_a_damaged_table_of_documents(made, tmp_path, capsys, how):
+@pytest.mark.parametrize("damage", ["cut", "cut by a row", "grown", "empty", "flipped", "gone"])
+def test_inspect_of_a_damaged_table_of_documents_names_it(made, tmp_path, capsys, damage):
     shutil.copytree(made.data, tmp_path / "data")
     for path in (tmp_path / "data" / "tokens").glob("*.docs.npy"):
         data = bytearray(path.read_bytes())
-        data[-12] ^= 64  # of an input's number
+        data[-12] ^= 64  # in the number of an input
         damaged = {"cut": data[:-3], "cut by a row": data[:-24], "grown": data + b"x", "empty": b""}
-        path.write_bytes(damaged.get(how, data))
-        if how == "gone":
+        path.write_bytes(damaged.get(damage, data))
+        if damage == "gone":
             path.unlink()
-    status = 2 if how == "gone" else 1  # a file that is there and wrong is damage
+    status = 2 if damage == "gone" else 1  # a file with wrong content is damage
     assert main(["inspect", str(tmp_path / "data"), "0"]) == status
     assert ".docs.npy: " in capsys.readouterr().err.splitlines()[-1]
 
@@ -107,7 +107,7 @@ def test_inspect_of_a_damaged_table_of_documents(made, tmp_path, capsys, how):
         ("tokens/duplicates.json", ["shuffle", "--context", "64"]),
     ],
 )
-def test_damage_to_our_own_files_ends_with_1(made, tmp_path, capsys, name, command):
+def test_damage_to_a_file_of_a_data_set_exits_with_1(made, tmp_path, capsys, name, command):
     data = tmp_path / "data"
     shutil.copytree(made.data, data)
     if name.endswith(".npy"):
@@ -119,8 +119,8 @@ def test_damage_to_our_own_files_ends_with_1(made, tmp_path, capsys, name, comma
     assert name in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_name_that_standard_output_cannot_say(made, tmp_path, text):
-    """Strict UTF-8, as in most terminals, and a name in Latin-1."""
+def test_name_that_standard_output_cannot_encode_is_escaped(made, tmp_path, text):
+    """The encoding is strict UTF-8, as in most terminals, and the name is in Latin-1."""
     with open(os.fsencode(text) + b"/caf\xe9.txt", "wb") as file:
         file.write(b"the cat sat " * 200)
     assert main(run_arguments(text, made.tokenizer, tmp_path / "data")) == 0
@@ -132,32 +132,32 @@ def test_a_name_that_standard_output_cannot_say(made, tmp_path, text):
         assert "caf\\udce9.txt" in done.stdout
 
 
-@pytest.mark.parametrize("part", [".", "eval"])
-def test_stats_of_a_flipped_id(made, tmp_path, capsys, part):
+@pytest.mark.parametrize("folder", [".", "eval"])
+def test_stats_of_an_id_outside_the_vocabulary_is_refused(made, tmp_path, capsys, folder):
     shutil.copytree(made.data, tmp_path / "data")
-    path = tmp_path / "data" / part / "shards" / "shard-00000.npy"
+    path = tmp_path / "data" / folder / "shards" / "shard-00000.npy"
     flip(path, -1, 128)
     assert main(["stats", str(tmp_path / "data")]) == 1
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "outside its vocabulary of 400; optimus-data verify" in told
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "outside its vocabulary of 400; optimus-data verify" in message
 
 
 def test_inspect_prints_text_and_files(made, capsys):
     assert main(["inspect", str(made.data), "4"]) == 0
     output = capsys.readouterr().out
-    found = inspect(made.data, 4)
-    assert found["text"] in output and found["sources"][0]["input"] in output
+    shown = inspect(made.data, 4)
+    assert shown["text"] in output and shown["sources"][0]["input"] in output
 
 
 def test_stats_equal_plain_counting(made):
     train, held_out = shards(made.data).tolist(), shards(made.data / "eval").tolist()
-    ones = Counter(token for row in train for token in row)
+    counts = Counter(token for row in train for token in row)
     pairs = Counter(pair for row in train for pair in itertools.pairwise(row))
     first = Counter(token for row in train for token in row[:-1])
-    total = sum(ones.values())
-    entropy = -sum(n / total * math.log(n / total) for n in ones.values())
+    total = sum(counts.values())
+    entropy = -sum(n / total * math.log(n / total) for n in counts.values())
     targets = [pair for row in held_out for pair in itertools.pairwise(row)]
-    unigram = -sum(math.log((ones[b] + 1) / (total + 400)) for _, b in targets) / len(targets)
+    unigram = -sum(math.log((counts[b] + 1) / (total + 400)) for _, b in targets) / len(targets)
     bigram = -sum(math.log((pairs[p] + 1) / (first[p[0]] + 400)) for p in targets) / len(targets)
     value = stats(made.data, made.data / "eval")
     assert value["instances"] == len(train) and value["tokens"] == total == len(train) * CONTEXT
@@ -166,10 +166,10 @@ def test_stats_equal_plain_counting(made):
     assert value["held_out"]["bigram_loss"] == pytest.approx(bigram, rel=1e-12)
 
 
-def test_stats_takes_the_own_held_out_part(made, capsys):
+def test_stats_reads_the_held_out_data_by_default(made, capsys):
     assert main(["stats", str(made.data), "--json"]) == 0
-    own = json.loads(capsys.readouterr().out)
-    assert own == stats(made.data, made.data / "eval")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == stats(made.data, made.data / "eval")
     assert main(["stats", str(made.data), "--eval", str(made.data)]) == 0
     assert "bigram loss" in capsys.readouterr().out
 
@@ -187,8 +187,8 @@ def test_stats_refuses_another_tokenizer(made, tmp_path):
         stats(made.data, tmp_path / "data")
 
 
-def test_stats_refuse_a_held_out_part_with_more_ids(made, tmp_path):
-    """Its ids would be beyond the counted pairs."""
+def test_stats_refuses_held_out_data_with_more_ids(made, tmp_path):
+    """Their pairs have no counts."""
     shutil.copytree(made.data / "eval", tmp_path / "eval")
     path = tmp_path / "eval" / "manifest.json"
     manifest = parse_checked_json(path.read_bytes())
@@ -198,7 +198,7 @@ def test_stats_refuse_a_held_out_part_with_more_ids(made, tmp_path):
         stats(made.data, tmp_path / "eval")
 
 
-def test_inspect_beyond_the_end_names_epoch_and_place(made, capsys):
+def test_inspect_after_the_first_epoch_prints_epoch_and_position(made, capsys):
     count = len(shards(made.data))
     assert main(["inspect", str(made.data), str(2 * count + 3)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
@@ -206,11 +206,11 @@ def test_inspect_beyond_the_end_names_epoch_and_place(made, capsys):
     assert main(["inspect", str(made.data), "3"]) == 0
     assert "epoch" not in capsys.readouterr().out.splitlines()[0]
     assert main(["inspect", str(made.data), str(count), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["epoch"], found["place"], found["instances"]) == (1, 0, count)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["epoch"], shown["place"], shown["instances"]) == (1, 0, count)
 
 
-def test_run_and_stats_say_what_a_training_run_needs(made, tmp_path, capsys):
+def test_run_and_stats_print_settings_of_a_training_run(made, tmp_path, capsys):
     assert main(run_arguments(made.text, made.tokenizer, tmp_path / "data")) == 0
     run = capsys.readouterr().out
     tokens = len(shards(made.data)) * CONTEXT
@@ -225,7 +225,7 @@ def test_run_and_stats_say_what_a_training_run_needs(made, tmp_path, capsys):
     assert "to train on it" not in capsys.readouterr().out
 
 
-def test_an_epoch_shorter_than_a_step_is_not_given_as_0_steps(made):
+def test_epoch_shorter_than_a_step_is_less_than_a_step(made):
     manifest = dataclasses.replace(read_manifest(made.data), num_instances=50, context=32)
     text = "one epoch is 1,600 tokens, less than one step of 4,096 tokens"
     assert text in for_training(manifest)
@@ -239,31 +239,31 @@ def test_an_epoch_shorter_than_a_step_is_not_given_as_0_steps(made):
         (10, 100, 0.3, "give more text, or evaluate on a data set of other text"),
     ],
 )
-def test_a_held_out_part_that_is_too_small_is_a_warning(
+def test_small_held_out_data_is_a_warning(
     made, tmp_path, text, capsys, documents, words, fraction, remedy
 ):
     lines = [json.dumps({"text": f"{n} " + "ab cd " * words}) for n in range(documents)]
     (text / "a.jsonl").write_text("\n".join(lines))
     arguments = run_arguments(text, made.tokenizer, tmp_path / "data", "--json")
     assert main([*arguments, "--eval-fraction", str(fraction)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["warnings"]) == (remedy is not None)
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["warnings"]) == (remedy is not None)
     if remedy:
-        (warning,) = found["warnings"]
-        held_out = found["held-out"]
+        (warning,) = report["warnings"]
+        held_out = report["held-out"]
         assert f"{held_out['documents']} document" in warning and remedy in warning
         assert f"{held_out['instances'] * CONTEXT:,} tokens" in warning
 
 
 def test_stats_reads_a_long_instance_in_blocks(made, monkeypatch):
-    """A sparse shard may hold an instance of 2^31 tokens."""
+    """A sparse shard may have an instance of 2^31 tokens."""
     whole = stats(made.data, made.data / "eval")
     blocks = []
     for size in (7, CONTEXT - 1):
         monkeypatch.setattr("data_prep.dataset.describe._BLOCK_TOKENS", size)
-        found = stats(made.data, made.data / "eval")
-        assert found["unigram_entropy"] == whole["unigram_entropy"]
-        assert found["held_out"] == pytest.approx(whole["held_out"], rel=1e-12)
+        blockwise = stats(made.data, made.data / "eval")
+        assert blockwise["unigram_entropy"] == whole["unigram_entropy"]
+        assert blockwise["held_out"] == pytest.approx(whole["held_out"], rel=1e-12)
         blocks += [rows.size for rows, _ in _blocks(made.data, read_manifest(made.data))]
         assert max(blocks) == size
 
@@ -285,7 +285,7 @@ def test_inspect_refuses_a_text_that_is_too_long_to_show(made, monkeypatch):
 
 
 def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
-    """A manifest may claim more ids than the model has; the library raises IndexError."""
+    """A manifest may have more ids than the model; the library raises IndexError."""
     pytest.importorskip("sentencepiece")
     write_sentencepiece(tmp_path / "tokenizer.model", ["abc def ghi jkl mno"] * 20)
     with pytest.raises(DamageError, match="tokenizer.model: has no piece of id 70000"):
@@ -293,7 +293,7 @@ def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
 
 
 def test_inspect_reads_a_table_of_documents_once(made, monkeypatch):
-    """An instance may be of as many documents as it has tokens."""
+    """An instance may have as many documents as tokens."""
     read, tables = data_prep.dataset.describe.read_docs, []
     monkeypatch.setattr(
         "data_prep.dataset.describe.read_docs", lambda *args: tables.append(args) or read(*args)
@@ -304,8 +304,8 @@ def test_inspect_reads_a_table_of_documents_once(made, monkeypatch):
         assert len(tables) == len({unit for _, unit, _ in tables})
 
 
-def test_counts_take_memory_by_the_largest_id(made, monkeypatch):
-    """A manifest may claim a vocabulary of 2^32 ids."""
+def test_memory_of_counts_depends_on_the_largest_id(made, monkeypatch):
+    """A manifest may have a vocabulary of 2^32 ids."""
     manifest = dataclasses.replace(read_manifest(made.data), vocab_size=1 << 32)
     counts, _ = _count(made.data, manifest, with_pairs=False)
     assert len(counts) == shards(made.data).max() + 1

@@ -1,4 +1,4 @@
-"""Long documents: the same ids in sections, within `--memory`, or refused in one line."""
+"""Long documents have the same ids in sections and stay within `--memory`, or are refused."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.data_prep.corpus import (
     words,
 )
 from tests.data_prep.test_bad_input import arguments
-from tests.data_prep.test_encoder import nasty
-from tests.data_prep.test_families import RECOGNISED, make
+from tests.data_prep.test_encoder import random_text
+from tests.data_prep.test_families import RECOGNISED, train_family
 from tests.data_prep.test_tokenize import stored_documents
 
 
@@ -112,14 +112,14 @@ SCRIPTS = [
     ),
     *("a", "B", "7", "-", " word"),
 ]
-"""What stands at the edges of cuts, in the scripts of the world."""
+"""Text at the edges of cuts, in many scripts."""
 
 
 @pytest.mark.parametrize("family", RECOGNISED)
-def test_sections_have_the_ids_of_the_whole(tmp_path, monkeypatch, family):
-    """Cut wherever it is allowed, in text made to trip it."""
+def test_sections_have_the_ids_of_the_text(tmp_path, monkeypatch, family):
+    """Text is cut at all positions where it is allowed."""
     short_sections(monkeypatch, 2)
-    make(path := tmp_path / "t.json", family)
+    train_family(path := tmp_path / "t.json", family)
     encoder, library = Encoder(path), open_tokenizer(path)
     rng, cut, w = random.Random(7), 0, "word" * 7  # longer than any added token
     for number in range(1400):
@@ -128,33 +128,37 @@ def test_sections_have_the_ids_of_the_whole(tmp_path, monkeypatch, family):
         else:
             text = rng.choice(
                 [f"{w}z\nB{w}", "; a b", f"{w}漢\n字{w}", f"{w} ab{w}", "( return x"]
-            ).join(nasty(rng) for _ in range(4))
+            ).join(random_text(rng) for _ in range(4))
         blocks = [text[i : i + 7] for i in range(0, len(text), 7)]
         pieces = list(encoder.cutter.sections(blocks))
         cut += len(pieces) - 1
         assert "".join(pieces) == text
-        found = np.concatenate([np.array([], np.uint32), *encoder.encode(pieces)])
-        assert found.tolist() == reference_encode(library, [text])[0].tolist(), repr(text)
+        ids = np.concatenate([np.array([], np.uint32), *encoder.encode(pieces)])
+        assert ids.tolist() == reference_encode(library, [text])[0].tolist(), repr(text)
     assert cut > 1000
 
 
-def test_what_nfc_makes_ascii():
-    """By Python's tables; what is once assigned keeps its normalization."""
+def test_characters_that_nfc_replaces_by_ascii():
+    """In Python's tables. Assigned code points keep their normalization."""
     chars = map(chr, [*range(0x80, 0xD800), *range(0xE000, 0x110000)])
-    found = [one for one in chars if unicodedata.normalize("NFC", one).isascii()]
-    assert "".join(found) == "\u037e\u1fef\u212a" == "".join(filter(encoder._TO_ASCII.match, found))
+    changed = [char for char in chars if unicodedata.normalize("NFC", char).isascii()]
+    assert (
+        "".join(changed)
+        == "\u037e\u1fef\u212a"
+        == "".join(filter(encoder._TO_ASCII.match, changed))
+    )
 
 
-def test_no_char_of_a_cut_becomes_a_space():
-    """What follows a cut is no space by the library, whose Unicode may be another, nor by NFC."""
+def test_character_after_a_cut_is_not_white_space():
+    """Neither in the library, which may have another version of Unicode, nor after NFC."""
     chars = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     allowed = [char for char in chars if re.match(encoder.NOT_SPACE, char)]
     assert len(allowed) > 0x1F000
-    for one in (pre_tokenizers.Split(Regex(r"\s"), "removed", invert=True), None):
+    for split in (pre_tokenizers.Split(Regex(r"\s"), "removed", invert=True), None):
         text = "".join(allowed)
-        text = normalizers.NFC().normalize_str(text) if one is None else text
-        split = one or pre_tokenizers.Split(Regex(r"\s"), "removed", invert=True)
-        assert split.pre_tokenize_str(text) == []
+        text = normalizers.NFC().normalize_str(text) if split is None else text
+        splitter = split or pre_tokenizers.Split(Regex(r"\s"), "removed", invert=True)
+        assert splitter.pre_tokenize_str(text) == []
 
 
 @pytest.mark.parametrize(
@@ -173,8 +177,7 @@ def test_no_char_of_a_cut_becomes_a_space():
     ],
 )
 @pytest.mark.parametrize("added", [[], ["<|endoftext|>"]])
-def test_ordinary_text_of_every_script_is_divided(monkeypatch, text, added):
-    """Before, above 4 Mi characters it was refused at any `--memory`."""
+def test_text_of_all_scripts_is_divided(monkeypatch, text, added):
     short_sections(monkeypatch, 200)
     assert max(map(len, Cutter(added).sections([text * 200]))) < 400
 
@@ -186,7 +189,7 @@ def test_no_section_cuts_an_added_token(monkeypatch):
     assert "b c" in next(Cutter(["b c"]).sections([text]))
     assert "b K" in next(Cutter(["b K"]).sections(["ab K\nef" * 3]))
     joined = list(Cutter(["b K"]).sections(["ab \u212acd " * 3]))
-    assert not [one for one in joined if one.endswith("b")], "NFC makes it the token"
+    assert not [section for section in joined if section.endswith("b")], "NFC makes it the token"
     for blocks, size in (
         (["é" * 50, "b" * 50], 150),
         (["aa aaaaaaaaaaaaaaaa" * 2, "aa" * 20 + "é" * 50, "bé" * 50 + " ccc", "ddd"], 307),
@@ -197,7 +200,7 @@ def test_no_section_cuts_an_added_token(monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "name"), [("QUJD", "a.txt"), (" ", "a.jsonl"), ("é+", "a.txt")])
-def test_what_has_no_cut_is_encoded_whole_within_memory(
+def test_text_without_a_cut_needs_memory_for_all_of_it(
     made, tmp_path, capsys, monkeypatch, text, name
 ):
     monkeypatch.setattr(documents, "LONG_BYTES", 1000)
@@ -205,29 +208,31 @@ def test_what_has_no_cut_is_encoded_whole_within_memory(
     text = "before it " + "x" + text * (300_000 // len(text)) + "y and after"
     content = text if name == "a.txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
     (tmp_path / "text" / name).write_text(content)
-    given = ["tokenize", "--input", str(tmp_path / "text"), "--tokenizer", str(made.tokenizer)]
-    given += ["--workers", "1", "--out"]
-    assert main([*given, str(tmp_path / "out"), "--memory", "600MB"]) == 0
+    command = ["tokenize", "--input", str(tmp_path / "text"), "--tokenizer", str(made.tokenizer)]
+    command += ["--workers", "1", "--out"]
+    assert main([*command, str(tmp_path / "out"), "--memory", "600MB"]) == 0
     ((_, _, ids),) = stored_documents(tmp_path / "out")
     assert ids[:-1] == reference_encode(open_tokenizer(made.tokenizer), [text])[0].tolist()
-    given += [str(tmp_path / "other"), "--memory", "260MB"]
-    error = refused(capsys, [*given, "--on-error", "quarantine"])  # memory decides nothing
+    command += [str(tmp_path / "other"), "--memory", "260MB"]
+    error = refused(
+        capsys, [*command, "--on-error", "quarantine"]
+    )  # the limit of memory quarantines no document
     assert "bytes without a cut needs " in error and f"{name}:{int('jsonl' in name)}: " in error
     enough = error.split("--memory ")[1].split(",")[0]
-    given[given.index("260MB")] = enough
-    assert main(given) == 0, enough
+    command[command.index("260MB")] = enough
+    assert main(command) == 0, enough
 
 
 @pytest.fixture
-def long_ones(monkeypatch) -> None:
-    """Every document is a long one."""
+def long_documents(monkeypatch) -> None:
+    """Make all documents long: they are read in blocks and encoded in sections."""
     short_sections(monkeypatch)
     monkeypatch.setattr(documents, "LONG_BYTES", 30)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 11)
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 2000)
 
 
-def test_long_documents_give_the_same_bytes(made, long_ones, tmp_path):
+def test_documents_read_in_blocks_give_the_same_bytes(made, long_documents, tmp_path):
     out = tmp_path / "out"
     assert main(run_arguments(made.text, made.tokenizer, out)) == 0
     assert tree(out) == tree(made.data)
@@ -239,17 +244,19 @@ def test_kills_within_long_texts_change_no_byte(made, tmp_path, text, request):
         with opener(text / name, "wt") as file:
             file.write(words(rng, 2000) + "\n" + EOS)
     (text / "c.txt").write_text("short")
-    given = run_arguments(text, made.tokenizer, tmp_path / "whole")
-    assert main(given) == 0
-    request.getfixturevalue("long_ones")
-    given[given.index("--out") + 1] = str(tmp_path / "out")
+    command = run_arguments(text, made.tokenizer, tmp_path / "whole")
+    assert main(command) == 0
+    request.getfixturevalue("long_documents")
+    command[command.index("--out") + 1] = str(tmp_path / "out")
     tokens = tmp_path / "out" / "tokens"
-    kills, most = killed_until_done(given, lambda: len(list(tokens.glob("*.part-*"))))
-    assert kills > 8 and most >= 4, "checkpoints within a document"
+    kills, largest = killed_until_done(command, lambda: len(list(tokens.glob("*.part-*"))))
+    assert kills > 8 and largest >= 4, "there are checkpoints within a document"
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_invalid_text_far_behind_is_told_by_its_place(made, long_ones, tmp_path, text, capsys):
+def test_invalid_byte_late_in_a_long_text_is_refused_by_line(
+    made, long_documents, tmp_path, text, capsys
+):
     (text / "a.txt").write_bytes("é\n".encode() * 40 + b"\xff")
     error = refused(capsys, arguments(made, tmp_path))
     assert "a.txt:41: invalid UTF-8: invalid start byte (byte 120 " in error
@@ -266,35 +273,39 @@ LONG = "return " * 6_000_000
 @pytest.mark.parametrize(
     ("name", "memory"), [("a.txt", "240MB"), ("a.txt.gz", "240MB"), ("a.jsonl", "360MB")]
 )
-def test_memory_holds_while_a_long_document_is_tokenized(made, tmp_path, name, memory):
+def test_memory_limit_is_kept_for_a_long_document(made, tmp_path, name, memory):
     (tmp_path / "text").mkdir()
     text = json.dumps({"text": LONG}) if "json" in name else LONG
     data = gzip.compress(text.encode(), 1) if name.endswith("gz") else text.encode()
     (tmp_path / "text" / name).write_bytes(data)
-    given = arguments(made, tmp_path, "--memory", memory)
-    status, peak, error = measured(given)
+    command = arguments(made, tmp_path, "--memory", memory)
+    status, peak, error = measured(command)
     assert status == 0, error
     assert peak <= int(memory[:-2]) * 10**6
     ((_, _, ids),) = stored_documents(tmp_path / "out")
     assert open_tokenizer(made.tokenizer).decode(ids[:-1]) == LONG
 
 
-def test_what_does_not_fit_is_refused_by_line(made, tmp_path, text, capsys):
+def test_line_larger_than_the_memory_is_refused(made, tmp_path, text, capsys):
     path = text / "a.jsonl"
     line = json.dumps({"text": "w" * 20_000_000})
     path.write_text(f'{{"text": "good"}}\n{line}\n{{"text": "good too, good too"}}\n')
-    given = arguments(made, tmp_path, "--memory", "250MB")
-    error = refused(capsys, given)
+    command = arguments(made, tmp_path, "--memory", "250MB")
+    error = refused(capsys, command)
     assert f"{path}:2: a line of {len(line) + 1} bytes needs 70 MB of memory" in error
     assert "--memory 2" in error and "--max-document" in error
-    refused(capsys, [*given, "--on-error", "quarantine"])  # memory never decides what is left out
-    aside = [*given, "--max-document", "1MB", "--out", str(tmp_path / "other")]
-    refused(capsys, aside, "above --max-document 1000000")
-    assert main([*aside, "--on-error", "quarantine"]) == 0
+    refused(
+        capsys, [*command, "--on-error", "quarantine"]
+    )  # the limit of memory quarantines no document
+    limited = [*command, "--max-document", "1MB", "--out", str(tmp_path / "other")]
+    refused(capsys, limited, "above --max-document 1000000")
+    assert main([*limited, "--on-error", "quarantine"]) == 0
     (listed,) = (tmp_path / "other" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(listed)["line"] == 2
     assert [line for _, line, _ in stored_documents(tmp_path / "other")] == [1, 3]
-    error = refused(capsys, [*given, "--out", str(tmp_path / "other"), "--on-error", "quarantine"])
+    error = refused(
+        capsys, [*command, "--out", str(tmp_path / "other"), "--on-error", "quarantine"]
+    )
     assert "max_document = 1000000, now None" in error
 
 
@@ -317,7 +328,7 @@ def write_table(folder: Path, values: list[str], **options) -> None:
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--max-document", "1MB"]])
-def test_a_large_value_of_a_table_is_refused_before_it_is_read(made, tmp_path, values, group, more):
+def test_large_value_of_a_table_is_refused_before_it_is_read(made, tmp_path, values, group, more):
     write_table(tmp_path / "text", values, row_group_size=4000)
     status, peak, error = measured(arguments(made, tmp_path, "--memory", "240MB", *more))
     assert status == 2 and peak <= 240e6, peak
@@ -360,10 +371,10 @@ print(memory("VmHWM") - before, count)
     ],
     ids=["a dictionary", "shared beginnings", "neighbours"],
 )
-def test_memory_holds_whatever_the_row_groups_of_a_table_hold(tmp_path, values, options):
-    """Where many large values are read at a time, if the mean says how many: 240 MB and more.
+def test_memory_limit_is_kept_for_any_row_groups(tmp_path, values, options):
+    """240 MB and more if the mean size of values determined how many are read at a time.
 
-    Allocators keep some of what is freed; for that a worker has bytes in reserve.
+    Allocators keep some of the freed memory; a worker has a reserve for it.
     """
     write_table(tmp_path / "text", values, **options)
     path, room = tmp_path / "text" / "a.parquet", 40_000_000
@@ -389,7 +400,7 @@ def test_memory_holds_whatever_the_row_groups_of_a_table_hold(tmp_path, values, 
         {"dictionary_pagesize_limit": 900, "data_page_size": 200, "write_batch_size": 4},
     ],
 )
-def test_row_group_bounds_all_its_values(tmp_path, packing, options):
+def test_size_of_a_row_group_is_a_bound_of_its_values(tmp_path, packing, options):
     rng = random.Random(3)
     stock = ["".join(rng.choices("ab", k=rng.randint(0, 60))) for _ in range(30)]
     values = [rng.choice([*stock, words(rng, 9), None, "long " * 99]) for _ in range(400)]
@@ -404,39 +415,39 @@ def test_row_group_bounds_all_its_values(tmp_path, packing, options):
         sizes = [len(value or "") for value in values[first : first + rows]]
         assert size >= max(sizes) and group.needs(1) >= 4 * max(sizes)
         for run in (2, 7, 60):
-            most = max(sum(sizes[i : i + run]) for i in range(rows - run + 1))
-            assert 4 * most <= group.needs(run)
+            largest = max(sum(sizes[i : i + run]) for i in range(rows - run + 1))
+            assert 4 * largest <= group.needs(run)
         first += rows
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
-def test_max_document_of_every_kind(made, tmp_path, text, name):
+def test_max_document_applies_to_all_kinds_of_files(made, tmp_path, text, name):
     (text / "b.txt").write_text("good text " * 9)
     if name == "a.parquet":
         write_table(text, ["x" * 101, "good"])
     else:
         packed = gzip.compress(b"x" * 101)
         (text / name).write_bytes(packed if name.endswith("gz") else b"x" * 101)
-    given = arguments(made, tmp_path, "--max-document", "100", "--on-error", "quarantine")
-    assert main(given) == 0
+    command = arguments(made, tmp_path, "--max-document", "100", "--on-error", "quarantine")
+    assert main(command) == 0
     kept = [Path(name).name for name, _, _ in stored_documents(tmp_path / "out")]
     assert kept == (["a.parquet", "b.txt"] if name == "a.parquet" else ["b.txt"])
 
 
-def test_an_unrecognised_tokenizer_takes_documents_whole_within_bounds(
-    made, tmp_path, text, capsys
-):
+def test_unrecognised_tokenizer_needs_memory_for_a_document(made, tmp_path, text, capsys):
     config = json.loads(made.tokenizer.read_text()) | {"normalizer": {"type": "NFKC"}}
     (tmp_path / "t.json").write_text(json.dumps(config))
     (text / "a.txt").write_text("some words " * 30_000)
-    given = arguments(made, tmp_path, "--tokenizer", str(tmp_path / "t.json"), "--memory", "260MB")
-    refused(capsys, given, "a.txt:0: a document of 330000 bytes needs 99 MB")
-    assert main([*given, "--memory", "400MB"]) == 0
+    command = arguments(
+        made, tmp_path, "--tokenizer", str(tmp_path / "t.json"), "--memory", "260MB"
+    )
+    refused(capsys, command, "a.txt:0: a document of 330000 bytes needs 99 MB")
+    assert main([*command, "--memory", "400MB"]) == 0
 
 
 def test_memory_is_divided_among_workers(made):
-    count, found = divide_memory(10**9, 8, made.tokenizer, None)
-    assert count == 3 and found.room_bytes >= memory._LEAST_ROOM_BYTES
+    count, limits = divide_memory(10**9, 8, made.tokenizer, None)
+    assert count == 3 and limits.room_bytes >= memory._LEAST_ROOM_BYTES
     with pytest.raises(ConfigError, match="--memory 100MB is too little to tokenize"):
         divide_memory(10**8, 1, made.tokenizer, None)
     with pytest.raises(DataError, match="x:1: it needs 2 MB"):
@@ -446,6 +457,6 @@ def test_memory_is_divided_among_workers(made):
 @pytest.mark.parametrize(
     ("line", "times"), [("a", 3.5), ("é", 6), ("🙂", 11), ("\\u00e9", 8), ("\\\\", 3.5)]
 )
-def test_what_a_line_takes(line, times):
+def test_memory_estimate_of_a_line_has_a_bound(line, times):
     data = b'{"text": "' + line.encode() * 1000 + b'"}'
     assert bytes_of_line(data) <= times * len(data)

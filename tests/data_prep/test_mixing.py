@@ -1,4 +1,4 @@
-"""Mixing by exact integer quotas: the rule itself, its period, its bounds, its vectors."""
+"""Mixing by exact integer quotas: definition, period, limits, and vectors of the page."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from optimus.errors import ConfigError
 PAGE = Path(__file__).parents[2] / "docs" / "formats" / "dataset.md"
 
 
-def by_the_rule(weights: list[int], count: int) -> list[int]:
-    """The definition, in exact fractions, without a period."""
-    given, total, picks = [0] * len(weights), sum(weights), []
+def order_by_definition(weights: list[int], count: int) -> list[int]:
+    """Return the sources of the first `count` instances by the definition, in exact fractions."""
+    picked, total, picks = [0] * len(weights), sum(weights), []
     for n in range(count):
-        lags = [Fraction(w * (n + 1), total) - g for w, g in zip(weights, given, strict=True)]
+        lags = [Fraction(w * (n + 1), total) - g for w, g in zip(weights, picked, strict=True)]
         picks.append(lags.index(max(lags)))
-        given[picks[-1]] += 1
+        picked[picks[-1]] += 1
     return picks
 
 
 @pytest.mark.parametrize(
     "weights", [[1], [1, 1, 1], [3, 1, 4], [7, 3], [1, 100], [5, 5, 1, 17, 2], [1] * 40 + [60]]
 )
-def test_the_order_is_the_largest_deficit(weights):
+def test_order_follows_the_largest_deficit(weights):
     mixing, count = Mixing(weights), 3 * sum(weights) + 5
     sources, numbers = mixing.locate(0, count)
-    assert sources.tolist() == by_the_rule(weights, count)
+    assert sources.tolist() == order_by_definition(weights, count)
     for source in range(len(weights)):
-        own = numbers[sources == source]
-        assert own.tolist() == list(range(len(own)))
+        picked = numbers[sources == source]
+        assert picked.tolist() == list(range(len(picked)))
 
 
-def test_any_stretch_is_found_without_what_precedes_it():
+def test_locate_of_a_range_equals_the_range_of_all():
     mixing = Mixing((5, 2, 9))
     sources, numbers = mixing.locate(0, 500)
     for start, stop in ((0, 0), (1, 2), (15, 17), (33, 499)):
-        part = mixing.locate(start, stop)
-        assert np.array_equal(part[0], sources[start:stop])
-        assert np.array_equal(part[1], numbers[start:stop])
+        stretch = mixing.locate(start, stop)
+        assert np.array_equal(stretch[0], sources[start:stop])
+        assert np.array_equal(stretch[1], numbers[start:stop])
     far = (1 << 60) // 16 * 16  # a whole number of periods
     assert mixing.locate(far, far + 40)[0].tolist() == sources[:40].tolist()
     assert mixing.locate(far, far + 40)[1].tolist() == [
@@ -52,7 +52,7 @@ def test_any_stretch_is_found_without_what_precedes_it():
     ]
 
 
-def test_quotas_count_the_order():
+def test_quotas_are_the_counts_of_the_order():
     mixing = Mixing((5, 2, 9, 1))
     sources, _ = mixing.locate(0, 200)
     for count in (0, 1, 16, 17, 18, 123, 200):
@@ -61,7 +61,7 @@ def test_quotas_count_the_order():
     assert mixing.quotas(17 * 10**15) == (5 * 10**15, 2 * 10**15, 9 * 10**15, 10**15)
 
 
-def test_how_far_a_mix_goes_without_repeating():
+def test_instances_before_a_source_repeats():
     mixing = Mixing((3, 1, 4))
     for available in ((3, 1, 4), (100, 100, 100), (0, 9, 9), (7, 1, 30), (6, 2, 8), (1, 1, 1)):
         count = mixing.before_repeating(available)
@@ -72,7 +72,7 @@ def test_how_far_a_mix_goes_without_repeating():
 
 
 @pytest.mark.parametrize(
-    ("given", "whole"),
+    ("weights", "whole"),
     [
         ([0.7, 0.3], (7, 3)),
         ([2, 4, 6], (1, 2, 3)),
@@ -82,12 +82,12 @@ def test_how_far_a_mix_goes_without_repeating():
         ([3.0], (1,)),
     ],
 )
-def test_weights_in_whole_numbers(given, whole):
-    assert integer_weights(given) == whole
+def test_weights_become_whole_numbers(weights, whole):
+    assert integer_weights(weights) == whole
 
 
 @pytest.mark.parametrize(
-    ("given", "needle"),
+    ("weights", "needle"),
     [
         ([1, 0], "weight = 0 must be above 0"),
         ([1, -0.5], "weight = -0.5 must be above 0"),
@@ -97,14 +97,14 @@ def test_weights_in_whole_numbers(given, whole):
         ([0.1234567, 1], "round them to fewer digits"),
     ],
 )
-def test_weights_that_are_refused(given, needle):
+def test_impossible_weights_are_refused(weights, needle):
     with pytest.raises(ConfigError) as caught:
-        integer_weights(given)
+        integer_weights(weights)
     assert needle in str(caught.value) and "\n" not in str(caught.value)
     assert integer_weights([MAX_PERIOD - 1, 1]) == (MAX_PERIOD - 1, 1)
 
 
-def test_the_vectors_of_the_page():
+def test_vectors_of_the_page():
     section = PAGE.read_text().split("## Mixing", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| ([\d, ]+) \| ([\d, ]+) \| ([\d, ]+) \|$", section, re.MULTILINE)
     assert len(rows) >= 4

@@ -1,4 +1,4 @@
-"""Ranks that a real mpiexec starts, on machines that have one installed."""
+"""Ranks that a real mpiexec starts, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kit.ranks.processes import mpiexec, started
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_three_ranks_write_the_same(made, tmp_path, kind):
+def test_three_ranks_of_mpiexec_write_the_bytes_of_a_run(made, tmp_path, kind):
     out = tmp_path / "data"
     words = [sys.executable, "-m", "data_prep.cli", *run_arguments(made.text, made.tokenizer, out)]
     done = started([*mpiexec(kind, 3), *words])

@@ -1,4 +1,4 @@
-"""The PBS job script with real processes, through stand-ins for qsub and the mpiexec of PALS."""
+"""The PBS job script with real processes, and replacements of qsub and the mpiexec of PALS."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ JOB_SCRIPT = ROOT / "scripts" / "pbs" / "data.sh"
 @pytest.mark.parametrize(
     ("how", "world"), [(["--nodes", "3"], 3), (["--array", "3"], 3), (["--array", "1"], 1)]
 )
-def test_jobs_write_the_same(made, tmp_path, how, world):
-    """With relative names too: PBS starts a job in the home, not where it was submitted."""
+def test_jobs_write_the_bytes_of_a_run(made, tmp_path, how, world):
+    """Also with relative names: PBS starts a job in the home directory."""
     pbs.install(tmp_path / "bin")
     program = install(tmp_path / "bin" / "optimus-data", "data_prep.cli")
-    given = ["--account", "A", "--queue", "debug", "--filesystems", "home", *how]
+    options = ["--account", "A", "--queue", "debug", "--filesystems", "home", *how]
     done = subprocess.run(
-        [str(JOB_SCRIPT), *given, "--", *run_arguments(made.text, made.tokenizer, Path("data"))],
+        [str(JOB_SCRIPT), *options, "--", *run_arguments(made.text, made.tokenizer, Path("data"))],
         cwd=tmp_path,
         env=os.environ
         | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OPTIMUS_DATA": str(program)},
@@ -42,27 +42,29 @@ def test_a_dry_run_prints_both_commands_and_runs_neither(tmp_path):
     command = [str(JOB_SCRIPT), "--dry-run", "--queue", "debug"]
     environ = os.environ | {"OPTIMUS_DATA": "/opt/optimus data"}
 
-    def told(*how: str) -> str:
-        given = [*command, *how, "--", "verify", "a b"]
+    def dry_run(*how: str) -> str:
+        words = [*command, *how, "--", "verify", "a b"]
         return subprocess.run(
-            given, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
+            words, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout
 
-    together, array = told("--nodes", "2").splitlines(), told("--array", "5").splitlines()
+    together, array = dry_run("--nodes", "2").splitlines(), dry_run("--array", "5").splitlines()
     assert together[0].startswith("qsub -v ") and "select=2" in together[0]
     assert "-q debug" in together[0] and "-J" not in together[0]
     assert "mpiexec --envall" in together[-1] and "WORLD_SIZE=2" in together[-1]
     assert together[-1].rstrip().endswith("/opt/optimus\\ data verify a\\ b")
     assert "select=1" in array[0] and "-J 0-4" in array[0]
     assert "OPTIMUS_ARRAY_SIZE=5" in array[-1] and "mpiexec" not in array[-1]
-    one = told("--array", "1").splitlines()
-    assert "-J" not in one[0] and "mpiexec" in one[-1] and "OPTIMUS_ARRAY_SIZE" not in one[-1]
+    single = dry_run("--array", "1").splitlines()
+    assert (
+        "-J" not in single[0] and "mpiexec" in single[-1] and "OPTIMUS_ARRAY_SIZE" not in single[-1]
+    )
     mistake = subprocess.run([*command, "--nope"], capture_output=True, text=True)
     assert mistake.returncode == 2 and "unknown option --nope" in mistake.stderr
 
 
-def test_a_pbs_job_takes_named_variables_only(tmp_path):
-    """PBS shows the variables of a job to others; values with commas and quotes arrive whole."""
+def test_pbs_job_gets_only_named_variables(tmp_path):
+    """PBS shows the variables of a job to other users. Values may have commas and quotes."""
     pbs.install(tmp_path / "bin")
     program = tmp_path / "optimus-data"
     program.write_text("#!/bin/sh\nenv > variables\n")
@@ -94,8 +96,8 @@ def test_names_of_exported_variables_are_checked(tmp_path, system):
     environ = os.environ | {"OPTIMUS_DATA": "/bin/true", "WANTED": "x"}
 
     def done(names: str) -> subprocess.CompletedProcess:
-        given = [*command, "--export", names, "--", "x"]
-        return subprocess.run(given, env=environ, capture_output=True, text=True)
+        words = [*command, "--export", names, "--", "x"]
+        return subprocess.run(words, env=environ, capture_output=True, text=True)
 
     for names, problem in (
         ("A=b", "not 'A=b'"),
@@ -111,7 +113,7 @@ def test_names_of_exported_variables_are_checked(tmp_path, system):
 
 @pytest.mark.parametrize("system", ["pbs", "slurm"])
 def test_job_scripts_ignore_cdpath(tmp_path, system):
-    """With it, cd prints where it goes, and the job would look for a script of two lines."""
+    """With CDPATH, cd prints the directory, so the name of the script would have two lines."""
     environ = os.environ | {"CDPATH": f"{ROOT}:/", "OPTIMUS_DATA": "/bin/true"}
     command = [f"scripts/{system}/data.sh", "--dry-run", "--", "x"]
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
@@ -119,16 +121,16 @@ def test_job_scripts_ignore_cdpath(tmp_path, system):
 
 
 @pytest.mark.parametrize("system", ["pbs", "slurm"])
-def test_what_could_only_fail_in_the_queue_is_not_submitted(tmp_path, system):
+def test_job_that_cannot_run_is_not_submitted(tmp_path, system):
     script = ROOT / "scripts" / system / "data.sh"
-    for given, told in (
+    for options, problem in (
         (["--nodes", "7", "--array", "3"], "give --nodes or --array, not both"),
         (["--nodes", "2"], "gone is no program; run scripts/setup.sh, or set OPTIMUS_DATA"),
     ):
         done = subprocess.run(
-            [str(script), *given, "--", "verify", "x"],
+            [str(script), *options, "--", "verify", "x"],
             env=os.environ | {"OPTIMUS_DATA": str(tmp_path / "gone")},
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 2 and told in done.stderr and done.stdout == ""
+        assert done.returncode == 2 and problem in done.stderr and done.stdout == ""

@@ -1,4 +1,4 @@
-"""The permutation is that of its written specification."""
+"""The permutation equals its specification in docs/formats/dataset.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def specified_keys(seed: int, epoch: int) -> list[int]:
 
 
 def specified(n: int, seed: int, epoch: int, i: int) -> int:
-    """docs/formats/dataset.md, "Permutation", word for word in plain integers."""
+    """Return P(i) by docs/formats/dataset.md, "Permutation", in Python integers."""
     bits = max(2, (n - 1).bit_length())
     left_bits = bits // 2
     right_bits = bits - left_bits
@@ -68,11 +68,11 @@ def test_vectors_of_the_page():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 37, 4096, 4097, (1 << 40) + 1])
-def test_equals_its_specification(n):
-    places = np.unique(np.linspace(0, n - 1, 50).astype(np.int64))
-    image = Permutation(n, 123, 4).apply(places)
+def test_permutation_equals_its_specification(n):
+    positions = np.unique(np.linspace(0, n - 1, 50).astype(np.int64))
+    image = Permutation(n, 123, 4).apply(positions)
     assert image.dtype == np.int64
-    assert image.tolist() == [specified(n, 123, 4, int(i)) for i in places]
+    assert image.tolist() == [specified(n, 123, 4, int(i)) for i in positions]
 
 
 def test_all_small_sizes_are_permuted():
@@ -80,7 +80,7 @@ def test_all_small_sizes_are_permuted():
         assert sorted(Permutation(n, 123, 4).apply(np.arange(n)).tolist()) == list(range(n))
 
 
-def test_a_stretch_does_not_depend_on_what_surrounds_it():
+def test_permutation_of_a_range_equals_the_range_of_all():
     whole = Permutation(100_000, 3).apply(np.arange(100_000))
-    part = Permutation(100_000, 3).apply(np.arange(40_000, 90_000).astype(np.uint32))
-    assert np.array_equal(part, whole[40_000:90_000])
+    stretch = Permutation(100_000, 3).apply(np.arange(40_000, 90_000).astype(np.uint32))
+    assert np.array_equal(stretch, whole[40_000:90_000])

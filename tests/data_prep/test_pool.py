@@ -1,4 +1,4 @@
-"""Jobs over processes: results by index, the whole of the progress, errors and kills."""
+"""Jobs in several processes: results, progress, errors and kills."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ def die(context, index, advance):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_results_and_progress(capsys, workers):
+def test_jobs_return_results_by_index_and_report_progress(capsys, workers):
     with Progress("work", 50 * 200, "") as progress:
-        found = run_jobs(square, 3, [*range(49, -1, -1)], workers, progress)
-    assert {index: value for index, (value, _) in found.items()} == {
+        results = run_jobs(square, 3, [*range(49, -1, -1)], workers, progress)
+    assert {index: value for index, (value, _) in results.items()} == {
         i: 3 * i * i for i in range(50)
     }
-    processes = {pid for _, pid in found.values()}
+    processes = {pid for _, pid in results.values()}
     assert processes == {os.getpid()} if workers == 1 else os.getpid() not in processes
     assert "work: 10k/10k" in capsys.readouterr().err
 
 
-def test_the_first_error_ends_the_others():
+def test_first_error_ends_the_other_jobs():
     start = time.monotonic()
     with pytest.raises(DataError, match="number 0"), Progress("work", 1, "") as progress:
         run_jobs(fail_or_wait, None, [1, 0, 2, 3], 2, progress)
     assert time.monotonic() - start < 20
 
 
-def test_a_killed_worker_is_an_error_in_one_line():
+def test_killed_worker_is_an_error():
     with pytest.raises(OptimusError, match="a worker process was killed"):
         run_jobs(die, None, [0, 1], 2, Progress("work", 1, ""))
 
 
-def test_workers_end_with_a_parent_that_is_killed():
-    """Nobody would take their results."""
+def test_workers_end_if_their_parent_is_killed():
+    """No process would read their results."""
     waiting = (fail_or_wait, None, [1, 2], 2, Progress("work", 1, ""))
     command = multiprocessing.get_context("fork").Process(target=run_jobs, args=waiting)
     command.start()
@@ -79,30 +79,32 @@ def test_workers_end_with_a_parent_that_is_killed():
 
 
 def hold_and_die(context, index, advance):
-    """Number 0's process is killed a second after its job, as it holds the lock for taking more."""
-    begun, held = context
+    """Kill the process of job 0 a second after its job, while it has the lock of the job queue."""
+    started, locked = context
     if index == 1:
-        begun.set()
-        assert held.wait(30)
+        started.set()
+        assert locked.wait(30)
         return
     frame = sys._getframe()
-    while "call_queue" not in frame.f_locals:  # of the executor's loop, which called us
+    while (
+        "call_queue" not in frame.f_locals
+    ):  # the loop of the executor, which called this function
         frame = frame.f_back
     lock = frame.f_locals["call_queue"]._rlock
 
     def die():
         lock.acquire()
-        held.set()
+        locked.set()
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert begun.wait(30)
+    assert started.wait(30)
     threading.Thread(target=die, daemon=True).start()
-    assert held.wait(30)
+    assert locked.wait(30)
 
 
-def test_a_worker_that_is_killed_as_all_end_leaves_none_waiting():
-    """The executor waits for all of them, and they for the lock that the dead one holds."""
+def test_worker_killed_at_the_end_leaves_no_worker_waiting():
+    """The executor waits for all workers, and they wait for the lock of the killed worker."""
     fork = multiprocessing.get_context("fork")
     arguments = (hold_and_die, (fork.Event(), fork.Event()), [0, 1], 2, Progress("work", 1, ""))
     command = fork.Process(target=run_jobs, args=arguments)

@@ -1,4 +1,4 @@
-"""Ranks that share work by files alone: shares, waiting, lost ranks, any world afterwards."""
+"""Ranks that share work through files: shares, waiting, lost ranks, and other world sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.data_prep.corpus import refused, run_arguments, tree
 
 
 def start_rank(arguments: list[str], delay_s: float | None = None) -> int:
-    """A forked process that runs the command, and is killed after `delay_s` if that is given."""
+    """Fork a process that runs a command, and that ends after `delay_s` if it is set. Return its
+    process id."""
     pid = os.fork()
     if pid == 0:
         status = 99
@@ -48,25 +49,26 @@ def test_shares_are_complete_and_balanced():
     sizes = [rng.choice([0, 1, 10, 1000, rng.randrange(10**6)]) for _ in range(300)]
     for world in (1, 2, 7, 400):
         shares = [share(sizes, rank, world) for rank in range(world)]
-        assert sorted(item for mine in shares for item in mine) == list(range(300))
-        loads = [sum(sizes[item] for item in mine) for mine in shares]
+        assert sorted(index for shared in shares for index in shared) == list(range(300))
+        loads = [sum(sizes[index] for index in shared) for shared in shares]
         best = max(sum(sizes) / world, max(sizes))
         assert max(loads) <= 4 / 3 * best + 300
     assert share([], 0, 3) == []
     assert [len(share([8] + [1] * 8, rank, 2)) for rank in (0, 1)] == [1, 8]
 
 
-def test_the_largest_goes_first():
-    """Dealt in the order of their numbers, the large one would come on top of half of the rest."""
+def test_largest_size_is_assigned_first():
+    """In the order of their numbers, the rank of the large item would also have half of the
+    rest."""
     sizes = [1] * 8 + [8]
     assert [sorted(share(sizes, rank, 2)) for rank in (0, 1)] == [[8], list(range(8))]
 
 
-def test_killed_and_rerun_with_another_world(made, tmp_path):
-    """Three ranks, killed at random moments; then two complete what is missing."""
+def test_killed_ranks_continue_with_another_world_size(made, tmp_path):
+    """Three ranks are killed at random times. Then two ranks complete the work."""
     out, rng = tmp_path / "data", random.Random(3)
     killed = 0
-    for _ in range(12):  # ranks that lose another end before their own time
+    for _ in range(12):  # a rank also ends early if another rank is lost
         arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
         ranks = [
             start_rank([*arguments, "--rank", str(rank)], 0.05 + 0.2 * rng.random())
@@ -76,12 +78,12 @@ def test_killed_and_rerun_with_another_world(made, tmp_path):
         killed += sum(status == -signal.SIGALRM for status in ended)
         if killed >= 6:
             break
-        if not any(ended):  # done too soon
+        if not any(ended):  # the ranks ended before the kills
             shutil.rmtree(out)
     assert killed >= 6
     arguments = run_arguments(made.text, made.tokenizer, out, "--world", "2")
     assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(2)]) == [0] * 2
-    assert main(run_arguments(made.text, made.tokenizer, out)) == 0  # sweeps what was left
+    assert main(run_arguments(made.text, made.tokenizer, out)) == 0  # removes temporary files
     assert tree(out) == tree(made.data)
 
 
@@ -91,15 +93,15 @@ def test_rank_without_the_others_does_its_share_and_names_the_remedy(
 ):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
-    given = [*arguments, "--rank", str(rank)]
+    command = [*arguments, "--rank", str(rank)]
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.cli.options.team_of", lambda args: Team(rank, 3, 0.1))
-        assert main(given) == 5
+        assert main(command) == 5
     error = capsys.readouterr().err.splitlines()[-1]
     assert "of other ranks in" in error and "run the same command again on all ranks" in error
     assert any((out / "tokens").glob("unit-*.json")) and not (out / "manifest.json").exists()
     assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
-    assert main(arguments[:-2]) == 0  # sweeps what was left
+    assert main(arguments[:-2]) == 0  # removes temporary files
     assert tree(out) == tree(made.data)
 
 
@@ -110,7 +112,7 @@ def test_patience_is_refused_with_the_remedy(command, capsys):
     assert "run the same command again on all ranks" in error
 
 
-def test_damaged_files_are_made_again_by_their_ranks(made, tmp_path):
+def test_ranks_make_missing_and_damaged_files_again(made, tmp_path):
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     (out / "tokens" / "unit-00003.npy").unlink()
@@ -121,7 +123,7 @@ def test_damaged_files_are_made_again_by_their_ranks(made, tmp_path):
     assert tree(out) == tree(made.data)
 
 
-def test_a_rank_that_asks_for_something_else_is_refused(made, tmp_path, capsys):
+def test_rank_with_other_options_is_refused(made, tmp_path, capsys):
     out = tmp_path / "data"
     assert main(run_arguments(made.text, made.tokenizer, out)) == 0
     for option, value in (("--seed", "9"), ("--context", "17"), ("--shard-size", "4096")):
@@ -134,7 +136,7 @@ def test_a_rank_that_asks_for_something_else_is_refused(made, tmp_path, capsys):
 
 
 def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
-    """Once it stops, the rank ends, and does not do the other's item."""
+    """The rank ends when the file stops growing, and does not do the item of the other rank."""
     done: list[int] = []
     other = tmp_path / ".unit.tmp"
     start = time.monotonic()
@@ -149,7 +151,7 @@ def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
         def missing(self) -> list[int]:
             if time.monotonic() - start < 1.0:
                 other.write_bytes(b"x" * int(1000 * (time.monotonic() - start)))
-            return [item for item in (0, 1) if item not in done]
+            return [index for index in (0, 1) if index not in done]
 
         def verify(self) -> list[int]:
             return []
@@ -159,8 +161,8 @@ def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
     assert done == [0] and 1.3 < time.monotonic() - start < 5
 
 
-def test_an_error_of_one_rank_ends_the_others(made, tmp_path):
-    """At once, in one line; and the command continues once the input is corrected."""
+def test_error_of_a_rank_ends_the_other_ranks(made, tmp_path):
+    """They end with one line. The command continues after the input is corrected."""
     text, out = tmp_path / "text", tmp_path / "data"
     shutil.copytree(made.text, text)
     lines = (text / "a.jsonl").read_bytes()
@@ -177,7 +179,7 @@ def test_an_error_of_one_rank_ends_the_others(made, tmp_path):
     unit = [first <= index < stop for first, stop in plan.units].index(True)
     sizes = list(map(plan.unit_bytes, range(len(plan.units))))
     failing = next(rank for rank in range(3) if unit in share(sizes, rank, 3))
-    for _ in range(2):  # the second time, marks of the first lie there
+    for _ in range(2):  # the second run finds marks of the first
         waiting = [start(rank) for rank in range(3) if rank != failing]
         for rank in waiting:
             assert "tokenize" in rank.stderr.readline()  # its share is done
@@ -188,7 +190,7 @@ def test_an_error_of_one_rank_ends_the_others(made, tmp_path):
             assert f"error: rank {failing} failed: {text}/a.jsonl:" in line
             assert rank.returncode == 5
     (out / ".failed-rank-1.elsewhere.1.abc.tmp").write_text("of another machine, once")
-    (text / "a.jsonl").write_bytes(lines + b"\n\n")  # of the size that was planned
+    (text / "a.jsonl").write_bytes(lines + b"\n\n")  # has the planned size
     assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
     assert not list(out.glob(".failed*"))
 
@@ -202,37 +204,37 @@ def test_rank_zero_acts_and_others_wait():
     assert made == ["first"]
 
 
-def test_leftovers_of_other_machines_stay_for_a_day(tmp_path):
-    own = files.temporary_name(tmp_path / "a.b.npy")
+def test_temporary_files_of_other_machines_are_kept_for_a_day(tmp_path):
+    local = files.temporary_name(tmp_path / "a.b.npy")
     host = os.uname().nodename.replace(".", "-")[:24]
-    theirs = tmp_path / own.name.replace(f".{host}.", ".elsewhere.")
+    remote = tmp_path / local.name.replace(f".{host}.", ".elsewhere.")
     old = tmp_path / ".old.elsewhere.1.abc.tmp"
-    for path in (own, theirs, old):
+    for path in (local, remote, old):
         path.write_bytes(b"half")
     os.utime(old, (0, time.time() - 90_000))
-    assert files.is_temporary_of_this_host(own) and not files.is_temporary_of_this_host(theirs)
+    assert files.is_temporary_of_this_host(local) and not files.is_temporary_of_this_host(remote)
     with working_in(tmp_path):
-        assert {path.name for path in tmp_path.iterdir()} == {theirs.name, ".lock"}
-    assert [path.name for path in tmp_path.iterdir()] == [theirs.name]
+        assert {path.name for path in tmp_path.iterdir()} == {remote.name, ".lock"}
+    assert [path.name for path in tmp_path.iterdir()] == [remote.name]
 
 
-def test_who_may_read_a_directory_cannot_stop_a_run(tmp_path):
-    """Its lock is a file for this user alone, and a lock on the directory has no effect."""
+def test_reader_of_a_directory_cannot_stop_a_run(tmp_path):
+    """The lock is a file that only this user may read. A lock of the directory has no effect."""
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with working_in(tmp_path):
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
         (tmp_path / ".lock").chmod(0o644)
-        with working_in(tmp_path):  # of a run that begins after a chmod -R
+        with working_in(tmp_path):  # of a run that starts after a chmod -R
             assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
     os.close(fd)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_that_is_held_too_long_ends_a_run_in_one_line(tmp_path, monkeypatch):
+def test_lock_that_stays_locked_ends_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(workspace, "_LOCK_S", 0.1)
-    with open(tmp_path / ".lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         with (
             pytest.raises(
                 DataError, match=r"\.lock: another process has locked it for 0\.1 s; end"
@@ -242,8 +244,8 @@ def test_a_lock_that_is_held_too_long_ends_a_run_in_one_line(tmp_path, monkeypat
             pass
 
 
-def test_a_run_goes_on_where_its_lock_is_not_its_own(tmp_path):
-    """It removes nothing then that another run may be writing."""
+def test_run_with_a_foreign_lock_file_removes_nothing(tmp_path):
+    """Another run may be writing the temporary files."""
     secret, mine = tmp_path / "secret", files.temporary_name(tmp_path / "a.npy")
     for path in (secret, mine):
         path.write_bytes(b"half")
@@ -263,8 +265,8 @@ def test_a_run_goes_on_where_its_lock_is_not_its_own(tmp_path):
         assert not mine.exists()
 
 
-def test_a_run_that_waits_takes_the_lock_that_has_the_name(tmp_path):
-    """The last run removes the file: whoever waited for that one locks the next."""
+def test_waiting_run_locks_the_file_that_has_the_name(tmp_path):
+    """The last run removes the file. A run that waited for it locks the next file."""
     path = tmp_path / ".lock"
     first, second = workspace._Lock(path), workspace._Lock(path)
     assert first.is_alone()
@@ -280,12 +282,12 @@ def test_a_run_that_waits_takes_the_lock_that_has_the_name(tmp_path):
     assert not path.exists()
 
 
-def test_options_and_environment(monkeypatch):
+def test_rank_comes_from_options_or_environment(monkeypatch):
     from data_prep.cli.commands import _parser
 
     def team(*words: str) -> tuple[int, int]:
-        found = team_of(_parser().parse_args(["shard", "X", *words]))
-        return found.rank, found.world
+        parsed = team_of(_parser().parse_args(["shard", "X", *words]))
+        return parsed.rank, parsed.world
 
     for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "SLURM_PROCID", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -296,13 +298,13 @@ def test_options_and_environment(monkeypatch):
     assert team() == (3, 4)
 
 
-def test_a_rank_tells_of_a_file_whose_name_is_no_utf8(made, tmp_path, capfd):
-    """The error stays its own, in one line, and reaches the others."""
+def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, capfd):
+    """The rank reports its error, and the others read it in the mark."""
     out, text = tmp_path / "out", tmp_path / "text"
     text.mkdir()
     (text / os.fsdecode(b"b\xff.jsonl")).write_text("{bad\n")
-    given = run_arguments(text, made.tokenizer, out, "--world", "2")
-    assert main([*given, "--rank", "0"]) == 2
+    command = run_arguments(text, made.tokenizer, out, "--world", "2")
+    assert main([*command, "--rank", "0"]) == 2
     assert "invalid JSON" in capfd.readouterr().err.splitlines()[-1]
     (mark,) = out.glob(".failed-rank-0.*")
     assert "b\\udcff.jsonl:1: invalid JSON" in mark.read_text()

@@ -1,4 +1,4 @@
-"""Every damage has a repair that `verify` names; following it gives the same bytes again."""
+"""`verify` names a repair for each damage, and the repair restores the same bytes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def damage(path, how: str) -> None:
         path.unlink()
 
 
-def follow(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> None:
-    """Do what `verify` says until it says nothing: at most twice, for a file that all others are
-    found by is repaired first. `commands` are those that made what verify calls by its name."""
+def follow_repairs(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> None:
+    """Do the repairs of `verify` at most twice, until there is no damage: a file that names the
+    others is repaired first. `commands` has the commands that made each directory."""
     for _ in range(2):
         lines = [line.partition("; repair: ")[2] for line in verify(Path(dataset))]
         elsewhere = [re.fullmatch("optimus-data verify (.+), or the .+", line) for line in lines]
-        for out in {os.path.normpath(found[1]) for found in elsewhere if found}:
-            follow(out, commands)
+        for out in {os.path.normpath(match[1]) for match in elsewhere if match}:
+            follow_repairs(out, commands)
         repairs = [line.partition("; then ") for line in lines if "; then " in line]
         for remove in dict.fromkeys(remove for remove, _, _ in repairs):
             subprocess.run(shlex.split(remove), check=True)
@@ -41,8 +41,8 @@ def follow(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> 
             if command.startswith("optimus-data "):
                 assert main(shlex.split(command)[1:]) == 0, command
                 continue
-            found = re.fullmatch(r"the same optimus-data (.+) command that made (.+)", command)
-            kind, out = found.groups()
+            match = re.fullmatch(r"the same optimus-data (.+) command that made (.+)", command)
+            kind, out = match.groups()
             for words in commands[out]:
                 assert words[0] in kind and ("--fused" in words) == ("--fused" in kind), command
                 assert main(words) == 0, (command, words)
@@ -51,7 +51,7 @@ def follow(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> 
 
 @pytest.fixture
 def kinds(all_kinds):
-    """The same, as they were after each test."""
+    """The data sets of `all_kinds`, which are restored after each test."""
     base, _ = all_kinds
     before = tree(base)
     yield all_kinds
@@ -64,11 +64,11 @@ def kinds(all_kinds):
 
 @pytest.fixture(scope="module")
 def all_kinds(made, tmp_path_factory):
-    """Data sets made in each way, with the commands that made each."""
+    """Folder with data sets of all kinds, and the commands that made each."""
     base = tmp_path_factory.mktemp("kinds")
     text = base / "text"
     shutil.copytree(made.text, text)
-    (text / "bad.txt").write_bytes(b"\xff")  # so that there is a quarantine.jsonl
+    (text / "bad.txt").write_bytes(b"\xff")  # makes a quarantine.jsonl
     more = ["--on-error", "quarantine", "--unit-size", "40000", "--context", "32"]
     plain = run_arguments(text, made.tokenizer, base / "plain", *more)
     fused = run_arguments(text, made.tokenizer, base / "fused", *more, "--fused")
@@ -103,27 +103,27 @@ FILES = {
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, names in FILES.items() for name in names]
 )
-def test_the_repair_that_is_named_gives_the_same_bytes(kinds, kind, name):
-    """Of a flipped and of a missing file."""
+def test_repair_of_verify_restores_the_bytes(kinds, kind, name):
+    """After a flipped bit in each file, and after its removal."""
     base, commands = kinds
     before = tree(base)
     for how in ("flipped", "gone"):
         damage(base / kind / name, how)
-        follow(base / kind, commands)
+        follow_repairs(base / kind, commands)
         assert tree(base) == before, how
 
 
-def test_a_token_array_of_a_blend_is_repaired_where_it_is(kinds):
+def test_token_array_of_a_blend_is_repaired_in_its_source(kinds):
     base, commands = kinds
     before = tree(base)
     flip(base / "plain" / "tokens" / "unit-00001.npy", 0.5)
     (line,) = verify(base / "blend")
     assert f"; repair: optimus-data verify {base / 'blend/../plain'}, or" in line
-    follow(base / "blend", commands)
+    follow_repairs(base / "blend", commands)
     assert tree(base) == before
 
 
-def test_import_is_named_as_what_made_the_arrays(made, tmp_path):
+def test_repair_of_imported_arrays_names_import(made, tmp_path):
     import numpy as np
 
     ids = np.array([5, 6, 7, 0] * 200, "<u2")
@@ -135,7 +135,7 @@ def test_import_is_named_as_what_made_the_arrays(made, tmp_path):
     assert main(["shard", str(out)]) == 0
     before = tree(out)
     flip(out / "tokens" / "unit-00000.npy", 0.5)
-    follow(out, {str(out): [words]})
+    follow_repairs(out, {str(out): [words]})
     assert tree(out) == before
 
 
@@ -145,8 +145,8 @@ def test_import_is_named_as_what_made_the_arrays(made, tmp_path):
 )
 @pytest.mark.parametrize("at", [20, 0.7])
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_start_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, workers):
-    """Header or content; sizes are checked by tests of kills."""
+def test_run_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, workers):
+    """In the header or the content. Tests of kills check wrong sizes."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     flip(out / name, at)
@@ -155,7 +155,7 @@ def test_a_start_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, wor
     assert at == 20 or f"{out / name}: its content is damaged" in capfd.readouterr().err
 
 
-def test_a_start_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):
+def test_run_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):
     base, commands = kinds
     before = tree(base)
     flip(base / "fused" / "shards" / "shard-00001.npy", 0.5)
@@ -164,44 +164,42 @@ def test_a_start_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):
     assert tree(base) == before
 
 
-def test_shards_are_not_made_of_a_damaged_token_array(made, tmp_path, capsys, monkeypatch):
-    """Neither at the check of a start, nor where that reads a sample without the damage."""
+def test_shards_are_not_made_from_a_damaged_token_array(made, tmp_path, capsys, monkeypatch):
+    """Neither if the check at the start detects the damage, nor if its sample does not have it."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     shard = out / "shards" / "shard-00001.npy"
     for array in (out / "tokens").glob("unit-?????.npy"):
         flip(array, 0.5)
     shard.unlink()
-    for told in ("unit-0000", "shard-00001.npy: made again, it differs"):
+    for needle in ("unit-0000", "shard-00001.npy: made again, it differs"):
         assert main(["shard", str(out), "--workers", "1"]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
-        assert told in error and f"optimus-data verify {out} names the repair" in error
+        assert needle in error and f"optimus-data verify {out} names the repair" in error
         assert not shard.exists()
         shard.with_suffix(".json").unlink(missing_ok=True)  # the manifest knows the hash too
         monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
 
 
-def test_a_start_reads_a_sample_of_large_output_and_points_to_verify(
-    made, tmp_path, capsys, monkeypatch
-):
-    """Damage outside the sample of one start is found by another."""
+def test_start_of_a_run_checks_a_sample_and_names_verify(made, tmp_path, capsys, monkeypatch):
+    """The samples of several starts differ, so a later start detects the damage."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     monkeypatch.setattr(token_set, "HASH_BYTES", 10_000)
     flip(out / "shards" / "shard-00001.npy", 0.5)
-    found = []
+    detected = []
     for seed in range(40):
         monkeypatch.setattr(token_set, "_SEED", bytes([seed]))
         assert main(["shard", str(out), "--workers", "1"]) == 0
         error = capsys.readouterr().err
         assert f"optimus-data verify {out} reads all" in error
-        found.append("damaged" in error)
-        if found[-1]:
+        detected.append("damaged" in error)
+        if detected[-1]:
             break
-    assert found[-1] and tree(out) == tree(made.data)
+    assert detected[-1] and tree(out) == tree(made.data)
 
 
-def test_verify_prints_the_repair_as_json_too(made, tmp_path, capsys):
+def test_verify_prints_repairs_in_json(made, tmp_path, capsys):
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     (out / "manifest.json").unlink()
@@ -211,13 +209,13 @@ def test_verify_prints_the_repair_as_json_too(made, tmp_path, capsys):
     assert line.endswith(f"; repair: rm -f {manifest}; then optimus-data shard {out}")
 
 
-def test_what_was_not_finished_has_no_repair(made, tmp_path):
+def test_unfinished_data_set_has_no_repair(made, tmp_path):
     shutil.copytree(made.data / "tokens", tmp_path / "data" / "tokens")
     (line,) = verify(tmp_path / "data")
     assert "is not finished; make it with optimus-data run" in line and "repair" not in line
 
 
-def test_a_file_larger_than_what_is_hashed_at_a_start_is_checked_alone():
+def test_sample_has_a_large_file_alone():
     large = token_set.HASH_BYTES + 1
     assert token_set.sample([large]) == {0}
     assert len(token_set.sample([large, large])) == 1
@@ -227,8 +225,8 @@ def test_a_file_larger_than_what_is_hashed_at_a_start_is_checked_alone():
     assert token_set.sample(sizes, "a") != token_set.sample(sizes, "b")
 
 
-def test_no_repair_removes_files_of_a_linked_folder(made, tmp_path):
-    """Token arrays that a link leads to may belong to another data set."""
+def test_repair_removes_no_file_of_a_linked_folder(made, tmp_path):
+    """Token arrays at the target of a link may belong to another data set."""
     dataset = tmp_path / "data"
     shutil.copytree(made.data, dataset)
     shutil.move(dataset / "tokens", tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""Checkpoints within a unit: a kill costs what came since the last, and changes no byte."""
+"""Checkpoints within a unit: a kill loses the work after the last, and changes no byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
-    """Large files, alone and sharing a unit, with checkpoints after every 3 kB."""
+    """Large files, alone in a unit or with others, with a checkpoint after each 3 kB."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     rng = random.Random(6)
     folder = tmp_path / "text"
@@ -41,52 +41,53 @@ def arguments(text: Path, made, out: Path) -> list[str]:
     return run_arguments(text, made.tokenizer, out, "--unit-size", "30000")
 
 
-def parts(out: Path) -> list[str]:
+def checkpoint_names(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "tokens").glob("*.part-*"))
 
 
-def test_kills_at_every_commit_change_no_byte(made, text, tmp_path):
+def test_kills_at_each_commit_change_no_byte_of_units_with_checkpoints(made, text, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(arguments(text, made, whole)) == 0
-    assert not parts(whole)
-    kills, most = killed_until_done(arguments(text, made, out), lambda: len(parts(out)))
-    assert kills > 20 and most >= 5
+    assert not checkpoint_names(whole)
+    kills, largest = killed_until_done(
+        arguments(text, made, out), lambda: len(checkpoint_names(out))
+    )
+    assert kills > 20 and largest >= 5
     assert tree(out) == tree(whole)
 
 
-def test_what_stands_is_not_encoded_again(made, text, tmp_path, monkeypatch):
+def test_documents_before_a_checkpoint_are_not_encoded_again(made, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    given = arguments(text, made, out)
-    assert run_killed_at(given, 12, before=False) == -signal.SIGKILL
-    stood = len(parts(out))
-    assert stood >= 4
+    command = arguments(text, made, out)
+    assert run_killed_at(command, 12, before=False) == -signal.SIGKILL
+    assert len(checkpoint_names(out)) >= 4
     encoded: list[str] = []
     real = Encoder.encode
     monkeypatch.setattr(
         Encoder, "encode", lambda self, texts: encoded.extend(texts) or real(self, texts)
     )
-    assert main(given) == 0
+    assert main(command) == 0
     lines = (text / "a.jsonl").read_text().splitlines()
     first = [json.loads(line)["text"] for line in lines[:10]]
     assert not set(first) & set(encoded[:20])
 
 
-def test_an_input_changed_behind_a_checkpoint_is_refused(made, text, tmp_path, capfd):
+def test_input_changed_after_a_checkpoint_is_refused(made, text, tmp_path, capfd):
     out = tmp_path / "out"
-    given = arguments(text, made, out)
-    assert run_killed_at(given, 10, before=False) == -signal.SIGKILL and parts(out)
+    command = arguments(text, made, out)
+    assert run_killed_at(command, 10, before=False) == -signal.SIGKILL and checkpoint_names(out)
     data = (text / "a.jsonl").read_bytes()
     (text / "a.jsonl").write_bytes(data.replace(b"abc", b"acb").replace(b"de", b"ed"))
-    assert main(given) == 2
+    assert main(command) == 2
     assert "a.jsonl: changed since" in capfd.readouterr().err
 
 
-def test_a_damaged_checkpoint_does_not_count_nor_one_of_another_version(tmp_path, monkeypatch):
+def test_damaged_and_foreign_checkpoints_are_ignored(tmp_path, monkeypatch):
     checkpoints = Segments(tmp_path, 0, "plan")
     for number in range(3):
         checkpoints.save({"n": number}, [b"x" * number, b"yz"])
-    found = list(Segments(tmp_path, 0, "plan").read())
-    assert found == [({"n": n}, [b"x" * n, b"yz"]) for n in range(3)]
+    states = list(Segments(tmp_path, 0, "plan").read())
+    assert states == [({"n": n}, [b"x" * n, b"yz"]) for n in range(3)]
     assert not list(Segments(tmp_path, 0, "other").read())
     with monkeypatch.context() as later:
         later.setattr(writer, "_VERSION", 3)
@@ -100,8 +101,8 @@ def test_a_damaged_checkpoint_does_not_count_nor_one_of_another_version(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_kill_while_they_are_forgotten(tmp_path, monkeypatch):
-    """Whatever is left is found by the next."""
+def test_kill_during_the_removal_of_checkpoints(tmp_path, monkeypatch):
+    """The next removal removes the files that are left."""
     for kills in range(4):
         checkpoints = Segments(tmp_path, 0, "plan")
         for number in range(4):
@@ -124,22 +125,24 @@ def test_a_kill_while_they_are_forgotten(tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
 
 
-def test_what_a_quarantine_set_aside_ends_a_run_that_is_to_fail(made, text, tmp_path, capfd):
-    """Also where only checkpoints of it stand."""
+def test_run_without_quarantine_fails_on_quarantined_input(made, text, tmp_path, capfd):
+    """Also if only checkpoints have the quarantined input."""
     out = tmp_path / "out"
     lines = (text / "a.jsonl").read_text()
     (text / "a.jsonl").write_text("no JSON\n" + lines)
-    given = arguments(text, made, out)
-    assert run_killed_at([*given, "--on-error", "quarantine"], 10, before=False) == -signal.SIGKILL
-    assert parts(out) and not list((out / "tokens").glob("unit-*.json"))
+    command = arguments(text, made, out)
+    assert (
+        run_killed_at([*command, "--on-error", "quarantine"], 10, before=False) == -signal.SIGKILL
+    )
+    assert checkpoint_names(out) and not list((out / "tokens").glob("unit-*.json"))
     capfd.readouterr()
-    assert main(given) == 2
+    assert main(command) == 2
     assert "a.jsonl:1: invalid JSON" in capfd.readouterr().err.splitlines()[-1]
-    assert main([*given, "--on-error", "quarantine"]) == 0
+    assert main([*command, "--on-error", "quarantine"]) == 0
 
 
-def test_a_damaged_input_takes_its_checkpoints_along(made, tmp_path):
-    """They may hold some of it; what is left of the others is saved again by the next."""
+def test_checkpoints_of_a_damaged_input_are_removed(made, tmp_path):
+    """They may have documents of the input. The next checkpoint has all documents of the others."""
     with open(tmp_path / "array", "wb") as file:
         array = TokenArrayWriter(file, 400, "uint16", 0, packed=False)
         encoder, checkpoints = Encoder(made.tokenizer), Segments(tmp_path, 0, "plan")
@@ -157,24 +160,26 @@ def test_a_damaged_input_takes_its_checkpoints_along(made, tmp_path):
     assert state["set_aside"] == [{"input": 1, "line": 3, "reason": "cut"}]
 
 
-def test_an_earlier_input_of_the_unit_changed_behind_a_checkpoint(
+def test_earlier_input_of_a_unit_changed_after_a_checkpoint_is_refused(
     made, tmp_path, monkeypatch, capfd
 ):
-    """Of the same size: only its hash tells."""
+    """The size is the same, so only the hash has changed."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
     folder = tmp_path / "text"
     folder.mkdir()
     for name in "abcd":
         (folder / f"{name}.txt").write_text(f"text of {name} " * 30)
-    given = arguments(folder, made, tmp_path / "out")
-    assert run_killed_at(given, 8, before=False) == -signal.SIGKILL and parts(tmp_path / "out")
+    command = arguments(folder, made, tmp_path / "out")
+    assert run_killed_at(command, 8, before=False) == -signal.SIGKILL and checkpoint_names(
+        tmp_path / "out"
+    )
     (folder / "a.txt").write_text("tixt of a " * 30)
-    assert main(given) == 2
+    assert main(command) == 2
     assert "a.txt: changed since" in capfd.readouterr().err
 
 
-def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkeypatch):
-    """Killed at every commit; what stands is not encoded again."""
+def test_table_continues_within_a_row_group(made, tmp_path, monkeypatch):
+    """After a kill at each commit."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -188,22 +193,22 @@ def test_a_table_goes_on_in_the_middle_of_a_group_of_rows(made, tmp_path, monkey
     assert parquet.ParquetFile(folder / "a.parquet").num_row_groups == 4
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main(arguments(folder, made, whole)) == 0
-    stood = set()
+    offsets = set()
 
-    def look() -> int:
+    def read_offsets() -> int:
         for checkpoint in (out / "tokens").glob("*.part-*"):
             data = checkpoint.read_bytes()
             head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            stood.add(head["state"]["start"]["offset"])
-        return len(stood)
+            offsets.add(head["state"]["start"]["offset"])
+        return len(offsets)
 
-    assert killed_until_done(arguments(folder, made, out), look)[1] > 5
-    assert any(row % 90 for row in stood), "behind rows within a group"
+    assert killed_until_done(arguments(folder, made, out), read_offsets)[1] > 5
+    assert any(row % 90 for row in offsets), "a checkpoint is within a group"
     assert tree(out) == tree(whole)
 
 
-def test_tokenizing_without_duplicates_keeps_its_progress(made, text, tmp_path):
-    """Each life makes as many commits, far fewer than the unit has checkpoints."""
+def test_removal_of_duplicates_continues_after_kills(made, text, tmp_path):
+    """Each run is killed after 10 commits, far fewer than the unit has checkpoints."""
     lines = [json.loads(line) for line in (text / "a.jsonl").read_text().splitlines()]
     lines = [{**line, "id": number % (len(lines) - 1)} for number, line in enumerate(lines)]
     for path in text.iterdir():
@@ -211,10 +216,10 @@ def test_tokenizing_without_duplicates_keeps_its_progress(made, text, tmp_path):
     (text / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     more = ["--on-error", "quarantine"]
     assert main([*arguments(text, made, tmp_path / "whole"), *more]) == 0
-    out, life = tmp_path / "out", 0
-    given = [*arguments(text, made, out), *more]
-    while run_killed_at(given, 10, before=False) == -signal.SIGKILL:
-        life += 1
-        assert life < 30, "no progress"
-    assert life > 3
+    out, kills = tmp_path / "out", 0
+    command = [*arguments(text, made, out), *more]
+    while run_killed_at(command, 10, before=False) == -signal.SIGKILL:
+        kills += 1
+        assert kills < 30, "no progress"
+    assert kills > 3
     assert tree(out) == tree(tmp_path / "whole")

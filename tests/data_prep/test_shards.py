@@ -1,4 +1,4 @@
-"""Shards: the specified instances in the specified order, whatever the memory; tails accounted."""
+"""Shards: the specified instances in the specified order with any memory, and their tails."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from tests.data_prep.corpus import CONTEXT, peak_memory, run_arguments, run_kill
 
 
 def concatenation(dataset: Path, carry: bool, context: int = CONTEXT) -> np.ndarray:
-    """The instances of a data set before they are shuffled, read in the plainest way."""
-    parts = []
+    """Return the instances of a data set before the shuffle, [N, C], read with numpy."""
+    arrays = []
     for unit in range(len(read_order(dataset).units)):
         tokens = np.load(array_path(dataset / read_order(dataset).tokens_dir, unit))
-        parts.append(tokens if carry else tokens[: len(tokens) // context * context])
-    flat = np.concatenate(parts)
+        arrays.append(tokens if carry else tokens[: len(tokens) // context * context])
+    flat = np.concatenate(arrays)
     return flat[: len(flat) // context * context].reshape(-1, context)
 
 
-@pytest.mark.parametrize(("part", "carry"), [("", False), ("eval", True)])
-def test_rows_are_the_permuted_instances(made, part, carry):
-    dataset = made.data / part
+@pytest.mark.parametrize(("folder", "carry"), [("", False), ("eval", True)])
+def test_rows_are_the_permuted_instances(made, folder, carry):
+    dataset = made.data / folder
     source = concatenation(dataset, carry)
     order = Permutation(len(source), 5).apply(np.arange(len(source)))
     assert np.array_equal(shards(dataset), source[order])
 
 
-def test_tails_are_accounted_for(made, tmp_path):
+def test_manifest_accounts_for_tails(made, tmp_path):
     manifest = json.loads((made.data / "manifest.json").read_text())
     order = read_order(made.data)
     assert manifest["tails"] == [unit.tokens % CONTEXT for unit in order.units]
@@ -58,7 +58,7 @@ def test_tails_are_accounted_for(made, tmp_path):
 
 
 @pytest.mark.parametrize("carry", [False, True])
-def test_another_context_needs_no_second_tokenizing(made, tmp_path, carry):
+def test_shuffle_to_another_context_uses_the_token_arrays(made, tmp_path, carry):
     more = ["--carry-tails"] if carry else []
     out = str(tmp_path / "new")
     assert main(["shuffle", str(made.data), "--to", out, "--context", "400", *more]) == 0
@@ -73,8 +73,10 @@ def test_another_context_needs_no_second_tokenizing(made, tmp_path, carry):
 @pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("dense", [0, 4, 1 << 40])
 @pytest.mark.parametrize("window_bytes", [1, 100, 4096, 1 << 20])
-def test_strategies_give_the_same_rows(made, tmp_path, monkeypatch, carry, dense, window_bytes):
-    """Read row by row, by short windows, or by whole arrays."""
+def test_gatherer_reads_the_same_rows_by_any_strategy(
+    made, tmp_path, monkeypatch, carry, dense, window_bytes
+):
+    """Rows are read separately, in windows, or as complete arrays."""
     monkeypatch.setattr(gather_module, "_DENSE", dense)
     more = ["--carry-tails"] if carry else []
     assert main(["shuffle", str(made.data), "--to", str(tmp_path), "--context", "37", *more]) == 0
@@ -87,8 +89,8 @@ def test_strategies_give_the_same_rows(made, tmp_path, monkeypatch, carry, dense
         assert gatherer.rows(asked[:0], out[:0]).shape == (0, 37)
 
 
-def test_instances_longer_than_arrays(tmp_path, made):
-    """With carried tails an instance may span several arrays, empty ones among them."""
+def test_instances_may_span_several_arrays(tmp_path, made):
+    """With carried tails, also across empty arrays."""
     for number, text in enumerate(["one two", "", "three", "", "six " * 50, "x", "y", "z " * 50]):
         (tmp_path / f"{number}.txt").write_text(text)
     out = tmp_path / "out"
@@ -104,8 +106,8 @@ def test_instances_longer_than_arrays(tmp_path, made):
         assert np.array_equal(stored, source[order])
 
 
-def test_memory_is_bounded(made, tmp_path):
-    """Peak memory of a process that shards 96 MB, with one large shard and --memory 125MB."""
+def test_sharding_keeps_its_memory(made, tmp_path):
+    """A process shards 96 MB to one shard with --memory 125MB."""
     tokens = np.random.default_rng(0).integers(1, 400, 48_000_000, dtype=np.uint16)
     tokens[4999::5000] = 0
     np.save(tmp_path / "a.npy", tokens)
@@ -120,7 +122,7 @@ def test_memory_is_bounded(made, tmp_path):
         (tmp_path / "out" / "manifest.json").unlink()
 
 
-def test_memory_for_all_workers_and_the_line_that_says_there_is_less(made, tmp_path, capsys):
+def test_line_says_that_memory_is_too_small_for_all_workers(made, tmp_path, capsys):
     assert memory_for(4) == 2 * 10**9
     for workers in (16, 32):
         wanted = memory_for(workers)
@@ -130,13 +132,13 @@ def test_memory_for_all_workers_and_the_line_that_says_there_is_less(made, tmp_p
     shutil.rmtree(tmp_path / "out" / "shards")
     capsys.readouterr()
     assert main(["shard", str(tmp_path / "out"), "--workers", "3", "--memory", "330MB"]) == 0
-    told = capsys.readouterr().err
-    assert "optimus-data: shard: 2 of 3 workers, for more do not fit in --memory 330MB; " in told
+    message = capsys.readouterr().err
+    assert "optimus-data: shard: 2 of 3 workers, for more do not fit in --memory 330MB; " in message
     assert main(["shard", str(tmp_path / "out"), "--workers", "2", "--memory", "330MB"]) == 0
     assert "do not fit" not in capsys.readouterr().err
 
 
-def test_memory_is_divided():
+def test_memory_is_divided_among_workers_that_shard():
     assert divide_memory(2 * 10**9, 2)[0] == 2
     workers, block = divide_memory(10**9, 4)
     assert workers == 4 and workers * (block + PROCESS_BYTES) + PROCESS_BYTES <= 10**9
@@ -149,15 +151,15 @@ def test_memory_is_divided():
     assert divide_memory(115 * 10**6, 1, 4 * 10**6)[0] == 1
 
 
-def test_no_manifest_stands_while_shards_of_another_order_are_written(made, tmp_path):
+def test_manifest_is_removed_while_shards_of_another_order_are_written(made, tmp_path):
     out = tmp_path / "out"
-    given = run_arguments(made.text, made.tokenizer, out)
-    assert main(given) == 0
+    command = run_arguments(made.text, made.tokenizer, out)
+    assert main(command) == 0
     before = tree(out)
     (out / "order.json").unlink()
-    assert main(given) == 0 and tree(out) == before, "the same order makes the same data set"
-    for place in (out, out / "eval"):
-        (place / "order.json").unlink()
+    assert main(command) == 0 and tree(out) == before, "the same order makes the same data set"
+    for folder in (out, out / "eval"):
+        (folder / "order.json").unlink()
     shuffle = ["shuffle", str(out), "--context", str(CONTEXT), "--seed", "99"]
     assert run_killed_at(shuffle, 1, before=False) == -signal.SIGKILL
     assert (out / "order.json").exists() and not (out / "manifest.json").exists()
@@ -169,7 +171,7 @@ def test_no_manifest_stands_while_shards_of_another_order_are_written(made, tmp_
     assert main(["shard", str(out), "--workers", "1"]) == 0 and list(verify(out)) == []
 
 
-def test_a_shard_is_durable_before_its_name_and_its_name_before_its_mark(
+def test_shard_is_synced_before_its_rename_and_the_rename_before_its_mark(
     made, tmp_path, monkeypatch
 ):
     shuffle = ["shuffle", str(made.data), "--to", str(tmp_path), "--context", "16"]
@@ -191,21 +193,21 @@ def test_a_shard_is_durable_before_its_name_and_its_name_before_its_mark(
     final = sorted((tmp_path / "shards").glob("*.npy"))
     assert len(final) > 2
     for path in final:
-        (at,) = (place for place, (_, new) in enumerate(events) if new == path)
-        assert events[at - 1] == (events[at][0], path.stat().st_size), "content before its name"
-        assert events[at + 1][0] == path.parent, "the name before what follows"
+        (at,) = (index for index, (_, new) in enumerate(events) if new == path)
+        assert events[at - 1] == (events[at][0], path.stat().st_size), "content before the rename"
+        assert events[at + 1][0] == path.parent, "the rename before the next file"
         (mark,) = (
-            place for place, (_, new) in enumerate(events) if new == path.with_suffix(".json")
+            index for index, (_, new) in enumerate(events) if new == path.with_suffix(".json")
         )
         assert mark > at
 
 
-def test_memory_is_that_of_the_control_group(tmp_path, monkeypatch):
+def test_usable_memory_is_the_limit_of_the_control_group(tmp_path, monkeypatch):
     physical = memory.usable_memory()
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN", own := tmp_path / "own")
+    monkeypatch.setattr(memory, "_OWN", cgroup_file := tmp_path / "own")
     for lines, path in (("0::/job/step", "job"), ("3:cpu:/\n4:memory:/a/b", "memory/a")):
-        own.write_text(lines + "\n")
+        cgroup_file.write_text(lines + "\n")
         folder = tmp_path / path
         folder.mkdir(parents=True)
         name = "memory.max" if path == "job" else "memory.limit_in_bytes"
@@ -215,7 +217,7 @@ def test_memory_is_that_of_the_control_group(tmp_path, monkeypatch):
         assert memory.usable_memory() == 123456789
 
 
-def test_default_shard_size():
+def test_default_shard_size_is_a_64th_within_limits():
     assert rows_of_shard(100, 512, 0) * 512 == 4 << 20
     assert rows_of_shard(1 << 20, 1 << 10, 0) << 10 == 16 << 20
     assert rows_of_shard(1 << 30, 8 << 10, 0) * (8 << 10) == 1 << 30

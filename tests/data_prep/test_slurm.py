@@ -1,4 +1,4 @@
-"""The job script under a real Slurm with two nodes where one is installed, else without one."""
+"""The job script under a real Slurm with two nodes, if it is installed, and without Slurm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_slurm = pytest.mark.skipif(
 
 
 def under_slurm(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
-    """The command under a Slurm of two nodes that ends with it."""
+    """Run a command under a new Slurm of two nodes, which ends with the command."""
     return subprocess.run(
         [str(SLURM), "--nodes", "2", "--keep", str(tmp_path / "slurm"), "--", *command],
         cwd=tmp_path,
@@ -36,29 +36,29 @@ def under_slurm(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
 
 
 def processes_of(state: Path) -> list[str]:
-    """Command lines that name this directory."""
-    found = []
+    """Return the command lines of processes that contain the name of a directory."""
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if str(state).encode() in words:
-            found.append(words.replace(b"\0", b" ").decode(errors="replace"))
-    return found
+            commands.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return commands
 
 
 @needs_slurm
-def test_two_nodes_have_names_of_their_own_and_nothing_stays(tmp_path):
-    told = "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS on $SLURMD_NODENAME; exit 7"
-    done = under_slurm(tmp_path, "srun", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", told)
+def test_nodes_have_different_names_and_no_process_is_left(tmp_path):
+    script = "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS on $SLURMD_NODENAME; exit 7"
+    done = under_slurm(tmp_path, "srun", "--nodes=2", "--ntasks-per-node=2", "bash", "-c", script)
     lines = [f"{rank} of 4 on n{1 + rank // 2}" for rank in range(4)]
     assert (done.returncode, sorted(done.stdout.split("\n")[:-1])) == (7, lines), done.stderr
     assert processes_of(tmp_path / "slurm") == []
 
 
 @needs_slurm
-def test_a_signal_ends_it_all(tmp_path):
+def test_signal_ends_all_processes_of_slurm(tmp_path):
     state = tmp_path / "slurm"
     command = [str(SLURM), "--keep", str(state), "--", "bash", "-c", "echo up; sleep 100"]
     environ = os.environ | {"PATH": PATH}
@@ -71,8 +71,8 @@ def test_a_signal_ends_it_all(tmp_path):
 
 
 @needs_slurm
-def test_jobs_that_are_cancelled_and_killed_write_the_same(tmp_path):
-    """Two nodes; then cancelled half-way and completed by an array of two."""
+def test_cancelled_and_killed_jobs_write_the_same_bytes(tmp_path):
+    """On two nodes, and with a cancelled job that an array of two jobs completes."""
     drill = [sys.executable, str(ROOT / "scripts" / "drills" / "data_slurm.py")]
     done = under_slurm(tmp_path, *drill, "--files", "120", "--cases", "tasks,nodes,cancel")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,7 +80,7 @@ def test_jobs_that_are_cancelled_and_killed_write_the_same(tmp_path):
     assert "units done, completed by an array of 2" in done.stdout
 
 
-def test_a_machine_without_slurm_is_told_so(tmp_path):
+def test_machine_without_slurm_exits_with_69(tmp_path):
     (tmp_path / "bash").symlink_to(shutil.which("bash"))
     environ = os.environ | {"PATH": str(tmp_path)}
     done = subprocess.run([str(SLURM), "--", "true"], env=environ, capture_output=True, text=True)
@@ -89,16 +89,16 @@ def test_a_machine_without_slurm_is_told_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("words", "message"),
     [
         (["--nodes", "0", "--", "true"], "--nodes and --cpus are whole numbers above 0"),
         (["--speed", "9", "--", "true"], "unknown option --speed; the command comes after --"),
         (["--nodes", "2"], "no command; give it after --"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(given, told):
-    done = subprocess.run([str(SLURM), *given], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"slurm.sh: {told}\n")
+def test_wrong_options_are_refused(words, message):
+    done = subprocess.run([str(SLURM), *words], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"slurm.sh: {message}\n")
 
 
 SRUN = """#!/bin/bash
@@ -110,9 +110,8 @@ for job in $(jobs -p); do wait "$job" || exit 1; done
 """
 
 
-def test_the_job_script_without_slurm(made, tmp_path):
-    """What it would submit, and the script as the job runs it, with an srun that sets what
-    Slurm's does."""
+def test_job_script_with_a_replacement_of_srun_writes_the_same_bytes(made, tmp_path):
+    """The replacement sets the variables of Slurm's srun. Dry runs print the commands."""
     out, program = tmp_path / "data", install(tmp_path / "optimus data", "data_prep.cli")
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)

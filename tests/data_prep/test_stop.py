@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at any moment: one line, exit status 130, nothing left, and it can go on."""
+"""Ctrl-C and SIGTERM at any time: one line, exit status 130, no temporary file, and resuming."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.exit(main())
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:
-    """A command in a session of its own, from the moment that its own code handles signals."""
+    """Start a command in a new session. Return its process when it handles signals."""
     process = subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
@@ -51,7 +51,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for a signal."""
+    """Return whether a process has a handler for a signal."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
@@ -67,7 +67,8 @@ def session_is_empty(session: int) -> bool:
 
 
 def assert_stopped(process: subprocess.Popen[str], name: str) -> str:
-    """It ended with 130 and one line of its own beside progress, and no process of it is left."""
+    """Assert that a process ended with 130 and one line in addition to progress, and that its
+    session is empty. Return the line."""
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     lines = [line for line in error.splitlines() if line.startswith("optimus-data: ")]
@@ -78,9 +79,9 @@ def assert_stopped(process: subprocess.Popen[str], name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_at_any_moment_ends_with_one_line(made, tmp_path, name):
-    """From the first moment that this program's code runs: during imports, in workers, at the
-    end. Signals go to all processes, as a terminal and a scheduler send them, or to the first."""
+def test_signal_at_any_time_ends_a_run_with_a_line(made, tmp_path, name):
+    """During imports, in workers and at the end. Signals are sent to all processes, as by a
+    terminal and a scheduler, or to the first."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--workers", "2")
     number, stopped = getattr(signal, name), 0
@@ -89,7 +90,7 @@ def test_a_signal_at_any_moment_ends_with_one_line(made, tmp_path, name):
         time.sleep(delay_s)
         if process.poll() is None:
             (os.killpg if moment % 2 else os.kill)(process.pid, number)
-        if process.wait(60) == 0:  # it was done before
+        if process.wait(60) == 0:  # the run ended before the signal
             process.communicate()
             continue
         stopped += 1
@@ -100,7 +101,7 @@ def test_a_signal_at_any_moment_ends_with_one_line(made, tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "workers"), [("SIGINT", "2"), ("SIGTERM", "1")])
-def test_a_signal_while_a_file_is_written(made, tmp_path, name, workers):
+def test_signal_during_a_write_leaves_no_temporary_file(made, tmp_path, name, workers):
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--workers", workers)
     words = ["-c", SIGNAL_AT_COMMIT, "7", name, *arguments]
@@ -110,17 +111,18 @@ def test_a_signal_while_a_file_is_written(made, tmp_path, name, workers):
     assert main(arguments) == 0 and tree(out) == tree(made.data)
 
 
-def test_a_signal_during_a_long_call_of_a_library_does_not_wait(made):
-    """As training a tokenizer is: Python runs no handler in the main thread before it returns."""
+def test_signal_during_a_long_call_of_a_library_ends_the_run(made):
+    """As the training of a tokenizer. Python calls no handler in the main thread before the
+    return."""
     code = "import hashlib, sys; from data_prep import cli; "
     code += "from data_prep.cli import commands; "
-    # Minutes of one call, which takes the rest of the test's patience many times over.
+    # A call of minutes, much longer than the test waits.
     code += "long = lambda: hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000); "
     code += "commands.run_command = lambda argv: (print('begins', flush=True), long()); "
     code += "sys.exit(cli.main())"
     process = start(["-c", code])
     assert process.stdout.readline() == "begins\n"
-    time.sleep(0.3)  # for the call itself
+    time.sleep(0.3)  # until the call has started
     process.send_signal(signal.SIGINT)
     assert_stopped(process, "Ctrl-C")
 
@@ -134,8 +136,8 @@ LIBRARY_WORK = {
 
 
 @pytest.mark.parametrize("work", LIBRARY_WORK)
-def test_a_signal_while_the_tokenizers_library_works_prints_its_line(made, work):
-    """In an encode, and while a child process tries a tokenizer."""
+def test_signal_during_work_of_the_tokenizers_library_prints_its_line(made, work):
+    """While the library encodes, and while a child process checks a tokenizer."""
     code = "import sys, time; from data_prep import cli; from data_prep.cli import commands\n"
     code += "from data_prep.tokenizer import tokenizer\n"
     code += f"def work(argv):\n{LIBRARY_WORK[work]}"
@@ -146,8 +148,8 @@ def test_a_signal_while_the_tokenizers_library_works_prints_its_line(made, work)
     assert_stopped(process, "SIGTERM")
 
 
-def test_an_ignored_interrupt_stays_ignored(made):
-    """As of a command that nohup or a shell's `&` started."""
+def test_ignored_interrupt_is_still_ignored(made):
+    """As in a command that was started by nohup or by `&` of a shell."""
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     code += "from data_prep.cli import main; sys.exit(main())"
     process = start(["-c", code, "stats", str(made.data)])
@@ -156,8 +158,9 @@ def test_an_ignored_interrupt_stays_ignored(made):
     assert process.returncode == 0, error
 
 
-def test_a_reader_that_goes_away_does_not_end_a_run(made, tmp_path):
-    """`optimus-data run ... 2>&1 | head -1`: all is written, and 141 says that nobody read it."""
+def test_closed_output_does_not_end_a_run(made, tmp_path):
+    """As with `optimus-data run ... 2>&1 | head -1`: all files are written, and the status is
+    141."""
     out = tmp_path / "data"
     read, write = os.pipe()
     os.close(read)

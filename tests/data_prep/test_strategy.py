@@ -1,4 +1,4 @@
-"""How the way of reading is chosen."""
+"""The choice between the strategies `gather` and `bucket`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from data_prep.shuffle import gather
 from data_prep.shuffle.order import read_order
 
 
-def test_auto_chooses_by_what_reading_costs(made, monkeypatch, capsys):
+def test_auto_strategy_depends_on_the_cost_of_reads(made, monkeypatch, capsys):
     order = read_order(made.data)
 
     def choose(team=ALONE, run_rows=1000, how="auto") -> str:
@@ -17,7 +17,7 @@ def test_auto_chooses_by_what_reading_costs(made, monkeypatch, capsys):
     monkeypatch.setattr(gather, "usable_memory", lambda: 100)
     monkeypatch.setattr(gather, "random_read_cost", lambda *_: 3.5)
     assert choose() == "bucket" and choose(Team(0, 2)) == "gather"
-    assert choose(run_rows=16) == "gather", "2.6 rows of a run in a shard"
+    assert choose(run_rows=16) == "gather", "a run has 2.6 rows per shard"
     assert capsys.readouterr().err == ""
     assert choose(run_rows=16, how="bucket") == "bucket"
     assert "bucket reads pieces of 2.6 rows here" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A token array while it is written: every id checked, and what was taken back is gone."""
+"""A token array during writing: ids are checked, and dropped inputs are removed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ids_outside_the_vocabulary_are_refused(array):
 
 
 def test_eos_within_a_document_is_refused(array):
-    """One too many as well as one too few: documents end at EOS, and nowhere else."""
+    """Documents end at EOS, so EOS may not be at another position."""
     for text in ([EOS], [1, EOS], [EOS, EOS, 2]):
         with pytest.raises(DataError, match="returned the EOS id for plain text"):
             array.append([ids(*text)], [(0, 0)])
@@ -44,18 +44,18 @@ def test_eos_within_a_document_is_refused(array):
             array.extend(ids(*text))
 
 
-def test_where_eos_stands_in_a_text_is_told(array):
+def test_eos_within_a_document_is_refused_with_its_line(array):
     with pytest.raises(DataError, match="^b.txt:3: the tokenizer returned the EOS id"):
         array.append([ids(1), ids(EOS)], [(0, 1), (0, 3)], (), ["b.txt:1", "b.txt:3"])
     with pytest.raises(DataError, match="^b.txt:4: the tokenizer returned the EOS id"):
         array.extend(ids(EOS), "b.txt:4")
 
 
-def test_a_document_written_in_parts_equals_one_written_at_once(array):
+def test_document_written_in_sections_equals_a_document_written_at_once(array):
     array.append([ids(1, 2, 3), ids(4)], [(0, 1), (0, 2)])
     at_once = array.checkpoint()
-    for part in (ids(1, 2), ids(3)):
-        array.extend(part)
+    for section in (ids(1, 2), ids(3)):
+        array.extend(section)
     array.close(0, 1)
     array.extend(ids(4))
     array.close(0, 2)
@@ -64,18 +64,18 @@ def test_a_document_written_in_parts_equals_one_written_at_once(array):
     assert np.frombuffer(rows, "<i8").reshape(-1, 3).tolist() == [[10, 0, 1], [12, 0, 2]]
 
 
-def test_the_checkpoint_behind_a_dropped_input_holds_all_that_is_left(array, tmp_path):
+def test_checkpoint_after_a_dropped_input_has_all_other_documents(array, tmp_path):
     array.append([ids(1, 2), ids(3)], [(0, 1), (0, 2)])
     array.checkpoint()
     array.append([ids(4)], [(1, 1)])
     array.checkpoint()
     array.drop_input(1)
     array.append([ids(5)], [(2, 1)])
-    tokens, rows, own = array.checkpoint()
+    tokens, rows, id_hashes = array.checkpoint()
     assert np.frombuffer(rows, "<i8").reshape(-1, 3).tolist() == [[3, 0, 1], [5, 0, 2], [7, 2, 1]]
     packed = type(array._store).__name__ == "PackedStore"
     with open(tmp_path / "again", "wb") as file:
         again = TokenArrayWriter(file, VOCAB, "uint16", EOS, packed)
-        again.restore(tokens, rows, own)
+        again.restore(tokens, rows, id_hashes)
         assert (again.tokens, again.documents) == (array.tokens, array.documents) == (7, 3)
         assert again.finish() == array.finish()

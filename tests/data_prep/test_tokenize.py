@@ -1,4 +1,4 @@
-"""Token arrays: ids equal to the library's, document by document, and the held-out rule."""
+"""Token arrays: the ids of each document are those of the library; the held-out rule."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.data_prep.corpus import EOS, documents, run_arguments
 
 
 def stored_documents(dataset: Path) -> list[tuple[str, int, list[int]]]:
-    """(file, line, ids with EOS) of every document in a data set's token arrays."""
+    """Return file, line and ids with EOS of each document in the token arrays of a data set."""
     plan, _, records = read_token_set(dataset / "tokens")
-    found = []
+    stored = []
     for unit in range(len(records)):
         tokens = np.load(array_path(dataset / "tokens", unit))
         start = 0
         for end, source, line in read_docs(dataset / "tokens", unit).tolist():
-            found.append((plan.inputs[source].name, line, tokens[start:end].tolist()))
+            stored.append((plan.inputs[source].name, line, tokens[start:end].tolist()))
             start = end
         assert start == len(tokens)
-    return found
+    return stored
 
 
-def test_ids_equal_the_library_document_by_document(made):
+def test_stored_ids_of_each_document_are_the_librarys(made):
     tokenizer = Tokenizer.from_file(str(made.tokenizer))
     tokenizer.encode_special_tokens = True
     eos = tokenizer.token_to_id(EOS)
@@ -55,7 +55,7 @@ def test_held_out_threshold_is_exact():
 
 
 def word_tokenizer(path: Path, size: int) -> None:
-    """`size` ids, the last of which is the word `last`; EOS is id 0."""
+    """Write a tokenizer of `size` words, of which the last is `last`. EOS has id 0."""
     vocab = {EOS: 0, **{f"w{i}": i for i in range(1, size - 1)}, "last": size - 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -77,8 +77,8 @@ def test_dtype_follows_the_vocabulary(tmp_path, size, dtype):
     assert (manifest["dtype"], manifest["vocab_size"]) == (dtype, size)
 
 
-def test_truncation_padding_and_templates_of_the_file_are_ignored(tmp_path, made):
-    """They belong to inference; here they would lose text or add tokens."""
+def test_truncation_padding_and_templates_of_a_tokenizer_are_ignored(tmp_path, made):
+    """They are for inference. In training data they would remove text or add tokens."""
     tokenizer = Tokenizer.from_file(str(made.tokenizer))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=64)
@@ -91,7 +91,7 @@ def test_truncation_padding_and_templates_of_the_file_are_ignored(tmp_path, made
     assert stored_documents(out) == stored_documents(made.data)
 
 
-def test_eos_is_found_or_named(tmp_path):
+def test_eos_is_recognised_by_name_or_set_by_option(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<eos>": 2, "<end>": 3}, "a"))
     path = tmp_path / "tokenizer.json"
     tokenizer.add_special_tokens(["</s>"])
@@ -111,7 +111,7 @@ def test_eos_is_found_or_named(tmp_path):
         read_facts(path)
 
 
-def test_units_are_runs_of_files(made):
+def test_units_are_consecutive_files_of_limited_size(made):
     plan: TokenPlan = read_token_set(made.data / "tokens")[0]
     assert [stop for _, stop in plan.units[:-1]] == [first for first, _ in plan.units[1:]]
     assert (plan.units[0][0], plan.units[-1][1]) == (0, len(plan.inputs))

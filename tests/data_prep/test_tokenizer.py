@@ -1,4 +1,4 @@
-"""Tokenizer files that try to take all time or memory as they are opened."""
+"""Tokenizer files that take much time or memory when they are opened."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_added_token_that_fills_memory_at_loading_is_refused(tmp_path, monkeypat
 
 
 def test_normalizer_with_an_escaped_key_is_checked(tmp_path):
-    """And one after the model, which replaces the first one."""
+    """Also a normalizer after the model, which replaces the first."""
     path = write(tmp_path / "tokenizer.json", lambda tree: tree | {"added_tokens": []})
     bomb = json.dumps({"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 99})
     for key in (r"n\u006frmalizer", "normalizer"):
@@ -74,7 +74,7 @@ def test_normalizer_with_an_escaped_key_is_checked(tmp_path):
             open_tokenizer(changed)
 
 
-def test_model_is_left_out_of_the_check_of_the_steps(tmp_path):
+def test_check_of_the_steps_does_not_load_the_model(tmp_path):
     content = write(tmp_path / "tokenizer.json").read_bytes()
     assert b"merges" in content and len(module._without_model(content)) < len(content)
     vocabulary = content.replace(b'"vocab": {', b'"vocab": {"decoder": 2, ')

@@ -1,4 +1,4 @@
-"""Training a tokenizer: bounded memory, and a target that is tried first."""
+"""Training of a tokenizer: limited memory, checked output, damaged input."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def train(source: Path, out: Path, *more: str) -> list[str]:
     return [*words, *more]
 
 
-def test_it_holds_no_file_of_text(tmp_path):
-    """36 MB of JSON lines in 18 MB of memory beside what 8 MB take."""
+def test_memory_of_training_does_not_depend_on_file_sizes(tmp_path):
+    """36 MB of JSON lines take at most 18 MB of memory more than 8 MB."""
     lines = [
         json.dumps({"text": f"{number} " + ("abcdefgh" * 40 + " ") * 8}) for number in range(100)
     ]
     small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
-    small.write_text("\n".join(lines * 30))  # more than is held at a time
+    small.write_text("\n".join(lines * 30))  # more than is in memory at a time
     large.write_text("\n".join(lines * 140))
 
     def peak(source: Path, *more: str) -> int:
@@ -33,20 +33,20 @@ def test_it_holds_no_file_of_text(tmp_path):
         assert peak(large, *more) - base < 18e6 < large.stat().st_size
 
 
-def test_its_target_is_tried_first(tmp_path, capsys):
+def test_impossible_output_of_training_is_refused_first(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text " * 99)
     (tmp_path / "file").write_text("x")
-    for out, told in (
+    for out, needle in (
         (tmp_path, "is a directory; name a file"),
         (tmp_path / "file" / "t.json", "t.json' cannot be made: "),
     ):
-        error = refused(capsys, train(tmp_path / "a.txt", out), told)
+        error = refused(capsys, train(tmp_path / "a.txt", out), needle)
         assert "tmp" not in error.replace(str(out), "")
     assert main(train(tmp_path / "a.txt", tmp_path / "new" / "t.json")) == 0
 
 
-def test_none_of_a_damaged_file_counts(tmp_path):
-    """Set aside, it is as if it were not there, though its first half could be read."""
+def test_quarantined_file_does_not_change_the_tokenizer(tmp_path):
+    """Also if its first half can be read."""
     (tmp_path / "a.txt").write_text("some text " * 99)
     packed = gzip.compress(b"quite other words " * 9999)
     assert main(train(tmp_path, tmp_path / "out" / "one.json")) == 0
@@ -54,18 +54,20 @@ def test_none_of_a_damaged_file_counts(tmp_path):
     more = ["--on-error", "quarantine", "--exclude", "*.json"]
     assert main(train(tmp_path, tmp_path / "out" / "two.json", "--exclude", "*.json")) == 2
     assert main(train(tmp_path, tmp_path / "out" / "two.json", *more)) == 0
-    one, two = ((tmp_path / "out" / name).read_bytes() for name in ("one.json", "two.json"))
-    assert one == two
+    expected, trained = (
+        (tmp_path / "out" / name).read_bytes() for name in ("one.json", "two.json")
+    )
+    assert expected == trained
 
 
-def test_a_long_text_that_changes_while_it_is_read_is_one_line(tmp_path, capsys, monkeypatch):
+def test_long_text_that_changes_during_reading_is_refused(tmp_path, capsys, monkeypatch):
     text, survey = tmp_path / "a.txt", documents.survey
     text.write_text("some text " * 1_000_000)
 
     def survey_then_change(stream):
-        found = survey(stream)
+        result = survey(stream)
         text.write_bytes(text.read_bytes()[:-1] + b"\xff")
-        return found
+        return result
 
     monkeypatch.setattr(documents, "survey", survey_then_change)
     refused(capsys, train(text, tmp_path / "t.json"), "a.txt: changed while it was read: ")

@@ -1,4 +1,4 @@
-"""Damage of every file is found and named."""
+"""Damage of each file is detected, and the file is named."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def copy(made, tmp_path):
     return tmp_path / "data"
 
 
-def test_a_good_data_set_is_whole(made, capsys):
+def test_verify_of_a_valid_data_set_reports_no_damage(made, capsys):
     assert list(verify(made.data)) == []
     assert main(["verify", str(made.data), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer == {"dataset": str(made.data), "whole": True, "damage": []}
 
 
-def test_a_flipped_bit_in_any_file_is_found(copy):
+def test_flipped_bit_in_each_file_is_detected(copy):
     rng = random.Random(0)
     for name, content in tree(copy).items():
-        place, bit = rng.randrange(len(content)), rng.randrange(8)
+        position, bit = rng.randrange(len(content)), rng.randrange(8)
         damaged = bytearray(content)
-        damaged[place] ^= 1 << bit
+        damaged[position] ^= 1 << bit
         (copy / name).write_bytes(damaged)
-        found = list(verify(copy))
-        assert found and all(str(copy) in line for line in found), name
-        assert any(str(copy / name) in line for line in found), (name, found)
+        lines = list(verify(copy))
+        assert lines and all(str(copy) in line for line in lines), name
+        assert any(str(copy / name) in line for line in lines), (name, lines)
         (copy / name).write_bytes(content)
     assert list(verify(copy)) == []
 
 
 @pytest.mark.parametrize("how", ["truncate", "extend", "remove"])
-def test_a_wrong_size_of_any_file_is_found(copy, how):
+def test_wrong_size_of_each_file_is_detected(copy, how):
     for name, content in tree(copy).items():
         if how == "remove":
             (copy / name).unlink()
@@ -57,15 +57,15 @@ def test_a_wrong_size_of_any_file_is_found(copy, how):
         (copy / name).write_bytes(content)
 
 
-def test_every_bit_of_a_checked_json_counts(tmp_path):
+def test_flipped_bit_of_a_checked_json_is_detected(tmp_path):
     path = tmp_path / "x.json"
     content = files.checked_json({"format": "f", "version": 1, "n": 12})
     path.write_bytes(content)
     assert read_checked_json(path, "f")["n"] == 12
-    for place in range(len(content)):
+    for position in range(len(content)):
         for bit in range(8):
             damaged = bytearray(content)
-            damaged[place] ^= 1 << bit
+            damaged[position] ^= 1 << bit
             path.write_bytes(damaged)
             with pytest.raises(DataError, match="damaged"):
                 read_checked_json(path, "f")
@@ -76,14 +76,14 @@ def test_every_bit_of_a_checked_json_counts(tmp_path):
 
 
 def rewritten(path, **changes):
-    """The checked JSON at `path` with other values and a good hash."""
+    """Rewrite a checked JSON file with other values and a valid hash."""
     value = json.loads(path.read_text())
     del value["self_xxh3"]
     write_checked_json(path, value | changes)
 
 
-def test_ids_outside_the_vocabulary_are_found(copy):
-    """Even where all hashes are right."""
+def test_ids_outside_the_vocabulary_are_detected(copy):
+    """Also if all hashes are valid."""
     shard = copy / "shards" / "shard-00000.npy"
     content = bytearray(shard.read_bytes())
     content[-2:] = b"\xff\xff"
@@ -97,13 +97,13 @@ def test_ids_outside_the_vocabulary_are_found(copy):
     assert line.startswith(f"{shard}: holds id 65535, outside the vocabulary of 400; repair: ")
 
 
-def test_a_wrong_count_is_found(copy):
+def test_wrong_count_is_detected(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
     rewritten(copy / "manifest.json", num_instances=manifest["num_instances"] + 1)
     assert any("num_instances" in line for line in verify(copy))
 
 
-def test_another_data_set_in_the_folder_of_the_held_out_part_is_found(copy):
+def test_other_data_set_in_the_folder_for_held_out_data_is_detected(copy):
     manifest = read_manifest(copy)
     held_out = read_manifest(copy / "eval")
     assert resolve._evaluation_path(str(copy)) in ("", str(copy / "eval"))
@@ -122,7 +122,7 @@ def test_another_data_set_in_the_folder_of_the_held_out_part_is_found(copy):
     assert held_out.tokenizer_sha256 == manifest.tokenizer_sha256 and list(verify(copy)) == []
 
 
-def test_exit_status(copy, capsys):
+def test_verify_exits_with_1_for_damage_and_2_for_no_data_set(copy, capsys):
     shard = copy / "eval" / "shards" / "shard-00000.npy"
     shard.write_bytes(shard.read_bytes()[:-2])
     assert main(["verify", str(copy), "--json"]) == 1
