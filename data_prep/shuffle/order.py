@@ -189,9 +189,8 @@ class Order(InShards):
         """Return the number of tokens at the end of each unit that are in no instance."""
         tails = [unit.tokens - unit.kept for unit in self.units]
         left = sum(unit.kept for unit in self.units) % self.context
-        for number in reversed(
-            range(len(self.units))
-        ):  # carried tails: the end of the concatenation
+        # With carried tails, the dropped tokens are at the end of the concatenated units.
+        for number in reversed(range(len(self.units))):
             dropped = min(left, self.units[number].kept)
             tails[number] += dropped
             left -= dropped
