@@ -96,6 +96,32 @@ def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + f"{text:<{length - 1}}\n".encode()
 
 
+def require_npy(path: Path, size: int, *headers: bytes) -> None:
+    """Check the size and the header of a .npy file.
+
+    Args:
+        path: The file.
+        size: Its size in bytes.
+        headers: The headers that it may have.
+
+    Raises:
+        DataError: the file is missing.
+        DamageError: the file has another size or header.
+    """
+    actual = os.path.getsize(path) if path.exists() else None
+    if actual != size:
+        kind = DataError if actual is None else DamageError
+        raise kind(f"{path}: has size {actual}, not the {size} of its sidecar")
+    require_header(path, *headers)
+
+
+def require_header(path: Path, *headers: bytes) -> None:
+    """Raise DamageError if a .npy file does not begin with one of these headers."""
+    with files.open_regular(path) as file:
+        if file.read(HEADER_BYTES) not in headers:
+            raise DamageError(f"{path}: its header is damaged")
+
+
 def read_bytes(path: str | os.PathLike, limit_bytes: int = ARRAY_BYTES) -> bytes:
     """Return the content of a file. Raises DataError if it cannot be read or is larger."""
     try:

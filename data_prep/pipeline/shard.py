@@ -43,13 +43,12 @@ from data_prep.shuffle.gather import (
 )
 from data_prep.shuffle.order import Order
 from data_prep.tokenize.plan import TokenPlan
-from data_prep.tokenize.store import array_path
+from data_prep.tokenize.store import plain_arrays
 from data_prep.tokenize.token_set import (
     Promise,
     are_whole,
     damaged,
     read_token_set,
-    require_header,
     sample,
     say_sample,
 )
@@ -250,15 +249,12 @@ class ShardTask:
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
     """Raise DamageError if a token array of the order is damaged."""
     for source in order.sources:
-        tokens_dir, promised = dataset / source.tokens_dir, []
-        for number, unit in enumerate(source.units):
-            path = array_path(tokens_dir, number)
-            if path.exists():  # else it is packed
-                promised.append(Promise(path, unit.xxh3))
+        paths = plain_arrays(dataset / source.tokens_dir, range(len(source.units)))
+        promised = [Promise(path, source.units[unit].xxh3) for unit, path in paths.items()]
         chosen = sample([file.path.stat().st_size for file in promised])
-        if paths := damaged(promised[index] for index in sorted(chosen)):
+        if wrong := damaged(promised[index] for index in sorted(chosen)):
             raise DamageError(
-                f"{paths[0]}: its content is damaged (hash differs), and shards would be made of "
+                f"{wrong[0]}: its content is damaged (hash differs), and shards would be made of "
                 f"it; optimus-data verify {dataset} names the repair"
             )
 
@@ -296,7 +292,7 @@ def read_shard_record(
     size = path.stat().st_size if path.exists() else None
     if size != record["size"]:
         raise DataError(f"{path}: has size {size}, not the {record['size']} of its sidecar")
-    require_header(path, layout.npy_header((stop - first, order.context), order.dtype))
+    layout.require_header(path, layout.npy_header((stop - first, order.context), order.dtype))
     return record
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -22,12 +20,12 @@ from data_prep.shuffle.order import Order
 from data_prep.tokenize.duplicates import duplicates_files, read_duplicates
 from data_prep.tokenize.plan import PARTS, TokenPlan, is_import, read_plan
 from data_prep.tokenize.store import (
-    PackedArray,
     array_path,
+    check_array,
     docs_path,
+    has_any_array,
     ids_path,
-    packed_path,
-    sidecar_path,
+    unit_files,
 )
 from data_prep.tokenize.token_set import MARK, read_unit, removed
 from data_prep.tokenizer.tokenizer import read_facts
@@ -40,7 +38,6 @@ _SAME_AS_ORDER = (
     *("tail_tokens", "carry_tails"),
 )
 """Keys that a manifest and its order both have."""
-_ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
 
 
 def verify(dataset: Path) -> Iterator[str]:
@@ -163,8 +160,9 @@ def _makers(dataset: Path) -> str:
 
 def _is_fused(tokens_dir: Path) -> bool:
     """Return whether `--fused` removed the arrays: the mark exists, or no array does."""
-    names = set(os.listdir(tokens_dir)) if tokens_dir.is_dir() else {"unit-00000.npy"}
-    return MARK in names or not any(_ARRAY.fullmatch(name) for name in names)
+    if not tokens_dir.is_dir():
+        return False
+    return (tokens_dir / MARK).exists() or not has_any_array(tokens_dir)
 
 
 def _again(makers: str, out: Path) -> str:
@@ -244,9 +242,7 @@ def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str
             yield f"{error}; {repairs.of_tokens(order, *duplicates_files(tokens_dir))}"
     for number in range(len(order.units)):
         for line in _check_unit(tokens_dir, number, order, plan):
-            unit = [path(tokens_dir, number) for path in (array_path, docs_path, ids_path)]
-            unit += [packed_path(tokens_dir, number), sidecar_path(tokens_dir, number)]
-            yield f"{line}; {repairs.of_tokens(order, *(p for p in unit if p.exists()))}"
+            yield f"{line}; {repairs.of_tokens(order, *unit_files(tokens_dir, number))}"
 
 
 def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) -> Iterator[str]:
@@ -263,28 +259,14 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
     if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
         size = counted(record["array"]["size"], "byte")
         yield f"{array}: cannot hold {counted(unit.tokens, 'token')} in {size}"
-    if has_array and not array.exists():
-        yield from _check_packed(tokens_dir, number, plan.dtype, record["array"])
-    elif has_array:
-        yield from _check_file(array, record["array"]["size"], unit.xxh3)
+    if has_array:
+        try:
+            check_array(tokens_dir, number, plan.dtype, record["array"]["size"], unit.xxh3)
+        except DataError as error:
+            yield str(error)
     yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
     if ids := record.get("ids"):
         yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
-
-
-def _check_packed(
-    tokens_dir: Path, unit: int, dtype: str, promised: Mapping[str, Any]
-) -> Iterator[str]:
-    """Check a packed array, which exists until `run --fused` ends."""
-    path = packed_path(tokens_dir, unit)
-    try:
-        with PackedArray(path, dtype) as packed:
-            if packed.describe() != promised:
-                yield f"{path}: its content is damaged (hash differs)"
-    except DataError as error:
-        yield str(error)
-    except OSError as error:
-        yield f"{path}: cannot be read: {error.strerror}"
 
 
 def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:

@@ -31,7 +31,7 @@ from data_prep.runtime.progress import Progress
 from data_prep.runtime.ranks import Team
 from data_prep.shuffle.blend import BlendOrder
 from data_prep.shuffle.order import Order
-from data_prep.tokenize.store import TokenArrayReader, array_path
+from data_prep.tokenize.store import TokenArrayReader, array_path, plain_arrays
 from optimus.errors import DamageError
 from optimus.io import files
 
@@ -106,22 +106,8 @@ class Gatherer:
                 window = self._reader.read(unit, begin, end).reshape(-1, context)
                 out[rows[first:last]] = window[(offsets[first:last] - begin) // context]
             else:
-                self._read_rows(out, unit, offsets[first:last], rows[first:last])
+                self._reader.read_rows(out, rows[first:last], unit, offsets[first:last])
             first = last
-
-    def _read_rows(self, out: np.ndarray, unit: int, offsets: np.ndarray, rows: np.ndarray) -> None:
-        """Fill out[rows] one by one. The loop is lean: a row costs little more than its read."""
-        fd, size = self._reader.descriptor(unit), self._context * self._dtype.itemsize
-        if fd is None:  # packed: neighbours are in one block
-            for offset, row in zip(offsets.tolist(), rows.tolist(), strict=True):
-                self._reader.read_into(out[row], unit, offset)
-            return
-        begins = HEADER_BYTES + offsets * self._dtype.itemsize
-        for begin, offset, row in zip(
-            begins.tolist(), offsets.tolist(), rows.tolist(), strict=True
-        ):
-            if os.preadv(fd, (out[row],), begin) != size:
-                self._reader.read_into(out[row], unit, offset)
 
 
 class BlendGatherer:
@@ -355,9 +341,9 @@ def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
     row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
-    path = array_path(dataset / source.tokens_dir, unit)
-    if not path.exists():
-        return 1.0  # packed: `bucket` would write the array unpacked, which packing avoids
+    path = plain_arrays(dataset / source.tokens_dir, [unit]).get(unit)
+    if path is None:  # packed: `bucket` would write the array unpacked, which packing avoids
+        return 1.0
     fd = os.open(path, os.O_RDONLY)
     try:
         end = os.fstat(fd).st_size

@@ -14,20 +14,30 @@ the .npy file that it replaces, so that no other file depends on the storage of 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import json
 import os
+import re
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
-from data_prep.layout import HEADER_BYTES, little_endian, npy_header, read_bytes, unit_name
+from data_prep.layout import (
+    DTYPES,
+    HEADER_BYTES,
+    little_endian,
+    npy_header,
+    read_bytes,
+    require_npy,
+    unit_name,
+)
 from optimus.errors import ConfigError, DamageError, DataError
 from optimus.io import files
 
@@ -36,20 +46,6 @@ BLOCK_TOKENS = 8192
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
 _FOOT = struct.Struct("<8sQQ16s")  # magic, frames, tokens, xxh3 of the index
-
-
-def packed_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the packed token array of a unit."""
-    return tokens_dir / f"{unit_name(unit)}.packed"
-
-
-def is_packed(tokens_dir: Path, unit: int, tokens: int) -> bool:
-    """Return whether a complete packed array of `tokens` tokens replaces the array of a unit."""
-    try:
-        with PackedArray(packed_path(tokens_dir, unit), "uint16") as array:
-            return array.tokens == tokens
-    except (OSError, DataError):
-        return False
 
 
 def require_zstd() -> None:
@@ -155,7 +151,7 @@ class PackedStore:
 
 
 class PackedArray:
-    """Reads ids of a packed token array. A context manager; not for two threads."""
+    """Reads ids of a packed token array. A context manager. Threads must not share it."""
 
     def __init__(self, path: Path, dtype: str):
         """Raise DamageError if the file is damaged, and OSError if it is missing."""
@@ -186,6 +182,9 @@ class PackedArray:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def _damaged(self, why: str) -> DamageError:
@@ -201,6 +200,11 @@ class PackedArray:
             ids = ids[begin : begin + len(out) - filled]
             out[filled : filled + len(ids)] = ids
             filled, frame = filled + len(ids), frame + 1
+
+    def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Set out[rows[i]] to the ids from starts[i], for all i."""
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+            self.read_into(out[row], start)
 
     def _frame(self, frame: int) -> np.ndarray:
         if self._last[0] != frame:
@@ -227,12 +231,13 @@ class PackedArray:
 ID_BYTES = 16
 """Bytes of the hash of a document id."""
 _OPEN_FILES = 256
+_ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
 _EOS_IN_TEXT = "the tokenizer returned the EOS id for plain text; name another with --eos"
 
 
-def array_path(tokens_dir: Path, unit: int) -> Path:
+def array_path(tokens_dir: Path, unit: int, packed: bool = False) -> Path:
     """Return the path of the token array of a unit."""
-    return tokens_dir / f"{unit_name(unit)}.npy"
+    return tokens_dir / f"{unit_name(unit)}.{'packed' if packed else 'npy'}"
 
 
 def docs_path(tokens_dir: Path, unit: int) -> Path:
@@ -248,6 +253,63 @@ def ids_path(tokens_dir: Path, unit: int) -> Path:
 def sidecar_path(tokens_dir: Path, unit: int) -> Path:
     """Return the path of the completion mark of a unit, which is written last."""
     return tokens_dir / f"{unit_name(unit)}.json"
+
+
+def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
+    """Return the .npy files of units. Packed arrays are left out: reading them checks them."""
+    paths = {unit: array_path(tokens_dir, unit) for unit in units}
+    return {unit: path for unit, path in paths.items() if path.exists()}
+
+
+def has_any_array(tokens_dir: Path) -> bool:
+    """Return whether a folder has the token array of any unit."""
+    return any(map(_ARRAY.fullmatch, os.listdir(tokens_dir)))
+
+
+def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
+    """Return the existing files of a unit."""
+    paths = [array_path(tokens_dir, unit), docs_path(tokens_dir, unit), ids_path(tokens_dir, unit)]
+    paths += [array_path(tokens_dir, unit, packed=True), sidecar_path(tokens_dir, unit)]
+    return [path for path in paths if path.exists()]
+
+
+def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
+    """Check that the token array of a unit exists, packed or not, and has `tokens` tokens.
+
+    `size` is that of the .npy file. Raises errors as `layout.require_npy`.
+    """
+    path = array_path(tokens_dir, unit)
+    if not path.exists():
+        packed_path = array_path(tokens_dir, unit, packed=True)
+        with contextlib.suppress(OSError, DataError), PackedArray(packed_path, "uint16") as packed:
+            if packed.tokens == tokens:
+                return
+    require_npy(path, size, *(npy_header((tokens,), dtype) for dtype in DTYPES))
+
+
+def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -> None:
+    """Read the token array of a unit, packed or not, and compare it with size and hash.
+
+    Raises:
+        DataError: the array cannot be read.
+        DamageError: the array is damaged.
+    """
+    path = array_path(tokens_dir, unit)
+    packed = array_path(tokens_dir, unit, packed=True)
+    try:
+        if path.exists() or not packed.exists():
+            actual = os.path.getsize(path)
+            if actual != size:
+                raise DamageError(f"{path}: has {actual} bytes instead of {size}")
+            is_whole = files.xxh3_file(path) == xxh3
+        else:
+            path = packed
+            with PackedArray(packed, dtype) as array:
+                is_whole = array.describe() == {"size": size, "xxh3": xxh3}
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if not is_whole:
+        raise DamageError(f"{path}: its content is damaged (hash differs)")
 
 
 class PlainStore:
@@ -451,67 +513,80 @@ def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
     return np.frombuffer(data, np.uint8, offset=HEADER_BYTES).reshape(-1, ID_BYTES)
 
 
+class _PlainArray:
+    """Reads ids of a .npy file."""
+
+    def __init__(self, path: Path, dtype: str):
+        self._path, self._file = path, files.open_regular(path)
+        self._itemsize = little_endian(dtype).itemsize
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fill `out` [n], contiguous, in the dtype of the array, with the ids from `start`."""
+        view = out.view(np.uint8).data
+        offset = HEADER_BYTES + start * self._itemsize
+        while view:
+            count = os.preadv(self._file.fileno(), [view], offset)
+            if count == 0:
+                raise DamageError(f"{self._path}: is shorter than its sidecar says")
+            view, offset = view[count:], offset + count
+
+    def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Set out[rows[i]] to the ids from starts[i], for all i.
+
+        The loop is lean: a row costs little more than its read.
+        """
+        fd, size = self._file.fileno(), out.shape[1] * self._itemsize
+        offsets = (HEADER_BYTES + starts * self._itemsize).tolist()
+        for row, start, offset in zip(rows.tolist(), starts.tolist(), offsets, strict=True):
+            if os.preadv(fd, (out[row],), offset) != size:
+                self.read_into(out[row], start)
+
+
 class TokenArrayReader:
-    """Reads ranges of token arrays into memory of the caller.
+    """Reads ranges of token arrays, packed or not, into memory of the caller.
 
     Files are not mapped, and at most 256 files are open at a time.
     """
 
     def __init__(self, tokens_dir: Path, dtype: str):
-        self._dir = tokens_dir
-        self._name, self._dtype = dtype, little_endian(dtype)
-        self._open: OrderedDict[int, int | PackedArray] = OrderedDict()  # by unit, oldest first
+        self._dir, self._dtype = tokens_dir, dtype
+        self._open: OrderedDict[int, _PlainArray | PackedArray] = OrderedDict()  # oldest first
 
     def close(self) -> None:
         while self._open:
-            self._close_oldest()
-
-    def _close_oldest(self) -> None:
-        oldest = self._open.popitem(last=False)[1]
-        os.close(oldest) if isinstance(oldest, int) else oldest.__exit__()
+            self._open.popitem()[1].close()
 
     def read_into(self, out: np.ndarray, unit: int, start: int) -> None:
         """Fill `out` [n], contiguous, in the dtype of the arrays, with T_unit from `start`."""
-        opened = self._opened(unit)
-        if not isinstance(opened, int):
-            opened.read_into(out, start)
-            return
-        view = out.view(np.uint8).data
-        offset = HEADER_BYTES + start * self._dtype.itemsize
-        while view:
-            count = os.preadv(opened, [view], offset)
-            if count == 0:
-                raise DamageError(
-                    f"{array_path(self._dir, unit)}: is shorter than its sidecar says"
-                )
-            view, offset = view[count:], offset + count
+        self._opened(unit).read_into(out, start)
 
     def read(self, unit: int, start: int, stop: int) -> np.ndarray:
         """Return T_unit[start:stop] as a new array."""
-        out = np.empty(stop - start, self._dtype)
+        out = np.empty(stop - start, little_endian(self._dtype))
         self.read_into(out, unit, start)
         return out
 
-    def descriptor(self, unit: int) -> int | None:
-        """Return a file descriptor of an array, valid until the next call; None if it is packed."""
-        opened = self._opened(unit)
-        return opened if isinstance(opened, int) else None
+    def read_rows(self, out: np.ndarray, rows: np.ndarray, unit: int, starts: np.ndarray) -> None:
+        """Set out[rows[i]], of `out` [R, C], to T_unit[starts[i] : starts[i] + C], for all i."""
+        self._opened(unit).read_rows(out, rows, starts)
 
-    def _opened(self, unit: int) -> int | PackedArray:
-        opened = self._open.pop(unit, None)
-        if opened is None:
+    def _opened(self, unit: int) -> _PlainArray | PackedArray:
+        array = self._open.pop(unit, None)
+        if array is None:
             if len(self._open) == _OPEN_FILES:
-                self._close_oldest()
-            opened = self._open_unit(unit)
-        self._open[unit] = opened
-        return opened
+                self._open.popitem(last=False)[1].close()
+            array = self._open_unit(unit)
+        self._open[unit] = array
+        return array
 
-    def _open_unit(self, unit: int) -> int | PackedArray:
-        packed = packed_path(self._dir, unit)
+    def _open_unit(self, unit: int) -> _PlainArray | PackedArray:
+        packed = array_path(self._dir, unit, packed=True)
         try:
-            with files.open_regular(array_path(self._dir, unit)) as file:
-                return os.dup(file.fileno())
+            return _PlainArray(array_path(self._dir, unit), self._dtype)
         except FileNotFoundError:
             if not packed.exists():
                 raise
-        return PackedArray(packed, self._name)
+        return PackedArray(packed, self._dtype)

@@ -30,8 +30,8 @@ from data_prep.tokenize.store import (
     array_path,
     docs_path,
     ids_path,
-    is_packed,
-    packed_path,
+    plain_arrays,
+    require_array,
     sidecar_path,
 )
 from optimus.errors import DamageError, DataError, counted
@@ -49,13 +49,6 @@ class Promise:
 
     path: Path
     xxh3: str
-
-
-def require_header(path: Path, *headers: bytes) -> None:
-    """Raise DamageError if an array does not begin with one of these headers."""
-    with files.open_regular(path) as file:
-        if file.read(layout.HEADER_BYTES) not in headers:
-            raise DamageError(f"{path}: its header is damaged")
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
@@ -210,32 +203,15 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
     )
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
         raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
-    described: Mapping[str, Any] = record
-    for key, file in (
-        ("array", array_path(tokens_dir, unit)),
-        ("docs", docs_path(tokens_dir, unit)),
-        ("ids", ids_path(tokens_dir, unit)),
-    ):
-        if key not in record or (key == "array" and not has_array):
-            continue
-        size = os.path.getsize(file) if file.exists() else None
-        if key == "array" and size is None and is_packed(tokens_dir, unit, record["tokens"]):
-            continue
-        if size != described[key]["size"]:
-            kind = DataError if size is None else DamageError
-            raise kind(f"{file}: has size {size}, not the {described[key]['size']} of its sidecar")
-        require_header(file, *_headers(key, record))
+    documents = record["documents"]
+    if has_array:
+        require_array(tokens_dir, unit, record["tokens"], record["array"]["size"])
+    header = layout.npy_header((documents, 3), "int64")
+    layout.require_npy(docs_path(tokens_dir, unit), record["docs"]["size"], header)
+    if ids := record.get("ids"):
+        header = layout.npy_header((documents, ID_BYTES), "uint8")
+        layout.require_npy(ids_path(tokens_dir, unit), ids["size"], header)
     return record
-
-
-def _headers(key: str, record: Mapping[str, Any]) -> list[bytes]:
-    """Return the possible headers of a file of a unit. The sidecar has no dtype of the array."""
-    tokens, documents = record["tokens"], record["documents"]
-    if key == "array":
-        return [layout.npy_header((tokens,), dtype) for dtype in ("uint16", "uint32")]
-    if key == "docs":
-        return [layout.npy_header((documents, 3), "int64")]
-    return [layout.npy_header((documents, ID_BYTES), "uint8")]
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> list[Promise]:
@@ -298,8 +274,7 @@ def check_arrays(tokens_dir: Path) -> None:
     The blocks of packed arrays have been checked when they were read. Raises DamageError.
     """
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
-    units = range(len(read_plan(tokens_dir).units))
-    paths = {unit: path for unit in units if (path := array_path(tokens_dir, unit)).exists()}
+    paths = plain_arrays(tokens_dir, range(len(read_plan(tokens_dir).units)))
     with Progress("check token arrays", sum(p.stat().st_size for p in paths.values()), "B") as bar:
         for unit, path in paths.items():
             if files.xxh3_file(path) != read_unit(tokens_dir, unit, plan_xxh3)["array"]["xxh3"]:
@@ -315,8 +290,8 @@ def check_arrays(tokens_dir: Path) -> None:
 def remove_arrays(tokens_dir: Path) -> None:
     """Remove the arrays of a folder that still exist."""
     for unit in range(len(read_plan(tokens_dir).units)):
-        array_path(tokens_dir, unit).unlink(missing_ok=True)
-        packed_path(tokens_dir, unit).unlink(missing_ok=True)
+        for packed in (False, True):
+            array_path(tokens_dir, unit, packed).unlink(missing_ok=True)
 
 
 def unmark_removed(tokens_dir: Path) -> None:

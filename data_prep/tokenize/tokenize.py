@@ -31,7 +31,7 @@ from data_prep.sources.documents import (
     Problem,
 )
 from data_prep.tokenize.plan import PARTS, TokenPlan, held_out_below, tokens_dirs
-from data_prep.tokenize.store import TokenArrayWriter, array_path, packed_path
+from data_prep.tokenize.store import TokenArrayWriter, array_path
 from data_prep.tokenize.token_set import (
     are_whole,
     promises,
@@ -76,10 +76,6 @@ class TokenizeWork:
     def tokens_dir(self) -> Path:
         """Return the folder of token arrays of the training split."""
         return tokens_dirs(self.out, self.plan)[PARTS[0]]
-
-    def array_path(self, folder: Path, unit: int) -> Path:
-        """Return the path at which this work writes the token array of a unit."""
-        return packed_path(folder, unit) if self.packed else array_path(folder, unit)
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ def make_unit(
     checkpoints.remove()
     if not work.packed:  # of a run with `--fused`
         for folder in tokens_dirs(work.out, work.plan).values():
-            packed_path(folder, unit).unlink(missing_ok=True)
+            array_path(folder, unit, packed=True).unlink(missing_ok=True)
 
 
 def _checkpoints(work: TokenizeWork, unit: int, exclusions: Exclusions) -> Segments:
@@ -255,7 +251,7 @@ def open_writers(
     facts = work.plan.tokenizer
     return {
         split: TokenArrayWriter(
-            stack.enter_context(files.atomic_writer(work.array_path(folder, unit))),
+            stack.enter_context(files.atomic_writer(array_path(folder, unit, work.packed))),
             facts.vocab_size,
             work.plan.dtype,
             facts.eos_id,
