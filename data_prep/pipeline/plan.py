@@ -92,32 +92,26 @@ def estimate(
     limits = memory_of(request, tokenizer)[1]
     sample = take_sample(inputs, request.text_field, str(tokenizer), limits)
     input_bytes = sum(file.size for file in inputs)
-    documents = round(sample.documents)
-    tokens = round(sample.tokens) + documents
     units = len(group_units(inputs, request.unit_bytes))
-    tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
-    held_out = round(tokens * request.eval_fraction)
-    instances = max(0, tokens - held_out - tails) // shuffle.context
-    eval_instances = held_out // shuffle.context
+    counts = _counts(sample, request.eval_fraction, shuffle, units)
+    token_bytes = counts["tokens"] * layout.little_endian(dtype).itemsize
     row_bytes = shuffle.context * layout.little_endian(dtype).itemsize
-    rows = rows_of_shard(instances, row_bytes, shuffle.shard_bytes)
-    token_bytes = tokens * layout.little_endian(dtype).itemsize
-    shard_bytes, docs_bytes = (instances + eval_instances) * row_bytes, documents * _DOC_BYTES
+    rows = rows_of_shard(counts["instances"], row_bytes, shuffle.shard_bytes)
+    shard_bytes = (counts["instances"] + counts["eval_instances"]) * row_bytes
+    docs_bytes = counts["documents"] * _DOC_BYTES
     strategy = _resolve_strategy(strategy, world, shard_bytes)
     waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
     peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
-    folder = _nearest(request.out)
+    out = request.out.absolute()
+    folder = next(filter(Path.is_dir, (out, *out.parents)))
     free = shutil.disk_usage(folder).free
     return {
         "inputs": len(inputs),
         "input_bytes": input_bytes,
         "units": units,
-        "documents": documents,
-        "tokens": tokens,
-        "instances": instances,
-        "eval_instances": eval_instances,
-        "shards": -(-instances // rows),
+        **counts,
+        "shards": -(-counts["instances"] // rows),
         "dtype": dtype,
         "strategy": strategy,
         "workers": request.workers,
@@ -133,6 +127,22 @@ def estimate(
         "shard_s": _shard_seconds(folder, strategy, shard_bytes, world),
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
+    }
+
+
+def _counts(
+    sample: Sample, eval_fraction: float, shuffle: ShuffleRequest, units: int
+) -> dict[str, int]:
+    """Return the expected numbers of documents, tokens and instances."""
+    documents = round(sample.documents)
+    tokens = round(sample.tokens) + documents
+    tails = 0 if shuffle.carry_tails else units * shuffle.context // 2
+    held_out = round(tokens * eval_fraction)
+    return {
+        "documents": documents,
+        "tokens": tokens,
+        "instances": max(0, tokens - held_out - tails) // shuffle.context,
+        "eval_instances": held_out // shuffle.context,
     }
 
 
@@ -211,8 +221,7 @@ def _sample_stratum(
     try:
         for document in reader:
             if isinstance(document, Problem):
-                problem = f"{file.name}:{document.line}: {document.reason}"
-                sample.problem = sample.problem or problem
+                sample.problem = sample.problem or document.at(file.name)
                 continue
             size = document.size if isinstance(document, LongText) else len(document.data)
             if (
@@ -237,21 +246,12 @@ def _sample_stratum(
             if read >= _SAMPLE_DISK_BYTES:
                 break
     except DamagedFile as error:  # the run will report it
-        problem = f"{file.name}:{error.problem.line}: {error.problem.reason}"
-        sample.problem = sample.problem or problem
+        sample.problem = sample.problem or error.problem.at(file.name)
     scale = sum(other.size for other in stratum) / max(1, min(read, file.size))
     sample.documents += documents * (len(stratum) if read >= file.size else scale)
     sample.text_bytes += text * scale
     sample.tokens += tokens / max(1, encoded) * text * scale
     sample.encoded_bytes += encoded
-
-
-def _nearest(out: Path) -> Path:
-    """Return `out`, or its nearest parent that exists."""
-    out = out.absolute()
-    while not out.is_dir():
-        out = out.parent
-    return out
 
 
 def _write_speed(folder: Path) -> float | None:

@@ -32,12 +32,10 @@ from data_prep.runtime.ranks import Team, do_together
 from data_prep.shuffle.blend import BlendOrder
 from data_prep.shuffle.gather import (
     INDEX_BYTES,
-    BlendGatherer,
     Gatherer,
     Spill,
     SpillReader,
     choose_strategy,
-    open_gatherer,
     open_spill,
     rows_of_run,
 )
@@ -45,7 +43,6 @@ from data_prep.shuffle.order import Order
 from data_prep.tokenize.plan import TokenPlan
 from data_prep.tokenize.store import plain_arrays
 from data_prep.tokenize.token_set import (
-    Promise,
     are_whole,
     damaged,
     read_token_set,
@@ -250,9 +247,9 @@ def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
     """Raise DamageError if a token array of the order is damaged."""
     for source in order.sources:
         paths = plain_arrays(dataset / source.tokens_dir, range(len(source.units)))
-        promised = [Promise(path, source.units[unit].xxh3) for unit, path in paths.items()]
-        chosen = sample([file.path.stat().st_size for file in promised])
-        if wrong := damaged(promised[index] for index in sorted(chosen)):
+        chosen = sample([path.stat().st_size for path in paths.values()])
+        units = [unit for index, unit in enumerate(paths) if index in chosen]
+        if wrong := damaged({paths[unit]: source.units[unit].xxh3 for unit in units}):
             raise DamageError(
                 f"{wrong[0]}: its content is damaged (hash differs), and shards would be made of "
                 f"it; optimus-data verify {dataset} names the repair"
@@ -299,7 +296,7 @@ def read_shard_record(
 def is_whole(dataset: Path, shard: int) -> bool:
     """Return whether a complete shard has the hash of its sidecar."""
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
-    return are_whole([Promise(shard_path(dataset, shard), record["xxh3"])])
+    return are_whole({shard_path(dataset, shard): record["xxh3"]})
 
 
 def _promised_hash(work: ShardWork, shard: int) -> str | None:
@@ -325,10 +322,12 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
     path = shard_path(work.dataset, shard)
     header = layout.npy_header((stop - first, order.context), order.dtype)
     digest = xxhash.xxh3_64(header)
-    with (
-        contextlib.closing(_open_rows(work, shard)) as source,
-        files.atomic_writer(path) as file,
-    ):
+    source: Gatherer | SpillReader
+    if work.spill is None:
+        source = Gatherer(work.dataset, order, work.block_bytes // 8)
+    else:
+        source = SpillReader(work.spill, shard)
+    with contextlib.closing(source), files.atomic_writer(path) as file:
         file.write(header)
         permutation = order.epoch_zero()
         # Three quarters of the memory of the block; window and selection take a quarter.
@@ -362,12 +361,6 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
 def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
     """Return the block of this process, which all its shards use."""
     return np.empty((rows, context), layout.little_endian(dtype))
-
-
-def _open_rows(work: ShardWork, shard: int) -> Gatherer | BlendGatherer | SpillReader:
-    if work.spill is not None:
-        return SpillReader(work.spill, shard)
-    return open_gatherer(work.dataset, work.order, work.block_bytes // 8)
 
 
 @dataclass(frozen=True)
@@ -442,15 +435,14 @@ def _read_source(dataset: Path, order: Order) -> _Source:
 
 
 def _list_set_aside(dataset: Path, sources: Sequence[_Source]) -> QuarantineEntry:
-    lines = [line for source in sources for line in _set_aside_lines(source)]
+    lines = [
+        json.dumps({**entry, "input": source.inputs[entry["input"]].name}) + "\n"
+        for source in sources
+        for record in source.records
+        for entry in record["set_aside"]
+    ]
     if not lines:
         return QuarantineEntry(0)
     content = "".join(lines).encode()
     write_once(dataset / layout.SET_ASIDE, content)
     return QuarantineEntry(len(lines), len(content), files.xxh3_bytes(content))
-
-
-def _set_aside_lines(source: _Source) -> Iterator[str]:
-    for record in source.records:
-        for entry in record["set_aside"]:
-            yield json.dumps({**entry, "input": source.inputs[entry["input"]].name}) + "\n"

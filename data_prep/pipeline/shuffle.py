@@ -224,11 +224,12 @@ def blend(
             return order
         return None
 
-    def write() -> None:
-        _write(out, folders, weights, ask, instances)
-
     with working_in(out, team.rank), together(team, out) as team:
-        wait_for(team, lambda: made() is not None, write)
+        wait_for(
+            team,
+            lambda: made() is not None,
+            lambda: _write(out, folders, weights, ask, instances),
+        )
         order = made()
         assert order is not None
         available = [source.num_instances for source in order.sources]

@@ -83,16 +83,16 @@ def _batches(
     size = 0
     for file in inputs:
         if quarantine and (problem := _damage(file, text_field)):
-            set_aside.append(_line(file, problem))
+            set_aside.append(problem.at(file.name))
             continue
         for text in _texts(file, text_field, progress):
             if not isinstance(text, Problem):
                 batch.append(text)
                 size += len(text)
             elif quarantine:
-                set_aside.append(_line(file, text))
+                set_aside.append(text.at(file.name))
             else:
-                raise DataError(_line(file, text))
+                raise DataError(text.at(file.name))
             if size >= _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -107,7 +107,7 @@ def _texts(file: InputFile, text_field: str, progress: Progress) -> Iterator[str
         for document in InputReader(file, text_field, progress.advance):
             yield document if isinstance(document, Problem) else document.text
     except DamagedFile as error:
-        raise DataError(_line(file, error.problem)) from None
+        raise DataError(error.problem.at(file.name)) from None
     except (
         UnicodeDecodeError,
         DamagedStream,
@@ -123,7 +123,3 @@ def _damage(file: InputFile, text_field: str) -> Problem | None:
     except DamagedFile as error:
         return error.problem
     return None
-
-
-def _line(file: InputFile, problem: Problem) -> str:
-    return f"{file.name}:{problem.line}: {problem.reason}"

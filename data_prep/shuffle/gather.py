@@ -44,7 +44,29 @@ costs less than the random reads that it replaces."""
 
 
 class Gatherer:
-    """Reads instances of a source. Threads must not share it."""
+    """Reads instances of a data set or a blend. Threads must not share it."""
+
+    def __init__(self, dataset: Path, order: Order | BlendOrder, window_bytes: int):
+        """Open the token arrays of an order, to be read in windows of `window_bytes`."""
+        self._order = order
+        self._sources = [_SourceReader(dataset, source, window_bytes) for source in order.sources]
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+    def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Fill `out` [R, C] with the instances int64 [R], in their order, and return it.
+
+        A buffer that is used again saves a tenth of the time: the kernel clears no new pages.
+        """
+        for number, rows, of_source in self._order.split(instances):
+            self._sources[number].fill(out, rows, of_source)
+        return out
+
+
+class _SourceReader:
+    """Reads instances of a source."""
 
     def __init__(self, dataset: Path, order: Order, window_bytes: int):
         self._context = order.context
@@ -55,14 +77,6 @@ class Gatherer:
 
     def close(self) -> None:
         self._reader.close()
-
-    def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Fill `out` [R, C] with the source instances int64 [R], in their order, and return it.
-
-        A buffer that is used again saves a tenth of the time: the kernel clears no new pages.
-        """
-        self.fill(out, np.arange(len(instances)), instances)
-        return out
 
     def fill(self, out: np.ndarray, at: np.ndarray, instances: np.ndarray) -> None:
         """Set out[at[i]] to the tokens of source instance instances[i], for all i."""
@@ -108,33 +122,6 @@ class Gatherer:
             else:
                 self._reader.read_rows(out, rows[first:last], unit, offsets[first:last])
             first = last
-
-
-class BlendGatherer:
-    """Reads instances of a blend. Threads must not share it."""
-
-    def __init__(self, dataset: Path, order: BlendOrder, window_bytes: int):
-        self._order = order
-        self._sources = [Gatherer(dataset, source, window_bytes) for source in order.sources]
-
-    def close(self) -> None:
-        for source in self._sources:
-            source.close()
-
-    def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Fill `out` [R, C] with the blend instances int64 [R], in their order, and return it."""
-        for number, rows, of_source in self._order.split(instances):
-            self._sources[number].fill(out, rows, of_source)
-        return out
-
-
-def open_gatherer(
-    dataset: Path, order: Order | BlendOrder, window_bytes: int
-) -> Gatherer | BlendGatherer:
-    """Open a reader of the instances of an order. It reads windows of `window_bytes`."""
-    if isinstance(order, BlendOrder):
-        return BlendGatherer(dataset, order, window_bytes)
-    return Gatherer(dataset, order, window_bytes)
 
 
 SPILL_DIR = "spill"
@@ -224,9 +211,7 @@ def _do_run(spill: Spill, run: int, advance: Callable[[int], None]) -> None:
     edges = np.arange(order.num_shards + 1) * order.instances_per_shard
     starts = np.searchsorted(becomes, edges)
     instances += first
-    with contextlib.closing(
-        open_gatherer(spill.dataset, order, spill.block_bytes // 8)
-    ) as gatherer:
+    with contextlib.closing(Gatherer(spill.dataset, order, spill.block_bytes // 8)) as gatherer:
         out = np.empty((len(instances), order.context), layout.little_endian(order.dtype))
         rows = gatherer.rows(instances, out)
     pieces = np.zeros((len(starts), 2), layout.little_endian("int64"))

@@ -15,7 +15,7 @@ import functools
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,10 @@ class Order(InShards):
     def sources(self) -> tuple[Order, ...]:
         """Return the orders of all sources: this order. A blend has several."""
         return (self,)
+
+    def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Divide instances over the sources, as an order of a blend does: all have one source."""
+        yield 0, np.arange(len(instances)), instances
 
     @property
     def tail_tokens(self) -> int:

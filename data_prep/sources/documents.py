@@ -21,7 +21,7 @@ import xxhash
 
 from data_prep.runtime.memory import Limits, bytes_of_line, bytes_of_text
 from data_prep.sources.inputs import InputFile, kind_of, packing_of
-from data_prep.sources.parquet import DamagedTable, RowGroup, read_column
+from data_prep.sources.parquet import DamagedTable, read_column
 from data_prep.sources.streams import READ_BYTES, DamagedStream, HashingFile, damage_of_gzip, unpack
 from optimus.errors import DataError, one_line
 
@@ -47,8 +47,6 @@ class LongText:
     size: int
     xxh3: int
     blocks: Iterator[str]
-    offset: int
-    """Bytes of the text before the first block. An earlier run wrote their tokens."""
     line: int = 0
 
     @property
@@ -77,15 +75,7 @@ def survey(stream: IO[bytes]) -> Survey:
             return Survey(size, digest.intdigest(), problem)
 
 
-def text_blocks(first: bytes, stream: IO[bytes]) -> Iterator[str]:
-    """Yield the text of `first` and of the rest of the stream, which `survey` found to be UTF-8."""
-    more = iter(functools.partial(stream.read, BLOCK_BYTES), b"")
-    return codecs.iterdecode(itertools.chain([first], more), "utf-8")
-
-
 NO_LIMITS = Limits()
-_TEXT_FACTOR = 2
-"""Memory of an ASCII text of a table and of its copy as UTF-8, as a multiple of its bytes."""
 _DEPTH = 500
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 LONG_BYTES = 4 << 20
@@ -109,6 +99,10 @@ class Problem:
 
     line: int
     reason: str
+
+    def at(self, name: str) -> str:
+        """Return the problem as a message, with the name of the file and the line."""
+        return f"{name}:{self.line}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,6 @@ class InputReader:
         self._raw: HashingFile | None = None
         self._offset = start.offset if start else 0
         self._line = start.line if start else 0
-        self._batch_bytes = 0  # memory to read a batch of a table
         self.xxh3 = ""
 
     def position(self) -> Position:
@@ -182,12 +175,11 @@ class InputReader:
             DataError: the file cannot be opened, or has changed since the work was planned.
         """
         try:
-            raw = HashingFile(self._file.name, self._advance)
+            expected = (start.raw_bytes, start.raw_xxh3) if (start := self._start) else None
+            raw = HashingFile(self._file.name, self._advance, expected)
         except OSError as error:
             raise DataError(f"{self._file.name}: cannot be opened: {error.strerror}") from None
         self._raw = raw
-        if self._start:
-            raw.expect(self._start.raw_bytes, self._start.raw_xxh3)
         with raw, io.BufferedReader(raw, READ_BYTES) as buffered:
             try:
                 yield from self._documents(buffered)
@@ -242,7 +234,8 @@ class InputReader:
         if self._start:
             _skip(stream, self._offset)
             data = b""
-        return LongText(checked.size, checked.xxh3, text_blocks(data, stream), self._offset)
+        blocks = itertools.chain([data], iter(functools.partial(stream.read, BLOCK_BYTES), b""))
+        return LongText(checked.size, checked.xxh3, codecs.iterdecode(blocks, "utf-8"))
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
         limits = self._limits
@@ -270,25 +263,25 @@ class InputReader:
     def _rows(self) -> Iterator[Document | Problem]:
         try:
             rows = read_column(
-                self._file.name, self._text_field, self._id_field, self._offset, self._rows_at_once
+                self._file.name, self._text_field, self._id_field, self._offset, self._limits
             )
-            for value, document_id in rows:
+            for value, document_id, batch_bytes in rows:
                 self._line += 1
                 self._offset += 1
-                document = self._from_row(value, document_id)
+                document = self._from_row(value, document_id, batch_bytes)
                 del value, document_id  # they keep their batch in memory
                 yield document
                 del document
         except DamagedTable as error:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
 
-    def _from_row(self, value: Any, document_id: Any) -> Document | Problem:
+    def _from_row(self, value: Any, document_id: Any, batch_bytes: int) -> Document | Problem:
         """Return the document of a row, given its text and id as scalars of pyarrow."""
         size = value.as_buffer().size if value.is_valid else 0
         if reason := self._limits.too_long(size):
             return Problem(self._line, "a value of " + reason)
         if size > LONG_BYTES:
-            needs = self._batch_bytes + bytes_of_text(value.as_buffer().to_pybytes())
+            needs = batch_bytes + bytes_of_text(value.as_buffer().to_pybytes())
             where = f"{self._file.name}:{self._line}"
             self._limits.refuse(where, f"a value of {size} bytes", needs)
         try:
@@ -303,27 +296,6 @@ class InputReader:
         except (ValueError, OverflowError) as error:  # text that is not UTF-8; a time out of range
             return Problem(self._line, f"column {self._id_field!r}: {one_line(error)}")
         return Document(text, text.encode(), self._line, document_id)
-
-    def _rows_at_once(self, group: RowGroup, usual: int) -> int:
-        """Return the number of rows to read at a time, so that any rows of the group fit in memory.
-
-        With --max-document, a larger value is read to get its size, but not converted to text.
-        Raises DataError if one row may not fit.
-        """
-        limits, rows, size = self._limits, usual, group.sizes[0]
-        text = _TEXT_FACTOR * min(size, limits.max_document or size)
-        if limits.room_bytes is not None:
-            while rows > 1 and group.needs(rows) + text > limits.room_bytes:
-                rows //= 2
-        limits.refuse(
-            f"{self._file.name}:{group.first}",
-            f"row group {group.number} (rows {group.first} to {group.first + group.rows - 1}), "
-            f"whose texts have {size} bytes,",
-            group.needs(rows) + text,
-            "write the table with smaller row groups",
-        )
-        self._batch_bytes = group.needs(rows)
-        return rows
 
 
 def _skip(stream: IO[bytes], size: int) -> None:

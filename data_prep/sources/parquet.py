@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data_prep.runtime import child
+from data_prep.runtime.memory import Limits
 from optimus.errors import DataError, OptimusError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
 """Bytes of the rows that are read at a time, if all rows have the same size."""
 _PAGE_BYTES = 1 << 20
+_TEXT_FACTOR = 2
+"""Memory of an ASCII text and of its copy as UTF-8, as a multiple of its bytes."""
+_NO_LIMITS = Limits()
 _CHECK_S = 300.0
 """Limit of the check of descriptions; those of a million columns take some seconds."""
 
@@ -55,18 +59,24 @@ def read_column(
     column: str,
     id_column: str = "",
     skip: int = 0,
-    rows_at_once: Callable[[RowGroup, int], int] = lambda group, usual: usual,
-) -> Iterator[tuple[Any, Any]]:
-    """Yield the values of `column` after the first `skip`, as scalars of pyarrow, with ids.
+    limits: Limits = _NO_LIMITS,
+) -> Iterator[tuple[Any, Any, int]]:
+    """Read a column of text and the ids of its rows.
 
     Args:
-        id_column: The column of ids, scalars; None is the id where the table has no such column.
-        rows_at_once: Returns how many rows of a group to read at a time, given the group and the
-            usual number. It is called before any page of the group is read.
+        name: The file.
+        column: The column.
+        id_column: The column of ids. If the table has no such column, the ids are None.
+        skip: The number of first rows to skip.
+        limits: The memory and the bytes that a document may have.
+
+    Yields:
+        Value and id of a row, as scalars of pyarrow, and the memory to read its batch, in bytes.
 
     Raises:
         DamagedTable: the table cannot be read to its end.
-        DataError: pyarrow or a column of text with that name is missing.
+        DataError: pyarrow or a column of text with that name is missing, or a row group does not
+            fit in memory.
         OptimusError: the machine lacks memory or processes to check the table.
     """
     try:
@@ -88,29 +98,57 @@ def read_column(
             for number in range(table.num_row_groups):
                 group = _group(table.metadata, number, first, wanted)
                 first += group.rows
-                if skip >= group.rows:
-                    skip -= group.rows
-                    continue
-                usual = max(1, min(_ROWS, group.rows * _BATCH_BYTES // max(1, group.sizes[0])))
-                at_once = rows_at_once(group, usual)
-                batches = table.iter_batches(at_once, row_groups=[number], columns=wanted)
-                left = group.rows
-                while (batch := next(batches, None)) is not None:
-                    left -= len(batch)
-                    rest = batch.slice(skip)
-                    skip -= min(skip, len(batch))
-                    values = rest.column(column)
-                    has_ids = id_column in wanted
-                    ids = rest.column(id_column) if has_ids else itertools.repeat(None)
-                    yield from zip(values, ids, strict=False)
-                    del batch, rest, values, ids  # free before the next batch is read
-                if left:
-                    raise DamagedTable(
-                        f"row group {number} gives {group.rows - left} of "
-                        f"{counted(group.rows, 'row')}"
-                    )
+                if skip < group.rows:
+                    rows = _rows_at_once(name, group, limits)
+                    batches = table.iter_batches(rows, row_groups=[number], columns=wanted)
+                    ids = id_column if id_column in wanted else None
+                    for value, row_id in _read_group(group, batches, column, ids, skip):
+                        yield value, row_id, group.needs(rows)
+                        del value, row_id  # they keep their batch in memory
+                skip = max(0, skip - group.rows)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DamagedTable(one_line(error)) from None
+
+
+def _read_group(
+    group: RowGroup, batches: Iterator[Any], column: str, id_column: str | None, skip: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield values and ids of a row group after the first `skip` rows."""
+    left = group.rows
+    while (batch := next(batches, None)) is not None:
+        left -= len(batch)
+        rest = batch.slice(skip)
+        skip -= min(skip, len(batch))
+        values = rest.column(column)
+        ids = rest.column(id_column) if id_column else itertools.repeat(None)
+        yield from zip(values, ids, strict=False)
+        del batch, rest, values, ids  # free before the next batch is read
+    if left:
+        raise DamagedTable(
+            f"row group {group.number} gives {group.rows - left} of {counted(group.rows, 'row')}"
+        )
+
+
+def _rows_at_once(name: str, group: RowGroup, limits: Limits) -> int:
+    """Return the number of rows to read at a time, so that any rows of the group fit in memory.
+
+    With --max-document, a larger value is read to get its size, but not converted to text. Raises
+    DataError if one row may not fit.
+    """
+    size = group.sizes[0]
+    rows = max(1, min(_ROWS, group.rows * _BATCH_BYTES // max(1, size)))
+    text = _TEXT_FACTOR * min(size, limits.max_document or size)
+    if limits.room_bytes is not None:
+        while rows > 1 and group.needs(rows) + text > limits.room_bytes:
+            rows //= 2
+    limits.refuse(
+        f"{name}:{group.first}",
+        f"row group {group.number} (rows {group.first} to {group.first + group.rows - 1}), "
+        f"whose texts have {size} bytes,",
+        group.needs(rows) + text,
+        "write the table with smaller row groups",
+    )
+    return rows
 
 
 def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:

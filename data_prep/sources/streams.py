@@ -31,21 +31,26 @@ class DamagedStream(Exception):
 
 
 class HashingFile(io.RawIOBase):
-    """Reads a file, hashes its bytes and calls `advance` with the number of bytes of each read."""
+    """Reads a file, hashes its bytes and calls `advance` with the number of bytes of each read.
 
-    def __init__(self, name: str, advance: Callable[[int], None]):
+    `expected` are a number of bytes and their hash. When they have been read, another hash raises
+    DataError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        advance: Callable[[int], None],
+        expected: tuple[int, str] | None = None,
+    ):
         self._file = open(name, "rb", buffering=0)  # noqa: SIM115 - closed by close()
         self._advance = advance
         self._digest = xxhash.xxh3_64()
-        self._expected: tuple[int, str] | None = None
+        self._expected = expected
         self.size = 0
 
     def readable(self) -> bool:
         return True
-
-    def expect(self, size: int, xxh3: str) -> None:
-        """Raise DataError when `size` bytes have been read, if their hash is not `xxh3`."""
-        self._expected = (size, xxh3)
 
     def so_far(self) -> tuple[int, str]:
         """Return the number and the hash of the bytes that have been read."""

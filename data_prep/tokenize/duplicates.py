@@ -16,7 +16,6 @@ from typing import TypedDict
 import numpy as np
 
 from data_prep import layout
-from data_prep.runtime.memory import Limits
 from data_prep.runtime.ranks import Team, do_together, wait_for
 from data_prep.sources.documents import DamagedFile, Document, InputReader
 from data_prep.tokenize.plan import PARTS, TokenPlan, read_plan, tokens_dirs
@@ -124,8 +123,7 @@ def _compare(work: TokenizeWork) -> None:
     """Compare the ids of all documents and write the list of duplicates."""
     if _read(work) is not None:
         return
-    folders = list(tokens_dirs(work.out, work.plan).values())
-    rows = find(folders, range(len(work.plan.units)), _memory_to_compare(work.limits))
+    rows = _find(work, range(len(work.plan.units)))
     if len(rows) and not work.quarantine:
         raise _error(work.plan, *rows[0].tolist())
     header = layout.npy_header(rows.shape, "int64")
@@ -143,15 +141,14 @@ def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
     early that a field is no id, or that files count from the same number.
     """
     neighbours = {unit - 1, unit + 1} & set(range(len(work.plan.units)))
-    units = [unit, *(other for other in neighbours if complete(work, other))]
-    folders = list(tokens_dirs(work.out, work.plan).values())
-    rows = find(folders, units, _memory_to_compare(work.limits))
+    rows = _find(work, [unit, *(other for other in neighbours if complete(work, other))])
     if len(rows):
         raise _error(work.plan, *rows[0].tolist())
 
 
-def _memory_to_compare(limits: Limits) -> int:
-    return max(_LEAST_BYTES_TO_COMPARE, limits.room_bytes or 0)
+def _find(work: TokenizeWork, units: Sequence[int]) -> np.ndarray:
+    folders = list(tokens_dirs(work.out, work.plan).values())
+    return find(folders, units, max(_LEAST_BYTES_TO_COMPARE, work.limits.room_bytes or 0))
 
 
 def find(folders: Sequence[Path], units: Sequence[int], memory_bytes: int) -> np.ndarray:

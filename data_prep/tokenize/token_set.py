@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -41,14 +40,6 @@ HASH_BYTES = 1 << 30
 """Bytes of token arrays, and as many of shards, whose hashes a run compares when it starts."""
 _SEED = os.urandom(8)
 """Seed of the sample, different in each process."""
-
-
-@dataclass(frozen=True)
-class Promise:
-    """A file and its hash in its sidecar."""
-
-    path: Path
-    xxh3: str
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
@@ -77,12 +68,12 @@ def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset:
         )
 
 
-def damaged(promised: Iterable[Promise]) -> list[Path]:
+def damaged(promised: Mapping[Path, str]) -> list[Path]:
     """Return the files whose hash is not the promised one."""
-    return [file.path for file in promised if files.xxh3_file(file.path) != file.xxh3]
+    return [path for path, xxh3 in promised.items() if files.xxh3_file(path) != xxh3]
 
 
-def are_whole(promised: Iterable[Promise]) -> bool:
+def are_whole(promised: Mapping[Path, str]) -> bool:
     """Return whether all files have the promised hashes, and print the name of each other file."""
     paths = damaged(promised)
     for path in paths:
@@ -214,14 +205,14 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
     return record
 
 
-def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> list[Promise]:
+def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Path, str]:
     """Return the files of a unit with the hashes in its sidecar, without a packed array."""
     paths = {"array": array_path, "docs": docs_path, "ids": ids_path}
-    return [
-        Promise(path(tokens_dir, unit), record[key]["xxh3"])
+    return {
+        path(tokens_dir, unit): record[key]["xxh3"]
         for key, path in paths.items()
         if key in record and path(tokens_dir, unit).exists()
-    ]
+    }
 
 
 def split_of(tokens_dir: Path) -> str:

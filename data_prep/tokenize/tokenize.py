@@ -338,7 +338,5 @@ def _read_input(
 
 
 def _message(plan: TokenPlan, source: int, problem: Problem) -> str:
-    return (
-        f"{plan.inputs[source].name}:{problem.line}: {problem.reason}; fix it, or skip such "
-        "text with --on-error quarantine"
-    )
+    where = problem.at(plan.inputs[source].name)
+    return f"{where}; fix it, or skip such text with --on-error quarantine"

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,16 +149,12 @@ class UnitWriter:
             text, size = document.text, len(document.data)
             array = self._array_of(xxhash.xxh3_64_intdigest(document.data))
             if self._encoder.cutter is None:
-                self._limits.refuse(
-                    where, f"a document of {size} bytes", size * self._encoder.bytes_per_byte
-                )
-                array.extend(self._encoder.encode([text])[0], where)
+                self._write_whole(array, [text], size, where)
             else:
-                blocks = (
-                    text[first : first + SECTION_CHARS]
-                    for first in range(0, len(text), SECTION_CHARS)
-                )
-                self._write_sections(array, blocks, where)
+                starts = range(0, len(text), SECTION_CHARS)
+                blocks = (text[start : start + SECTION_CHARS] for start in starts)
+                for _ in self._write_sections(array, blocks, where):
+                    pass
             array.close(source, document.line, hash_of_id(document.id))
             self._unsaved_bytes += size
             return
@@ -174,36 +169,34 @@ class UnitWriter:
         self.flush()
         array = self._array_of(long.xxh3)
         if self._encoder.cutter is None:
-            needs = long.size * self._encoder.bytes_per_byte
-            self._limits.refuse(where, f"a document of {long.size} bytes", needs)
-            array.extend(self._encoder.encode(["".join(long.blocks)])[0], where)
+            self._write_whole(array, long.blocks, long.size, where)
         else:
-            after = functools.partial(self._after_section, source, reader)
-            self._write_sections(array, long.blocks, where, after)
+            for section in self._write_sections(array, long.blocks, where):
+                size = len(section.encode())
+                reader.move_position(size)
+                self._unsaved_bytes += size
+                if self.due:
+                    self.save(source, reader.position())
         array.close(source, 0)
 
-    def _after_section(self, source: int, reader: InputReader, section: str) -> None:
-        size = len(section.encode())
-        reader.move_position(size)
-        self._unsaved_bytes += size
-        if self.due:
-            self.save(source, reader.position())
+    def _write_whole(
+        self, array: TokenArrayWriter, blocks: Iterable[str], size: int, where: str
+    ) -> None:
+        needs = size * self._encoder.bytes_per_byte
+        self._limits.refuse(where, f"a document of {size} bytes", needs)
+        array.extend(self._encoder.encode(["".join(blocks)])[0], where)
 
     def _write_sections(
-        self,
-        array: TokenArrayWriter,
-        blocks: Iterable[str],
-        where: str,
-        after: Callable[[str], None] = lambda section: None,
-    ) -> None:
-        """Encode a text in sections. A text without cuts is one section, if it fits in memory."""
+        self, array: TokenArrayWriter, blocks: Iterable[str], where: str
+    ) -> Iterator[str]:
+        """Write a text in sections, and yield each. A text without cuts is one section."""
         assert self._encoder.cutter is not None
         needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
         most = None if room is None else room // needs
         try:
             for section in self._encoder.cutter.sections(blocks, most):
                 array.extend(self._encoder.encode([section])[0], where)
-                after(section)
+                yield section
         except NoCut as error:
             (size,) = error.args
             self._limits.refuse(where, f"a stretch of {size} bytes without a cut", size * needs)
