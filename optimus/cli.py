@@ -21,6 +21,7 @@ from optimus.errors import (
     as_optimus_error,
     counted,
     printable_lines,
+    refuse_if,
 )
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE  # a shell's exit status for a program that SIGPIPE ended
@@ -39,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(arguments)
         return args.run(args, arguments)
     except Exception as error:
-        shown = _error_of(error)
+        kernels = sys.modules.get("optimus_kernels.cache")
+        if kernels is not None and isinstance(error, kernels.KernelError):
+            return _end(ConfigError(str(error)))
+        shown = as_optimus_error(error)
         if shown is None:
             raise
         return _end(shown)
@@ -58,7 +62,10 @@ def process() -> NoReturn:
     from optimus.observe.log import set_up_logging
 
     set_up_logging(read_rank())
-    _avoid_spinning()
+    # By default, waiting OpenMP threads spin and occupy cores that other threads need. torch reads
+    # the variable when it is imported.
+    if not any(name in os.environ for name in _WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
     # Libraries such as torch.compile start interpreters, which must not import from the working
     # directory: it may belong to another user.
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -73,7 +80,10 @@ def process() -> NoReturn:
     try:
         code = main()
     except BrokenPipeError:
-        if not _reader_has_gone():  # a pipe other than standard output broke
+        poll = select.poll()
+        poll.register(1, 0)
+        reader_is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
+        if not reader_is_gone:  # a pipe other than standard output broke
             raise
         code = _PIPE_CLOSED
     except Exception:
@@ -92,13 +102,6 @@ def process() -> NoReturn:
     except (OSError, ValueError):
         pass  # the interpreter's exit reports the error
     sys.exit(code)
-
-
-def _reader_has_gone() -> bool:
-    """Return True if the reader of standard output, such as `head`, has closed the pipe."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Stderr:
@@ -168,16 +171,6 @@ def _open_standard_streams() -> None:
     sys.stderr = _Stderr(sys.stderr)
 
 
-def _avoid_spinning() -> None:
-    """Make waiting OpenMP threads sleep, unless the user has set a variable in _WAITING.
-
-    Call this before torch is imported. By default, waiting threads spin and occupy cores that other
-    threads need.
-    """
-    if not any(name in os.environ for name in _WAITING):
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-
-
 def _leaves_at_once() -> bool:
     world = sys.modules.get("optimus.distributed.world")
     return world is not None and world.leaves_at_once()
@@ -197,19 +190,6 @@ def _flush() -> bool:
         except (OSError, ValueError):
             done = False
     return done
-
-
-def _kernel_errors() -> tuple[type[Exception], ...]:
-    """Return (KernelError,), or () if optimus_kernels is not imported."""
-    module = sys.modules.get("optimus_kernels.cache")
-    return () if module is None else (module.KernelError,)
-
-
-def _error_of(error: Exception) -> OptimusError | None:
-    """Return the error to show to the user, or None if `error` is a bug of Optimus."""
-    if isinstance(error, _kernel_errors()):
-        return ConfigError(str(error))
-    return as_optimus_error(error)
 
 
 def _end(error: OptimusError) -> int:
@@ -249,19 +229,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="optimus", description="Pretrain Mixture-of-Experts and dense language models."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
-        _add_train,
-        _add_plan,
-        _add_convert,
-        add_checkpoint,
-        _add_eval,
-        _add_generate,
-        _add_report,
-        add_bench,
-        _add_kernels,
-        _add_doctor,
-    ):
+    for add in (_add_train, _add_plan, _add_convert, add_checkpoint, _add_eval, _add_generate):
         add(commands)
+    report = _add(commands, "report", _report, "Draw the curves of a run and print a summary.")
+    report.add_argument("run_dir", help="a run directory; the picture is written to it")
+    add_bench(commands)
+    _add_kernels(commands)
+    text = "Report the devices, packages and kernels of this machine."
+    doctor = _add(commands, "doctor", _doctor, text)
+    doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser
 
 
@@ -390,8 +366,9 @@ def _dry_run(args: argparse.Namespace) -> int:
     from optimus.train.startup import dry_run
 
     nodes, ranks = 1 if args.nodes is None else args.nodes, 1 if args.nproc is None else args.nproc
-    if nodes < 1 or ranks < 1:
-        raise ConfigError(f"--nodes {nodes} and --nproc {ranks}: both must be at least 1")
+    refuse_if(
+        nodes < 1 or ranks < 1, f"--nodes {nodes} and --nproc {ranks}: both must be at least 1"
+    )
     config = load_config(args.config, args.overrides)
     dry_run(config, nodes, ranks, not args.skip_data_check, not args.skip_run_dir_check)
     return 0
@@ -454,8 +431,7 @@ def _convert(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.checkpoint.convert import from_hf, to_hf
 
     if args.direction == "from-hf":
-        if args.dtype:
-            raise ConfigError("convert from-hf cannot change dtypes; remove --dtype")
+        refuse_if(args.dtype, "convert from-hf cannot change dtypes; remove --dtype")
         from_hf(args.source, args.out)
     else:
         to_hf(args.source, args.out, args.dtype)
@@ -523,11 +499,6 @@ def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
-def _add_report(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "report", _report, "Draw the curves of a run and print a summary.")
-    parser.add_argument("run_dir", help="a run directory; the picture is written to it")
-
-
 def _report(args: argparse.Namespace, arguments: list[str]) -> int:
     from pathlib import Path
 
@@ -556,21 +527,16 @@ def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.doctor import build_kernels, format_status, kernels_status
     from optimus.platform import import_ipex
 
-    if args.action == "status" and args.backends:
-        raise ConfigError(f"kernels status lists all backends; remove {args.backends[0]!r}")
+    refuse_if(
+        args.action == "status" and args.backends,
+        f"kernels status lists all backends; remove {args.backends[0]!r}",
+    )
     import_ipex()  # some versions of torch have xpu devices only with IPEX
     if args.action == "build":
         build_kernels(args.backends)
     status = kernels_status()
     print(json.dumps(status) if args.json else format_status(status))
     return 0
-
-
-def _add_doctor(commands: argparse._SubParsersAction) -> None:
-    parser = _add(
-        commands, "doctor", _doctor, "Report the devices, packages and kernels of this machine."
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
 def _doctor(args: argparse.Namespace, arguments: list[str]) -> int:

@@ -150,6 +150,12 @@ class LostPeerError(OptimusError):
     kind = OutcomeKind.LOST_PEER
 
 
+def refuse_if(condition: object, message: str) -> None:
+    """Raise ConfigError with `message` if `condition` is true."""
+    if condition:
+        raise ConfigError(message)
+
+
 def as_optimus_error(error: Exception) -> OptimusError | None:
     """Return the error to show to the user, or None if `error` is a bug of Optimus.
 

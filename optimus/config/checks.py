@@ -23,7 +23,7 @@ from optimus.config.sections import (
     RopeScaling,
     TrainConfig,
 )
-from optimus.errors import ConfigError, counted
+from optimus.errors import ConfigError, counted, refuse_if
 
 _MAX_ELEMENTS = 1 << 56
 """Largest accepted number of elements of a tensor. Torch counts the bytes of a tensor in a signed
@@ -35,9 +35,8 @@ def check(config: Config) -> None:
     model, train, optim = config.model, config.train, config.optim
     _heads(model)
     _experts(model)
-    _tensors(model)
+    _sizes(model)
     _rope(model)
-    _tokens(model)
     _sequence(train, model)
     _batch(train)
     _schedule(optim, train)
@@ -53,8 +52,7 @@ def check(config: Config) -> None:
     _offload(config.offload)
 
 
-def _tensors(model: ModelConfig) -> None:
-    """Raise ConfigError if a tensor has more than `_MAX_ELEMENTS` elements."""
+def _sizes(model: ModelConfig) -> None:
     hidden, experts = model.hidden_size, max(1, *model.experts_by_layer)
     width = max(model.intermediate_size, model.dense_intermediate_size)
     heads = max(model.num_attention_heads, model.num_kv_heads) * max(model.head_size, 1)
@@ -64,38 +62,43 @@ def _tensors(model: ModelConfig) -> None:
         "num_experts * intermediate_size": 2 * experts * width * hidden,
     }
     for name, size in sizes.items():
-        if size > _MAX_ELEMENTS:
-            raise ConfigError(
-                f"model.{name} and model.hidden_size = {hidden} make a tensor of {size:,} "
-                "elements, more elements than torch can count; use smaller sizes"
-            )
+        refuse_if(
+            size > _MAX_ELEMENTS,
+            f"model.{name} and model.hidden_size = {hidden} make a tensor of {size:,} "
+            "elements, more elements than torch can count; use smaller sizes",
+        )
+    refuse_if(
+        model.pad_token_id >= model.vocab_size,
+        f"model.pad_token_id = {model.pad_token_id} is not below model.vocab_size = "
+        f"{model.vocab_size}; give the id of a token of the vocabulary, or -1 for none",
+    )
 
 
 def _heads(model: ModelConfig) -> None:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if kv_heads and heads % kv_heads:
-        raise ConfigError(
-            f"model.num_key_value_heads = {kv_heads} must divide num_attention_heads = {heads}; "
-            f"the nearest divisor is {nearest_divisor(heads, kv_heads)}"
-        )
-    if not model.head_dim and model.hidden_size % heads:
-        raise ConfigError(
-            f"model.hidden_size = {model.hidden_size} is not divisible by num_attention_heads = "
-            f"{heads}; change one of them or set model.head_dim"
-        )
-    if model.head_size % 2:
-        raise ConfigError(
-            f"model.head_dim = {model.head_size} is odd, but rotary embeddings rotate pairs of "
-            "elements; use an even head_dim"
-        )
+    refuse_if(
+        kv_heads and heads % kv_heads,
+        f"model.num_key_value_heads = {kv_heads} must divide num_attention_heads = {heads}; "
+        f"the nearest divisor is {nearest_divisor(heads, kv_heads)}",
+    )
+    refuse_if(
+        not model.head_dim and model.hidden_size % heads,
+        f"model.hidden_size = {model.hidden_size} is not divisible by num_attention_heads = "
+        f"{heads}; change one of them or set model.head_dim",
+    )
+    refuse_if(
+        model.head_size % 2,
+        f"model.head_dim = {model.head_size} is odd, but rotary embeddings rotate pairs of "
+        "elements; use an even head_dim",
+    )
 
 
 def _experts(model: ModelConfig) -> None:
-    if model.architecture == "olmo" and (model.num_experts or model.num_experts_per_tok):
-        raise ConfigError(
-            f"model.num_experts = {model.num_experts}: architecture 'olmo' is dense; leave "
-            "out num_experts and num_experts_per_tok, or use model.architecture = 'olmoe'"
-        )
+    refuse_if(
+        model.architecture == "olmo" and (model.num_experts or model.num_experts_per_tok),
+        f"model.num_experts = {model.num_experts}: architecture 'olmo' is dense; leave "
+        "out num_experts and num_experts_per_tok, or use model.architecture = 'olmoe'",
+    )
     if model.architecture == "olmoe":
         _sparse_layers(model)
     else:
@@ -108,25 +111,25 @@ def _experts(model: ModelConfig) -> None:
             "dense_intermediate_size",
         ):
             value, default = getattr(model, key), ModelConfig.model_fields[key].default
-            if value and value != default:
-                raise ConfigError(
-                    f"model.{key} = {value!r}: architecture 'olmo' is dense and has no router; "
-                    "leave this setting out"
-                )
+            refuse_if(
+                value and value != default,
+                f"model.{key} = {value!r}: architecture 'olmo' is dense and has no router; "
+                "leave this setting out",
+            )
 
 
 def _sparse_layers(model: ModelConfig) -> None:
     numbers, top_k = model.experts_by_layer, model.num_experts_per_tok
-    if len(numbers) != model.num_layers:
-        raise ConfigError(
-            f"model.num_experts = {list(numbers)} has {counted(len(numbers), 'number')}, but "
-            f"model.num_layers = {model.num_layers}; give one number for each layer"
-        )
-    if not any(numbers):
-        raise ConfigError(
-            f"model.num_experts = {model.num_experts}: no layer has experts; give one layer "
-            "experts, or use model.architecture = 'olmo'"
-        )
+    refuse_if(
+        len(numbers) != model.num_layers,
+        f"model.num_experts = {list(numbers)} has {counted(len(numbers), 'number')}, but "
+        f"model.num_layers = {model.num_layers}; give one number for each layer",
+    )
+    refuse_if(
+        not any(numbers),
+        f"model.num_experts = {model.num_experts}: no layer has experts; give one layer "
+        "experts, or use model.architecture = 'olmo'",
+    )
     fewest = min(number for number in numbers if number)
     if not 1 <= top_k <= fewest:
         layers = "" if model.uniform_experts is not None else " in the smallest sparse layer"
@@ -134,46 +137,46 @@ def _sparse_layers(model: ModelConfig) -> None:
             f"model.num_experts_per_tok = {top_k} must be between 1 and "
             f"model.num_experts = {fewest}{layers}; change one of them"
         )
-    if model.dense_intermediate_size and all(numbers):
-        raise ConfigError(
-            f"model.dense_intermediate_size = {model.dense_intermediate_size}: every layer has "
-            "experts; leave this setting out, or make layers dense with a 0 in model.num_experts"
-        )
-    if model.aux_loss_form == "hf" and model.uniform_experts is None:
-        raise ConfigError(
-            "model.aux_loss_form = 'hf' needs the same number of experts in all layers, but "
-            f"model.num_experts = {list(numbers)}; use 'olmo'"
-        )
+    refuse_if(
+        model.dense_intermediate_size and all(numbers),
+        f"model.dense_intermediate_size = {model.dense_intermediate_size}: every layer has "
+        "experts; leave this setting out, or make layers dense with a 0 in model.num_experts",
+    )
+    refuse_if(
+        model.aux_loss_form == "hf" and model.uniform_experts is None,
+        "model.aux_loss_form = 'hf' needs the same number of experts in all layers, but "
+        f"model.num_experts = {list(numbers)}; use 'olmo'",
+    )
 
 
 def _kernels(config: Config) -> None:
     grouped_gemm = config.kernels.grouped_gemm
-    if config.model.architecture == "olmo" and grouped_gemm != "auto":
-        raise ConfigError(
-            f"kernels.grouped_gemm = {grouped_gemm!r}: architecture 'olmo' has no experts; "
-            "leave this setting out"
-        )
-    if config.train.deterministic and grouped_gemm == "torch":
-        raise ConfigError(
-            "kernels.grouped_gemm = 'torch': train.deterministic needs 'loop'; leave this setting "
-            "out, or use train.deterministic = false"
-        )
+    refuse_if(
+        config.model.architecture == "olmo" and grouped_gemm != "auto",
+        f"kernels.grouped_gemm = {grouped_gemm!r}: architecture 'olmo' has no experts; "
+        "leave this setting out",
+    )
+    refuse_if(
+        config.train.deterministic and grouped_gemm == "torch",
+        "kernels.grouped_gemm = 'torch': train.deterministic needs 'loop'; leave this setting "
+        "out, or use train.deterministic = false",
+    )
 
 
 def _compile(config: Config) -> None:
     if not config.train.compile:
         return
-    if config.train.deterministic:
-        raise ConfigError(
-            "train.compile = true: the order of sums in compiled code depends on shapes; "
-            "train.deterministic needs train.compile = false"
-        )
-    if config.data.document_mask:
-        raise ConfigError(
-            "train.compile = true: with data.document_mask = true, torch would recompile the "
-            "blocks for each arrangement of documents; use data.document_mask = false or "
-            "train.compile = false"
-        )
+    refuse_if(
+        config.train.deterministic,
+        "train.compile = true: the order of sums in compiled code depends on shapes; "
+        "train.deterministic needs train.compile = false",
+    )
+    refuse_if(
+        config.data.document_mask,
+        "train.compile = true: with data.document_mask = true, torch would recompile the "
+        "blocks for each arrangement of documents; use data.document_mask = false or "
+        "train.compile = false",
+    )
     for axis in WITHIN_BLOCK:
         if (size := getattr(config.parallel, axis)) > 1:
             raise ConfigError(
@@ -189,52 +192,45 @@ def _rope(model: ModelConfig) -> None:
         return
     for key, field in RopeScaling.model_fields.items():
         value = getattr(scaling, key)
-        if key not in ("type", *ROPE_FIELDS[scaling.type]) and value != field.default:
-            raise ConfigError(
-                f"model.rope_scaling.{key} = {value!r} has no meaning for type = "
-                f"{scaling.type!r}; leave it out"
-            )
-    if scaling.type in ("llama3", "yarn") and not scaling.original_max_position_embeddings:
-        raise ConfigError(
-            f"model.rope_scaling.original_max_position_embeddings is missing for type = "
-            f"{scaling.type!r}; set it to the context length before scaling, in tokens"
+        refuse_if(
+            key not in ("type", *ROPE_FIELDS[scaling.type]) and value != field.default,
+            f"model.rope_scaling.{key} = {value!r} has no meaning for type = "
+            f"{scaling.type!r}; leave it out",
         )
+    refuse_if(
+        scaling.type in ("llama3", "yarn") and not scaling.original_max_position_embeddings,
+        f"model.rope_scaling.original_max_position_embeddings is missing for type = "
+        f"{scaling.type!r}; set it to the context length before scaling, in tokens",
+    )
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if scaling.type == "llama3" and not 0 < low < high:
-        raise ConfigError(
-            f"model.rope_scaling.low_freq_factor = {low} must be above 0 and below "
-            f"high_freq_factor = {high}"
-        )
-    if scaling.type == "dynamic" and model.head_size == 2:
-        raise ConfigError(
-            "model.rope_scaling.type = 'dynamic' needs a head_dim above 2; use a larger "
-            "model.head_dim or another type"
-        )
-
-
-def _tokens(model: ModelConfig) -> None:
-    if model.pad_token_id >= model.vocab_size:
-        raise ConfigError(
-            f"model.pad_token_id = {model.pad_token_id} is not below model.vocab_size = "
-            f"{model.vocab_size}; give the id of a token of the vocabulary, or -1 for none"
-        )
+    refuse_if(
+        scaling.type == "llama3" and not 0 < low < high,
+        f"model.rope_scaling.low_freq_factor = {low} must be above 0 and below "
+        f"high_freq_factor = {high}",
+    )
+    refuse_if(
+        scaling.type == "dynamic" and model.head_size == 2,
+        "model.rope_scaling.type = 'dynamic' needs a head_dim above 2; use a larger "
+        "model.head_dim or another type",
+    )
 
 
 def _sequence(train: TrainConfig, model: ModelConfig) -> None:
     seq_len, longest = train.seq_len, model.max_position_embeddings
-    if seq_len == 1:
-        raise ConfigError("train.seq_len = 1 leaves no target to predict; use at least 2")
-    if seq_len > longest:
-        raise ConfigError(
-            f"train.seq_len = {seq_len} exceeds model.max_position_embeddings = {longest}; "
-            "raise max_position_embeddings or lower seq_len"
-        )
+    refuse_if(seq_len == 1, "train.seq_len = 1 leaves no target to predict; use at least 2")
+    refuse_if(
+        seq_len > longest,
+        f"train.seq_len = {seq_len} exceeds model.max_position_embeddings = {longest}; "
+        "raise max_position_embeddings or lower seq_len",
+    )
 
 
 def _batch(train: TrainConfig) -> None:
     microbatch_tokens = train.microbatch_size * train.seq_len
-    if train.global_batch_tokens and not train.seq_len:
-        raise ConfigError("train.seq_len is missing; set it to the data set's context, in tokens")
+    refuse_if(
+        train.global_batch_tokens and not train.seq_len,
+        "train.seq_len is missing; set it to the data set's context, in tokens",
+    )
     if train.global_batch_tokens and train.global_batch_tokens % microbatch_tokens:
         near = max(1, round(train.global_batch_tokens / microbatch_tokens)) * microbatch_tokens
         raise ConfigError(
@@ -247,31 +243,31 @@ def _batch(train: TrainConfig) -> None:
 
 def _schedule(optim: OptimConfig, train: TrainConfig) -> None:
     steps = train.max_steps
-    if optim.min_lr > optim.lr:
-        raise ConfigError(
-            f"optim.min_lr = {optim.min_lr} exceeds optim.lr = {optim.lr}; lower optim.min_lr"
-        )
-    if optim.schedule == "constant" and optim.decay_steps:
-        raise ConfigError(
-            f"optim.decay_steps = {optim.decay_steps} has no meaning with optim.schedule = "
-            "'constant'; leave it out, or use 'cosine' or 'linear'"
-        )
-    if optim.clip_after_warmup and not optim.clip_norm:
-        raise ConfigError(
-            "optim.clip_after_warmup = true has no effect with optim.clip_norm = 0; set "
-            "optim.clip_norm above 0, or leave clip_after_warmup out"
-        )
+    refuse_if(
+        optim.min_lr > optim.lr,
+        f"optim.min_lr = {optim.min_lr} exceeds optim.lr = {optim.lr}; lower optim.min_lr",
+    )
+    refuse_if(
+        optim.schedule == "constant" and optim.decay_steps,
+        f"optim.decay_steps = {optim.decay_steps} has no meaning with optim.schedule = "
+        "'constant'; leave it out, or use 'cosine' or 'linear'",
+    )
+    refuse_if(
+        optim.clip_after_warmup and not optim.clip_norm,
+        "optim.clip_after_warmup = true has no effect with optim.clip_norm = 0; set "
+        "optim.clip_norm above 0, or leave clip_after_warmup out",
+    )
     decay = optim.decay_steps or steps
-    if decay and optim.schedule != "constant" and optim.warmup_steps > decay:
-        raise ConfigError(
-            f"optim.warmup_steps = {optim.warmup_steps} exceeds the {counted(decay, 'step')} of "
-            "the schedule; shorten the warm-up or set optim.decay_steps"
-        )
-    if steps and train.stop_at_step > steps:
-        raise ConfigError(
-            f"train.stop_at_step = {train.stop_at_step} exceeds train.max_steps = {steps}; lower "
-            "train.stop_at_step"
-        )
+    refuse_if(
+        decay and optim.schedule != "constant" and optim.warmup_steps > decay,
+        f"optim.warmup_steps = {optim.warmup_steps} exceeds the {counted(decay, 'step')} of "
+        "the schedule; shorten the warm-up or set optim.decay_steps",
+    )
+    refuse_if(
+        steps and train.stop_at_step > steps,
+        f"train.stop_at_step = {train.stop_at_step} exceeds train.max_steps = {steps}; lower "
+        "train.stop_at_step",
+    )
 
 
 def _patterns(optim: OptimConfig) -> None:
@@ -280,94 +276,94 @@ def _patterns(optim: OptimConfig) -> None:
         ("optim.groups", [group.pattern for group in optim.groups]),
     ):
         length = max(map(len, patterns), default=0)
-        if len(patterns) > MAX_PATTERNS or length > MAX_PATTERN_CHARS:
-            raise ConfigError(
-                f"{key} has {counted(len(patterns), 'pattern')} of up to {length:,} characters; "
-                f"use at most {MAX_PATTERNS:,} patterns of at most {MAX_PATTERN_CHARS} characters "
-                "(a * matches several names)"
-            )
+        refuse_if(
+            len(patterns) > MAX_PATTERNS or length > MAX_PATTERN_CHARS,
+            f"{key} has {counted(len(patterns), 'pattern')} of up to {length:,} characters; "
+            f"use at most {MAX_PATTERNS:,} patterns of at most {MAX_PATTERN_CHARS} characters "
+            "(a * matches several names)",
+        )
 
 
 def _determinism(config: Config) -> None:
-    if config.train.deterministic and config.optim.grad_reduce_dtype != "fp32":
-        raise ConfigError(
-            f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact, "
-            "because it rounds gradients; train.deterministic needs 'fp32'"
-        )
+    refuse_if(
+        config.train.deterministic and config.optim.grad_reduce_dtype != "fp32",
+        f"optim.grad_reduce_dtype = {config.optim.grad_reduce_dtype!r} cannot be exact, "
+        "because it rounds gradients; train.deterministic needs 'fp32'",
+    )
     if config.optim.grad_dtype != "fp32":
-        if config.train.deterministic:
-            raise ConfigError(
-                f"optim.grad_dtype = {config.optim.grad_dtype!r} rounds the sums of gradients "
-                "over microbatches; train.deterministic needs 'fp32'"
-            )
-        if config.optim.resident != "all":
-            raise ConfigError(
-                f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', "
-                f"because {config.optim.resident!r} sums gradients in fp32; use "
-                "optim.resident = 'all' or leave optim.grad_dtype at 'fp32'"
-            )
-        if config.train.dtype != config.optim.grad_dtype:
-            raise ConfigError(
-                f"optim.grad_dtype = {config.optim.grad_dtype!r} needs train.dtype = 'bf16', "
-                f"not {config.train.dtype!r}; leave optim.grad_dtype at 'fp32'"
-            )
-    if config.train.deterministic and config.parallel.ep_dispatch == "alltoall":
-        raise ConfigError(
-            "parallel.ep_dispatch = 'alltoall': train.deterministic needs 'allgather'; leave "
-            "parallel.ep_dispatch out"
+        refuse_if(
+            config.train.deterministic,
+            f"optim.grad_dtype = {config.optim.grad_dtype!r} rounds the sums of gradients "
+            "over microbatches; train.deterministic needs 'fp32'",
         )
+        refuse_if(
+            config.optim.resident != "all",
+            f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', "
+            f"because {config.optim.resident!r} sums gradients in fp32; use "
+            "optim.resident = 'all' or leave optim.grad_dtype at 'fp32'",
+        )
+        refuse_if(
+            config.train.dtype != config.optim.grad_dtype,
+            f"optim.grad_dtype = {config.optim.grad_dtype!r} needs train.dtype = 'bf16', "
+            f"not {config.train.dtype!r}; leave optim.grad_dtype at 'fp32'",
+        )
+    refuse_if(
+        config.train.deterministic and config.parallel.ep_dispatch == "alltoall",
+        "parallel.ep_dispatch = 'alltoall': train.deterministic needs 'allgather'; leave "
+        "parallel.ep_dispatch out",
+    )
 
 
 def _residency(optim: OptimConfig, train: TrainConfig) -> None:
-    if optim.cache_chunks and optim.resident != "cache":
-        raise ConfigError(
-            f"optim.cache_chunks = {optim.cache_chunks} has no meaning with optim.resident = "
-            f"{optim.resident!r}; leave it out, or use optim.resident = 'cache'"
-        )
-    if optim.resident == "cache" and optim.sharding == "none":
-        raise ConfigError(
-            "optim.resident = 'cache' keeps only a shard of the parameters on each rank, but "
-            "optim.sharding = 'none' makes no shards; use optim.sharding = 'so' or 'epso'"
-        )
-    if optim.resident == "cache" and train.compile:
-        raise ConfigError(
-            "train.compile = true: optim.resident = 'cache' cannot gather parameters within "
-            "compiled blocks; use train.compile = false, or optim.resident = 'parameters'"
-        )
+    refuse_if(
+        optim.cache_chunks and optim.resident != "cache",
+        f"optim.cache_chunks = {optim.cache_chunks} has no meaning with optim.resident = "
+        f"{optim.resident!r}; leave it out, or use optim.resident = 'cache'",
+    )
+    refuse_if(
+        optim.resident == "cache" and optim.sharding == "none",
+        "optim.resident = 'cache' keeps only a shard of the parameters on each rank, but "
+        "optim.sharding = 'none' makes no shards; use optim.sharding = 'so' or 'epso'",
+    )
+    refuse_if(
+        optim.resident == "cache" and train.compile,
+        "train.compile = true: optim.resident = 'cache' cannot gather parameters within "
+        "compiled blocks; use train.compile = false, or optim.resident = 'parameters'",
+    )
 
 
 def _loss_scale(optim: OptimConfig, train: TrainConfig) -> None:
     dtype = train.dtype
-    if dtype == "fp16" and train.deterministic:
-        raise ConfigError(
-            "train.dtype = 'fp16' needs a loss scale, which changes when gradients overflow; "
-            "train.deterministic needs 'bf16' or 'fp32'"
-        )
+    refuse_if(
+        dtype == "fp16" and train.deterministic,
+        "train.dtype = 'fp16' needs a loss scale, which changes when gradients overflow; "
+        "train.deterministic needs 'bf16' or 'fp32'",
+    )
     for key in ("loss_scale", "min_loss_scale", "loss_scale_growth_steps"):
         value, default = getattr(optim, key), type(optim).model_fields[key].default
-        if dtype != "fp16" and value != default:
-            raise ConfigError(
-                f"optim.{key} = {value:g} has no meaning with train.dtype = {dtype!r}; leave it "
-                "out, or use train.dtype = 'fp16'"
-            )
+        refuse_if(
+            dtype != "fp16" and value != default,
+            f"optim.{key} = {value:g} has no meaning with train.dtype = {dtype!r}; leave it "
+            "out, or use train.dtype = 'fp16'",
+        )
         if key != "loss_scale_growth_steps" and value and math.frexp(value)[0] != 0.5:
             nearest = 2.0 ** round(math.log2(value))
             raise ConfigError(
                 f"optim.{key} = {value:g} must be a power of two, such as {nearest:g}"
             )
-    if 0 < optim.loss_scale < optim.min_loss_scale:
-        raise ConfigError(
-            f"optim.loss_scale = {optim.loss_scale:g} is below optim.min_loss_scale = "
-            f"{optim.min_loss_scale:g}; raise loss_scale or lower min_loss_scale"
-        )
+    refuse_if(
+        0 < optim.loss_scale < optim.min_loss_scale,
+        f"optim.loss_scale = {optim.loss_scale:g} is below optim.min_loss_scale = "
+        f"{optim.min_loss_scale:g}; raise loss_scale or lower min_loss_scale",
+    )
 
 
 def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
     modules = recompute.modules
-    if len(set(modules)) < len(modules):
-        raise ConfigError(
-            f"recompute.modules = {list(modules)} names a module twice; name each at most once"
-        )
+    refuse_if(
+        len(set(modules)) < len(modules),
+        f"recompute.modules = {list(modules)} names a module twice; name each at most once",
+    )
     sparse = [name for name in modules if name in ("moe", "experts")]
     if sparse and model.architecture == "olmo":
         raise ConfigError(
@@ -378,26 +374,25 @@ def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
 
 def _pipeline(parallel: ParallelConfig, model: ModelConfig) -> None:
     stages = parallel.pp * parallel.virtual_stages
-    if model.aux_loss_form == "hf" and stages > 1:
-        raise ConfigError(
-            "model.aux_loss_form = 'hf' needs all layers on one pipeline stage, but there are "
-            f"{counted(stages, 'stage')}; use 'olmo', or parallel.pp = 1 and virtual_stages = 1"
-        )
+    refuse_if(
+        model.aux_loss_form == "hf" and stages > 1,
+        "model.aux_loss_form = 'hf' needs all layers on one pipeline stage, but there are "
+        f"{counted(stages, 'stage')}; use 'olmo', or parallel.pp = 1 and virtual_stages = 1",
+    )
 
 
 def _kept_models(checkpoint: CheckpointConfig) -> None:
-    if checkpoint.keep_models_every and not checkpoint.keep_models:
-        raise ConfigError(
-            f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
-            "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
-            "checkpoint.keep_models, or leave keep_models_every out"
-        )
+    refuse_if(
+        checkpoint.keep_models_every and not checkpoint.keep_models,
+        f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
+        "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
+        "checkpoint.keep_models, or leave keep_models_every out",
+    )
 
 
 def _offload(offload: OffloadConfig) -> None:
     mode = offload.mode
-    if mode != "off":
-        raise ConfigError(f"offload.mode = {mode!r} is not available in this version; use 'off'")
+    refuse_if(mode != "off", f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def nearest_divisor(number: int, near: int) -> int:

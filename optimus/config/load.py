@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -150,21 +150,23 @@ def make_config(
         raise ConfigError(
             f"{'command line' if is_override else source}: {explain(error)}"
         ) from None
-    _check_texts(config.model_dump(), ())
+    for key, value in _leaves(config.model_dump()):
+        text = value if isinstance(value, str) else ""
+        unencodable = any("\ud800" <= character <= "\udfff" for character in text)
+        if unencodable or "\0" in text:
+            problem = "is not UTF-8 text" if unencodable else "contains a NUL character"
+            raise ConfigError(f"{key} = {text!r} {problem}; use another name")
     check(config)
     return config
 
 
-def _check_texts(value: Any, location: tuple[str, ...]) -> None:
-    """Raise ConfigError if a string in `value` contains NUL or cannot be encoded as UTF-8."""
+def _leaves(value: Any, location: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each element of nested mappings, lists and tuples."""
     if isinstance(value, (Mapping, list, tuple)):
         for key, element in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _check_texts(element, (*location, str(key)))
-    elif isinstance(value, str):
-        unencodable = any("\ud800" <= character <= "\udfff" for character in value)
-        if unencodable or "\0" in value:
-            problem = "is not UTF-8 text" if unencodable else "contains a NUL character"
-            raise ConfigError(f"{'.'.join(location)} = {value!r} {problem}; use another name")
+            yield from _leaves(element, f"{location}.{key}" if location else str(key))
+    else:
+        yield location, value
 
 
 def read_tree(path: Path) -> Tree:
@@ -231,20 +233,13 @@ def _parse_toml(text: str) -> Tree:
         raise ValueError(f"a line has more than {_MAX_DOTS} dots")
     try:
         tree = tomllib.loads(text)
-        _check_numbers(tree)
+        for _, value in _leaves(tree):
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # the range of TOML
+                # Without the value: Python refuses to print integers of more than 4,300 digits.
+                raise ValueError("an integer has more than 64 bits")
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
     return tree
-
-
-def _check_numbers(value: Any) -> None:
-    """Raise ValueError for an integer of more than 64 bits, the range of TOML."""
-    if isinstance(value, (dict, list)):
-        for element in value.values() if isinstance(value, dict) else value:
-            _check_numbers(element)
-    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        # Without the value: Python refuses to print integers of more than 4,300 digits.
-        raise ValueError("an integer has more than 64 bits")
 
 
 def dump_toml(config: Config) -> str:
@@ -276,7 +271,11 @@ def explain(error: ValidationError) -> str:
             key = f"{key}.{name}"
         return f"unknown key {key} = {value!r}; {hint}"
     if first["type"] == "missing" and location[-1].isdigit():  # an element of a tuple
-        key, length = ".".join(location[:-1]), len(_annotation(location[:-1]).__args__)
+        section: type[BaseModel] = Config
+        for name in location[:-2]:
+            section = _section_type(section.model_fields[name].annotation)
+        annotation: Any = section.model_fields[location[-2]].annotation
+        key, length = ".".join(location[:-1]), len(annotation.__args__)
         return f"{key} = {list(first['input'])!r}: must be a list of {length} values"
     if first["type"] == "missing":
         override = f"{key}=VALUE"
@@ -359,14 +358,6 @@ def _nearest(wrong: str, names: Iterable[str], cutoff: float) -> list[str]:
     plain = {re.sub("[-_]", "", name): name for name in names}
     wrong = re.sub("[-_]", "", wrong.lower())
     return [plain[name] for name in difflib.get_close_matches(wrong, plain, n=1, cutoff=cutoff)]
-
-
-def _annotation(location: Sequence[str]) -> Any:
-    """Return the type annotation of the setting with the key path `location`."""
-    section: type[BaseModel] = Config
-    for key in location[:-1]:
-        section = _section_type(section.model_fields[key].annotation)
-    return section.model_fields[location[-1]].annotation
 
 
 def _section_type(annotation: Any) -> type[BaseModel]:

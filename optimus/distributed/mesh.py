@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optimus.config.axes import AXES, DATA, GRAD_SUM, MODEL, Axes
 from optimus.config.sections import ParallelConfig
-from optimus.errors import ConfigError, counted
+from optimus.errors import ConfigError, counted, refuse_if
 
 ENDS = ("ends",)
 """Key of the group of the first and the last pipeline stage. The key of any other group is the
@@ -135,11 +135,11 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
             "sizes"
         )
     left = world_size // model_ranks
-    if dp and dp != left:
-        raise ConfigError(
-            f"parallel.dp = {dp} needs a world of {counted(dp * model_ranks, 'rank')}, "
-            f"but this run has {world_size}; set parallel.dp = {left}, or 0 to use all ranks"
-        )
+    refuse_if(
+        dp and dp != left,
+        f"parallel.dp = {dp} needs a world of {counted(dp * model_ranks, 'rank')}, "
+        f"but this run has {world_size}; set parallel.dp = {left}, or 0 to use all ranks",
+    )
     return mesh._replace(dp=left)
 
 

@@ -16,7 +16,7 @@ from optimus.config import load_saved_config
 from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from optimus.distributed.collectives import ALONE
-from optimus.errors import ConfigError, DataError
+from optimus.errors import DataError, refuse_if
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import by_model, held_out_loss
 from optimus.model.transformer import Transformer
@@ -79,11 +79,11 @@ def evaluate_checkpoint(
         ConfigError: An argument is invalid.
         DataError: The data set does not fit the model.
     """
-    if batch_size < 1 or instances < 0:
-        raise ConfigError(
-            f"--batch-size {batch_size} must be at least 1, "
-            f"and --instances {instances} must be at least 0"
-        )
+    refuse_if(
+        batch_size < 1 or instances < 0,
+        f"--batch-size {batch_size} must be at least 1, "
+        f"and --instances {instances} must be at least 0",
+    )
     source = store.resolve(checkpoint)
     dataset = TokenDataset(data)
     device = platform.pick_device(0)
@@ -133,25 +133,25 @@ def continue_text(
         ConfigError: An argument is invalid.
         DataError: The tokenizer is missing or does not fit the model.
     """
-    if new_tokens < 1 or temperature < 0 or top_k < 0:
-        raise ConfigError(
-            f"--tokens {new_tokens} must be at least 1; "
-            f"--temperature {temperature} and --top-k {top_k} must be at least 0"
-        )
-    if not 0 <= seed < 1 << 63:
-        raise ConfigError(f"--seed {seed} must be at least 0 and below 2^63")
+    refuse_if(
+        new_tokens < 1 or temperature < 0 or top_k < 0,
+        f"--tokens {new_tokens} must be at least 1; "
+        f"--temperature {temperature} and --top-k {top_k} must be at least 0",
+    )
+    refuse_if(not 0 <= seed < 1 << 63, f"--seed {seed} must be at least 0 and below 2^63")
     source = store.resolve(checkpoint)
     file = tokenizer_path(source)
     if not file.is_file():
         raise DataError(
             f"{file} is missing; copy the tokenizer of the model's data set to this path"
         )
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise ConfigError("--prompt is not UTF-8 text; use a terminal and a shell with UTF-8")
+    refuse_if(
+        any("\ud800" <= character <= "\udfff" for character in prompt),
+        "--prompt is not UTF-8 text; use a terminal and a shell with UTF-8",
+    )
     tokenizer = TextTokenizer(file)
     ids = tokenizer.encode(prompt)
-    if not ids:
-        raise ConfigError("--prompt is empty; set it to the text to continue")
+    refuse_if(not ids, "--prompt is empty; set it to the text to continue")
     device = platform.pick_device(0)
     model = load_resolved(source, device=device)
     vocab_size = model.config.vocab_size

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from optimus.config import ModelConfig, make_config
 from optimus.config.load import explain
 from optimus.config.sections import ROPE_FIELDS, Count
-from optimus.errors import CheckpointError, ConfigError, counted, one_line
+from optimus.errors import CheckpointError, ConfigError, counted, one_line, refuse_if
 from optimus.io.files import read_regular
 from optimus.io.safetensors import TensorFiles
 from optimus.io.tensor_file import INDEX, MODEL
@@ -173,6 +173,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
         raise ConfigError(f"{source}: {explain(error)}") from None
     default_head_dim = fields.hidden_size // fields.num_attention_heads
     _refuse(fields, default_head_dim, source)
+    eos = fields.eos_token_id
     model = {
         "architecture": architecture,
         "num_layers": fields.num_hidden_layers,
@@ -189,7 +190,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
         "max_position_embeddings": fields.max_position_embeddings,
         "pad_token_id": _padding(fields, source),
         "bos_token_id": -1 if fields.bos_token_id is None else fields.bos_token_id,
-        "eos_token_ids": _as_tuple(fields.eos_token_id),
+        "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
         "init_std": fields.initializer_range,
         **_rope(fields, source),
     }
@@ -213,7 +214,13 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         ConfigError: transformers does not support the model.
     """
     architecture, heads = config.architecture, config.num_attention_heads
+    eos, scaling = config.eos_token_ids, config.rope_scaling
     _check_supported(config)
+    rope = None
+    if scaling is not None:
+        rope_fields = {key: getattr(scaling, key) for key in ROPE_FIELDS[scaling.type]}
+        needed = {key: v for key, v in rope_fields.items() if v or key not in _ROPE_OPTIONAL}
+        rope = {"type": scaling.type, **needed}
     fields: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -232,9 +239,9 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "pad_token_id": None if config.pad_token_id < 0 else config.pad_token_id,
         "bos_token_id": None if config.bos_token_id < 0 else config.bos_token_id,
-        "eos_token_id": _as_field(config.eos_token_ids),
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling_field(config),
+        "rope_scaling": rope,
         "torch_dtype": dtype,
         "use_cache": True,
     }
@@ -260,10 +267,10 @@ def _architecture(content: Mapping[str, Any], source: str) -> str:
         raise ConfigError(
             f"{source}: model_type = {kind!r} is not supported; convert an 'olmo' or 'olmoe' model"
         )
-    if classes and (type(classes) is not list or _ARCHITECTURES[kind] not in classes):
-        raise ConfigError(
-            f"{source}: architectures = {classes} is not supported; use {_ARCHITECTURES[kind]!r}"
-        )
+    refuse_if(
+        classes and (type(classes) is not list or _ARCHITECTURES[kind] not in classes),
+        f"{source}: architectures = {classes} is not supported; use {_ARCHITECTURES[kind]!r}",
+    )
     return kind
 
 
@@ -282,37 +289,37 @@ def _refuse(fields: _Fields, default_head_dim: int, source: str) -> None:
         "head_dim": isinstance(fields, _Olmoe) and fields.head_dim not in (None, default_head_dim),
     }
     for key, refused in refusals.items():
-        if refused:
-            raise ConfigError(
-                f"{source}: {key} = {getattr(fields, key)!r} is not supported by Optimus; "
-                "convert a model without this setting"
-            )
+        refuse_if(
+            refused,
+            f"{source}: {key} = {getattr(fields, key)!r} is not supported by Optimus; "
+            "convert a model without this setting",
+        )
 
 
 def _check_supported(config: ModelConfig) -> None:
     """Raise ConfigError if transformers does not support the model."""
     heads, head_dim = config.num_attention_heads, config.head_size
-    if config.uniform_experts is None:
-        raise ConfigError(
-            f"model.num_experts = {list(config.experts_by_layer)} cannot be exported: all layers "
-            "of a Hugging Face OLMoE have the same number of experts; train with one number"
-        )
-    if config.architecture == "olmo" and config.norm_eps != _OLMO_EPS:
-        raise ConfigError(
-            f"model.norm_eps = {config.norm_eps} cannot be exported: the norms of a Hugging Face "
-            f"OLMo use {_OLMO_EPS}; train with model.norm_eps = {_OLMO_EPS}"
-        )
-    if config.router != "top-k":
-        raise ConfigError(
-            f"model.router = {config.router!r} cannot be exported: a Hugging Face OLMoE chooses "
-            "the top k experts; train with model.router = 'top-k'"
-        )
-    if config.architecture == "olmoe" and head_dim * heads != config.hidden_size:
-        raise ConfigError(
-            f"model.head_dim = {head_dim} cannot be exported: q_norm of a Hugging Face OLMoE has "
-            f"hidden_size = {config.hidden_size} elements, but {counted(heads, 'head')} of "
-            f"{head_dim} elements have {heads * head_dim} elements; train with model.head_dim = 0"
-        )
+    refuse_if(
+        config.uniform_experts is None,
+        f"model.num_experts = {list(config.experts_by_layer)} cannot be exported: all layers "
+        "of a Hugging Face OLMoE have the same number of experts; train with one number",
+    )
+    refuse_if(
+        config.architecture == "olmo" and config.norm_eps != _OLMO_EPS,
+        f"model.norm_eps = {config.norm_eps} cannot be exported: the norms of a Hugging Face "
+        f"OLMo use {_OLMO_EPS}; train with model.norm_eps = {_OLMO_EPS}",
+    )
+    refuse_if(
+        config.router != "top-k",
+        f"model.router = {config.router!r} cannot be exported: a Hugging Face OLMoE chooses "
+        "the top k experts; train with model.router = 'top-k'",
+    )
+    refuse_if(
+        config.architecture == "olmoe" and head_dim * heads != config.hidden_size,
+        f"model.head_dim = {head_dim} cannot be exported: q_norm of a Hugging Face OLMoE has "
+        f"hidden_size = {config.hidden_size} elements, but {counted(heads, 'head')} of "
+        f"{head_dim} elements have {heads * head_dim} elements; train with model.head_dim = 0",
+    )
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
@@ -334,21 +341,21 @@ def _rope(fields: _Fields, source: str) -> dict[str, Any]:
     rope = {key: value for key, value in spelled.items() if value is not None}
     theta = rope.get("rope_theta", fields.rope_theta or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ConfigError(
-            f"{source}: rope_parameters = {spelled!r} has values for each layer type, which is not "
-            "supported; use the same values for all layers"
-        )
+    refuse_if(
+        any(isinstance(value, dict) for value in rope.values()),
+        f"{source}: rope_parameters = {spelled!r} has values for each layer type, which is not "
+        "supported; use the same values for all layers",
+    )
     if kind != "default" and (type(kind) is not str or kind not in ROPE_FIELDS):
         known = ", ".join(repr(name) for name in ("default", *ROPE_FIELDS))
         raise ConfigError(
             f"{source}: rope scaling of type {kind!r} is not supported; use one of {known}"
         )
-    if rope.get("partial_rotary_factor", 1) != 1 or rope.get("attention_factor", 1) == 0:
-        raise ConfigError(
-            f"{source}: rope_parameters = {spelled!r} is not supported; partial_rotary_factor must "
-            "be 1, and attention_factor must not be 0"
-        )
+    refuse_if(
+        rope.get("partial_rotary_factor", 1) != 1 or rope.get("attention_factor", 1) == 0,
+        f"{source}: rope_parameters = {spelled!r} is not supported; partial_rotary_factor must "
+        "be 1, and attention_factor must not be 0",
+    )
     if kind == "default":
         return {"rope_theta": theta}
     original = fields.original_max_position_embeddings or rope.get(
@@ -359,39 +366,19 @@ def _rope(fields: _Fields, source: str) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}}
 
 
-def _rope_scaling_field(config: ModelConfig) -> dict[str, Any] | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    values = {key: getattr(scaling, key) for key in ("type", *ROPE_FIELDS[scaling.type])}
-    return {key: value for key, value in values.items() if value or key not in _ROPE_OPTIONAL}
-
-
 def _padding(fields: _Fields, source: str) -> int:
     """Return the id of the padding token, or -1 if the model has none."""
     token, size = fields.pad_token_id, fields.vocab_size
     if token is None:
         return -1
-    if not -size <= token < size:
-        raise ConfigError(
-            f"{source}: pad_token_id = {token} is outside the vocabulary of {size} tokens; use an "
-            f"id below {size}, or null for a model without padding token"
-        )
+    refuse_if(
+        not -size <= token < size,
+        f"{source}: pad_token_id = {token} is outside the vocabulary of {size} tokens; use an "
+        f"id below {size}, or null for a model without padding token",
+    )
     return token % size  # a negative id counts from the end, as in torch.nn.Embedding
 
 
 def _derived(value: int | None, default: int) -> int:
     """Return `value`, or 0 if it is None or equals `default`. In `[model]`, 0 means the default."""
     return 0 if value is None or value == default else value
-
-
-def _as_tuple(field: int | list[int] | None) -> tuple[int, ...]:
-    if field is None:
-        return ()
-    return (field,) if isinstance(field, int) else tuple(field)
-
-
-def _as_field(tokens: tuple[int, ...]) -> int | list[int] | None:
-    if not tokens:
-        return None
-    return tokens[0] if len(tokens) == 1 else list(tokens)

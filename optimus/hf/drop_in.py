@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import optimus_kernels as kernels
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, refuse_if
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _HfModule = Any
@@ -63,26 +63,31 @@ def use_fast_moe(model: _Model) -> _Model:
             experts are not supported. Experts are not supported if they have hooks or are
             quantized, offloaded or sharded.
     """
-    all_blocks = [module for module in model.modules() if isinstance(_experts(module), nn.Module)]
+    all_blocks = [
+        module
+        for module in model.modules()
+        if isinstance(module._modules.get("experts"), nn.Module)
+    ]
     blocks: list[_HfModule] = [
         block for block in all_blocks if not isinstance(block.experts, FastExperts)
     ]
-    if not all_blocks:
-        raise ConfigError(
-            f"{type(model).__name__} has no MoE block; use_fast_moe supports "
-            f"{', '.join(BY_MODULE)} and all blocks with experts of class {', '.join(MERGED)}"
-        )
+    refuse_if(
+        not all_blocks,
+        f"{type(model).__name__} has no MoE block; use_fast_moe supports "
+        f"{', '.join(BY_MODULE)} and all blocks with experts of class {', '.join(MERGED)}",
+    )
     for block in blocks:
         _check(block)
         _check_hooks(block)
-        if block is model and isinstance(block.experts, nn.ModuleList):
-            raise ConfigError(
-                f"{type(model).__name__} is itself the block to be replaced; call use_fast_moe "
-                "with the model that contains it"
-            )
+        refuse_if(
+            block is model and isinstance(block.experts, nn.ModuleList),
+            f"{type(model).__name__} is itself the block to be replaced; call use_fast_moe "
+            "with the model that contains it",
+        )
     for block in blocks:
         if not isinstance(block.experts, nn.ModuleList):
-            block.experts = _merged(block.experts)
+            fast = FastExperts(block.experts.gate_up_proj, block.experts.down_proj)
+            block.experts = fast.train(block.experts.training)
     for name, block in list(model.named_modules()):
         if block in blocks and isinstance(block.experts, nn.ModuleList):
             parent, _, child = name.rpartition(".")
@@ -210,47 +215,43 @@ class FastBlock(nn.Module):
         return out.view(hidden_states.shape), router_logits
 
 
-def _experts(module: nn.Module) -> object:
-    return module._modules.get("experts")
-
-
 def _check(block: _HfModule) -> None:
     """Raise ConfigError if `FastExperts` cannot replace the experts of `block`."""
     experts, name = block.experts, type(block).__name__
     if isinstance(experts, nn.ModuleList):
-        if name not in BY_MODULE:
-            raise ConfigError(
-                f"use_fast_moe does not support {name} with one module per expert; use "
-                "transformers 5, which merges the experts"
-            )
+        refuse_if(
+            name not in BY_MODULE,
+            f"use_fast_moe does not support {name} with one module per expert; use "
+            "transformers 5, which merges the experts",
+        )
         for expert in experts:
             _check_modules(name, expert)
         activations = {type(getattr(expert, "act_fn", None)).__name__ for expert in experts}
     else:
         class_name = type(experts).__name__
-        if class_name not in MERGED:
-            raise ConfigError(
-                f"use_fast_moe does not support the experts {class_name} of {name}; use a "
-                f"model with experts of class {', '.join(MERGED)}"
-            )
-        if getattr(experts, "_is_expert_parallel", False):
-            raise ConfigError(
-                f"{class_name} is sharded over devices, which use_fast_moe does not support; load "
-                "the model without expert parallelism"
-            )
-        activations = {type(getattr(experts, "act_fn", None)).__name__}
-    if not activations <= {"SiLU", "SiLUActivation"}:
-        raise ConfigError(
-            f"{name} has the activation {', '.join(activations)}; use_fast_moe supports only SiLU"
+        refuse_if(
+            class_name not in MERGED,
+            f"use_fast_moe does not support the experts {class_name} of {name}; use a "
+            f"model with experts of class {', '.join(MERGED)}",
         )
+        refuse_if(
+            getattr(experts, "_is_expert_parallel", False),
+            f"{class_name} is sharded over devices, which use_fast_moe does not support; load "
+            "the model without expert parallelism",
+        )
+        activations = {type(getattr(experts, "act_fn", None)).__name__}
+    refuse_if(
+        not activations <= {"SiLU", "SiLUActivation"},
+        f"{name} has the activation {', '.join(activations)}; use_fast_moe supports only SiLU",
+    )
     parameters = list(experts.parameters())
     kinds = {(p.dtype, p.device, p.requires_grad) for p in parameters}
-    if len(kinds) != 1 or not parameters[0].is_floating_point() or parameters[0].is_meta:
-        raise ConfigError(
-            f"the experts of {name} have parameters with (dtype, device, requires_grad) = "
-            f"{sorted(map(str, kinds))}; use the same for all parameters, with a floating-point "
-            "dtype and a device other than meta"
-        )
+    refuse_if(
+        len(kinds) != 1 or not parameters[0].is_floating_point() or parameters[0].is_meta,
+        f"the experts of {name} have parameters with (dtype, device, requires_grad) = "
+        f"{sorted(map(str, kinds))}; use the same for all parameters, with a floating-point "
+        "dtype and a device other than meta",
+    )
 
 
 def _check_hooks(block: _HfModule) -> None:
@@ -259,11 +260,11 @@ def _check_hooks(block: _HfModule) -> None:
     if isinstance(block.experts, nn.ModuleList):
         removed.append(block)
         removed += block.experts.parameters()
-    if any(getattr(owner, kind, None) for owner in removed for kind in _HOOKS):
-        raise ConfigError(
-            f"the experts of {type(block).__name__} have hooks, which would be lost; "
-            "register them after use_fast_moe"
-        )
+    refuse_if(
+        any(getattr(owner, kind, None) for owner in removed for kind in _HOOKS),
+        f"the experts of {type(block).__name__} have hooks, which would be lost; "
+        "register them after use_fast_moe",
+    )
 
 
 def _check_modules(name: str, expert: nn.Module) -> None:
@@ -276,11 +277,6 @@ def _check_modules(name: str, expert: nn.Module) -> None:
             f"an expert of {name} has {modules}; use_fast_moe supports only linear layers "
             f"{', '.join(_PROJECTIONS)} without bias"
         )
-
-
-def _merged(experts: _HfModule) -> FastExperts:
-    fast = FastExperts(experts.gate_up_proj, experts.down_proj)
-    return fast.train(experts.training)
 
 
 def _from_modules(experts: nn.ModuleList) -> FastExpertsByModule:

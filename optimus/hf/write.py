@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimus.config import ModelConfig
-from optimus.errors import CheckpointError, ConfigError, OptimusError, counted
+from optimus.errors import CheckpointError, OptimusError, counted, refuse_if
 from optimus.hf.config import config_to_hf
 from optimus.hf.names import hf_tensors
 from optimus.io.files import commit, temporary_name, write_json
@@ -87,8 +87,9 @@ def write_hf(
         OptimusError: a safetensors file cannot be written, or `weights` raises OSError.
     """
     directory = Path(directory)
-    if directory.exists():
-        raise ConfigError(f"{directory} exists already; remove it or choose another directory")
+    refuse_if(
+        directory.exists(), f"{directory} exists already; remove it or choose another directory"
+    )
     plan = plan_hf(config, dtypes, file_bytes)
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(directory)

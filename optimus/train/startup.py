@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from optimus.config import Config
-from optimus.errors import ConfigError, OptimusError, counted
+from optimus.errors import ConfigError, OptimusError, counted, refuse_if
 from optimus.launch.environment import COMMAND_STARTED, LaunchEnv
 from optimus.observe.events import StartUpRecord
 
@@ -97,10 +97,10 @@ def ranks_to_start(nproc: int | None, started: int) -> int:
     Raises:
         ConfigError: `--nproc` is below 1 or differs from the number that the launcher started.
     """
-    if nproc is not None and nproc < 1:
-        raise ConfigError(
-            f"--nproc {nproc} must be at least 1; leave --nproc out to run one rank in this process"
-        )
+    refuse_if(
+        nproc is not None and nproc < 1,
+        f"--nproc {nproc} must be at least 1; leave --nproc out to run one rank in this process",
+    )
     if started == 1 and "RANK" not in os.environ:
         return nproc or 0
     if nproc not in (None, started):
