@@ -31,9 +31,9 @@ from optimus.data.tokenizer import (
 )
 from optimus.errors import CheckpointError, DataError, OptimusError, one_line
 from optimus.hf import is_hf_directory, read_hf_config, write_hf
-from optimus.hf.write import write_all
+from optimus.hf.weights import write_all
 from optimus.io.files import read_regular, write_json
-from optimus.io.safetensors_writer import PlannedTensor, plan_files
+from optimus.io.safetensors import PlannedTensor, plan_files
 from optimus.io.tensor_file import INDEX, MODEL, weight_map
 from optimus.platform import dtype_of
 

@@ -44,10 +44,16 @@ from optimus.hf import (
     write_hf_json,
 )
 from optimus.io import files
-from optimus.io.safetensors import DTYPES, TensorFiles, as_bytes, check_shapes
-from optimus.io.safetensors_writer import Checksum, TensorWriter, create_files
+from optimus.io.safetensors import (
+    DTYPES,
+    Checksum,
+    TensorFiles,
+    TensorWriter,
+    as_bytes,
+    check_shapes,
+    create_files,
+)
 from optimus.io.tensor_file import MODEL, TensorFile
-from optimus.model.identity import first_difference
 from optimus.model.transformer import Transformer
 
 CONFIG = "config.toml"
@@ -86,7 +92,7 @@ def check_weights(config: ModelConfig, path: Path) -> None:
         CheckpointError: Names the first setting or tensor that differs.
     """
     # The headers are read once, below: this config.json builds no model.
-    if difference := first_difference(config, model_config_of(path, compare_counts=False)):
+    if difference := config.first_difference(model_config_of(path, compare_counts=False)):
         key, ours, theirs = difference
         raise CheckpointError(
             f"model.{key} = {ours!r}, but the model at {path} has {theirs!r}; load it into the "
@@ -130,7 +136,7 @@ def check_content(manifest: Manifest) -> None:
     model = read_hf_config(path) if "config.json" in listed else model_config_of(path)
     if CONFIG in listed:
         config = load_saved_config(path / CONFIG)
-        if difference := first_difference(config.model, model):
+        if difference := config.model.first_difference(model):
             key, ours, theirs = difference
             raise CheckpointError(
                 f"{path / CONFIG}: model.{key} = {ours!r}, but config.json has {theirs!r}"

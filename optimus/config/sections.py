@@ -104,6 +104,21 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 """Fields of `RopeScaling` that each scaling type uses."""
 
 
+FREE_IN_LOGITS = {
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_ids",
+    "init_std",
+    "embedding_init_std",
+    "aux_loss_coef",
+    "z_loss_coef",
+    "aux_loss_form",
+    "max_position_embeddings",
+}
+"""Settings that do not change the logits of a model with given weights. The one exception is
+`max_position_embeddings`, which changes them if the rotary embedding has dynamic scaling."""
+
+
 class ModelConfig(Section):
     """Architecture, sizes and auxiliary losses of the model, a decoder."""
 
@@ -214,6 +229,36 @@ class ModelConfig(Section):
         if not experts:
             width = self.dense_intermediate_size or width
         return self.model_copy(update={"num_experts": experts, "intermediate_size": width})
+
+    def setting(self, key: str) -> object:
+        """Return the value of setting `key`. If 0 means a derived value, return the derived value.
+
+        `num_experts` is one number if it is the same in all layers, else a list with one number per
+        layer.
+        """
+        if key == "num_key_value_heads":
+            return self.num_kv_heads
+        if key == "head_dim":
+            return self.head_size
+        if key == "num_experts":
+            uniform = self.uniform_experts
+            return list(self.experts_by_layer) if uniform is None else uniform
+        return getattr(self, key)
+
+    def first_difference(self, other: ModelConfig) -> tuple[str, object, object] | None:
+        """Return the first setting that gives the two models different logits for the same weights.
+
+        Returns:
+            (key, value in `self`, value in `other`); None if there is no such setting.
+        """
+        scaling = self.rope_scaling
+        is_dynamic = scaling is not None and scaling.type == "dynamic"
+        for key in ModelConfig.model_fields:
+            values = self.setting(key), other.setting(key)
+            matters = is_dynamic and key == "max_position_embeddings"
+            if values[0] != values[1] and (matters or key not in FREE_IN_LOGITS):
+                return key, *values
+        return None
 
 
 class MixSource(Section):

@@ -1,9 +1,9 @@
 """Mesh of the axes of parallelism: coordinates and groups of ranks, computed without communication.
 
 The world size is pp * dp * ep * tp. Ranks are numbered with tp as the innermost axis and pp as the
-outermost. `sum_axes`, `shard_axes` and `copy_axes` return the axes over which gradients are summed
-and optimizer states are sharded or copied. The optimizer, the gradient reduction and checkpoints
-use these functions, so that their groups are consistent.
+outermost. `ParameterKind` has the axes over which gradients are summed and optimizer states are
+sharded or copied. The optimizer, the gradient reduction and checkpoints use these axes, so that
+their groups are consistent.
 """
 
 from __future__ import annotations
@@ -157,26 +157,21 @@ class ParameterKind:
     divided: Axes = ()
     partial: Axes = ()
 
+    @property
+    def sum_axes(self) -> Axes:
+        """Axes over which gradients are summed. They are not averaged, because each rank divides
+        its loss by the global number of targets."""
+        assert not set(self.divided) & set(self.partial), self
+        return self.shard_axes("epso") + self.partial
 
-def shard_axes(kind: ParameterKind, sharding: Literal["none", "so", "epso"]) -> Axes:
-    """Return the axes over which optimizer states are sharded."""
-    return {"none": (), "so": ("dp",), "epso": _added(kind)}[sharding]
+    def shard_axes(self, sharding: Literal["none", "so", "epso"]) -> Axes:
+        """Return the axes over which optimizer states are sharded."""
+        undivided = tuple(axis for axis in GRAD_SUM if axis not in self.divided)
+        return {"none": (), "so": ("dp",), "epso": undivided}[sharding]
 
+    def copy_axes(self, sharding: Axes) -> Axes:
+        """Return the axes along which ranks have copies of the same shard of the optimizer states.
 
-def sum_axes(kind: ParameterKind) -> Axes:
-    """Return the axes over which gradients are summed. They are not averaged, because each rank
-    divides its loss by the global number of targets."""
-    assert not set(kind.divided) & set(kind.partial), kind
-    return _added(kind) + kind.partial
-
-
-def copy_axes(kind: ParameterKind, sharding: Axes) -> Axes:
-    """Return the axes along which ranks have copies of the same shard of the optimizer states.
-
-    `sharding` are the axes over which the states are sharded.
-    """
-    return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *kind.divided))
-
-
-def _added(kind: ParameterKind) -> Axes:
-    return tuple(axis for axis in GRAD_SUM if axis not in kind.divided)
+        `sharding` are the axes over which the states are sharded.
+        """
+        return tuple(axis for axis in AXES if axis not in ("pp", *sharding, *self.divided))

@@ -1,15 +1,30 @@
-"""Look-up of tensors by name in the safetensors files of a directory, and checks of shapes."""
+"""Safetensors files: look-up of tensors by name, checks of shapes, and parallel writes.
+
+To write, several processes write slices of parameters in any order. The names, shapes and dtypes of
+the tensors determine the position of every byte. Each process computes the same `FilePlan` from
+them. The files have the same bytes as files that the safetensors library writes.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
 from optimus.errors import CheckpointError
+from optimus.io import files
 from optimus.io.tensor_file import INDEX, MODEL, TensorEntry, TensorFile, weight_map
 
 DTYPES = {
@@ -18,6 +33,14 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_ORDER = tuple(DTYPES)
+"""Order of dtypes in a file, as in the safetensors library."""
+_NFS_MAGIC = 0x6969
+"""File system type of NFS, as in statfs(2)."""
+_WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
+"""Weights of the 16-bit values of a block, for `_weighted_sum`. The weighted sum of a block is
+below 2^53 and thus exact in fp64."""
 
 
 class TensorFiles:
@@ -112,3 +135,235 @@ def check_shapes(
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return a memoryview of the bytes of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor to write. It consists of consecutive elements of the flattened `parameter`,
+    from element `start`."""
+
+    name: str
+    parameter: str
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class ParamSlice(NamedTuple):
+    """Elements [start, stop) of a flattened parameter, stored in `file` from byte `offset`."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Names, sizes and contents of safetensors files; the result of `plan_files`."""
+
+    headers: dict[str, bytes]
+    """Bytes before the tensors of each file: the header's length and the JSON header."""
+    sizes: dict[str, int]
+    """Size of each file in bytes."""
+    file_of: dict[str, str]
+    """File name for each tensor name."""
+    slices: dict[str, list[ParamSlice]]
+    """Slices of each parameter, sorted by `start`."""
+    dtypes: dict[str, torch.dtype]
+    """Dtype in which each parameter is written."""
+
+
+def plan_files(
+    tensors: Iterable[PlannedTensor],
+    file_bytes: float = math.inf,
+    metadata: Mapping[str, str] | None = None,
+) -> FilePlan:
+    """Assign tensors to files in the given order, and compute the headers and positions.
+
+    Args:
+        tensors: All tensors to write.
+        file_bytes: Limit of tensor bytes per file. A larger tensor gets a separate file.
+        metadata: Value of `__metadata__` in each header.
+    """
+    groups: list[list[PlannedTensor]] = [[]]
+    group_bytes = 0
+    for tensor in tensors:
+        if group_bytes and group_bytes + tensor.nbytes > file_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(tensor)
+        group_bytes += tensor.nbytes
+    plan = FilePlan({}, {}, {}, {}, {})
+    for number, group in enumerate(groups, start=1):
+        file = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else MODEL
+        _add_file(plan, file, group, metadata)
+    for slices in plan.slices.values():
+        slices.sort()
+    return plan
+
+
+def _add_file(
+    plan: FilePlan, file: str, tensors: list[PlannedTensor], metadata: Mapping[str, str] | None
+) -> None:
+    tensors = sorted(tensors, key=lambda t: (_DTYPE_ORDER.index(_NAMES[t.dtype]), t.name))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data_bytes = 0
+    for tensor in tensors:
+        offsets = [data_bytes, data_bytes + tensor.nbytes]
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": offsets,
+        }
+        data_bytes = offsets[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    plan.headers[file] = len(text).to_bytes(8, "little") + text
+    offset = len(plan.headers[file])
+    plan.sizes[file] = offset + data_bytes
+    for tensor in tensors:
+        param_slice = ParamSlice(tensor.start, tensor.start + tensor.numel, file, offset)
+        plan.slices.setdefault(tensor.parameter, []).append(param_slice)
+        plan.file_of[tensor.name], plan.dtypes[tensor.parameter] = file, tensor.dtype
+        offset += tensor.nbytes
+
+
+class Checksum(NamedTuple):
+    """Checksum of byte ranges of a file.
+
+    The checksum of a union of disjoint ranges is the sum of their checksums, field by field.
+    """
+
+    nbytes: int = 0
+    weighted_sum: int = 0
+
+    def plus(self, data: memoryview, offset: int) -> Checksum:
+        """Return the checksum of all ranges in this checksum and of one more range. The new range
+        starts at byte `offset` of the file and contains `data`. `offset` and the length of `data`
+        must be even."""
+        return Checksum(
+            self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
+        )
+
+
+def _weighted_sum(data: memoryview, index: int) -> int:
+    """Return the weighted sum of the 16-bit values in `data`. `index` is the position of the first
+    value in the file, counted in 16-bit values."""
+    # The value at position n of the file has the weight (n // 65521 + 1) * (n % 65521 + 1).
+    values, total = numpy.frombuffer(data, numpy.uint16), 0
+    while len(values):
+        turn, skipped = divmod(index, len(_WEIGHTS))
+        block = values[: len(_WEIGHTS) - skipped].astype(numpy.float64)
+        # numpy.dot would call BLAS, which starts threads.
+        block_sum = numpy.einsum("i,i->", block, _WEIGHTS[skipped : skipped + len(block)])
+        total += (turn + 1) * int(block_sum)
+        values, index = values[len(block) :], index + len(block)
+    return total
+
+
+def create_files(directory: Path, plan: FilePlan) -> None:
+    """Create the files of a plan at their full sizes and write their headers.
+
+    One process must call this before any process writes tensors.
+
+    Raises:
+        OSError: A file exists or cannot be written.
+    """
+    for file, header in plan.headers.items():
+        fd = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            _write_at(fd, memoryview(header), 0)
+            # On NFS, a client that extends a file may overwrite another client's data with zeros.
+            os.ftruncate(fd, plan.sizes[file])
+        finally:
+            os.close(fd)
+
+
+class TensorWriter(files.Closing):
+    """Writer of parameter slices into files that `create_files` has created.
+
+    Several processes may write different slices at the same time. Methods raise OSError if a file
+    cannot be opened or written.
+    """
+
+    def __init__(self, directory: Path, plan: FilePlan, checksums: bool = False) -> None:
+        """Create a writer, which opens files on demand.
+
+        Args:
+            directory: Directory of the files.
+            plan: The files.
+            checksums: For each file, keep in `written` the checksum of the bytes that this writer
+                has written to it.
+        """
+        self._directory, self._plan, self._checksums = directory, plan, checksums
+        self._fds: dict[str, int] = {}
+        self._starts: dict[str, list[int]] = {}
+        self.written: dict[str, Checksum] = {}
+
+    def write(self, parameter: str, start: int, values: Tensor) -> None:
+        """Write elements of a flattened parameter.
+
+        Args:
+            parameter: Name of the parameter in the plan.
+            start: Index of the first element in the flattened parameter.
+            values: The elements, on any device and of any dtype. The method converts them to the
+                plan's dtype.
+        """
+        values = values.to("cpu", self._plan.dtypes[parameter]).contiguous()
+        self.write_bytes(parameter, start, as_bytes(values))
+
+    def write_bytes(self, parameter: str, start: int, data: memoryview) -> None:
+        """Write elements of a parameter as `write` does. `data` contains the bytes of the elements
+        in the plan's dtype."""
+        slices, itemsize = self._plan.slices[parameter], self._plan.dtypes[parameter].itemsize
+        if parameter not in self._starts:
+            self._starts[parameter] = [param_slice.start for param_slice in slices]
+        number = bisect_right(self._starts[parameter], start) - 1
+        while data:
+            first, stop, file, offset = slices[number]
+            block = data[: (stop - start) * itemsize]
+            offset += (start - first) * itemsize
+            if self._checksums:
+                self.written[file] = self.written.get(file, Checksum()).plus(block, offset)
+            _write_at(self._fd(file), block, offset)
+            data, start, number = data[len(block) :], stop, number + 1
+
+    def finish(self) -> None:
+        """Sync to disk all files that this writer has written to."""
+        for fd in self._fds.values():
+            files.sync_to_disk(fd)
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _fd(self, file: str) -> int:
+        if file not in self._fds:
+            # With O_DSYNC an NFS client sends exactly the bytes of each write. Otherwise it sends
+            # whole pages, which may overwrite the data of another client with old content.
+            sync = os.O_DSYNC if _file_system(self._directory) == _NFS_MAGIC else 0
+            self._fds[file] = os.open(self._directory / file, os.O_WRONLY | sync)
+        return self._fds[file]
+
+
+def _file_system(path: Path) -> int:
+    """Return the file system type of `path` (f_type of statfs(2)), or 0 if it is unknown."""
+    statfs = (ctypes.c_long * 64)()  # struct statfs: 120 bytes, of which f_type is the first field
+    is_known = sys.platform == "linux" and not ctypes.CDLL(None).statfs(os.fsencode(path), statfs)
+    return statfs[0] if is_known else 0
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        if not count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        data, offset = data[count:], offset + count

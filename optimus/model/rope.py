@@ -30,17 +30,16 @@ class Rotary(nn.Module):
 
     def forward(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         key = (seq_len, device)
-        if key not in self._tables:
-            self._tables = {key: self._table(seq_len, device)}
-        return self._tables[key]
-
-    def _table(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if key in self._tables:
+            return self._tables[key]
         # Computed on the CPU, for the same bits on every device. Inference mode is disabled because
         # the table may be cached in an evaluation, and backward cannot use inference tensors.
         with torch.device("cpu"), torch.inference_mode(False):
             frequencies, factor = inverse_frequencies(self.config, seq_len)
             angles = torch.arange(seq_len, dtype=torch.float32).unsqueeze(1) * frequencies
-            return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+            table = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+        self._tables = {key: table}
+        return table
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from optimus.config import ModelConfig
 from optimus.model.attention import Attention, document_lengths
-from optimus.model.layers import MLP, Embedding, make_norm
-from optimus.model.loss import CrossEntropy
+from optimus.model.layers import MLP, CrossEntropy, Embedding, make_norm
 from optimus.model.moe import FastSparseMoE
 from optimus.model.rope import Rotary
 from optimus.model.router import Routing, layer_losses

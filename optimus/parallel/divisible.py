@@ -13,7 +13,6 @@ from optimus.config.axes import AXES
 from optimus.config.checks import nearest_divisor
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted
-from optimus.model.identity import setting
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
@@ -56,5 +55,5 @@ def _sizes(config: Config, key: str) -> list[int]:
     if section != "model":
         return [getattr(getattr(config, section), name)]
     model = config.model
-    sizes: set[Any] = {setting(model.layer(number), name) for number in range(model.num_layers)}
+    sizes: set[Any] = {model.layer(number).setting(name) for number in range(model.num_layers)}
     return sorted(sizes - {0}) or [0]  # dense layers have num_experts = 0

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from optimus.config import ModelConfig
 from optimus.distributed.collectives import Group, all_reduce_max, all_reduce_sum
 from optimus.model.attention import Attention
-from optimus.model.layers import MLP, Embedding, LayerNorm, RMSNorm
-from optimus.model.loss import CrossEntropy, row_blocks
+from optimus.model.layers import MLP, CrossEntropy, Embedding, LayerNorm, RMSNorm, row_blocks
 from optimus.model.moe import Experts, FastSparseMoE
 from optimus.model.rope import Rotary
 from optimus.model.router import Routing

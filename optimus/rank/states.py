@@ -26,7 +26,7 @@ from optimus.config import Config, ModelConfig, OptimConfig
 from optimus.config.axes import UNEQUAL
 from optimus.config.sections import TrainConfig
 from optimus.distributed.groups import Groups, plan_groups
-from optimus.distributed.mesh import Coordinate, Mesh, copy_axes, shard_axes, sum_axes
+from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, counted
 from optimus.model.init import initial_value
 from optimus.model.transformer import Transformer
@@ -114,11 +114,11 @@ def groups_of_param(
         return None
     kind = layout.placements[owner].kind
     # The sum over partial axes is a separate all-reduce: no group state_slices dp, ep and tp.
-    reducing = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
+    reducing = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
     options = options_of(owner, optim)
-    sharding = () if options.frozen else shard_axes(kind, optim.sharding)
+    sharding = () if options.frozen else kind.shard_axes(optim.sharding)
     replicas = tuple(axis for axis in reducing if axis not in sharding)
-    copies = copy_axes(kind, sharding)
+    copies = kind.copy_axes(sharding)
     return ParamProcessGroups(
         stage=layout.stage_of(name),
         reduce_group=groups.over(*reducing),

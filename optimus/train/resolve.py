@@ -18,14 +18,13 @@ from data_prep.dataset import PARTS, held_out_problem, integer_weights, read_man
 from optimus.checkpoint.format import DATA_EOS
 from optimus.checkpoint.store import NOTHING, Start, decide_start
 from optimus.config import Config, ModelConfig
-from optimus.config.sections import DataConfig, MixSource, TrainConfig
+from optimus.config.sections import FREE_IN_LOGITS, DataConfig, MixSource, TrainConfig
 from optimus.data.batch import BatchPlan, plan_batch
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh, make_mesh
 from optimus.errors import CheckpointError, ConfigError, DamageError, DataError, counted
 from optimus.io.files import read_regular
-from optimus.model.identity import FREE_IN_LOGITS, setting
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
 from optimus.train.schedule import rate_change
@@ -267,7 +266,7 @@ def flat_settings(
         flat["train.threads"] = config.train.threads or 1
     # Record derived sizes, so that a size that is left out equals the same size given explicitly.
     for key in ("num_key_value_heads", "head_dim", "num_experts"):
-        flat[f"model.{key}"] = setting(config.model, key)
+        flat[f"model.{key}"] = config.model.setting(key)
     flat["train.batch_tokens"] = batch.tokens
     if training is not None:
         flat |= {"data.identity": training.identity, DATA_EOS: training.eos_id}

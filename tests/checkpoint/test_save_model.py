@@ -32,8 +32,8 @@ from optimus.distributed.groups import plan_groups
 from optimus.distributed.mesh import Mesh
 from optimus.errors import CheckpointError
 from optimus.hf import plan_hf
-from optimus.io import safetensors_writer
-from optimus.io.safetensors_writer import (
+from optimus.io import safetensors
+from optimus.io.safetensors import (
     Checksum,
     PlannedTensor,
     TensorWriter,
@@ -87,7 +87,7 @@ def test_a_rank_allocates_memory_for_a_batch_or_for_its_staged_slices(ranks, tmp
 
 def lose_a_write() -> None:
     """Lose a write of the second rank, although it is reported as successful."""
-    plain, lost = safetensors_writer._write_at, []
+    plain, lost = safetensors._write_at, []
 
     def put(fd: int, data: memoryview, at: int) -> None:
         if read_launch_env().rank == 1 and not lost and len(data) > 2:
@@ -95,7 +95,7 @@ def lose_a_write() -> None:
             data = data[:0]
         plain(fd, data, at)
 
-    safetensors_writer._write_at = put
+    safetensors._write_at = put
 
 
 def leave_some_out() -> None:
@@ -279,8 +279,8 @@ def test_checksums_add_up_and_depend_on_positions():
 @pytest.mark.parametrize("file_system", [0x6969, 0xEF53])
 def test_only_nfs_writes_synchronously(tmp_path, monkeypatch, file_system):
     """On NFS, cached pages would overwrite bytes of other writers. No writer creates a file."""
-    assert safetensors_writer._file_system(tmp_path) not in (0, 0x6969)
-    monkeypatch.setattr(safetensors_writer, "_file_system", lambda path: file_system)
+    assert safetensors._file_system(tmp_path) not in (0, 0x6969)
+    monkeypatch.setattr(safetensors, "_file_system", lambda path: file_system)
     plan = plan_files([PlannedTensor("a", "a", 0, torch.bfloat16, (100,))])
     with TensorWriter(tmp_path, plan) as writer:
         with pytest.raises(FileNotFoundError):

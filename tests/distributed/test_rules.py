@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optimus.distributed.mesh import ParameterKind, shard_axes, sum_axes
+from optimus.distributed.mesh import ParameterKind
 
 DENSE = ParameterKind(divided=("tp",))
 NORM = ParameterKind()
@@ -22,7 +22,7 @@ EXPERT = ParameterKind(divided=("ep", "tp"))
     ],
 )
 def test_sums(kind, sums):
-    assert sum_axes(kind) == sums
+    assert kind.sum_axes == sums
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def test_sums(kind, sums):
     [(DENSE, ("dp",), ("dp", "ep")), (NORM, ("dp",), ("dp", "ep")), (EXPERT, ("dp",), ("dp",))],
 )
 def test_shards(kind, so, epso):
-    assert shard_axes(kind, "none") == ()
-    assert shard_axes(kind, "so") == so and shard_axes(kind, "epso") == epso
+    assert kind.shard_axes("none") == ()
+    assert kind.shard_axes("so") == so and kind.shard_axes("epso") == epso
 
 
 def test_a_slice_has_no_partial_gradient():
     with pytest.raises(AssertionError):
-        sum_axes(ParameterKind(divided=("tp",), partial=("tp",)))
+        _ = ParameterKind(divided=("tp",), partial=("tp",)).sum_axes

@@ -18,7 +18,7 @@ from optimus.errors import CheckpointError, ConfigError, OptimusError
 from optimus.evaluate.checkpoint import load_model, load_resolved
 from optimus.hf import is_hf_directory, read_hf_config
 from optimus.hf import write_hf as write_slices
-from optimus.hf.names import pieces
+from optimus.hf.weights import pieces
 from optimus.io.tensor_file import INDEX, MODEL, TensorFile
 from optimus.model.transformer import Transformer
 from tests.model.small import small_model, some_tokens

@@ -14,7 +14,6 @@ from optimus.errors import CheckpointError, ConfigError, OutcomeKind
 from optimus.evaluate.checkpoint import continue_text, evaluate_checkpoint
 from optimus.hf import config_to_hf
 from optimus.launch.environment import read_launch_env
-from optimus.model.identity import first_difference
 from optimus.model.layers import MLP
 from optimus.model.router import layer_losses
 from optimus.observe.events import ExpertLoad, LayerLoad, MoeFigures
@@ -45,8 +44,8 @@ def test_a_list_of_equal_numbers_is_that_number():
         scalar.named_parameters(), many.named_parameters(), strict=True
     ):
         assert name == other and torch.equal(a, b)
-    assert first_difference(scalar.config, many.config) is None
-    assert first_difference(scalar.config, small_config(num_experts=[5, 4])) is not None
+    assert scalar.config.first_difference(many.config) is None
+    assert scalar.config.first_difference(small_config(num_experts=[5, 4])) is not None
     assert config_to_hf(many.config, "float32") == config_to_hf(scalar.config, "float32")
 
 

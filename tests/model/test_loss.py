@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optimus.model import loss
-from optimus.model.loss import cross_entropy_sum
+from optimus.model import layers
+from optimus.model.layers import cross_entropy_sum
 from tests.model.small import relative
 
 
@@ -25,7 +25,7 @@ def both(logits, targets, scale=0.7):
 @pytest.mark.parametrize("rows", [0, 1, 7, 64])
 @pytest.mark.parametrize("block", [1, 1 << 9, 1 << 18])
 def test_value_and_gradient_in_blocks_of_any_size(rows, block, monkeypatch):
-    monkeypatch.setattr(loss, "_BLOCK_CPU", block)
+    monkeypatch.setattr(layers, "_BLOCK_CPU", block)
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(rows, 129), torch.randint(0, 129, (rows,))
     value, grad, expected, expected_grad = both(logits, targets)

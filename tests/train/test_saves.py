@@ -25,7 +25,7 @@ from optimus.checkpoint.weights import ModelSaver
 from optimus.distributed.collectives import ALONE
 from optimus.distributed.world import start_world
 from optimus.errors import OutcomeKind
-from optimus.hf.names import pieces
+from optimus.hf.weights import pieces
 from optimus.launch.environment import read_launch_env
 from optimus.train import save as save_steps
 from optimus.train.loop import Run

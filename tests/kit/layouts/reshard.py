@@ -26,7 +26,7 @@ from optimus.checkpoint.slices import (
 )
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
-from optimus.distributed.mesh import Mesh, copy_axes, shard_axes, sum_axes
+from optimus.distributed.mesh import Mesh
 from optimus.parallel.apply import make_layout
 from tests.kit.runs.tiny import tiny_tree
 
@@ -70,10 +70,10 @@ class Holdings:
         parameters = []
         for name, placement in layout.placements.items():
             kind = placement.kind
-            adding = tuple(axis for axis in sum_axes(kind) if axis not in kind.partial)
-            sharding = shard_axes(kind, config.optim.sharding)
+            adding = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
+            sharding = kind.shard_axes(config.optim.sharding)
             far = name == "embed.weight" and not layout.has_first
-            key = ((layout.stage_of(name), kind), sharding, copy_axes(kind, sharding), far)
+            key = ((layout.stage_of(name), kind), sharding, kind.copy_axes(sharding), far)
             sizes = mesh.size_of(adding), mesh.size_of(sharding)
             parameters.append(Parameter(name, placement.local_shape, key, *sizes))
         boxes = {name: one.intervals for name, one in layout.placements.items()}

@@ -13,7 +13,7 @@ from optimus.config import Config
 from optimus.config.axes import MODEL
 from optimus.distributed.collectives import receive, send
 from optimus.distributed.groups import Groups
-from optimus.distributed.mesh import Coordinate, copy_axes
+from optimus.distributed.mesh import Coordinate
 from optimus.parallel.apply import make_layout
 from optimus.parallel.layout import Layout
 from optimus.parallel.placement import Intervals, Placement, whole_model
@@ -72,7 +72,7 @@ class WholeModel:
         everything = make_layout(self._config, mesh, place, count).placements
         given = {}
         for name, placement in everything.items():
-            is_copy = any(getattr(place, axis) for axis in copy_axes(placement.kind, ()))
+            is_copy = any(getattr(place, axis) for axis in placement.kind.copy_axes(()))
             far_end = name == "embed.weight" and place.pp > 0
             if not (is_copy or far_end):
                 given[name] = placement
