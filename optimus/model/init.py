@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -40,20 +39,12 @@ class ParamSlice(Protocol):
         same slice. The first dim of the parameter must be the number of experts."""
 
 
-def initialise_(
-    model: nn.Module, seed: int, slices: Mapping[str, ParamSlice] | None = None
-) -> None:
-    """Set all parameters to their initial values in place.
-
-    Args:
-        model: a whole Transformer, or this rank's part of one.
-        seed: `train.seed`.
-        slices: for each parameter that is divided among ranks, its name and this rank's slice.
-    """
-    slices = slices or {}
+def initialise_(model: nn.Module, seed: int) -> None:
+    """Set all parameters of a whole Transformer to their initial values in place. `seed` is
+    `train.seed`."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(model, name, seed, slices.get(name)))
+            parameter.copy_(initial_value(model, name, seed))
 
 
 def initial_value(

@@ -104,21 +104,30 @@ class TrainingHealth:
         return notices
 
 
-class _Repetition:
-    """Limits how often a warning is printed.
+class _Alarm:
+    """Makes the notices of one kind of fault, and limits how often its warning is repeated.
 
     The first repetition is allowed 100 updates after the warning, the next one 200 updates after
     the first, then 400 and so on.
     """
 
     def __init__(self) -> None:
-        self._next, self._pause = 0, _FIRST_PAUSE
+        self._next, self._pause, self._reported = 0, _FIRST_PAUSE, False
 
-    def allows(self, step: int) -> bool:
+    def warn(self, step: int, text: str) -> list[Notice]:
+        """Return a warning, or no notice if a repetition is not allowed yet."""
         if step < self._next:
-            return False
+            return []
         self._next, self._pause = step + self._pause, 2 * self._pause
-        return True
+        self._reported = True
+        return [Notice(logging.WARNING, f"step {step}: {text}")]
+
+    def end(self, step: int, text: str) -> list[Notice]:
+        """Return a notice of the recovery, or no notice if no fault has been reported."""
+        if not self._reported:
+            return []
+        self._reported = False
+        return [Notice(logging.INFO, f"step {step}: {text}")]
 
 
 class _GradNorm:
@@ -126,9 +135,8 @@ class _GradNorm:
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=_HISTORY)
-        self._repetition = _Repetition()
+        self._alarm = _Alarm()
         self._unprinted = 0
-        self._reported = False
 
     def after_update(self, step: int, norm: float) -> list[Notice]:
         if not math.isfinite(norm):
@@ -138,26 +146,19 @@ class _GradNorm:
         self._history.append(norm)
         if median == 0:  # the history is not full, or gradients were 0 until now
             return []
-        if norm > _SPIKE * median:
-            return self._spike(step, norm, median)
-        if self._reported and norm <= _CALM * median:
-            self._reported = False
-            text = f"step {step}: the gradient norm is {norm:.4g}, near its median again"
-            return [Notice(logging.INFO, text)]
-        return []
-
-    def _spike(self, step: int, norm: float, median: float) -> list[Notice]:
-        if not self._repetition.allows(step):
-            self._unprinted += 1
+        if norm <= _CALM * median:
+            return self._alarm.end(step, f"the gradient norm is {norm:.4g}, near its median again")
+        if norm <= _SPIKE * median:
             return []
         earlier = f" ({self._unprinted} more since the last warning)" if self._unprinted else ""
-        self._unprinted, self._reported = 0, True
-        text = (
-            f"step {step}: gradient norm {norm:.4g} is {norm / median:.0f} times the median of the "
-            f"last {_HISTORY} updates, {median:.4g}{earlier}; if this recurs, lower optim.lr or "
-            "raise optim.warmup_steps, and keep optim.clip_norm above 0"
+        notices = self._alarm.warn(
+            step,
+            f"gradient norm {norm:.4g} is {norm / median:.0f} times the median of the last "
+            f"{_HISTORY} updates, {median:.4g}{earlier}; if this recurs, lower optim.lr or raise "
+            "optim.warmup_steps, and keep optim.clip_norm above 0",
         )
-        return [Notice(logging.WARNING, text)]
+        self._unprinted = 0 if notices else self._unprinted + 1
+        return notices
 
 
 class _ExpertBalance:
@@ -178,8 +179,7 @@ class _ExpertBalance:
         self._recent: deque[Tensor] = deque(maxlen=_UPDATES)
         self._overloaded = [0] * len(self._most)
         self._balanced = 0
-        self._repetition = _Repetition()
-        self._reported = False
+        self._alarm = _Alarm()
 
     def after_update(self, step: int, expert_rows: Tensor) -> list[Notice]:
         self._recent.append(expert_rows)
@@ -199,30 +199,23 @@ class _ExpertBalance:
                if count >= _UPDATES or idle[layer]]  # fmt: skip
         self._balanced = 0 if bad or any(over) else self._balanced + 1
         if bad:
-            return self._warning(step, bad, fullest, idle)
-        if self._reported and self._balanced >= _UPDATES:
-            self._reported = False
-            text = (
-                f"step {step}: expert load is balanced again: in the last {_UPDATES} updates no "
-                "expert was overloaded or idle"
-            )
-            return [Notice(logging.INFO, text)]
-        return []
-
-    def _warning(
-        self, step: int, bad: list[int], fullest: list[float], idle: list[int]
-    ) -> list[Notice]:
-        if not self._repetition.allows(step):
+            return self._alarm.warn(step, self._explain(bad, fullest, idle))
+        if self._balanced < _UPDATES:
             return []
-        self._reported = True
+        return self._alarm.end(
+            step,
+            f"expert load is balanced again: in the last {_UPDATES} updates no expert was "
+            "overloaded or idle",
+        )
+
+    def _explain(self, bad: list[int], fullest: list[float], idle: list[int]) -> str:
         worst = max(bad, key=lambda layer: (fullest[layer] / self._most[layer], idle[layer]))
         layer = self._model.sparse_layers[worst]
-        text = (
-            f"step {step}: experts are unbalanced in {len(bad)} of {len(idle)} MoE "
-            f"layers, most in layer {layer}: its fullest expert got {fullest[worst]:.2f} times an "
-            f"equal share of the rows (at most {self._most[worst]:g} is possible), and in the last "
-            f"{_UPDATES} updates {idle[worst]} of {self._model.experts_by_layer[layer]} experts "
-            f"got less than {_IDLE:.0%} of an equal share; lower optim.lr, or raise "
-            "optim.warmup_steps, model.aux_loss_coef or model.embedding_init_std"
+        return (
+            f"experts are unbalanced in {len(bad)} of {len(idle)} MoE layers, most in layer "
+            f"{layer}: its fullest expert got {fullest[worst]:.2f} times an equal share of the "
+            f"rows (at most {self._most[worst]:g} is possible), and in the last {_UPDATES} updates "
+            f"{idle[worst]} of {self._model.experts_by_layer[layer]} experts got less than "
+            f"{_IDLE:.0%} of an equal share; lower optim.lr, or raise optim.warmup_steps, "
+            "model.aux_loss_coef or model.embedding_init_std"
         )
-        return [Notice(logging.WARNING, text)]

@@ -5,35 +5,47 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optimus.errors import DataError, counted
 from optimus.io import files
 from optimus.observe.metrics import read_json_lines, spell_ranges
 
-_MAX_COUNT = 1 << 56
-_MAX_FIGURE = 1e300
+_Count = Annotated[int, Field(ge=0, lt=1 << 56)]
+_Figure = Annotated[float, Field(ge=0, lt=1e300)]
+_Loss = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
-class _Step(NamedTuple):
-    """Fields of a line of metrics.jsonl that the report uses."""
+class _Line(BaseModel):
+    """Fields of a line that the report uses. A line of another type or range is invalid."""
 
-    step: int
-    loss: float | None
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class _Step(_Line):
+    """Fields of a line of metrics.jsonl."""
+
+    step: _Count
+    loss: _Loss | None
     """None if an overflow skipped the update; then `grad_norm` is None, too."""
-    grad_norm: float | None
-    tokens: int
-    step_time_s: float
-    tokens_per_s: float
+    grad_norm: _Loss | None
+    tokens: _Count
+    step_time_s: _Figure
+    tokens_per_s: _Figure
 
 
-class _Evaluation(NamedTuple):
-    """Fields of a line of eval.jsonl that the report uses."""
+class _Evaluation(_Line):
+    """Fields of a line of eval.jsonl."""
 
-    step: int
-    loss: float | None
+    step: _Count
+    loss: _Loss | None
+
+
+_AnyLine = TypeVar("_AnyLine", bound=_Line)
 
 
 def write_report(run_dir: Path) -> tuple[Path, str]:
@@ -53,40 +65,22 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
             a line longer than 1 MiB.
     """
     path = run_dir / "metrics.jsonl"
-    steps = [step for line in read_json_lines(path) if (step := _read_step(line)) is not None]
+    steps = _read_valid(path, _Step)
     if not steps:
         raise DataError(f"{path}: no metrics; use the directory of a run that made a step")
-    lines = read_json_lines(run_dir / "eval.jsonl")
-    evaluations = [
-        _Evaluation(line["step"], line["loss"])
-        for line in lines
-        if _is_count(line.get("step")) and _is_loss(line.get("loss", ""))
-    ]
+    evaluations = _read_valid(run_dir / "eval.jsonl", _Evaluation)
     picture = run_dir / "report.png"
     _draw(steps, evaluations, picture)
     return picture, _summary(steps, evaluations)
 
 
-def _read_step(line: Mapping[str, Any]) -> _Step | None:
-    """Return the fields of a line, or None if a value is missing, invalid or out of range."""
-    values = [line.get(name, "") for name in _Step._fields]
-    step, loss, grad_norm, tokens, *times = values
-    usable = _is_count(step) and _is_count(tokens) and _is_loss(loss) and _is_loss(grad_norm)
-    if not usable or not all(_is_number(value) and 0 <= value < _MAX_FIGURE for value in times):
-        return None
-    return _Step(*values)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_COUNT
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_loss(value: Any) -> bool:
-    return value is None or (_is_number(value) and not abs(value) > _MAX_FIGURE)
+def _read_valid(path: Path, kind: type[_AnyLine]) -> list[_AnyLine]:
+    """Return the lines of a file that have the fields of `kind`. Skip all others."""
+    valid = []
+    for line in read_json_lines(path):
+        with contextlib.suppress(ValidationError):
+            valid.append(kind.model_validate(line))
+    return valid
 
 
 def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:
@@ -141,17 +135,18 @@ def _draw(steps: Sequence[_Step], evaluations: Sequence[_Evaluation], path: Path
     matplotlib.use("Agg")
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 1))
     # Points without values break the curves at gaps.
-    gaps = [_Step(first, None, None, 0, 0.0, 0.0) for first, _ in _missing_steps(steps)]
-    points = sorted([*steps, *gaps], key=lambda step: step.step)
-    numbers = [point.step for point in points]
-    top.plot(numbers, [point.loss for point in points], lw=1, label="training")
+    gaps = [(first, None, None) for first, _ in _missing_steps(steps)]
+    points = [*((step.step, step.loss, step.grad_norm) for step in steps), *gaps]
+    numbers, losses, grad_norms = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+    top.plot(numbers, losses, lw=1, label="training")
     if evaluations:
-        x, y = zip(*evaluations, strict=True)
-        top.plot(x, y, "o-", ms=4, label="held out")
+        numbers_of_evaluations = [evaluation.step for evaluation in evaluations]
+        held_out = [evaluation.loss for evaluation in evaluations]
+        top.plot(numbers_of_evaluations, held_out, "o-", ms=4, label="held out")
     top.set_ylabel("cross-entropy, nats per token")
     top.legend()
     top.grid(alpha=0.3)
-    bottom.plot(numbers, [point.grad_norm for point in points], lw=1, color="tab:gray")
+    bottom.plot(numbers, grad_norms, lw=1, color="tab:gray")
     bottom.set_yscale("log")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("step")
