@@ -34,43 +34,6 @@ class Coefficients(NamedTuple):
     minus_step: float
 
 
-def adamw_(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    param_out: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-) -> None:
-    """Update master, exp_avg and exp_avg_sq in place with one step of AdamW.
-
-    The tensors must not overlap; the op does not check this. A NaN or infinity in the
-    gradient makes the same element of every output non-finite.
-
-    Args:
-        master: fp32 [n], the master weights.
-        exp_avg: fp32 [n], the first moment.
-        exp_avg_sq: fp32 [n], the second moment.
-        grad: fp32, bf16 or fp16 [n], the gradient.
-        param_out: bf16 or fp16 [n], output for the updated parameter. None if `master` is the
-            parameter itself.
-        step: number of this update, from 1.
-        grad_scale: factor for the gradient, such as a clipping factor.
-
-    Raises:
-        ValueError: a shape, device or number is invalid, or a tensor is not contiguous.
-        TypeError: a tensor has a dtype that is not listed above.
-    """
-    settings = (lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-    _adamw(master, exp_avg, exp_avg_sq, grad, param_out, *settings)
-
-
 def coefficients_of(
     lr: float,
     beta1: float,
@@ -149,8 +112,7 @@ def _fp32(value: float) -> float:
 
 def _check(
     master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-    step: int, grad_scale: float,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, *_: float,
 ) -> None:  # fmt: skip
     tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
     if param_out is not None:
@@ -175,11 +137,46 @@ def _check(
         )
 
 
-def _run(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-    step: int, grad_scale: float,
-) -> None:  # fmt: skip
+@define(
+    "adamw_(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, "
+    "Tensor(d!)? param_out, float lr, float beta1, float beta2, float eps, float weight_decay, "
+    "int step, float grad_scale=1.0) -> ()",
+    lambda *_: None,
+    _check,
+)
+def adamw_(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    param_out: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> None:
+    """Update master, exp_avg and exp_avg_sq in place with one step of AdamW.
+
+    The tensors must not overlap; the op does not check this. A NaN or infinity in the
+    gradient makes the same element of every output non-finite.
+
+    Args:
+        master: fp32 [n], the master weights.
+        exp_avg: fp32 [n], the first moment.
+        exp_avg_sq: fp32 [n], the second moment.
+        grad: fp32, bf16 or fp16 [n], the gradient.
+        param_out: bf16 or fp16 [n], output for the updated parameter. None if `master` is the
+            parameter itself.
+        step: number of this update, from 1.
+        grad_scale: factor for the gradient, such as a clipping factor.
+
+    Raises:
+        ValueError: a shape, device or number is invalid, or a tensor is not contiguous.
+        TypeError: a tensor has a dtype that is not listed above.
+    """
     coefficients = coefficients_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
     kernels = library.native(master)
     if kernels is None:
@@ -194,13 +191,3 @@ def _run(
         "adamw", master, library.DTYPES[grad.dtype], out[0], ctypes.addressof(packed),
         master.numel(), *states, out[1],
     )  # fmt: skip
-
-
-_adamw = define(
-    "adamw_(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, "
-    "Tensor(d!)? param_out, float lr, float beta1, float beta2, float eps, float weight_decay, "
-    "int step, float grad_scale) -> ()",
-    _run,
-    lambda *_: None,
-    _check,
-)

@@ -129,8 +129,12 @@ def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
             f"use {' or '.join(filter(None, (device_backend, 'torch', 'auto')))}"
         )
     assert device_backend is not None
+    if may_build is None:
+        sizes = (os.environ.get(variable, "") for variable in _WORLD_SIZES)
+        world = next((int(size) for size in sizes if size.isdigit()), 1)
+        may_build = world <= MAX_BUILDING_WORLD
     try:
-        entry = obtain(device_backend, _may_build() if may_build is None else may_build, key)
+        entry = obtain(device_backend, may_build, key)
         return Backend(device_backend, entry.key, load(entry))
     except KernelError as error:
         if name != "auto":
@@ -267,10 +271,3 @@ def device_is_present(kind: str) -> bool:
     """Return whether torch finds a device of this type."""
     module = getattr(torch, kind, None)
     return kind == "cpu" or bool(module is not None and module.is_available())
-
-
-def _may_build() -> bool:
-    """Return whether this run has at most MAX_BUILDING_WORLD processes."""
-    sizes = (os.environ.get(name, "") for name in _WORLD_SIZES)
-    world = next((size for size in sizes if size.isdigit()), "1")
-    return int(world) <= MAX_BUILDING_WORLD

@@ -162,9 +162,8 @@ class _Experts(torch.autograd.Function):
                 return *_backward_to(destination, grad, Operands(*operands), h), *(None,) * 8
         with_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         dx, dw, dgate_up, ddown = _backward(grad, *operands, h, with_weights)
-        if not with_weights:
-            dgate_up = ddown = None
-        return dx, dw, dgate_up, ddown, *(None,) * 6
+        weight_grads = (dgate_up, ddown) if with_weights else (None, None)
+        return dx, dw, *weight_grads, *(None,) * 6
 
 
 def _backward_to(
@@ -221,29 +220,10 @@ def _implementation(x: Tensor, gate_up: Tensor) -> ModuleType:
     return experts_grouped if chosen == "torch" else experts_loop
 
 
-def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    operands, save_h = dense("experts", Operands(*arguments[:8])), arguments[8]
-    out, h = _implementation(operands.x, operands.gate_up).forward(operands, save_h)
-    # experts_loop appends padding rows to h. Both implementations must return the same sizes,
-    # because torch.compile caches compiled code on disk, and a run with the other implementation
-    # may load it.
-    return out, h[: operands.token.shape[0]] if save_h else h
-
-
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, save_h = Operands(*arguments[:8]), arguments[8]
     h = (operands.token.shape[0], operands.gate_up.shape[1]) if save_h else (0,)
     return operands.x.new_empty(operands.x.shape), operands.x.new_empty(h)
-
-
-def _run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    h, with_weights = arguments[8:]
-    grad, operands, h = dense_backward("experts_backward", grad, Operands(*arguments[:8]), h)
-    into = experts_loop.fresh_grads((operands.gate_up, operands.down)) if with_weights else None
-    implementation = _implementation(operands.x, operands.gate_up)
-    dx, dw, _ = implementation.backward(grad, operands, h, into)
-    grads = into[:2] if into else (operands.x.new_empty(0), operands.x.new_empty(0))
-    return dx, dw.to(operands.weights.dtype), *grads
 
 
 def _fake_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -270,41 +250,57 @@ def _check_backward_into(grad: Tensor, *arguments: Any) -> None:
             )
 
 
-def _run_backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+_OPERANDS = (
+    "Tensor x, Tensor weights, Tensor gate_up, Tensor down, "
+    "Tensor offsets, Tensor token, Tensor slot, Tensor row"
+)
+
+
+@define(
+    f"experts({_OPERANDS}, bool keep) -> (Tensor, Tensor)",
+    _fake_forward,
+    lambda *arguments: check("experts", Operands(*arguments[:8])),
+)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, save_h = dense("experts", Operands(*arguments[:8])), arguments[8]
+    out, h = _implementation(operands.x, operands.gate_up).forward(operands, save_h)
+    # experts_loop appends padding rows to h. Both implementations must return the same sizes,
+    # because torch.compile caches compiled code on disk, and a run with the other implementation
+    # may load it.
+    return out, h[: operands.token.shape[0]] if save_h else h
+
+
+@define(
+    f"experts_backward(Tensor grad, {_OPERANDS}, Tensor? h, bool with_weights)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_backward,
+    lambda grad, *arguments: check_backward(
+        "experts_backward", grad, Operands(*arguments[:8]), arguments[8]
+    ),
+)
+def _backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    h, with_weights = arguments[8:]
+    grad, operands, h = dense_backward("experts_backward", grad, Operands(*arguments[:8]), h)
+    into = experts_loop.fresh_grads((operands.gate_up, operands.down)) if with_weights else None
+    implementation = _implementation(operands.x, operands.gate_up)
+    dx, dw, _ = implementation.backward(grad, operands, h, into)
+    grads = into[:2] if into else (operands.x.new_empty(0), operands.x.new_empty(0))
+    return dx, dw.to(operands.weights.dtype), *grads
+
+
+@define(
+    f"experts_backward_into(Tensor grad, {_OPERANDS}, Tensor? h, Tensor(a!) gate_up_grad, "
+    "Tensor(b!) down_grad, bool add) -> (Tensor, Tensor)",
+    lambda grad, x, weights, *_: (x.new_empty(x.shape), weights.new_empty(weights.shape)),
+    _check_backward_into,
+)
+def _backward_into(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     h, into = arguments[8], WeightGrads(*arguments[9:])
     refuse_gradient("experts_backward_into", grad, *arguments[:4])
     grad, operands, h = dense_backward("experts_backward_into", grad, Operands(*arguments[:8]), h)
     implementation = _implementation(operands.x, operands.gate_up)
     dx, dw, _ = implementation.backward(grad, operands, h, into)
     return dx, dw.to(operands.weights.dtype)
-
-
-_OPERANDS = (
-    "Tensor x, Tensor weights, Tensor gate_up, Tensor down, "
-    "Tensor offsets, Tensor token, Tensor slot, Tensor row"
-)
-_forward = define(
-    f"experts({_OPERANDS}, bool keep) -> (Tensor, Tensor)",
-    _run_forward,
-    _fake_forward,
-    lambda *arguments: check("experts", Operands(*arguments[:8])),
-)
-_backward = define(
-    f"experts_backward(Tensor grad, {_OPERANDS}, Tensor? h, bool with_weights)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-    lambda grad, *arguments: check_backward(
-        "experts_backward", grad, Operands(*arguments[:8]), arguments[8]
-    ),
-)
-_backward_into = define(
-    f"experts_backward_into(Tensor grad, {_OPERANDS}, Tensor? h, Tensor(a!) gate_up_grad, "
-    "Tensor(b!) down_grad, bool add) -> (Tensor, Tensor)",
-    _run_backward_into,
-    lambda grad, x, weights, *_: (x.new_empty(x.shape), weights.new_empty(weights.shape)),
-    _check_backward_into,
-)
 
 
 @register_flop_formula(torch.ops.optimus.experts)

@@ -80,34 +80,6 @@ def _why_not_torch(like: Tensor, widths: Sequence[int]) -> str:
     return ""
 
 
-def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its weights.
-
-    Args:
-        rows: [R, A], sorted by expert.
-        weights: [E, A, B]; each matrix is contiguous or the transpose of a contiguous matrix.
-        offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
-
-    Returns:
-        [R, B]; for each expert e, its rows multiplied by weights[e].
-    """
-    return _grouped_mm(rows, weights, offsets)
-
-
-def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Compute a^T @ b for the rows of each expert. This is the weight gradient of `grouped_mm`.
-
-    Args:
-        a: [R, A], sorted by expert.
-        b: [R, B], sorted by expert.
-        offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
-
-    Returns:
-        [E, A, B]; for each expert, the product over its rows. Zeros for an expert without rows.
-    """
-    return _grouped_mm_weight(a, b, offsets)
-
-
 def reference(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """Reference implementation of `grouped_mm` in plain torch."""
     index = torch.arange(len(rows), device=rows.device)
@@ -185,12 +157,6 @@ def _check(rows: Tensor, weights: Tensor, offsets: Tensor) -> None:
     check_operands("grouped_mm", {"rows": rows, "weights": weights}, {"offsets": offsets})
 
 
-def _run(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    check_offsets("grouped_mm", offsets, len(rows))
-    widths = weights.shape[1:]
-    return _products[form(rows, *widths)](rows, weights, offsets)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, offsets = ctx.saved_tensors
     grad = grad.contiguous()  # the gradient of a sum has stride 0, which grouped_mm rejects
@@ -199,11 +165,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         torch.ops.optimus.grouped_mm_weight(rows, grad, offsets),
         None,
     )
-
-
-def _run_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    check_offsets("grouped_mm_weight", offsets, len(a))
-    return _weight_products[form(a, a.shape[1], b.shape[1])](a, b, offsets)
 
 
 def _check_weight(a: Tensor, b: Tensor, offsets: Tensor) -> None:
@@ -226,17 +187,44 @@ def _backward_weight(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_grouped_mm = define(
+@define(
     "grouped_mm(Tensor rows, Tensor weights, Tensor offsets) -> Tensor",
-    _run,
     lambda rows, weights, offsets: rows.new_empty(rows.shape[0], weights.shape[2]),
     _check,
     _backward,
 )
-_grouped_mm_weight = define(
+def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply the rows of each expert by its weights.
+
+    Args:
+        rows: [R, A], sorted by expert.
+        weights: [E, A, B]; each matrix is contiguous or the transpose of a contiguous matrix.
+        offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
+
+    Returns:
+        [R, B]; for each expert e, its rows multiplied by weights[e].
+    """
+    check_offsets("grouped_mm", offsets, len(rows))
+    widths = weights.shape[1:]
+    return _products[form(rows, *widths)](rows, weights, offsets)
+
+
+@define(
     "grouped_mm_weight(Tensor a, Tensor b, Tensor offsets) -> Tensor",
-    _run_weight,
     lambda a, b, offsets: a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1]),
     _check_weight,
     _backward_weight,
 )
+def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Compute a^T @ b for the rows of each expert. This is the weight gradient of `grouped_mm`.
+
+    Args:
+        a: [R, A], sorted by expert.
+        b: [R, B], sorted by expert.
+        offsets: int32 [E+1]; expert e has rows offsets[e] to offsets[e+1] - 1.
+
+    Returns:
+        [E, A, B]; for each expert, the product over its rows. Zeros for an expert without rows.
+    """
+    check_offsets("grouped_mm_weight", offsets, len(a))
+    return _weight_products[form(a, a.shape[1], b.shape[1])](a, b, offsets)

@@ -67,6 +67,4 @@ def native(tensor: Tensor, any_dtype: bool = False) -> Native | None:
     return None if active.library is None else _bind(active.library, tensor.device.type)
 
 
-@functools.cache
-def _bind(library: ctypes.CDLL, device: str) -> Native:
-    return Native(library, device)
+_bind = functools.cache(Native)

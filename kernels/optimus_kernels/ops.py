@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,23 +19,26 @@ _LIBRARY = torch.library.Library("optimus", "FRAGMENT")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
 def define(
     schema: str,
-    run: Callable,
     fake: Callable,
     check: Callable,
     backward: Callable | None = None,
     save: Callable | None = None,
-) -> Any:
-    """Define an op in the namespace `optimus` and return it.
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Return a decorator that makes a function an op in the namespace `optimus`.
 
-    All functions except `backward` and `save` have the arguments of the op.
+    The function is the implementation on all devices. The decorator returns a function that calls
+    the op. `fake` and `check` have the arguments of the op.
 
     Args:
         schema: name and schema of the op, such as `gather(Tensor x) -> Tensor`.
-        run: the implementation on all devices.
         fake: the fake implementation for tracing, which returns empty outputs of the right shapes.
-        check: raises an error if operands are invalid; called before `run` and `fake`.
+        check: raises an error if operands are invalid; called before both implementations.
         backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. If it is None,
             backward through the op raises NotImplementedError.
         save: `save(ctx, inputs, output)`, the argument `setup_context` of
@@ -54,16 +57,25 @@ def define(
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise _no_gradient(name)
 
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, checked(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"optimus::{name}", checked(fake), lib=_LIBRARY)
-    if "!" not in schema:  # torch accepts no gradient for ops that write to operands
-        # By default, torch would omit a missing gradient without an error.
-        save = save or (_save_inputs if backward else None)
-        torch.library.register_autograd(
-            f"optimus::{name}", backward or refuse, setup_context=save, lib=_LIBRARY
-        )
-    return getattr(torch.ops.optimus, name).default
+    def register(run: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, checked(run), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"optimus::{name}", checked(fake), lib=_LIBRARY)
+        if "!" not in schema:  # torch accepts no gradient for ops that write to operands
+            # By default, torch would omit a missing gradient without an error.
+            setup = save or (_save_inputs if backward else None)
+            torch.library.register_autograd(
+                f"optimus::{name}", backward or refuse, setup_context=setup, lib=_LIBRARY
+            )
+        op = getattr(torch.ops.optimus, name).default
+
+        @functools.wraps(run)
+        def call_op(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            return op(*args, **kwargs)
+
+        return call_op
+
+    return register
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -87,7 +87,21 @@ def _check_route(
         raise ValueError(f"route: num_experts = {num_experts} must not be negative")
 
 
-def _run_route(
+def _empty_rows(
+    chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None
+) -> tuple[Tensor, ...]:
+    slots = chosen.shape[0] * chosen.shape[1]
+    shapes = ((num_experts + 1,), (slots,), (slots,), tuple(chosen.shape))
+    return tuple(chosen.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@define(
+    "route(Tensor chosen, SymInt first_expert, SymInt num_experts, SymInt? of=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _empty_rows,
+    _check_route,
+)
+def _route(
     chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None
 ) -> tuple[Tensor, ...]:
     if of is not None and debug():
@@ -111,42 +125,6 @@ def _run_route(
     return offsets, token, slot, row
 
 
-def _empty_rows(
-    chosen: Tensor, first_expert: int, num_experts: int, of: int | None = None
-) -> tuple[Tensor, ...]:
-    slots = chosen.shape[0] * chosen.shape[1]
-    shapes = ((num_experts + 1,), (slots,), (slots,), tuple(chosen.shape))
-    return tuple(chosen.new_empty(shape, dtype=torch.int32) for shape in shapes)
-
-
-_route = define(
-    "route(Tensor chosen, SymInt first_expert, SymInt num_experts, SymInt? of=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_route,
-    _empty_rows,
-    _check_route,
-)
-
-
-def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    """Copy tokens to the rows of their experts.
-
-    Args:
-        x: [T, D], fp32, bf16, fp16 or fp64.
-        token: int32 [R], the token of each row, from `route`. -1 gives a row of zeros. Other values
-            must be in [0, T); OPTIMUS_KERNELS_DEBUG=1 checks this.
-        row: int32 [T, K], the rows of each token, from `route`. Only the gradient uses it.
-
-    Returns:
-        [R, D] of x's dtype.
-
-    Raises:
-        ValueError: a tensor has the wrong number of dims.
-        TypeError: dtypes or devices do not match.
-    """
-    return _gather(x, token, row)
-
-
 def gather_reference(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
     """Reference implementation of `gather` in plain torch."""
     if not len(x):
@@ -162,14 +140,6 @@ def _check_gather(x: Tensor, token: Tensor, row: Tensor) -> None:
             "must be x [T, D], token [R], row [T, K]"
         )
     check_operands("gather", {"x": x}, {"token": token, "row": row})
-
-
-def _run_gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-    check_index("gather", "token", token, x.shape[0])
-    if library.native(x) is None:
-        return gather_reference(x, token, row)
-    x, token = x.contiguous(), token.contiguous()
-    return gather_into(x, token, 0, x.new_empty(token.shape[0], x.shape[1]))
 
 
 def gather_into(x: Tensor, token: Tensor, start: int, out: Tensor, count: int = -1) -> Tensor:
@@ -194,48 +164,34 @@ def _backward_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.optimus.reduce_rows(grad, None, row, token * row.shape[1]), None, None
 
 
-_gather = define(
+@define(
     "gather(Tensor x, Tensor token, Tensor row) -> Tensor",
-    _run_gather,
     lambda x, token, row: x.new_empty(token.shape[0], x.shape[1]),
     _check_gather,
     _backward_gather,
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
 )
-
-
-def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """Sum the rows of each token, multiplied by their weights.
+def gather(x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+    """Copy tokens to the rows of their experts.
 
     Args:
-        y: [R, D], the rows to add.
-        weights: [T, K] of y's dtype. None: all weights are 1.
-        row: int32 [T, K], the rows of each token, from `route`. -1 adds nothing. Other values must
-            be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
-        slot: int32 [R], the slot t*K + k of each row, from `route`. Only the gradient uses it.
+        x: [T, D], fp32, bf16, fp16 or fp64.
+        token: int32 [R], the token of each row, from `route`. -1 gives a row of zeros. Other values
+            must be in [0, T); OPTIMUS_KERNELS_DEBUG=1 checks this.
+        row: int32 [T, K], the rows of each token, from `route`. Only the gradient uses it.
 
     Returns:
-        [T, D] of y's dtype.
+        [R, D] of x's dtype.
+
+    Raises:
+        ValueError: a tensor has the wrong number of dims.
+        TypeError: dtypes or devices do not match.
     """
-    return _reduce(y, weights, row, slot)
-
-
-def reduce_rows_backward(
-    grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `reduce_rows` for y and weights.
-
-    Args:
-        grad: [T, D], the gradient of the output.
-        y: [R, D].
-        weights: [T, K].
-        slot: int32 [R]. slot[r] is t*K + k if row r belongs to the k-th expert of token t.
-
-    Returns:
-        dy [R, D], with dy[r] = weights[t, k] * grad[t], and dweights [T, K], the dot products of
-        grad[t] and y[r]. dweights is fp32, or fp64 if y is fp64.
-    """
-    return _reduce_backward(grad, y, weights, slot)
+    check_index("gather", "token", token, x.shape[0])
+    if library.native(x) is None:
+        return gather_reference(x, token, row)
+    x, token = x.contiguous(), token.contiguous()
+    return gather_into(x, token, 0, x.new_empty(token.shape[0], x.shape[1]))
 
 
 def reduce_reference(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
@@ -282,20 +238,6 @@ def _check_reduce(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) 
     check_operands("reduce_rows", {"y": y, "weights": weights}, {"row": row, "slot": slot})
 
 
-def _run_reduce(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    check_index("reduce_rows", "row", row, y.shape[0])
-    kernels = library.native(y)
-    if kernels is None:
-        return reduce_reference(y, weights, row, slot)
-    y, row = y.contiguous(), row.contiguous()
-    weights = None if weights is None else weights.contiguous()
-    out = _empty_reduce(y, weights, row, slot)
-    factors = None if weights is None else weights.data_ptr()
-    ins = (library.DTYPES[y.dtype], y.data_ptr(), factors, row.data_ptr())
-    kernels.call("reduce", y, *ins, *row.shape, y.shape[1], out.data_ptr())
-    return out
-
-
 def _empty_reduce(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
     return y.new_empty(row.shape[0], y.shape[1])
 
@@ -326,9 +268,65 @@ def _check_reduce_backward(grad: Tensor, y: Tensor, weights: Tensor, slot: Tenso
     check_operands("reduce_rows_backward", values, {"slot": slot})
 
 
-def _run_reduce_backward(
+def _empty_reduce_backward(
     grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
 ) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), weights.new_empty(weights.shape, dtype=compute_dtype(y.dtype))
+
+
+@define(
+    "reduce_rows(Tensor y, Tensor? weights, Tensor row, Tensor slot) -> Tensor",
+    _empty_reduce,
+    _check_reduce,
+    _backward_reduce,
+    _save_reduce,
+)
+def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
+    """Sum the rows of each token, multiplied by their weights.
+
+    Args:
+        y: [R, D], the rows to add.
+        weights: [T, K] of y's dtype. None: all weights are 1.
+        row: int32 [T, K], the rows of each token, from `route`. -1 adds nothing. Other values must
+            be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
+        slot: int32 [R], the slot t*K + k of each row, from `route`. Only the gradient uses it.
+
+    Returns:
+        [T, D] of y's dtype.
+    """
+    check_index("reduce_rows", "row", row, y.shape[0])
+    kernels = library.native(y)
+    if kernels is None:
+        return reduce_reference(y, weights, row, slot)
+    y, row = y.contiguous(), row.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    out = _empty_reduce(y, weights, row, slot)
+    factors = None if weights is None else weights.data_ptr()
+    ins = (library.DTYPES[y.dtype], y.data_ptr(), factors, row.data_ptr())
+    kernels.call("reduce", y, *ins, *row.shape, y.shape[1], out.data_ptr())
+    return out
+
+
+@define(
+    "reduce_rows_backward(Tensor grad, Tensor y, Tensor weights, Tensor slot) -> (Tensor, Tensor)",
+    _empty_reduce_backward,
+    _check_reduce_backward,
+)
+def reduce_rows_backward(
+    grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `reduce_rows` for y and weights.
+
+    Args:
+        grad: [T, D], the gradient of the output.
+        y: [R, D].
+        weights: [T, K].
+        slot: int32 [R]. slot[r] is t*K + k if row r belongs to the k-th expert of token t.
+
+    Returns:
+        dy [R, D], with dy[r] = weights[t, k] * grad[t], and dweights [T, K], the dot products of
+        grad[t] and y[r]. dweights is fp32, or fp64 if y is fp64.
+    """
     check_index("reduce_rows_backward", "slot", slot, weights.numel())
     kernels = library.native(y)
     if kernels is None:
@@ -340,25 +338,3 @@ def _run_reduce_backward(
     code = library.DTYPES[y.dtype]
     kernels.call("reduce_backward", y, code, *(t.data_ptr() for t in ins), *sizes, *outs)
     return dy, dweights
-
-
-def _empty_reduce_backward(
-    grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), weights.new_empty(weights.shape, dtype=compute_dtype(y.dtype))
-
-
-_reduce = define(
-    "reduce_rows(Tensor y, Tensor? weights, Tensor row, Tensor slot) -> Tensor",
-    _run_reduce,
-    _empty_reduce,
-    _check_reduce,
-    _backward_reduce,
-    _save_reduce,
-)
-_reduce_backward = define(
-    "reduce_rows_backward(Tensor grad, Tensor y, Tensor weights, Tensor slot) -> (Tensor, Tensor)",
-    _run_reduce_backward,
-    _empty_reduce_backward,
-    _check_reduce_backward,
-)

@@ -40,20 +40,6 @@ def new_bins(device: torch.device) -> Tensor:
     return torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
 
 
-def square_bins_(bins: Tensor, flat: Tensor) -> None:
-    """Add the squares of `flat` to `bins` in place.
-
-    Args:
-        bins: int64 [1281], from `new_bins`.
-        flat: fp32 [n], contiguous; n is a multiple of 32.
-
-    Raises:
-        ValueError: a shape, device or layout is invalid.
-        TypeError: a dtype is invalid.
-    """
-    _square_bins(bins, flat)
-
-
 def total_of(bins: Tensor) -> float:
     """Return the sum of all squares that were added to `bins`, in fp64. It is NaN if the sum of any
     block is not finite."""
@@ -100,14 +86,6 @@ def _check(bins: Tensor, flat: Tensor) -> None:
         raise ValueError("square_bins_: bins and flat must be contiguous and on one device")
 
 
-def _run(bins: Tensor, flat: Tensor) -> None:
-    kernel = _kernel(flat)
-    if kernel is None:
-        reference(bins, flat)
-    else:
-        kernel(flat.data_ptr(), flat.numel(), bins.data_ptr())
-
-
 def _kernel(flat: Tensor) -> Callable[..., int] | None:
     """Return the compiled kernel for `flat`, or None if there is none. Only CPUs have one."""
     library = backend.active(flat.device).library if flat.is_cpu else None
@@ -125,6 +103,20 @@ def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
     return function
 
 
-_square_bins = define(
-    "square_bins_(Tensor(a!) bins, Tensor flat) -> ()", _run, lambda *_: None, _check
-)
+@define("square_bins_(Tensor(a!) bins, Tensor flat) -> ()", lambda *_: None, _check)
+def square_bins_(bins: Tensor, flat: Tensor) -> None:
+    """Add the squares of `flat` to `bins` in place.
+
+    Args:
+        bins: int64 [1281], from `new_bins`.
+        flat: fp32 [n], contiguous; n is a multiple of 32.
+
+    Raises:
+        ValueError: a shape, device or layout is invalid.
+        TypeError: a dtype is invalid.
+    """
+    kernel = _kernel(flat)
+    if kernel is None:
+        reference(bins, flat)
+    else:
+        kernel(flat.data_ptr(), flat.numel(), bins.data_ptr())

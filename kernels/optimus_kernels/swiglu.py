@@ -17,29 +17,6 @@ from optimus_kernels import library
 from optimus_kernels.ops import check_index, check_operands, compute_dtype, define, shapes
 
 
-def swiglu(h: Tensor) -> Tensor:
-    """Return silu(g) * u [R, F] for h = [g, u] [R, 2F], computed in fp32 (in fp64 if h is fp64)."""
-    return _swiglu(h)
-
-
-def swiglu_backward(
-    h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of SwiGLU and of the routing weights.
-
-    Args:
-        h: [R, 2F], the pre-activation.
-        da: [R, F], the gradient of the weighted activation w * a.
-        weights: [T, K] of h's dtype, the routing weights w.
-        slot: int32 [R], the index of each row's weight in the flattened `weights`. -1 marks an
-            unused row, whose results are zeros.
-
-    Returns:
-        dh [R, 2F], w * a [R, F], and dweights [T, K] in fp32 (in fp64 if h is fp64).
-    """
-    return _swiglu_backward(h, da, weights, slot)
-
-
 def reference(h: Tensor) -> Tensor:
     """Reference implementation of `swiglu` in plain torch."""
     g, u = h.to(compute_dtype(h.dtype)).chunk(2, dim=1)
@@ -75,12 +52,6 @@ def _check(h: Tensor) -> None:
     check_operands("swiglu", {"h": h}, {})
 
 
-def _run(h: Tensor) -> Tensor:
-    if library.native(h) is None:
-        return reference(h)
-    return swiglu_into(h.contiguous(), 0, _empty(h), h.shape[0])
-
-
 def swiglu_into(h: Tensor, start: int, out: Tensor, count: int) -> Tensor:
     """Write swiglu(h[start : start + count]) to out[:count] and return `out`. Operands must be
     contiguous; nothing is checked."""
@@ -114,19 +85,6 @@ def _check_backward(h: Tensor, da: Tensor, weights: Tensor, slot: Tensor) -> Non
             + shapes({**values, "slot": slot})
         )
     check_operands("swiglu_backward", values, {"slot": slot})
-
-
-def _run_backward(
-    h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_index("swiglu_backward", "slot", slot, weights.numel())
-    if library.native(h) is None:
-        return reference_backward(h, da, weights, slot)
-    outs = _fake_backward(h, da, weights, slot)
-    outs[2].zero_()
-    h, da, weights, slot = (t.contiguous() for t in (h, da, weights, slot))
-    swiglu_backward_into(h, 0, da, weights, slot, 0, h.shape[0], outs)
-    return outs
 
 
 def swiglu_backward_into(
@@ -167,10 +125,39 @@ def _fake_backward(
     return h.new_empty(h.shape), h.new_empty(da.shape), dweights
 
 
-_swiglu = define("swiglu(Tensor h) -> Tensor", _run, _empty, _check, _backward)
-_swiglu_backward = define(
+@define("swiglu(Tensor h) -> Tensor", _empty, _check, _backward)
+def swiglu(h: Tensor) -> Tensor:
+    """Return silu(g) * u [R, F] for h = [g, u] [R, 2F], computed in fp32 (in fp64 if h is fp64)."""
+    if library.native(h) is None:
+        return reference(h)
+    return swiglu_into(h.contiguous(), 0, _empty(h), h.shape[0])
+
+
+@define(
     "swiglu_backward(Tensor h, Tensor da, Tensor weights, Tensor slot) -> (Tensor, Tensor, Tensor)",
-    _run_backward,
     _fake_backward,
     _check_backward,
 )
+def swiglu_backward(
+    h: Tensor, da: Tensor, weights: Tensor, slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of SwiGLU and of the routing weights.
+
+    Args:
+        h: [R, 2F], the pre-activation.
+        da: [R, F], the gradient of the weighted activation w * a.
+        weights: [T, K] of h's dtype, the routing weights w.
+        slot: int32 [R], the index of each row's weight in the flattened `weights`. -1 marks an
+            unused row, whose results are zeros.
+
+    Returns:
+        dh [R, 2F], w * a [R, F], and dweights [T, K] in fp32 (in fp64 if h is fp64).
+    """
+    check_index("swiglu_backward", "slot", slot, weights.numel())
+    if library.native(h) is None:
+        return reference_backward(h, da, weights, slot)
+    outs = _fake_backward(h, da, weights, slot)
+    outs[2].zero_()
+    h, da, weights, slot = (t.contiguous() for t in (h, da, weights, slot))
+    swiglu_backward_into(h, 0, da, weights, slot, 0, h.shape[0], outs)
+    return outs

@@ -47,9 +47,15 @@ def way() -> str:
     Raises:
         KernelError: neither extension is available.
     """
-    if getattr(torch.version, "xpu", None) and _torch_has_sycl_extension():
+    spec = importlib.util.find_spec("torch.utils.cpp_extension")
+    source = Path(spec.origin).read_text() if spec and spec.origin else ""
+    if getattr(torch.version, "xpu", None) and "def SyclExtension" in source:
         return "torch"
-    if _has_dpcpp_extension() and torch.xpu.is_available():
+    # Importing IPEX changes torch's operators. find_spec of the submodule would import IPEX.
+    spec = importlib.util.find_spec(IPEX)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    has_dpcpp = any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders)
+    if has_dpcpp and torch.xpu.is_available():
         return "ipex"
     raise KernelError(
         f"torch {torch.__version__} has no xpu support; install torch's xpu build (or, with torch "
@@ -158,21 +164,6 @@ def main(arguments: Sequence[str]) -> None:
         cmdclass={"build_ext": command_class},
         script_args=["-q", "build_ext", "--build-lib", str(work), "--build-temp", str(work / "o")],
     )
-
-
-def _torch_has_sycl_extension() -> bool:
-    spec = importlib.util.find_spec("torch.utils.cpp_extension")
-    if spec is None or spec.origin is None:
-        return False
-    return "def SyclExtension" in Path(spec.origin).read_text()
-
-
-def _has_dpcpp_extension() -> bool:
-    """Return whether IPEX has DPCPPExtension, without importing IPEX."""
-    # Importing IPEX changes torch's operators. find_spec of the submodule would import IPEX.
-    spec = importlib.util.find_spec(IPEX)
-    folders = spec.submodule_search_locations if spec else None
-    return any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders or ())
 
 
 if __name__ == "__main__":

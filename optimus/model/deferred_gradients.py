@@ -90,14 +90,10 @@ def _defer_gradient(leaf: weakref.ref[Tensor], gradient: Tensor | None) -> Tenso
     deferred = active_deferral()
     if deferred is None or gradient is None:  # None: the layer has deferred it
         return gradient
-    deferred.defer(lambda: _accumulate_into(leaf, gradient))
-    return gradient.new_zeros(()).expand_as(gradient)
-
-
-def _accumulate_into(leaf: weakref.ref[Tensor], gradient: Tensor) -> None:
     weight = leaf()
     assert weight is not None
-    accumulate(weight, gradient)
+    deferred.defer(lambda: accumulate(weight, gradient))
+    return gradient.new_zeros(()).expand_as(gradient)
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:

@@ -100,6 +100,8 @@ class Experts(nn.Module):
                 [0, num_experts).
         """
         rows = kernels.route(chosen, self.first_expert, self.gate_up.shape[0], of=self.num_experts)
+        trained = self.gate_up.requires_grad and self.down.requires_grad
+        may_write = trained and not torch.compiler.is_compiling()
         return kernels.experts(
             x,
             weights,
@@ -107,12 +109,8 @@ class Experts(nn.Module):
             self.down,
             rows,
             save_input_only=save_input_only,
-            weight_grads=self._destination if self._may_write() else None,
+            weight_grads=self._destination if may_write else None,
         )
-
-    def _may_write(self) -> bool:
-        trained = self.gate_up.requires_grad and self.down.requires_grad
-        return trained and not torch.compiler.is_compiling()
 
     def _destination(self) -> kernels.Destination:
         """Return the destination of the weight gradients in the current backward pass.
