@@ -216,14 +216,10 @@ def _shuffle_request(args: argparse.Namespace) -> ShuffleRequest:
 
 def _shard_request(args: argparse.Namespace) -> ShardRequest:
     from data_prep.pipeline.run import ShardRequest
-
-    return ShardRequest(_workers(args), _shard_memory(args), args.strategy)
-
-
-def _shard_memory(args: argparse.Namespace) -> int:
     from data_prep.pipeline.shard import memory_for
 
-    return args.memory or memory_for(_workers(args))
+    workers = _workers(args)
+    return ShardRequest(workers, args.memory or memory_for(workers), args.strategy)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -330,7 +326,7 @@ def _plan(args: argparse.Namespace) -> int:
     value = estimate(
         _tokenize_request(args),
         _shuffle_request(args),
-        memory_bytes=_shard_memory(args),
+        memory_bytes=_shard_request(args).memory_bytes,
         world=args.world or 1,
         fused=args.fused,
         strategy=args.strategy,

@@ -178,15 +178,15 @@ def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
             or not unicodedata.is_normalized("NFC", char)
         ):
             changed.add(code)
-    runs: list[list[int]] = []
-    for code in sorted(changed):
-        if runs and code == runs[-1][1] + 1 and code != 0x10000:
-            runs[-1][1] = code
-        else:
-            runs.append([code, code])
-    basic = _class_of((first, last) for first, last in runs if last < 0x10000)
-    astral = _class_of((first, last) for first, last in runs if first >= 0x10000)
-    return re.compile(f"[{basic}]"), re.compile(f"[{astral}]")
+    basic = {code for code in changed if code < 0x10000}
+    return _pattern_of(basic), _pattern_of(changed - basic)
+
+
+def _pattern_of(codes: set[int]) -> re.Pattern[str]:
+    """Return the pattern of one of the code points."""
+    ordered = np.array(sorted(codes))
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    return re.compile(f"[{_class_of((run[0], run[-1]) for run in runs)}]")
 
 
 SECTION_CHARS = 1 << 18

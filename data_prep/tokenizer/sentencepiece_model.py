@@ -6,6 +6,7 @@ is plain text. It encodes user-defined symbols in text.
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -85,16 +86,13 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `ids`. Control symbols appear as their names, or are skipped."""
-        runs: list[str] = []
-        plain: list[int] = []
-        for token in ids:
-            if self._model.is_control(token):
-                name = "" if skip_special_tokens else self._model.id_to_piece(token)
-                runs += [self._model.decode(plain), name]
-                plain = []
-            else:
-                plain.append(token)
-        return "".join([*runs, self._model.decode(plain)])
+        texts: list[str] = []
+        for is_control, run in itertools.groupby(ids, self._model.is_control):
+            if not is_control:
+                texts.append(self._model.decode(list(run)))
+            elif not skip_special_tokens:
+                texts += map(self._model.id_to_piece, run)
+        return "".join(texts)
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Any]]:
