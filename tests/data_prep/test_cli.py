@@ -32,9 +32,7 @@ def test_parser_loads_no_numpy_and_no_module_loads_torch():
 
 
 def test_train_tokenizer_is_deterministic_and_lossless(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "data_prep.sources.documents.LONG_BYTES", 30
-    )  # texts are then read in blocks
+    monkeypatch.setattr("data_prep.sources.documents.LONG_BYTES", 30)  # texts are read in blocks
     assert main(train_arguments(made.text, tmp_path / "again.json")) == 0
     assert (tmp_path / "again.json").read_bytes() == made.tokenizer.read_bytes()
     tokenizer = Tokenizer.from_file(str(made.tokenizer))

@@ -89,6 +89,33 @@ def test_growth_bounds_random_sequences_of_normalizers():
         assert len(longer.encode()) <= limit * len(text.encode()), [str(step) for step in steps]
 
 
+def test_growth_multiplies_only_for_replaced_replacements():
+    replace = normalizers.Replace
+    assert growth(replace('"', "\u201d"), replace("'", "\u2019"), replace("-", "\u2013")) == 3
+    assert growth(replace("\t", "    "), replace("\n", " \u23ce ")) == 5
+    assert growth(replace("a", "bb"), replace("b", "ccc")) == 6
+    assert growth(replace("b", "ccc"), replace("a", "bb")) == 3
+    assert growth(replace("a", "bb"), replace(Regex(".+x"), "ccc")) >= 6
+    assert growth(*[replace(Regex("x*"), "b")] * 9) >= 2**9  # it matches between characters
+    assert growth(*[normalizers.ByteLevel()] * 9) == 2**9
+
+
+def test_growth_is_a_bound_of_random_replacements():
+    chance = random.Random(5)
+    for _ in range(300):
+        steps = [
+            normalizers.Replace(
+                chance.choice([chance.choice("abc"), "ab", Regex("b*"), Regex("c{2,}")]),
+                "".join(chance.choices("abc", k=chance.randrange(4))),
+            )
+            for _ in range(3)
+        ]
+        text = "".join(chance.choices("abc", k=300))
+        longer = len(normalizers.Sequence(steps).normalize_str(text)) / len(text)
+        # A pattern of 0 bytes also matches at the end of the text.
+        assert longer <= 1.02 * growth(*steps), list(map(str, steps))
+
+
 def test_step_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="its step Magic is not known"):
         max_growth({"type": "Sequence", "normalizers": [{"type": "Magic"}]})
