@@ -112,11 +112,11 @@ def _epochs(source: BlendEntry) -> float:
 
 
 def _repetition_warning(train: Manifest, source: BlendEntry) -> str:
-    most = math.floor(train.num_instances * MAX_EPOCHS / _epochs(source))
+    max_instances = math.floor(train.num_instances * MAX_EPOCHS / _epochs(source))
     return (
         f"{source.tokens_dir} is repeated for {_epochs_text(source)}; above {MAX_EPOCHS}, "
         f"repeated text helps ever less: give it a smaller weight, more text, or at most "
-        f"--instances {most}"
+        f"--instances {max_instances}"
     )
 
 

@@ -183,7 +183,7 @@ def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _pattern_of(codes: set[int]) -> re.Pattern[str]:
-    """Return the pattern of one of the code points."""
+    """Return the pattern of a character that is in `codes`."""
     ordered = np.array(sorted(codes))
     runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
     return re.compile(f"[{_class_of((run[0], run[-1]) for run in runs)}]")
@@ -226,16 +226,16 @@ class Cutter:
         self._added = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._all_ascii = all(map(str.isascii, tokens))
 
-    def sections(self, blocks: Iterable[str], most: int | None = None) -> Iterator[str]:
+    def sections(self, blocks: Iterable[str], max_bytes: int | None = None) -> Iterator[str]:
         """Yield the text of `blocks` in sections.
 
         Args:
             blocks: Consecutive blocks of the text.
-            most: Largest size of a section in bytes, None for no limit. A section of at most
+            max_bytes: Largest size of a section, None for no limit. A section of at most
                 SECTION_CHARS characters may exceed it.
 
         Raises:
-            NoCut: A section would exceed `most`.
+            NoCut: A section would exceed `max_bytes`.
         """
         pending, size, searched = "", 0, SECTION_CHARS // 2
         blocks = iter(blocks)
@@ -246,7 +246,8 @@ class Cutter:
                 cut, searched = self._find(pending, searched)
                 section = pending[:cut]
                 section_bytes = size if cut is None else len(section.encode())
-                if most is not None and section_bytes > most and len(section) > SECTION_CHARS:
+                is_long = max_bytes is not None and section_bytes > max_bytes
+                if is_long and len(section) > SECTION_CHARS:
                     rest_bytes = self._until_cut(pending, blocks) if cut is None else 0
                     raise NoCut(section_bytes + rest_bytes)
                 if cut is None:

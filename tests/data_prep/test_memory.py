@@ -195,7 +195,7 @@ def test_no_section_cuts_an_added_token(monkeypatch):
         (["aa aaaaaaaaaaaaaaaa" * 2, "aa" * 20 + "é" * 50, "bé" * 50 + " ccc", "ddd"], 307),
     ):
         with pytest.raises(NoCut) as caught:
-            list(Cutter([]).sections(blocks, most=60))
+            list(Cutter([]).sections(blocks, max_bytes=60))
         assert caught.value.args == (size,)
 
 
