@@ -107,7 +107,7 @@ def test_progress_lines_are_sparse(capsys, monkeypatch):
     assert lines[-1] == "work: 1k/1kB in 30.0 s, 33.3B/s"
 
 
-def test_short_numbers_have_three_digits():
+def test_short_numbers_have_a_unit():
     assert [short(x) for x in (0, 7, 31_525_224, 999.6e6, 0.25)] == [
         "0",
         "7",
