@@ -111,8 +111,4 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _size_text(size: int) -> str:
-    return f"{counted(size, 'byte')}, {_gib(size)}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:,.2f} GiB"
+    return f"{counted(size, 'byte')}, {size / _GIB:,.2f} GiB"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus.observe.log import redirect_lines, set_up_logging
+from optimus.observe.log import indented, redirect_lines, set_up_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 logger = logging.getLogger("optimus.test")
@@ -108,3 +108,10 @@ def test_a_line_does_not_wait_for_another_thread_inside_the_log(restored, monkey
     assert lines == ["optimus: stopping\n"]
     release.set()
     saving.join(30)
+
+
+def test_text_of_a_model_sends_no_control_characters_to_the_terminal():
+    text = "def f():\n\treturn 'é\u200d'\r\x1b[2J\x9b\x07\u202e\u2028\ud800"
+    assert indented(text) == (
+        "    def f():\n    \treturn 'é\u200d'\\r\\x1b[2J\\x9b\\x07\\u202e\\u2028\\ud800"
+    )
