@@ -527,10 +527,8 @@ def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.doctor import build_kernels, format_status, kernels_status
     from optimus.platform import import_ipex
 
-    refuse_if(
-        args.action == "status" and args.backends,
-        f"kernels status lists all backends; remove {args.backends[0]!r}",
-    )
+    if args.action == "status" and args.backends:
+        raise ConfigError(f"kernels status lists all backends; remove {args.backends[0]!r}")
     import_ipex()  # some versions of torch have xpu devices only with IPEX
     if args.action == "build":
         build_kernels(args.backends)
