@@ -30,8 +30,7 @@ from optimus.data.tokenizer import (
     tokenizer_path,
 )
 from optimus.errors import CheckpointError, DataError, OptimusError, one_line
-from optimus.hf import is_hf_directory, read_hf_config, write_hf
-from optimus.hf.weights import write_all
+from optimus.hf import is_hf_directory, read_hf_config, write_all, write_hf
 from optimus.io.files import read_regular, write_json
 from optimus.io.safetensors import PlannedTensor, plan_files
 from optimus.io.tensor_file import INDEX, MODEL, weight_map

@@ -40,8 +40,8 @@ from optimus.checkpoint.shard_file import (
 )
 from optimus.checkpoint.slices import Box, StoredParam
 from optimus.chunks.layout import ALIGNMENT
+from optimus.config import MAX_PATTERN_CHARS, MAX_PATTERNS
 from optimus.config.axes import AXES
-from optimus.config.sections import MAX_PATTERN_CHARS, MAX_PATTERNS
 from optimus.errors import CheckpointError, one_line
 from optimus.io import files, tensor_file
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimus.distributed.collectives import Group, all_reduce_sum
-from optimus_kernels.squares import new_bins, square_bins_, total_of
+from optimus_kernels import new_bins, square_bins_, total_of
 
 _BLOCK = 1 << 16
 

@@ -15,7 +15,7 @@ import torch
 
 from optimus.chunks.buffers import ChunkState
 from optimus.config import OptimConfig
-from optimus_kernels.adamw import adamw_
+from optimus_kernels import adamw_
 
 
 class Optimizer(Protocol):

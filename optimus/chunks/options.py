@@ -8,8 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from optimus.config import OptimConfig
-from optimus.config.sections import MAX_PATTERNS
+from optimus.config import MAX_PATTERNS, OptimConfig
 from optimus.errors import ConfigError
 
 

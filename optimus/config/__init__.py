@@ -1,14 +1,41 @@
 """Validated, frozen configurations from TOML files and command-line overrides."""
 
-from optimus.config.load import dump_toml, load_config, load_saved_config, make_config
-from optimus.config.sections import Config, ModelConfig, OptimConfig
+from optimus.config.checks import nearest_divisor
+from optimus.config.load import dump_toml, explain, load_config, load_saved_config, make_config
+from optimus.config.sections import (
+    FREE_IN_LOGITS,
+    MAX_PATTERN_CHARS,
+    MAX_PATTERNS,
+    ROPE_FIELDS,
+    Config,
+    Count,
+    DataConfig,
+    MixSource,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RopeScaling,
+    TrainConfig,
+)
 
 __all__ = [
+    "FREE_IN_LOGITS",
+    "MAX_PATTERNS",
+    "MAX_PATTERN_CHARS",
+    "ROPE_FIELDS",
     "Config",
+    "Count",
+    "DataConfig",
+    "MixSource",
     "ModelConfig",
     "OptimConfig",
+    "ParallelConfig",
+    "RopeScaling",
+    "TrainConfig",
     "dump_toml",
+    "explain",
     "load_config",
     "load_saved_config",
     "make_config",
+    "nearest_divisor",
 ]

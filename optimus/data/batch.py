@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimus.config.sections import TrainConfig
+from optimus.config import TrainConfig
 from optimus.errors import ConfigError, counted
 
 MAX_MICROBATCHES = 1 << 16

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from optimus.config import ParallelConfig
 from optimus.config.axes import AXES, DATA, GRAD_SUM, MODEL, Axes
-from optimus.config.sections import ParallelConfig
 from optimus.errors import ConfigError, counted, refuse_if
 
 ENDS = ("ends",)

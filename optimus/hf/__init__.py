@@ -3,7 +3,14 @@ transformers models by FastSparseMoE."""
 
 from optimus.hf.config import config_from_hf, config_to_hf, is_hf_directory, read_hf_config
 from optimus.hf.drop_in import FastExperts, use_fast_moe
-from optimus.hf.weights import check_hf_weights, hf_tensors, plan_hf, write_hf, write_hf_json
+from optimus.hf.weights import (
+    check_hf_weights,
+    hf_tensors,
+    plan_hf,
+    write_all,
+    write_hf,
+    write_hf_json,
+)
 
 __all__ = [
     "FastExperts",
@@ -15,6 +22,7 @@ __all__ = [
     "plan_hf",
     "read_hf_config",
     "use_fast_moe",
+    "write_all",
     "write_hf",
     "write_hf_json",
 ]

@@ -14,9 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from optimus.config import ModelConfig, make_config
-from optimus.config.load import explain
-from optimus.config.sections import ROPE_FIELDS, Count
+from optimus.config import ROPE_FIELDS, Count, ModelConfig, explain, make_config
 from optimus.errors import CheckpointError, ConfigError, counted, one_line, refuse_if
 from optimus.io.files import read_regular
 from optimus.io.safetensors import TensorFiles

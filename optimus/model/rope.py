@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from optimus.config import ModelConfig
-from optimus.config.sections import RopeScaling
+from optimus.config import ModelConfig, RopeScaling
 
 
 class Rotary(nn.Module):

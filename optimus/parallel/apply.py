@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from optimus.config import Config, ModelConfig
-from optimus.config.sections import ParallelConfig
+from optimus.config import Config, ModelConfig, ParallelConfig
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Coordinate, Mesh, ParameterKind
 from optimus.model.transformer import Transformer

@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from optimus.config import Config
+from optimus.config import Config, nearest_divisor
 from optimus.config.axes import AXES
-from optimus.config.checks import nearest_divisor
 from optimus.distributed.mesh import Mesh
 from optimus.errors import ConfigError, counted
 

@@ -22,9 +22,8 @@ from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import make_optimizer
 from optimus.chunks.options import check_patterns, options_of
 from optimus.chunks.residency import Residency, fewest_slots
-from optimus.config import Config, ModelConfig, OptimConfig
+from optimus.config import Config, ModelConfig, OptimConfig, TrainConfig
 from optimus.config.axes import UNEQUAL
-from optimus.config.sections import TrainConfig
 from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.errors import ConfigError, counted

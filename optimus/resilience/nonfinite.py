@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from optimus.chunks.buffers import GradBuffer
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.options import options_of
-from optimus.config import OptimConfig
-from optimus.config.sections import TrainConfig
+from optimus.config import OptimConfig, TrainConfig
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import (
     Group,

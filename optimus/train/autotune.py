@@ -19,8 +19,7 @@ import torch
 from optimus import platform
 from optimus.checkpoint.format import Manifest
 from optimus.chunks.engine import ChunkEngine
-from optimus.config import Config, ModelConfig
-from optimus.config.sections import ParallelConfig, TrainConfig
+from optimus.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from optimus.distributed.collectives import all_gather_objects, broadcast_object
 from optimus.distributed.groups import Groups
 from optimus.distributed.world import World
@@ -33,11 +32,8 @@ from optimus.parallel.expert import dispatched_experts, use_dispatcher
 from optimus.parallel.placement import share
 from optimus.parallel.recompute import measure_recompute
 from optimus.platform import dtype_of
-from optimus_kernels import backend
-from optimus_kernels.backend import Backend
-from optimus_kernels.cache import KernelError
-from optimus_kernels.grouped_mm import form as current_form
-from optimus_kernels.grouped_mm import set_form
+from optimus_kernels import KernelError, backend, set_form
+from optimus_kernels import form as current_form
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +155,10 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
     return choices
 
 
-def _agree_on_backend(world: World) -> Backend:
+def _agree_on_backend(world: World) -> backend.Backend:
     """Install the same backend on all ranks and return it. Raises ConfigError if this fails."""
     kind, builds = world.device.type, world.launch.local_rank == 0
-    chosen, answer = Backend("torch"), Answer()
+    chosen, answer = backend.Backend("torch"), Answer()
     # The first rank of each machine may compile missing kernels; the others wait in the collective.
     if builds:
         chosen, answer = _find(kind, world.size <= backend.MAX_BUILDING_WORLD)
@@ -199,11 +195,11 @@ def _request(config: Config) -> Answer:
         return Answer(failure=str(error))
 
 
-def _find(kind: str, may_build: bool, key: str = "") -> tuple[Backend, Answer]:
+def _find(kind: str, may_build: bool, key: str = "") -> tuple[backend.Backend, Answer]:
     try:
         chosen = backend.find(kind, may_build, key)
     except KernelError as error:
-        return Backend("torch"), Answer(failure=str(error))
+        return backend.Backend("torch"), Answer(failure=str(error))
     return chosen, Answer(chosen.name, chosen.key, chosen.why_not)
 
 

@@ -12,8 +12,7 @@ import torch
 
 from optimus import platform
 from optimus.checkpoint.store import Start, full_path
-from optimus.config import Config
-from optimus.config.sections import TrainConfig
+from optimus.config import Config, TrainConfig
 from optimus.data.loader import Loader
 from optimus.data.tokenizer import TextTokenizer
 from optimus.distributed.agreement import RunEnded
@@ -72,8 +71,7 @@ from optimus.train.startup import StartUp
 from optimus.train.stop import StopRequest
 from optimus.train.summary import print_end, print_start
 from optimus.train.update import Updater, UpdateResult
-from optimus_kernels.cache import KernelError
-from optimus_kernels.product import fastest_library, library_of
+from optimus_kernels import KernelError, fastest_library, library_of
 
 logger = logging.getLogger(__name__)
 

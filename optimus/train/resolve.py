@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from data_prep.dataset import PARTS, held_out_problem, integer_weights, read_manifest
 from optimus.checkpoint.format import DATA_EOS
 from optimus.checkpoint.store import NOTHING, Start, decide_start
-from optimus.config import Config, ModelConfig
-from optimus.config.sections import FREE_IN_LOGITS, DataConfig, MixSource, TrainConfig
+from optimus.config import FREE_IN_LOGITS, Config, DataConfig, MixSource, ModelConfig, TrainConfig
 from optimus.data.batch import BatchPlan, plan_batch
 from optimus.data.dataset import FiniteSource, InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset

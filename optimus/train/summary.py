@@ -11,8 +11,7 @@ from typing import Any
 
 from data_prep.dataset import MAX_EPOCHS
 from optimus.checkpoint.store import full_path
-from optimus.config import Config, ModelConfig
-from optimus.config.sections import MixSource, ParallelConfig, TrainConfig
+from optimus.config import Config, MixSource, ModelConfig, ParallelConfig, TrainConfig
 from optimus.data.dataset import InstanceSource, TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.distributed.mesh import Mesh

@@ -19,7 +19,7 @@ from optimus.observe.events import NO_RECORDER, ActionEvent, Recorder
 from optimus.parallel.pipeline.actions import Action, Kind, Schedule
 from optimus.parallel.pipeline.schedules import make_evaluation
 from optimus.parallel.pipeline.stage import Output, Stage, Terms, backward
-from optimus_kernels.product import fastest_library
+from optimus_kernels import fastest_library
 
 Microbatch = tuple[Tensor, Tensor | None]
 """Pair (tokens, document_ids) for B sequences of length S. The tokens are int64 [B, S] on the
