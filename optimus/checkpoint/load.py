@@ -3,8 +3,8 @@
 If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
 place, by `checkpoint.distribute`: with `broadcast` each rank in turn sends its share, one mesh axis
 after the other; with `all_reduce` they add integers that are zero outside of their shares, which
-changes no bits. Only the exchange between the end stages of the pipeline allocates memory, for one
-stripe.
+changes no bits. Only the exchange between pipeline stages that have the same parameter allocates
+memory, for one stripe.
 """
 
 from __future__ import annotations
@@ -154,10 +154,10 @@ def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str
     if greatest(int(bool(problem)), everyone, states.device):
         return next(filter(None, all_gather_objects(problem, everyone, str)))
     for state_shard, shard in zip(states.shards, states.chunk_shards, strict=True):
-        if not shard.is_tied_copy:
+        if not shard.is_later_copy:
             broadcast_to_replicas(shard, state_shard.states.values(), states.groups, method)
-    for name in states.tied:
-        send_to_tied_stage(name, states.shards, states.groups, method)
+    for name, group in states.stage_groups.items():
+        send_to_later_stages(name, states.shards, group, method)
     return ""
 
 
@@ -248,25 +248,24 @@ def broadcast_to_replicas(
             stride *= size
 
 
-def send_to_tied_stage(
-    name: str, shards: Sequence[StateShard], groups: Groups, method: Distribute
+def send_to_later_stages(
+    name: str, shards: Sequence[StateShard], stage_group: Group, method: Distribute
 ) -> None:
-    """Copy a tied parameter from the first pipeline stage to the last, one stripe at a time, since
-    the chunk layouts of the stages may differ.
+    """Copy a parameter from the first pipeline stage that has it to the others, one stripe at a
+    time, since the chunk layouts of the stages may differ.
 
-    A collective of the end stages. It does nothing on other stages.
+    A collective of `stage_group` and of the shard groups.
 
     Args:
         name: Name of the parameter.
         shards: The shards of this rank.
-        groups: Process groups of this rank.
+        stage_group: The ranks of the stages that have the parameter.
         method: `checkpoint.distribute`.
     """
-    slots = ((shard, slot) for shard in shards for slot in shard.chunk.slots if slot.name == name)
-    shard, slot = next(slots, (None, None))
-    if shard is None or slot is None or groups.ends.size == 1:
-        return
-    is_source = not shard.groups.is_tied_copy
+    shard, slot = next(
+        (shard, slot) for shard in shards for slot in shard.chunk.slots if slot.name == name
+    )
+    is_source = stage_group.rank == 0
     low = max(slot.start, shard.first)
     high = min(slot.stop, shard.first + shard.chunk.shard_length)
     for flat in shard.states.values():
@@ -279,7 +278,7 @@ def send_to_tied_stage(
                 if local is not None:
                     stripe[a - start : b - start] = local
                 all_reduce_sum(_as_integers(stripe), shard.groups.shard_group)
-            broadcast_from_first(_as_integers(stripe), groups.ends, method)
+            broadcast_from_first(_as_integers(stripe), stage_group, method)
             if local is not None and not is_source:
                 local.copy_(stripe[a - start : b - start])
 

@@ -13,7 +13,7 @@ import socket
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +39,14 @@ from optimus.checkpoint.slices import (
     Box,
     ChunkShard,
     Scatter,
+    Share,
     StateSlice,
     find_nonfinite,
     slices_to_write,
 )
 from optimus.chunks.buffers import StateShard
 from optimus.distributed.collectives import (
+    Group,
     all_reduce_sum,
     broadcast_object,
     decode_object,
@@ -70,13 +72,13 @@ class RankStates:
     """Boxes of the parameters of this rank, by name."""
     shapes: Mapping[str, Sequence[int]]
     """Shapes of all whole parameters of the model, by name."""
-    tied: tuple[str, ...] = ()
-    """Parameters that the first and the last of several pipeline stages both have."""
+    stage_groups: Mapping[str, Group] = field(default_factory=dict)
+    """For each parameter that several pipeline stages have, the ranks of these stages."""
 
     @property
     def chunk_shards(self) -> list[ChunkShard]:
         return [
-            ChunkShard(shard.chunk, shard.first, shard.groups.copy_axes, shard.groups.is_tied_copy)
+            ChunkShard(shard.chunk, shard.first, shard.groups.copy_axes, shard.groups.is_later_copy)
             for shard in self.shards
         ]
 
@@ -102,11 +104,12 @@ class RankStates:
 
 def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, StateSlice]]:
     """Return the states and slices that this rank writes to a full checkpoint."""
-    groups = states.groups
+    groups, stage_groups = states.groups, states.stage_groups
+    turns = {name: Share(group.rank, group.size) for name, group in stage_groups.items()}
     return states.with_states(
         slices_to_write(
             *(states.chunk_shards, states.boxes, groups.mesh, groups.coordinate),
-            *(scatter, states.tied),
+            *(scatter, turns),
         )
     )
 

@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy
@@ -37,8 +38,8 @@ Box = tuple[Intervals, ...]
 """Index ranges [start, stop) for every dim of a whole parameter."""
 
 STRIPE = 1 << 20
-"""Elements that an end stage of the pipeline writes of a tied parameter before the other end stage
-writes as many: 4 MiB of fp32."""
+"""Elements of a stripe: 4 MiB of fp32. Pipeline stages with the same parameter write stripes of it
+in turn."""
 BATCH_ELEMENTS = 1 << 22
 """Maximum number of elements that are converted or copied at once: 16 MiB of fp32."""
 
@@ -72,9 +73,9 @@ class ChunkShard(NamedTuple):
     """Index in the chunk of the shard's first element."""
     copy_axes: tuple[str, ...]
     """Mesh axes along which ranks have copies of the same shard."""
-    is_tied_copy: bool
-    """True on the last pipeline stage for parameters that the first stage has, too. The chunk
-    layouts of the two stages may differ."""
+    is_later_copy: bool
+    """True if an earlier pipeline stage also has the parameters. The chunk layouts of the two may
+    differ."""
 
 
 class Share(NamedTuple):
@@ -135,7 +136,7 @@ def slices_to_write(
     mesh: Mesh,
     coordinate: Coordinate,
     scatter: Scatter = "balanced",
-    tied: Collection[str] = (),
+    turns: Mapping[str, Share] = MappingProxyType({}),
 ) -> list[StateSlice]:
     """Return the slices that a rank writes. All ranks together write each element once.
 
@@ -145,25 +146,24 @@ def slices_to_write(
         mesh: The mesh of all ranks.
         coordinate: The rank's coordinate.
         scatter: `balanced`: all ranks that have a copy of a shard write equal shares of it, and the
-            two end stages write alternate stripes of `tied`. `paper`: of the copies of
-            model-parallel shard m, the rank with data-parallel index m mod dp writes all; of tied
-            parameters, the first stage writes all.
-        tied: Names of parameters that both end stages have.
+            stages that have a parameter write stripes of it in turn. `paper`: of the copies of
+            model-parallel shard m, the rank with data-parallel index m mod dp writes all; the first
+            of several stages writes all.
+        turns: For each parameter that several pipeline stages have, the turn of this rank's stage.
     """
     slices: list[StateSlice] = []
     shares = {axes: share_of(mesh, coordinate, axes) for axes in {s.copy_axes for s in shards}}
     for number, shard in enumerate(shards):
         axes = shard.copy_axes
-        turns = {name: Share(int(shard.is_tied_copy), 2) for name in tied}
-        share = shares[axes]
+        stripes, share = turns, shares[axes]
         if scatter == "paper":
             is_writer = not any(getattr(coordinate, axis) for axis in axes if axis != "dp") and (
                 "dp" not in axes or coordinate.dp == writer_in_paper(mesh, coordinate)
             )
-            if shard.is_tied_copy or not is_writer:
+            if shard.is_later_copy or not is_writer:
                 continue
-            turns, share = {}, WHOLE
-        slices += _slice_shard(number, shard, boxes, *share_bounds(shard, share), turns)
+            stripes, share = {}, WHOLE
+        slices += _slice_shard(number, shard, boxes, *share_bounds(shard, share), stripes)
     return slices
 
 
@@ -172,12 +172,12 @@ def slices_to_read(
 ) -> list[StateSlice]:
     """Return the slices that a rank reads: an equal share of each shard.
 
-    The other shares come from the ranks that have the same shard, and tied copies come from the
-    first stage. The arguments are those of `slices_to_write`.
+    The other shares come from the ranks that have the same shard, and later copies come from the
+    first stage that has the parameter. The arguments are those of `slices_to_write`.
     """
     slices: list[StateSlice] = []
     for number, shard in enumerate(shards):
-        if not shard.is_tied_copy:
+        if not shard.is_later_copy:
             bounds = share_bounds(shard, share_of(mesh, coordinate, shard.copy_axes))
             slices += _slice_shard(number, shard, boxes, *bounds, {})
     return slices
@@ -197,8 +197,8 @@ def _slice_shard(
     stop: int,
     turns: Mapping[str, Share],
 ) -> Iterator[StateSlice]:
-    """Yield the slices of [start, stop) of a shard, without the stripes of tied parameters that the
-    other end stage writes. A gap of such a stripe ends a slice."""
+    """Yield the slices of [start, stop) of a shard, without the stripes of parameters that other
+    stages write in their turns. A gap of such a stripe ends a slice."""
     params: list[tuple[ParamSlice, int]] = []
     first = end = start
     for slot in shard.chunk.slots_in(shard.first + start, shard.first + stop):

@@ -1,4 +1,4 @@
-"""Flat buffers of model states: chunks, gradients of tied uses, frozen parameters, and their bytes.
+"""Flat buffers of model states: chunks, gradients of further uses, and frozen parameters.
 
 Parameters and gradients are views of flat buffers, and autograd saves such views. Therefore a
 buffer that is not needed gives back the memory of its storage and keeps the storage object: when
@@ -21,8 +21,8 @@ from optimus.distributed.collectives import ALONE, all_gather
 
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
 """Uses of states: parameters in the training dtype; gradients, of chunks and of shards; masters;
-moments of the optimizer; sums in microbatch order (deterministic mode); gradients of further uses
-of tied parameters."""
+moments of the optimizer; sums in microbatch order (deterministic mode); "tied",
+gradients of further uses of parameters."""
 
 
 class StateTensor(NamedTuple):
@@ -203,25 +203,28 @@ class ChunkState:
 
 
 @dataclass(frozen=True)
-class TiedUse:
-    """A further use of a parameter, such as the output head of tied embeddings."""
+class FurtherUse:
+    """A further use of a parameter, such as the output head that uses the embedding."""
 
     name: str
     leaf: Tensor
     """A leaf of its own over the parameter's memory, so that each use has its own gradient."""
     owner: str
     """Name of the parameter."""
+    stage: int = 0
+    """Pipeline stage of the use."""
 
 
-class TiedGradBuffer:
+class UseGradBuffer:
     """Gradient of a further use of a parameter. It is reduced like that of a chunk without shards,
     since every rank of the reduce group needs the whole sum."""
 
-    def __init__(self, use: TiedUse, groups: ParamProcessGroups, dtype: torch.dtype) -> None:
+    def __init__(self, use: FurtherUse, groups: ParamProcessGroups, dtype: torch.dtype) -> None:
         self.use = use
-        self.groups = replace(groups, shard_group=ALONE, replica_group=groups.reduce_group)
-        shape, ranks = tuple(use.leaf.shape), groups.reduce_group.size
-        (chunk,) = lay_out([Parameter(use.name, shape, None, ranks)], 1).chunks
+        copies = groups.reduce_group
+        self.groups = replace(groups, stage=use.stage, shard_group=ALONE, replica_group=copies)
+        shape = tuple(use.leaf.shape)
+        (chunk,) = lay_out([Parameter(use.name, shape, None, copies.size)], 1).chunks
         (slot,) = chunk.slots
         self.grads = self.grad = torch.zeros(chunk.length, dtype=dtype, device=use.leaf.device)
         self.total = self.grads[slot.start : slot.stop].view(shape)
@@ -280,7 +283,7 @@ class FrozenParams:
             dtype: The training dtype.
             chunk_length: Target length of a chunk, in elements.
         """
-        parameters = [Parameter(n, tuple(p.shape), groups_of[n]) for n, p in named.items()]
+        parameters = [Parameter(n, tuple(p.shape), groups_of[n].of_chunk) for n, p in named.items()]
         self.layout: ChunkLayout = lay_out(parameters, chunk_length)
         self._flats: list[Tensor] = []
         self._wide: list[Tensor] = []

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from optimus.chunks.buffers import (
     ChunkState,
     FrozenParams,
+    FurtherUse,
     Memory,
     ShardSlice,
     StateOwner,
     StateShard,
-    TiedUse,
     count_bytes,
 )
 from optimus.chunks.grad_reducer import GradReducer, by_first_use
@@ -85,13 +85,13 @@ class ChunkEngine:
         frozen = {name: p for name, p in named.items() if groups[name].options.frozen}
         self.frozen = FrozenParams(frozen, groups, initial, dtype, chunk_length)
         named = {name: p for name, p in named.items() if name not in frozen}
-        self._named, self._groups_of, self._everyone = dict(named), groups_of, everyone
+        self._named, self._groups, self._everyone = dict(named), groups, everyone
         self._deterministic, self._optimizer = deterministic, optimizer
         self.layout = lay_out(
             (
                 Parameter(name, tuple(p.shape), key, key.reduce_group.size, key.shard_group.size)
                 for name, p in named.items()
-                for key in (groups[name],)
+                for key in (groups[name].of_chunk,)
             ),
             chunk_length,
         )
@@ -111,6 +111,7 @@ class ChunkEngine:
         self.gradients = GradReducer(
             named,
             self.chunks,
+            self.stage_groups,
             memory,
             deterministic=deterministic,
             reduce_dtype=reduce_dtype,
@@ -201,14 +202,12 @@ class ChunkEngine:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def add_use(self, use: TiedUse) -> None:
+    def add_use(self, use: FurtherUse) -> None:
         """Add a gradient buffer for a further use of a parameter, unless it is frozen."""
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
-            return
-        groups = self._groups_of(use.name)
-        assert groups is not None, use.name
-        self.gradients.add_use(use, groups)
+        else:
+            self.gradients.add_use(use, self._groups[use.owner])
 
     def gradient(self, name: str) -> Tensor:
         """Return the view to which backward adds the gradient of a parameter, for modules that add
@@ -250,6 +249,12 @@ class ChunkEngine:
             self.params.gather_updated(state)
         self.params.invalidate()
         self.wait()
+
+    @property
+    def stage_groups(self) -> dict[str, Group]:
+        """For each parameter that several pipeline stages have, the ranks of these stages."""
+        groups = {name: groups.stage_group for name, groups in self._groups.items()}
+        return {name: group for name, group in groups.items() if group.size > 1}
 
     # -- states, for checkpoints -----------------------------------------------------------------
 

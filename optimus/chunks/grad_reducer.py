@@ -1,4 +1,4 @@
-"""Gradients of a rank from backward to the update: accumulation, reduction over ranks, tied uses.
+"""Gradients of a rank from backward to the update: accumulation, and reduction over ranks.
 
 The loss contains the global scale, so every reduction is a plain sum. If the states are sharded,
 each of the n ranks of the reduce group receives 1/n of the summed chunk, and these pieces are
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from optimus.chunks.buffers import (
     ChunkState,
+    FurtherUse,
     GradBuffer,
     Memory,
     StateTensor,
-    TiedGradBuffer,
-    TiedUse,
+    UseGradBuffer,
     ZeroedMemory,
 )
 from optimus.chunks.groups import ParamProcessGroups
@@ -212,6 +212,8 @@ class GradReducer:
     Args:
         named: Trained parameters in order of first use, views of the chunks.
         chunk_states: The chunks.
+        stage_groups: For each parameter that several pipeline stages have, the ranks of these
+            stages. Each has the whole gradient of one use, and all receive the sum.
         memory: Frees and allocates gradients if `frees_buffers`.
         deterministic: `train.deterministic`.
         reduce_dtype: The dtype of reductions; deterministic mode always uses fp32.
@@ -226,6 +228,7 @@ class GradReducer:
         self,
         named: Mapping[str, Tensor],
         chunk_states: Sequence[ChunkState],
+        stage_groups: Mapping[str, Group],
         memory: Memory,
         *,
         deterministic: bool,
@@ -241,7 +244,8 @@ class GradReducer:
         self._by_name: dict[str, tuple[ChunkState, Slot]] = {
             slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
         }
-        self._tied: list[TiedGradBuffer] = []
+        self._stage_groups = {n: g for n, g in stage_groups.items() if n in self._by_name}
+        self._uses: list[UseGradBuffer] = []
         self._grad_dtype = grad_dtype
         same_dtype = all(parameter.dtype is grad_dtype for parameter in named.values())
         self._accumulates_natively = same_dtype or (_WIDENS_NATIVELY and not compiled)
@@ -271,11 +275,11 @@ class GradReducer:
 
     # -- setup -----------------------------------------------------------------------------------
 
-    def add_use(self, use: TiedUse, groups: ParamProcessGroups) -> None:
+    def add_use(self, use: FurtherUse, groups: ParamProcessGroups) -> None:
         """Add a buffer for a further use of a parameter."""
-        buffer = TiedGradBuffer(use, groups, self._grad_dtype)
+        buffer = UseGradBuffer(use, groups, self._grad_dtype)
         self._strategy.add(buffer)
-        self._tied.append(buffer)
+        self._uses.append(buffer)
         self._add_bucket(buffer, {use.name: (use.leaf, buffer.total)})
 
     def attach(self, segments: Sequence[ModelSegment], early: bool) -> None:
@@ -296,7 +300,7 @@ class GradReducer:
         buffer_of: dict[str, GradBuffer] = {
             name: state for name, (state, _) in self._by_name.items()
         }
-        buffer_of |= {buffer.use.name: buffer for buffer in self._tied}
+        buffer_of |= {buffer.use.name: buffer for buffer in self._uses}
         for index, segment in enumerate(segments):
             buffers = (buffer_of[name] for name in segment.parameters if name in buffer_of)
             self._segment_buffers.append(tuple(dict.fromkeys(buffers)))
@@ -333,12 +337,12 @@ class GradReducer:
     @property
     def owner_of(self) -> dict[str, str]:
         """Parameters of further uses, by the name of the use."""
-        return {buffer.use.name: buffer.use.owner for buffer in self._tied}
+        return {buffer.use.name: buffer.use.owner for buffer in self._uses}
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """Yield all tensors in addition to those of the chunks."""
         yield from self._strategy.state_tensors()
-        for buffer in self._tied:
+        for buffer in self._uses:
             yield from buffer.state_tensors()
 
     # -- a step ----------------------------------------------------------------------------------
@@ -411,24 +415,16 @@ class GradReducer:
         for bucket in self._buckets.get(stage, []):
             bucket.is_ready = False
 
-    def finish(self, tied_groups: Mapping[str, Group] | None = None) -> None:
-        """Complete all gradients before the update.
-
-        Args:
-            tied_groups: Groups of the stages that use a tied parameter, by its name. Each rank of
-                such a group has the whole gradient of one use, and all receive the sum.
-        """
+    def finish(self) -> None:
+        """Complete all gradients before the update."""
         assert not self._allocated, "a gradient was not reduced"
         self._in_step = False
         self._strategy.finish()
-        tied_groups = tied_groups or {}
-        for name, group in tied_groups.items():
-            if group.size > 1 and name in self._by_name:
-                self._add_other_stage(name, group)
-        for buffer in self._tied:
-            owner = buffer.use.owner
-            if owner not in tied_groups or tied_groups[owner].size == 1:
-                state, slot = self._by_name[owner]
+        for name, group in self._stage_groups.items():
+            self._add_other_stages(name, group)
+        for buffer in self._uses:
+            if buffer.use.owner not in self._stage_groups:
+                state, slot = self._by_name[buffer.use.owner]
                 if (local := state.local_slice(state.grad, slot)) is not None:
                     local[0].add_(buffer.total.flatten()[local[1]])
 
@@ -479,9 +475,10 @@ class GradReducer:
             self._strategy.reduce(buffer)
             del self._allocated[buffer]
 
-    def _add_other_stage(self, name: str, group: Group) -> None:
-        """Add the gradient of a tied parameter's use on another stage, which has all of it."""
-        uses = [buffer.total for buffer in self._tied if buffer.use.owner == name]
+    def _add_other_stages(self, name: str, group: Group) -> None:
+        """Add the gradients of a parameter's uses on other stages, each of which has all of its
+        gradient."""
+        uses = [buffer.total for buffer in self._uses if buffer.use.owner == name]
         state, slot = self._by_name[name]
         gradient = uses[0] if uses else state.view(state.gather(state.grad), slot)
         total = gradient.to(torch.float32, copy=True)

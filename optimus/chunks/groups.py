@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -35,8 +35,9 @@ class ParamProcessGroups:
     one gradient."""
     copy_axes: tuple[str, ...] = ()
     """Mesh axes along which ranks have the same shard of the states."""
-    is_tied_copy: bool = False
-    """True if the parameter also belongs to another stage, whose copy counts."""
+    stage_group: Group = ALONE
+    """Ranks of the pipeline stages that have the parameter and add up the gradients of their uses.
+    The copy of the first stage counts."""
     options: ParamOptions = DEFAULT_OPTIONS
     is_first_copy: bool = field(default=True, compare=False)
     """True on the first of the ranks that have the same shard of the states."""
@@ -44,7 +45,18 @@ class ParamProcessGroups:
     @property
     def counts(self) -> bool:
         """True on the one rank of all copies whose shard counts in the gradient norm."""
-        return self.is_first_copy and not self.is_tied_copy
+        return self.is_first_copy and not self.is_later_copy
+
+    @property
+    def is_later_copy(self) -> bool:
+        """True if an earlier pipeline stage also has the parameter."""
+        return self.stage_group.rank > 0
+
+    @property
+    def of_chunk(self) -> ParamProcessGroups:
+        """Groups of the parameter's chunk, which on the first stage that has the parameter also has
+        parameters of that stage alone."""
+        return self if self.is_later_copy else replace(self, stage_group=ALONE)
 
 
 def groups_of_params(

@@ -20,7 +20,7 @@ class ModelSegment:
     name: str
     stage: int
     parameters: tuple[str, ...]
-    """Names of the parameters, and of further uses of tied parameters."""
+    """Names of the parameters, and of further uses of parameters."""
     register: Callable[[Hook, Hook | None], None]
     """Registers a hook that runs before each forward and, unless it is None, a hook that runs
     before each backward."""

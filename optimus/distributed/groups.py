@@ -70,19 +70,14 @@ class Groups:
         return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
-        """Return this rank's group along `axes`, given in the order of `AXES`. Without axes, return
-        the group of this rank alone."""
+        """Return this rank's group along `axes`, given in the order of `AXES`, or for the key ENDS.
+        Without axes, return the group of this rank alone."""
         return self.along[axes] if axes else ALONE
 
     @property
     def data(self) -> Group:
         """This rank's group along dp and ep. The ranks of this group read different data."""
         return self.along[DATA]
-
-    @property
-    def ends(self) -> Group:
-        """Group of the first and the last pipeline stage; on a middle stage, this rank alone."""
-        return self.along[ENDS]
 
     @property
     def counts(self) -> bool:

@@ -152,10 +152,15 @@ class ParameterKind:
             gradient of its slice. Example: ep for experts.
         partial: Axes along which each rank has the whole parameter, but computes only one summand
             of its gradient. Example: tp for norms under sequence parallelism.
+        stages: Key of the group of the pipeline stages that have the parameter; () for a single
+            stage. Example: ENDS for tied embeddings. Each stage computes one summand of the
+            gradient. The states of the copies are identical, and the first stage's copy counts in
+            the norm and in checkpoints.
     """
 
     divided: Axes = ()
     partial: Axes = ()
+    stages: Axes = ()
 
     @property
     def sum_axes(self) -> Axes:

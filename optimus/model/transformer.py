@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         weight: Tensor = self.embed.weight
         if self._tied_head is not None:
             same = self._tied_head.data_ptr() == weight.data_ptr()
-            assert same, "the embedding has moved: call separate_tied_uses() again"
+            assert same, "the embedding has moved: call separate_uses() again"
             weight = self._tied_head
         return F.linear(x, weight)
 
@@ -216,23 +216,29 @@ class Transformer(nn.Module):
             self.final_norm = None  # type: ignore[assignment]  # the same
             self.head = None
 
-    def separate_tied_uses(self) -> None:
+    @property
+    def shared_uses(self) -> dict[str, str]:
+        """Names of further uses, with the name of the parameter: with tied embeddings, the weight
+        of the head, which the last pipeline stage uses, is the embedding of the first stage."""
+        return {"head.weight": "embed.weight"} if self.config.tie_embeddings else {}
+
+    def separate_uses(self) -> None:
         """Give the output head a separate leaf tensor that has the storage of the tied embedding.
 
         The two then have separate gradients, which deterministic mode adds in a fixed order. Call
         this after the weights have their final storage. Code that clears or reduces gradients must
-        include the leaves in `tied_uses`.
+        include the leaves in `separated_uses`.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
-    def tied_uses(self) -> dict[str, Tensor]:
-        """Return the leaves that `separate_tied_uses` created, as a dict from parameter name to
-        leaf; {} if there are none."""
+    def separated_uses(self) -> dict[str, Tensor]:
+        """Return the leaves that `separate_uses` created, as a dict from the name in `shared_uses`
+        to the leaf; {} if there are none."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
         super()._apply(fn, recurse)
         if self._tied_head is not None:
-            self.separate_tied_uses()
+            self.separate_uses()
         return self

@@ -18,7 +18,7 @@ import torch
 
 from optimus.config import Config, ModelConfig, ParallelConfig
 from optimus.distributed.groups import Groups
-from optimus.distributed.mesh import Coordinate, Mesh, ParameterKind
+from optimus.distributed.mesh import ENDS, Coordinate, Mesh, ParameterKind
 from optimus.model.transformer import Transformer
 from optimus.parallel import expert, tensor
 from optimus.parallel.deferred_linear import DeferredLinears
@@ -128,7 +128,8 @@ def make_placements(
         dims = dict(by_axis.values())
         assert len(dims) == len(by_axis), f"{name}: two axes divide one dim: {by_axis}"
         partial = sequence_parallel and mesh.tp > 1 and tensor.sees_share_of_sequence(name)
-        kind = ParameterKind(tuple(by_axis), ("tp",) if partial else ())
+        stages = ENDS if name in model.shared_uses.values() else ()
+        kind = ParameterKind(tuple(by_axis), ("tp",) if partial else (), stages)
         local = tuple(dims.get(dim, ((0, size),)) for dim, size in enumerate(shape))
         placements[name] = Placement(shape, kind, local)
     return placements

@@ -8,9 +8,6 @@ from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.pipeline.actions import Schedule
 from optimus.parallel.placement import Placement
 
-FURTHER_USES = {"head.weight": "embed.weight"}
-"""Mapping from the second name of a tied parameter to the name under which a model stores it."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -40,26 +37,8 @@ class Layout:
     def has_last(self) -> bool:
         return self.stages[-1] == self.schedule.num_stages - 1
 
-    def owner_of(self, name: str) -> str:
-        """Return the name of the parameter that `name` refers to, or "" if this rank lacks it.
-
-        With tied embeddings, "head.weight" refers to "embed.weight".
-        """
-        owner = name if name in self.placements else FURTHER_USES.get(name, "")
-        return owner if owner in self.placements else ""
-
-    def is_far_copy(self, name: str) -> bool:
-        """Return whether `name` is a tied parameter that this rank has only for the output head.
-
-        Gradient norms and checkpoints use only the first stage's copy of a tied parameter.
-        """
-        return name in FURTHER_USES.values() and not self.has_first
-
     def stage_of(self, name: str) -> int:
-        """Return the stage of this rank that uses the parameter `name`.
-
-        With tied embeddings, `name` may also be "head.weight".
-        """
+        """Return the stage of this rank that uses the parameter, or the further use, `name`."""
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
             return next(s for s in self.stages if layer in self.layers[s])

@@ -122,7 +122,7 @@ class RankModel:
         """
         if self.layout.schedule.splits_backward:
             # By default, the pass for input gradients also accumulates the gradients of norms.
-            leaves = [*self.model.parameters(), *self.model.tied_uses().values()]
+            leaves = [*self.model.parameters(), *self.model.separated_uses().values()]
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 
     def write_gradients_to_chunks(self, states: ChunkEngine) -> None:

@@ -16,7 +16,7 @@ from optimus.checkpoint.save import RankStates, staging_bytes, states_to_write
 from optimus.checkpoint.slices import writer_in_paper
 from optimus.checkpoint.weights import DTYPE as MODEL_DTYPE
 from optimus.checkpoint.weights import masters_to_write
-from optimus.chunks.buffers import TiedUse
+from optimus.chunks.buffers import FurtherUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import make_optimizer
@@ -31,7 +31,7 @@ from optimus.model.init import initial_value
 from optimus.model.transformer import Transformer
 from optimus.parallel.apply import build_model, make_layout
 from optimus.parallel.divisible import check_divisible
-from optimus.parallel.layout import FURTHER_USES, Layout
+from optimus.parallel.layout import Layout
 from optimus.parallel.placement import whole_model
 from optimus.platform import dtype_of
 from optimus.rank.segments import segments_of
@@ -79,9 +79,9 @@ def make_states(
             poison=poison,
         ),
     )
-    model.separate_tied_uses()
-    for name, leaf in model.tied_uses().items():
-        engine.add_use(TiedUse(name, leaf, FURTHER_USES[name]))
+    model.separate_uses()
+    for name, leaf in model.separated_uses().items():
+        engine.add_use(FurtherUse(name, leaf, model.shared_uses[name], layout.stage_of(name)))
     return engine
 
 
@@ -89,14 +89,13 @@ def states_of_rank(
     model: ModelConfig, layout: Layout, groups: Groups, states: ChunkEngine
 ) -> RankStates:
     """Return this rank's states in the form that checkpoints save and load."""
-    tied = model.tie_embeddings and groups.mesh.pp > 1
     return RankStates(
         groups,
         states.shards(),
         ("master", *states.moments),
         {name: placement.intervals for name, placement in layout.placements.items()},
         {name: tuple(p.shape) for name, p in whole_model(model).named_parameters()},
-        tied=("embed.weight",) if tied else (),
+        states.stage_groups,
     )
 
 
@@ -104,17 +103,13 @@ def groups_of_param(
     name: str, optim: OptimConfig, layout: Layout, groups: Groups
 ) -> ParamProcessGroups | None:
     """Return the process groups that reduce and shard a parameter, or None if this rank does not
-    have it.
-
-    With a tied head, the name `head.weight` refers to the parameter `embed.weight`.
-    """
-    owner = layout.owner_of(name)
-    if not owner:
+    have it."""
+    if name not in layout.placements:
         return None
-    kind = layout.placements[owner].kind
-    # The sum over partial axes is a separate all-reduce: no group state_slices dp, ep and tp.
+    kind = layout.placements[name].kind
+    # The sum over partial axes is a separate all-reduce: no process group has the axes dp, ep and tp.
     reducing = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
-    options = options_of(owner, optim)
+    options = options_of(name, optim)
     sharding = () if options.frozen else kind.shard_axes(optim.sharding)
     replicas = tuple(axis for axis in reducing if axis not in sharding)
     copies = kind.copy_axes(sharding)
@@ -125,7 +120,7 @@ def groups_of_param(
         replica_group=groups.over(*replicas),
         partial_group=groups.over(*kind.partial),
         copy_axes=copies,
-        is_tied_copy=layout.is_far_copy(owner),
+        stage_group=groups.over(*kind.stages),
         options=options,
         is_first_copy=not groups.mesh.number_of(groups.coordinate, copies),
     )

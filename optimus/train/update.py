@@ -77,7 +77,6 @@ class Updater:
             rank_model.keep_microbatches_apart()
         self._watch = Watch(config.train, config.optim, groups, rank_model, states)
         states.gradients.before_reduce = self._watch.look_at
-        self._tied_stages = {"embed.weight": groups.ends} if config.model.tie_embeddings else {}
         self._norm = 0.0
 
     def run(self, step: int, microbatches: list[Microbatch]) -> UpdateResult:
@@ -120,7 +119,7 @@ class Updater:
                 self._watch.refuse_bad_states()
             # Complete the reductions even if the gradients are then discarded, since other ranks
             # have started them.
-            self._states.gradients.finish(self._tied_stages)
+            self._states.gradients.finish()
             self._norm = math.nan if overflow else self._finite_norm(step)
             if math.isnan(self._norm):
                 scaling.after_overflow()

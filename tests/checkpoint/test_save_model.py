@@ -42,7 +42,7 @@ from optimus.io.safetensors import (
 )
 from optimus.launch.environment import read_launch_env
 from optimus.parallel.placement import whole_model
-from tests.kit.layouts.reshard import all_shapes, ends_of, pairwise
+from tests.kit.layouts.reshard import all_shapes, pairwise, turns_of
 from tests.kit.ranks.processes import peak_of
 from tests.kit.runs.saves import BOTH
 from tests.kit.runs.tiny import tiny_tree
@@ -230,10 +230,10 @@ def test_all_ranks_together_write_each_element_once(monkeypatch):
         mesh, shapes = holdings.mesh, all_shapes(holdings)
         seen = {name: numpy.zeros(math.prod(shape), int) for name, shape in shapes.items()}
         for rank in range(mesh.world_size):
-            holding, ends = holdings.of(rank), ends_of(holdings)
-            coordinate = mesh.coordinate(rank)
+            holding, coordinate = holdings.of(rank), mesh.coordinate(rank)
+            turns = turns_of(holdings.config, mesh, coordinate)
             slices = slices_to_write(
-                holding.shards, holding.boxes, mesh, coordinate, layout.scatter, ends
+                holding.shards, holding.boxes, mesh, coordinate, layout.scatter, turns
             )
             for param, _ in itertools.chain(*map(weights._params_of, slices)):
                 assert param.stop - param.start <= 100

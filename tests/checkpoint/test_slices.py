@@ -12,7 +12,7 @@ from optimus.checkpoint import slices as slices_module
 from optimus.checkpoint.slices import Share, share_of, slices_to_read, slices_to_write
 from optimus.config import load_config
 from optimus.distributed.mesh import Mesh
-from tests.kit.layouts.reshard import Holdings, layout_config
+from tests.kit.layouts.reshard import Holdings, layout_config, turns_of
 from tests.kit.runs.tiny import DENSE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -68,7 +68,7 @@ def test_each_element_is_written_once(mesh, sharding, scatter, monkeypatch):
             continue
         model = {"model__num_layers": 4, "optim__chunk_length": length} | model
         config = layout_config(mesh, optim__sharding=sharding, **model)
-        ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
+        alternates = config.model.tie_embeddings and mesh.pp > 1
         assert_each_element_once(
             config,
             mesh,
@@ -78,9 +78,9 @@ def test_each_element_is_written_once(mesh, sharding, scatter, monkeypatch):
                 mesh,
                 coordinate,
                 scatter,
-                ends,  # noqa: B023
+                turns_of(config, mesh, coordinate),  # noqa: B023
             ),
-            alternates=scatter == "balanced" and bool(ends),
+            alternates=scatter == "balanced" and alternates,
         )
 
 
@@ -111,12 +111,10 @@ def test_shares_have_the_order_of_ranks():
 def written(config, mesh, scatter="balanced"):
     """Yield the bytes of a state that each rank writes."""
     holdings = Holdings(config, mesh)
-    ends = ("embed.weight",) if config.model.tie_embeddings and mesh.pp > 1 else ()
     for rank in range(mesh.world_size):
-        holding = holdings.of(rank)
-        slices = slices_to_write(
-            holding.shards, holding.boxes, mesh, mesh.coordinate(rank), scatter, ends
-        )
+        holding, coordinate = holdings.of(rank), mesh.coordinate(rank)
+        turns = turns_of(config, mesh, coordinate)
+        slices = slices_to_write(holding.shards, holding.boxes, mesh, coordinate, scatter, turns)
         yield sum(s.stop - s.start for s in slices) * 4
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from optimus.chunks import grad_reducer
-from optimus.chunks.buffers import ChunkState, FrozenParams, TiedUse
+from optimus.chunks.buffers import ChunkState, FrozenParams, FurtherUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import ALIGNMENT
@@ -44,9 +44,9 @@ def make_engine(model, dtype=torch.float32, chunk_length=4000) -> ChunkEngine:
         dtype=dtype,
         chunk_length=chunk_length,
     )
-    model.separate_tied_uses()
-    for name, leaf in model.tied_uses().items():
-        engine.add_use(TiedUse(name, leaf, "embed.weight"))
+    model.separate_uses()
+    for name, leaf in model.separated_uses().items():
+        engine.add_use(FurtherUse(name, leaf, "embed.weight"))
     engine.start_step()
     return engine
 
@@ -153,7 +153,7 @@ def test_tied_embedding_gradients_of_both_uses_are_added_once():
     engine = make_engine(model)
     backward(model)
     backward(reference)
-    uses = [model.embed.weight, *model.tied_uses().values()]
+    uses = [model.embed.weight, *model.separated_uses().values()]
     assert len(uses) == 2 and all(leaf.grad.abs().sum() > 0 for leaf in uses)
     complete_gradients(engine)
     expected = reference.embed.weight.grad

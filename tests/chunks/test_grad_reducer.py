@@ -58,6 +58,7 @@ def make_reducer(
     reducer = GradReducer(
         named,
         states,
+        {},
         Memory(),
         deterministic=False,
         reduce_dtype=torch.float32,

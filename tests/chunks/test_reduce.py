@@ -12,7 +12,7 @@ import torch
 import torch.distributed as distributed
 from torch import nn
 
-from optimus.chunks.buffers import TiedUse
+from optimus.chunks.buffers import FurtherUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import AdamW
@@ -164,7 +164,7 @@ def tied_sums() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
             reduce_group=stage,
             shard_group=stage if is_sharded else ALONE,
             replica_group=ALONE if is_sharded else stage,
-            is_tied_copy=is_last,
+            stage_group=tied,
             is_first_copy=is_sharded or stage.rank == 0,
         )
         embed = nn.Parameter(torch.ones(SHAPE))
@@ -179,14 +179,14 @@ def tied_sums() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
         )
         head = embed.detach().requires_grad_() if is_last else None
         if head is not None:
-            engine.add_use(TiedUse("head", head, "embed"))
+            engine.add_use(FurtherUse("head", head, "embed"))
         engine.start_step()
         for microbatch in (0, 1):
             used = embed if head is None else head
             (used * contribution(world.rank, microbatch)).sum().backward()
             if deterministic or microbatch == 1:
                 engine.gradients.reduce(0)
-        engine.gradients.finish({"embed": tied})
+        engine.gradients.finish()
         gradient = whole_of(engine, "grad")["embed"].clone()
         norm = engine.grad_norm()
         engine.update(1e-2)

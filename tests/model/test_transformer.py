@@ -10,14 +10,14 @@ BOTH = pytest.mark.parametrize("architecture", ["olmo", "olmoe"])
 
 def test_tied_uses_share_the_gradient_until_they_are_separated():
     model, tokens = small_model("olmo", tie_embeddings=True), some_tokens()
-    assert model.tied_uses() == {}
+    assert model.separated_uses() == {}
     assert "head.weight" not in model.state_dict()
     model.losses(tokens).ce_sum.backward()
     whole = model.embed.weight.grad.clone()
 
     model.zero_grad()
-    model.separate_tied_uses()
-    (name, use), *others = model.tied_uses().items()
+    model.separate_uses()
+    (name, use), *others = model.separated_uses().items()
     assert name == "head.weight" and not others
     assert use.is_leaf and use.data_ptr() == model.embed.weight.data_ptr()
     assert [n for n, _ in model.named_parameters() if "head" in n] == []
@@ -29,7 +29,7 @@ def test_tied_uses_share_the_gradient_until_they_are_separated():
 @pytest.mark.parametrize("change", ["cast", "move", "load", "data"])
 def test_separated_uses_share_storage_after_changes_of_the_model(change):
     model = small_model("olmo", tie_embeddings=True)
-    model.separate_tied_uses()
+    model.separate_uses()
     if change == "cast":
         model.to(torch.bfloat16)
     elif change == "move":
@@ -41,8 +41,8 @@ def test_separated_uses_share_storage_after_changes_of_the_model(change):
         model.embed.weight.data = model.embed.weight.data.clone()
         with pytest.raises(AssertionError):  # the head has the old storage
             model(some_tokens())
-        model.separate_tied_uses()
-    use = model.tied_uses()["head.weight"]
+        model.separate_uses()
+    use = model.separated_uses()["head.weight"]
     assert use.data_ptr() == model.embed.weight.data_ptr()
     assert use.dtype is model.embed.weight.dtype and use.requires_grad
     with torch.no_grad():
@@ -53,8 +53,8 @@ def test_separated_uses_share_storage_after_changes_of_the_model(change):
 
 def test_untied_model_has_no_tied_uses():
     model = small_model("olmo")
-    model.separate_tied_uses()
-    assert model.tied_uses() == {}
+    model.separate_uses()
+    assert model.separated_uses() == {}
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (5, 3), (0, 4)])

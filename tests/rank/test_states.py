@@ -61,7 +61,9 @@ def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
         updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
-    in_memory = all_memory(states, *shard.model.parameters(), *shard.model.tied_uses().values())
+    in_memory = all_memory(
+        states, *shard.model.parameters(), *shard.model.separated_uses().values()
+    )
     planned = plan_rank(config, groups.mesh, groups.coordinate).engine.state_bytes()
     return planned, states.state_bytes(), in_memory
 

@@ -20,13 +20,14 @@ from optimus.checkpoint.slices import (
     Box,
     ChunkShard,
     ParamSlice,
+    Share,
     share_of,
     slices_to_read,
     slices_to_write,
 )
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.config import Config, make_config
-from optimus.distributed.mesh import Mesh
+from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.apply import make_layout
 from tests.kit.runs.tiny import tiny_tree
 
@@ -73,7 +74,12 @@ class Holdings:
             adding = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
             sharding = kind.shard_axes(config.optim.sharding)
             far = name == "embed.weight" and not layout.has_first
-            key = ((layout.stage_of(name), kind), sharding, kind.copy_axes(sharding), far)
+            key = (
+                (layout.stage_of(name), kind.divided, kind.partial),
+                sharding,
+                kind.copy_axes(sharding),
+                far,
+            )
             sizes = mesh.size_of(adding), mesh.size_of(sharding)
             parameters.append(Parameter(name, placement.local_shape, key, *sizes))
         boxes = {name: one.intervals for name, one in layout.placements.items()}
@@ -105,9 +111,10 @@ def all_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
     return {name: shape for rank in ranks for name, shape in holdings.of(rank).shapes.items()}
 
 
-def ends_of(holdings: Holdings) -> tuple[str, ...]:
-    tied = holdings.config.model.tie_embeddings and holdings.mesh.pp > 1
-    return ("embed.weight",) if tied else ()
+def turns_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, Share]:
+    """Return the turns in which the end stages write tied embeddings."""
+    tied = config.model.tie_embeddings and mesh.pp > 1
+    return {"embed.weight": Share(int(coordinate.pp > 0), 2)} if tied else {}
 
 
 def save(
@@ -117,9 +124,9 @@ def save(
     written, mesh = [], holdings.mesh
     for rank in range(mesh.world_size):
         one = holdings.of(rank)
-        slices = slices_to_write(
-            one.shards, one.boxes, mesh, mesh.coordinate(rank), scatter, ends_of(holdings)
-        )
+        coordinate = mesh.coordinate(rank)
+        turns = turns_of(holdings.config, mesh, coordinate)
+        slices = slices_to_write(one.shards, one.boxes, mesh, coordinate, scatter, turns)
 
         def bytes_of(state, state_slice):
             memory = numpy.zeros(state_slice.stop - state_slice.start, dtype=numpy.float32)

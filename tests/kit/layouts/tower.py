@@ -164,11 +164,11 @@ def make_engine(
 
 
 def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
-    """Return the memory of whole chunks: of "params", and of "grads" with those of tied uses."""
-    tied = engine.gradients._tied
+    """Return the memory of whole chunks: of "params", and of "grads" with those of further uses."""
+    uses = engine.gradients._uses
     flats = {
         "params": [state.params for state in engine.chunks],
-        "grads": [buffer.grads for buffer in (*engine.chunks, *tied)],
+        "grads": [buffer.grads for buffer in (*engine.chunks, *uses)],
     }
     return {
         kind: sum(flat.untyped_storage().nbytes() for flat in tensors)
