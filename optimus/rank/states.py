@@ -107,7 +107,7 @@ def groups_of_param(
     if name not in layout.placements:
         return None
     kind = layout.placements[name].kind
-    # The sum over partial axes is a separate all-reduce: no process group has the axes dp, ep and tp.
+    # The sum over partial axes is a separate all-reduce: no group has the axes dp, ep and tp.
     reducing = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
     options = options_of(name, optim)
     sharding = () if options.frozen else kind.shard_axes(optim.sharding)

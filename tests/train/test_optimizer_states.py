@@ -18,9 +18,9 @@ from optimus.config import make_config
 from optimus.distributed.mesh import Mesh
 from optimus.rank import states as states_module
 from optimus.rank.states import plan_rank, plan_ranks, states_of_rank
-from tests.helpers.runs import assert_same_run, run_tree
-from tests.helpers.tiny import tiny_tree
-from tests.helpers.updates import make_shard, make_updater, numbered
+from tests.kit.runs.results import assert_same_run
+from tests.kit.runs.tiny import tiny_tree
+from tests.kit.runs.training import make_shard, make_updater, numbered, run_tree
 
 STATES = ("master", "momentum")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
