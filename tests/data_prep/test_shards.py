@@ -133,7 +133,10 @@ def test_line_says_that_memory_is_too_small_for_all_workers(made, tmp_path, caps
     capsys.readouterr()
     assert main(["shard", str(tmp_path / "out"), "--workers", "3", "--memory", "330MB"]) == 0
     message = capsys.readouterr().err
-    assert "optimus-data: shard: 2 of 3 workers, for more do not fit in --memory 330MB; " in message
+    assert (
+        "optimus-data: shard: 2 of 3 workers, because more do not fit in --memory 330MB; "
+        in message
+    )
     assert main(["shard", str(tmp_path / "out"), "--workers", "2", "--memory", "330MB"]) == 0
     assert "do not fit" not in capsys.readouterr().err
 
