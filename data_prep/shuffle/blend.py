@@ -229,7 +229,11 @@ class BlendOrder(InShards):
 
 
 def read_any_order(dataset: Path) -> Order | BlendOrder:
-    """Read the order of a data set, which may be a blend. Raises DataError."""
+    """Read the order of a data set, which may be a blend.
+
+    Raises:
+        DataError: the order is missing, damaged, or has impossible values.
+    """
     path = dataset / layout.ORDER
     value = layout.read_checked_json(path, ORDER_FORM, FORM)
     if value["format"] == ORDER_FORM:

@@ -181,7 +181,16 @@ def open_spill(
     workers: int,
     label: str,
 ) -> Spill:
-    """Return the runs for blocks of `block_bytes` of memory, in a directory that exists."""
+    """Create the directory of the runs of an order.
+
+    Args:
+        dataset: The data set.
+        order: Its order.
+        order_xxh3: The hash of the file of the order.
+        block_bytes: Memory of a block, which decides the length of runs.
+        workers: Processes of this rank.
+        label: Name of the step in lines of progress.
+    """
     run_rows = rows_of_run(order, block_bytes)
     folder = dataset / SPILL_DIR / f"{order_xxh3}-{run_rows}-{_VERSION}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -209,7 +209,11 @@ class Order(InShards):
 
 
 def read_order(dataset: Path) -> Order:
-    """Read the order of a data set that is no blend. Raises DataError."""
+    """Read the order of a data set that is no blend.
+
+    Raises:
+        DataError: the order is missing, damaged, of a blend, or has impossible values.
+    """
     path = dataset / layout.ORDER
     order = layout.read_record(path, Order, FORM)
     check_order_values(order, path)

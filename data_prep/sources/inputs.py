@@ -266,7 +266,11 @@ def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int
 
 
 def require_file(path: str | os.PathLike, flag: str) -> Path:
-    """Return `path`. Raises DataError, with the option `flag`, unless it is a readable file."""
+    """Return a path that must be a readable file.
+
+    Raises:
+        DataError: it is not. The message names the option `flag`.
+    """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{flag} {str(path)!r} is not a file; check the path")

@@ -43,9 +43,16 @@ _SEED = os.urandom(8)
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
-    """Return the indices of the files whose hashes are compared: all files up to HASH_BYTES in sum,
-    else a random sample of that size or one larger file. Ranks that must agree use the same
-    `seed`."""
+    """Choose the files of an earlier run whose hashes are compared.
+
+    Args:
+        sizes: The size of each file, in bytes.
+        seed: The seed of the sample. Ranks that must agree use the same seed.
+
+    Returns:
+        The indices of all files, if they have at most HASH_BYTES in sum; else of a random sample of
+        that size, or of one larger file.
+    """
     chosen, left = list(range(len(sizes))), HASH_BYTES
     if sum(sizes) > left:
         random.Random(_SEED if seed is None else seed).shuffle(chosen)
@@ -58,7 +65,14 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
 
 
 def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset: Path) -> None:
-    """Print that the hashes of only some files of `kind` of an earlier run are compared."""
+    """Print a line if the hashes of only some files of an earlier run are compared.
+
+    Args:
+        chosen: The indices from `sample`.
+        sizes: The size of each file, in bytes.
+        kind: The name of such a file: "unit" or "shard".
+        dataset: The data set.
+    """
     if len(chosen) < len(sizes):
         size = sum(sizes[index] for index in chosen)
         say(
@@ -69,12 +83,12 @@ def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset:
 
 
 def damaged(promised: Mapping[Path, str]) -> list[Path]:
-    """Return the files whose hash is not the promised one."""
+    """Return the files whose hash is not that of `promised`, which has the hash of each file."""
     return [path for path, xxh3 in promised.items() if files.xxh3_file(path) != xxh3]
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return whether all files have the promised hashes, and print the name of each other file."""
+    """Return whether `damaged` finds no file, and print the name of each damaged file."""
     paths = damaged(promised)
     for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
@@ -222,7 +236,14 @@ def split_of(tokens_dir: Path) -> str:
 
 
 def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[_UnitRecord]]:
-    """Return plan, hash of the plan and sidecars of a complete set. Raises DataError."""
+    """Read a complete set of token arrays.
+
+    Returns:
+        The plan, the hash of the plan, and the sidecar of each unit.
+
+    Raises:
+        DataError: a file is missing, damaged or of another plan.
+    """
     plan = read_plan(tokens_dir)
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     records = [read_unit(tokens_dir, unit, plan_xxh3) for unit in range(len(plan.units))]

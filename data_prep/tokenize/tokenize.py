@@ -175,7 +175,11 @@ def _checkpoints(work: TokenizeWork, unit: int, exclusions: Exclusions) -> Segme
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
-    """Raise DataError if an input of these units has changed. Their arrays may be removed."""
+    """Compare the hashes of the inputs of units, whose arrays may be removed.
+
+    Raises:
+        DataError: an input has changed, or a document was quarantined and this run must not do so.
+    """
     with Progress("check inputs", sum(map(work.plan.unit_bytes, units)), "B") as progress:
         for unit in units:
             record = read_unit(work.tokens_dir, unit, work.plan_xxh3, has_array=False)
@@ -185,7 +189,17 @@ def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
 def check_inputs_of(
     work: TokenizeWork, unit: int, record: Mapping[str, Any], advance: Callable[[int], None]
 ) -> None:
-    """Raise DataError if an input of a unit with this sidecar has changed."""
+    """Compare the hashes of the inputs of a unit.
+
+    Args:
+        work: The work.
+        unit: The number of the unit.
+        record: The sidecar of the training split of the unit.
+        advance: Called with the number of input bytes that were read.
+
+    Raises:
+        DataError: as `check_inputs`.
+    """
     first, stop = work.plan.units[unit]
     for source, xxh3 in zip(range(first, stop), record["inputs"], strict=True):
         _check_unchanged(work, source, xxh3, advance)
@@ -215,7 +229,11 @@ def _check_unchanged(
 def complete_and_whole(
     work: TokenizeWork, unit: int, num_excluded: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return the sidecar as `complete`. Compare the hashes of the files of a unit in the sample."""
+    """Return the sidecar of a complete unit whose files are not damaged.
+
+    The hashes of the files are compared only if the unit is in `work.sample`. Arguments and result
+    are those of `complete`; it is also None if a hash differs.
+    """
     record = complete(work, unit, num_excluded)
     if record is None or unit not in work.sample:
         return record
@@ -247,7 +265,13 @@ def complete(work: TokenizeWork, unit: int, num_excluded: int = 0) -> Mapping[st
 def open_writers(
     work: TokenizeWork, unit: int, stack: contextlib.ExitStack
 ) -> dict[str, TokenArrayWriter]:
-    """Open the array of each split of a unit. `stack` commits the files, if there is no error."""
+    """Open the token array of each split of a unit for writing.
+
+    Args:
+        work: The work.
+        unit: The number of the unit.
+        stack: Commits the files when it is closed without an error.
+    """
     facts = work.plan.tokenizer
     return {
         split: TokenArrayWriter(
