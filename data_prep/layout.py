@@ -35,7 +35,7 @@ TOKENS_DIR = "tokens"
 SHARDS_DIR = "shards"
 EVAL_DIR = "eval"
 
-PARTS = ("train", "held-out")
+SPLITS = ("train", "held-out")
 """The splits of a data set. Each of them is a data set."""
 DTYPES = ("uint16", "uint32")
 """The dtypes of stored token ids."""

@@ -9,7 +9,7 @@ from data_prep.dataset.manifest import (
     read_manifest,
 )
 from data_prep.dataset.reader import ShardReader
-from data_prep.layout import PARTS, SENTENCEPIECE, TOKENIZER, tokenizer_file
+from data_prep.layout import SENTENCEPIECE, SPLITS, TOKENIZER, tokenizer_file
 from data_prep.shuffle.blend import MIXING_ALGORITHM, Mixing, integer_weights
 from data_prep.shuffle.order import PERMUTATION_ALGORITHM, Permutation
 from data_prep.tokenizer.sentencepiece_model import (
@@ -22,9 +22,9 @@ from data_prep.tokenizer.tokenizer import library_panics, open_tokenizer, read_f
 __all__ = [
     "MAX_EPOCHS",
     "MIXING_ALGORITHM",
-    "PARTS",
     "PERMUTATION_ALGORITHM",
     "SENTENCEPIECE",
+    "SPLITS",
     "TOKENIZER",
     "HeldOutRule",
     "Mixing",

@@ -140,7 +140,7 @@ def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> s
     Returns:
         The reason, or "" if `held_out` is the manifest of the held-out part.
     """
-    if held_out.part != layout.PARTS[1]:
+    if held_out.part != layout.SPLITS[1]:
         problem = f"part = {held_out.part!r}"
     elif held_out.tokenizer_sha256 != manifest.tokenizer_sha256:
         problem = "another tokenizer"
@@ -154,7 +154,7 @@ def _check(manifest: Manifest, path: Path) -> None:
     """Raise DataError if readers cannot rely on the values."""
     layout.require(
         path,
-        (manifest.part in layout.PARTS, f"part is none of {', '.join(layout.PARTS)}"),
+        (manifest.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
         (
             1 <= manifest.context <= layout.MAX_CONTEXT,
             f"context = {manifest.context} is not from 1 to {layout.MAX_CONTEXT}",

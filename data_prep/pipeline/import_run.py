@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from data_prep import layout
 from data_prep.pipeline.begin import begin
 from data_prep.runtime.ranks import ALONE, Team, together
 from data_prep.runtime.workspace import working_in
 from data_prep.sources.foreign import Foreign, index_of, open_foreign
 from data_prep.sources.inputs import InputFile, find_inputs, require_file
-from data_prep.tokenize.plan import IMPORT_FIELD, PARTS, TokenPlan, held_out_below, tokens_dirs
+from data_prep.tokenize.plan import IMPORT_FIELD, TokenPlan, held_out_below, tokens_dirs
 from data_prep.tokenize.token_set import read_unit, write_unit
 from data_prep.tokenize.tokenize import (
     TokenizeWork,
@@ -138,19 +139,19 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
         "eos_added": tokens - len(foreign.ids),
         "empty_documents": int((np.diff(foreign.ends, prepend=0) == 0).sum()),
     }
-    more = {split: {"mended": repairs if split == PARTS[0] else {}} for split in folders}
+    more = {split: {"mended": repairs if split == layout.SPLITS[0] else {}} for split in folders}
     write_unit(folders, unit, work.plan_xxh3, writers, hashes, [], more, arrays)
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
     """Return the indices of the documents, uint32 each, of each split that has any."""
     if not below:
-        return {PARTS[0]: list(range(len(block)))}
+        return {layout.SPLITS[0]: list(range(len(block)))}
     by_split: dict[str, list[int]] = {}
     for number, ids in enumerate(block):
         content = np.ascontiguousarray(ids, "<u4")
         held_out = xxhash.xxh3_64_intdigest(content.data) < below
-        by_split.setdefault(PARTS[held_out], []).append(number)
+        by_split.setdefault(layout.SPLITS[held_out], []).append(number)
     return by_split
 
 

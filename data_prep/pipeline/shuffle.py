@@ -15,7 +15,7 @@ from data_prep.runtime.ranks import ALONE, Team, together, wait_for
 from data_prep.runtime.workspace import working_in
 from data_prep.shuffle.blend import BlendOrder, make_blend, mixing_of, parse_weight, read_any_order
 from data_prep.shuffle.order import Order, make_order, read_order, rows_of_shard
-from data_prep.tokenize.plan import PARTS, read_plan
+from data_prep.tokenize.plan import read_plan
 from data_prep.tokenize.token_set import split_of
 from optimus.errors import ConfigError, DataError, counted
 from optimus.io import files
@@ -270,7 +270,7 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         tokens_dir = folder / layout.TOKENS_DIR
         require_tokens(tokens_dir)
         plan = read_plan(tokens_dir)
-        if split_of(tokens_dir) != PARTS[0]:
+        if split_of(tokens_dir) != layout.SPLITS[0]:
             raise DataError(
                 f"--source {folder} is the held-out part of a data set, which is not trained on; "
                 f"its training part is {folder.parent}"

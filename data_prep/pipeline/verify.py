@@ -18,7 +18,7 @@ from data_prep.runtime.progress import Progress
 from data_prep.shuffle.blend import BlendOrder, read_any_order
 from data_prep.shuffle.order import Order
 from data_prep.tokenize.duplicates import duplicates_files, read_duplicates
-from data_prep.tokenize.plan import PARTS, TokenPlan, is_import, read_plan
+from data_prep.tokenize.plan import TokenPlan, is_import, read_plan
 from data_prep.tokenize.store import (
     array_path,
     check_array,
@@ -73,7 +73,7 @@ def verify(dataset: Path) -> Iterator[str]:
             for line in _check_shard(dataset, manifest, shard):
                 yield f"{line}; {repairs.of_shards(path, path.with_suffix('.json'))}"
             bar.advance(shard.size)
-    if manifest.part == PARTS[0] and manifest.eval_fraction > 0:
+    if manifest.part == layout.SPLITS[0] and manifest.eval_fraction > 0:
         held_out = dataset / layout.EVAL_DIR
         try:
             problem = held_out_problem(manifest, dataset, read_manifest(held_out))
@@ -235,7 +235,7 @@ def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str
         line = f"{dataset / layout.ORDER}: has another number of units than {path}"
         yield f"{line}; {repairs.of_order()}"
         return
-    if plan.id_field and order.part == PARTS[0]:
+    if plan.id_field and order.part == layout.SPLITS[0]:
         try:
             read_duplicates(tokens_dir, order.plan)
         except DataError as error:

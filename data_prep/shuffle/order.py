@@ -247,7 +247,7 @@ def check_in_shards(order: InShards, path: Path) -> None:
     """Raise DataError if split, context, dtype, seed or length of shards is impossible."""
     layout.require(
         path,
-        (order.part in layout.PARTS, f"part is none of {', '.join(layout.PARTS)}"),
+        (order.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
         (order.dtype in layout.DTYPES, f"dtype is none of {', '.join(layout.DTYPES)}"),
         (
             1 <= order.context <= layout.MAX_CONTEXT,

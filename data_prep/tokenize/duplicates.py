@@ -18,7 +18,7 @@ import numpy as np
 from data_prep import layout
 from data_prep.runtime.ranks import Team, do_together, wait_for
 from data_prep.sources.documents import DamagedFile, Document, InputReader
-from data_prep.tokenize.plan import PARTS, TokenPlan, read_plan, tokens_dirs
+from data_prep.tokenize.plan import TokenPlan, read_plan, tokens_dirs
 from data_prep.tokenize.store import read_docs, read_ids
 from data_prep.tokenize.token_set import read_unit, split_of
 from data_prep.tokenize.tokenize import (
@@ -280,7 +280,7 @@ def require_distinct(tokens_dir: Path) -> None:
         DamageError: the list of duplicates is damaged.
     """
     plan = read_plan(tokens_dir)
-    if not plan.id_field or split_of(tokens_dir) != PARTS[0]:
+    if not plan.id_field or split_of(tokens_dir) != layout.SPLITS[0]:
         return
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import layout
-from data_prep.layout import PARTS
 from data_prep.sources.inputs import InputFile
 from data_prep.tokenizer.tokenizer import TokenizerFacts
 
@@ -45,7 +44,7 @@ class TokenPlan:
     @property
     def splits(self) -> tuple[str, ...]:
         """Return the splits that the plan makes: "train", and "held-out" if it holds out any."""
-        return PARTS if self.eval_fraction > 0 else PARTS[:1]
+        return layout.SPLITS if self.eval_fraction > 0 else layout.SPLITS[:1]
 
     def unit_bytes(self, unit: int) -> int:
         """Return the bytes of the inputs of a unit."""
@@ -117,5 +116,5 @@ def held_out_below(eval_fraction: float) -> int:
 
 def tokens_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
     """Return the folder of token arrays of each split that the plan makes."""
-    parents = {PARTS[0]: out, PARTS[1]: out / layout.EVAL_DIR}
+    parents = {layout.SPLITS[0]: out, layout.SPLITS[1]: out / layout.EVAL_DIR}
     return {split: parents[split] / layout.TOKENS_DIR for split in plan.splits}

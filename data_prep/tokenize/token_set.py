@@ -22,7 +22,7 @@ from typing import Any, TypedDict
 
 from data_prep import layout
 from data_prep.runtime.progress import Progress, say, short
-from data_prep.tokenize.plan import PARTS, TokenPlan, read_plan
+from data_prep.tokenize.plan import TokenPlan, read_plan
 from data_prep.tokenize.store import (
     ID_BYTES,
     TokenArrayWriter,
@@ -172,7 +172,7 @@ def write_unit(
             "array": arrays[split],
             "docs": _described(docs),
             "inputs": inputs,
-            "set_aside": set_aside if split == PARTS[0] else [],
+            "set_aside": set_aside if split == layout.SPLITS[0] else [],
             **({"ids": _described(ids)} if ids else {}),
             **extra,
         }
@@ -204,7 +204,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
             layout.are_counts([record["tokens"], record["documents"]]),
             "a count is negative or too large",
         ),
-        (record["part"] in PARTS, f"part is none of {', '.join(PARTS)}"),
+        (record["part"] in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
     )
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
         raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
@@ -230,7 +230,7 @@ def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Pat
 
 
 def split_of(tokens_dir: Path) -> str:
-    """Return the split, one of PARTS, of a folder of token arrays. Raises DataError."""
+    """Return the split, one of layout.SPLITS, of a folder of token arrays. Raises DataError."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     return read_unit(tokens_dir, 0, plan_xxh3, has_array=False)["part"]
 

@@ -30,7 +30,7 @@ from data_prep.sources.documents import (
     Position,
     Problem,
 )
-from data_prep.tokenize.plan import PARTS, TokenPlan, held_out_below, tokens_dirs
+from data_prep.tokenize.plan import TokenPlan, held_out_below, tokens_dirs
 from data_prep.tokenize.store import TokenArrayWriter, array_path
 from data_prep.tokenize.token_set import (
     are_whole,
@@ -75,7 +75,7 @@ class TokenizeWork:
     @property
     def tokens_dir(self) -> Path:
         """Return the folder of token arrays of the training split."""
-        return tokens_dirs(self.out, self.plan)[PARTS[0]]
+        return tokens_dirs(self.out, self.plan)[layout.SPLITS[0]]
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def complete(work: TokenizeWork, unit: int, num_excluded: int = 0) -> Mapping[st
             return None
         if not work.packed and not array_path(folder, unit).exists():
             return None  # a run with --fused was ended, and the arrays of this run stay
-    record = records[PARTS[0]]
+    record = records[layout.SPLITS[0]]
     return record if record.get("dropped", 0) == num_excluded else None
 
 
@@ -316,7 +316,7 @@ def _tokenize_unit(
         unit_writer.flush()
         arrays = {split: writer.finish() for split, writer in writers.items()}
     num_excluded = len(exclusions.documents)
-    more = {PARTS[0]: {"dropped": num_excluded}} if num_excluded else {}
+    more = {layout.SPLITS[0]: {"dropped": num_excluded}} if num_excluded else {}
     hashes, set_aside = unit_writer.hashes, unit_writer.set_aside
     write_unit(folders, unit, work.plan_xxh3, writers, hashes, set_aside, more, arrays)
 

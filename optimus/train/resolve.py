@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.dataset import PARTS, held_out_problem, integer_weights, read_manifest
+from data_prep.dataset import SPLITS, held_out_problem, integer_weights, read_manifest
 from optimus.checkpoint.format import DATA_EOS
 from optimus.checkpoint.store import NOTHING, Start, decide_start
 from optimus.config import FREE_IN_LOGITS, Config, DataConfig, MixSource, ModelConfig, TrainConfig
@@ -420,7 +420,7 @@ def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
 
 def _check_trainable(key: str, dataset: TokenDataset) -> None:
     """Raise DataError if `dataset`, the value of setting `key`, is a held-out part."""
-    if dataset.split == PARTS[1]:
+    if dataset.split == SPLITS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()
         remedy = parent if has_data else "the data set that contains it"
