@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name == "load_model":
-        return importlib.import_module("optimus.evaluate.checkpoint").load_model
+        return importlib.import_module("optimus.evaluate").load_model
     if name == "hf":
         return importlib.import_module("optimus.hf")
     raise AttributeError(f"module 'optimus' has no attribute {name!r}")

@@ -453,7 +453,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def _eval(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.evaluate.checkpoint import evaluate_checkpoint
+    from optimus.evaluate import evaluate_checkpoint
 
     result = evaluate_checkpoint(args.checkpoint, args.data, args.batch_size, args.instances)
     if args.json:
@@ -483,7 +483,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
 
 
 def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.evaluate.checkpoint import continue_text
+    from optimus.evaluate import continue_text
 
     text = continue_text(
         args.checkpoint,

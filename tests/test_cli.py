@@ -319,7 +319,7 @@ def test_terminal_gets_no_escapes_of_a_text(program, monkeypatch, capsys):
     text = "a\x1b]0;title\x07\nb"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     if program == "generate":
-        monkeypatch.setattr("optimus.evaluate.checkpoint.continue_text", lambda *_, **__: text)
+        monkeypatch.setattr("optimus.evaluate.continue_text", lambda *_, **__: text)
         assert main(["generate", "checkpoint", "--prompt", "a"]) == 0
     else:
         value = {"shard": 0, "row": 0, "epoch": 0, "sources": [], "text": text}

@@ -27,8 +27,7 @@ from optimus.errors import (
     Stopped,
     as_optimus_error,
 )
-from optimus.evaluate.generate import sample_text
-from optimus.evaluate.held_out import held_out_loss
+from optimus.evaluate import held_out_loss, sample_text
 from optimus.launch.environment import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.observe.events import (
