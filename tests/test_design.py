@@ -1,4 +1,4 @@
-"""Test that docs/design names functions that exist, and shows the packages and their imports."""
+"""Test that docs/design names functions that exist, and shows imports and figures of the code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from optimus.checkpoint.save import states_to_write
+from optimus.config import load_config
+from optimus.distributed.mesh import Coordinate, Mesh
+from optimus.rank.states import PlannedRank, plan_rank, states_of_rank
 from scripts.package_picture import picture
 from tests.test_imports import ALLOWED, LAYERS
 
@@ -58,3 +62,48 @@ def test_packages_page_describes_each_package_once():
     page = (ROOT / "docs/design/packages.md").read_text()
     rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
     assert re.findall(r"`([\w.]+)`", " ".join(rows)) == [*ALLOWED, *LAYERS]
+
+
+def test_parameter_page_has_the_figures_of_its_example():
+    page = " ".join((ROOT / "docs/design/a-parameter-s-journey.md").read_text().split())
+    mesh, coordinate = Mesh(pp=2, dp=2, ep=4, tp=2), Coordinate(pp=0, dp=1, ep=2, tp=1)
+    sizes = [f"parallel.{axis}={size}" for axis, size in mesh._asdict().items()]
+    settings = [*sizes, "model.tie_embeddings=true", "optim.sharding=epso"]
+    config = load_config(ROOT / "configs/run/mula-7b-a1b.toml", settings)
+    rank = plan_rank(config, mesh, coordinate)
+    expert, embed = "blocks.3.mlp.experts.gate_up", "embed.weight"
+    (experts,), (gate, up), _ = rank.layout.placements[expert].intervals
+    ((rows,), _) = rank.layout.placements[embed].intervals
+    slot = rank.engine.slots[expert]
+    state = rank.engine.chunks[slot.chunk]
+    local = state.local_slice(state.master, slot)
+    states = states_of_rank(config.model, rank.layout, rank.groups, rank.engine)
+    written = [
+        param
+        for _, state_slice in states_to_write(states, config.checkpoint.scatter)
+        for param, _ in state_slice.params
+        if param.name == expert
+    ]
+    assert len({*written}) == 1 and len(written) == 3
+    assert [slot.name for slot in state.chunk.slots] == [expert, expert.replace("gate_up", "down")]
+    sizes_of = {name: group_sizes(rank, name) for name in (expert, embed)}
+    assert sizes_of == {expert: (2, 2), embed: (8, 8)}
+    for figure in (
+        f"rank {mesh.rank_at(coordinate)} of the {mesh.world_size} ranks",
+        f"layers {rank.layout.layers[0][0]} to {rank.layout.layers[0][-1]}",
+        f"here {[*rank.layout.placements[expert].shape]}",
+        f"experts {experts[0]} to {experts[1] - 1}",
+        f"rows {gate[0]} to {gate[1] - 1} of gate and {up[0]} to {up[1] - 1} of up",
+        f"The slice is {[*slot.shape]}",
+        f"rows {rows[0]:,} to {rows[1] - 1:,}",
+        "ranks {} and {}".format(*mesh.group_of(mesh.rank_at(coordinate), ("dp",))),
+        f"This chunk has {state.chunk.length:,} elements: `gate_up` from element {slot.start}",
+        f"the last {len(local[0]):,} elements of `gate_up`",
+        f"elements {written[0].start:,} to {written[0].stop - 1:,}",
+    ):
+        assert figure in page
+
+
+def group_sizes(rank: PlannedRank, name: str) -> tuple[int, int]:
+    groups = rank.engine.chunks[rank.engine.slots[name].chunk].groups
+    return groups.reduce_group.size, groups.shard_group.size
