@@ -186,13 +186,18 @@ def _check(manifest: Manifest, path: Path) -> None:
         ),
     )
     quarantined, inputs, blend = manifest.quarantined, manifest.inputs, manifest.blend
-    counts = [manifest.num_instances, manifest.documents, manifest.tokens, manifest.tail_tokens]
-    counts += [*manifest.tails, quarantined.count, quarantined.size]
-    counts += [file.size for file in inputs]
-    counts += [count for source in blend for count in (source.quota, source.instances)]
-    hashes = [manifest.order_xxh3, *[file.xxh3 for file in inputs]]
-    hashes += [shard.xxh3 for shard in manifest.shards]
-    hashes += [quarantined.xxh3] * (quarantined.count > 0)
+    counts = [
+        *(manifest.num_instances, manifest.documents, manifest.tokens, manifest.tail_tokens),
+        *(*manifest.tails, quarantined.count, quarantined.size),
+        *(file.size for file in inputs),
+        *(count for source in blend for count in (source.quota, source.instances)),
+    ]
+    hashes = [
+        manifest.order_xxh3,
+        *(file.xxh3 for file in inputs),
+        *(shard.xxh3 for shard in manifest.shards),
+        *[quarantined.xxh3] * (quarantined.count > 0),
+    ]
     folders = [manifest.tokens_dir, *[source.tokens_dir for source in blend]]
     layout.require(
         path,
@@ -224,16 +229,13 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
             f"{manifest.num_instances} by instances_per_shard = {full} are {number:,}",
         ),
     )
-    instances = [full] * number
     row_bytes = manifest.context * layout.little_endian(manifest.dtype).itemsize
-    sizes = [layout.HEADER_BYTES + full * row_bytes] * number
-    if number:
-        instances[-1] = manifest.num_instances - (number - 1) * full
-        sizes[-1] = layout.HEADER_BYTES + instances[-1] * row_bytes
+    starts = range(0, manifest.num_instances, full)
+    instances = [min(full, manifest.num_instances - start) for start in starts]
     expected = (
         ("name", [f"{layout.SHARDS_DIR}/{layout.shard_name(n)}.npy" for n in range(number)]),
         ("instances", instances),
-        ("size", sizes),
+        ("size", [layout.HEADER_BYTES + count * row_bytes for count in instances]),
     )
     for key, values in expected:
         for shard, value in zip(shards, values, strict=True):
