@@ -35,13 +35,6 @@ class StateTensor(NamedTuple):
     """The chunk to which it belongs, for the share of padding."""
 
 
-class StateOwner(Protocol):
-    """An object that has model states."""
-
-    def state_tensors(self) -> Iterable[StateTensor]:
-        """Return all tensors of the object."""
-
-
 class Memory:
     """Frees and allocates the memory of flat buffers.
 
@@ -95,9 +88,9 @@ class GradBuffer(Protocol):
     """[L] to which backward adds."""
     grad: Tensor
     """fp32 [L / shards]: the sum for the update; `grads` itself if it is not sharded."""
-
-    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the views of `grads` by parameter, in order of first use."""
+    grad_views: dict[str, Tensor]
+    """Views of `grads` by parameter, in order of first use. They are valid whenever `grads` has
+    memory."""
 
 
 class ChunkState:
@@ -159,13 +152,14 @@ class ChunkState:
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """Yield all tensors of this chunk."""
-        yield StateTensor("parameters", self.params, self.chunk)
-        yield StateTensor("parameters", self.shard, self.chunk)
-        yield StateTensor("gradients", self.grads, self.chunk)
-        yield StateTensor("gradients", self.grad, self.chunk)
-        yield StateTensor("masters", self.master, self.chunk)
-        for moment in self.moments.values():
-            yield StateTensor("moments", moment, self.chunk)
+        tensors = {
+            "parameters": (self.params, self.shard),
+            "gradients": (self.grads, self.grad),
+            "masters": (self.master,),
+            "moments": self.moments.values(),
+        }
+        for kind, of_kind in tensors.items():
+            yield from (StateTensor(kind, tensor, self.chunk) for tensor in of_kind)
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Return a parameter's view of a flat [L] buffer."""
@@ -179,10 +173,6 @@ class ChunkState:
         out = flat.new_empty(self.chunk.length)
         all_gather(out, flat, self.groups.shard_group)
         return out
-
-    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients to which backward adds, by parameter."""
-        yield from self.grad_views.items()
 
     def local_slice(self, flat: Tensor, slot: Slot) -> tuple[Tensor, slice] | None:
         """Return the elements of a parameter that are in this rank's shard.
@@ -229,13 +219,11 @@ class UseGradBuffer:
         self.grads = self.grad = torch.zeros(chunk.length, dtype=dtype, device=use.leaf.device)
         self.total = self.grads[slot.start : slot.stop].view(shape)
         """View of `grads` with the shape of the leaf."""
+        self.grad_views = {use.name: self.total}
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """Yield the tensor of this buffer."""
         yield StateTensor("tied", self.grads)
-
-    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        yield self.use.name, self.total
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from optimus.chunks.buffers import (
     FurtherUse,
     Memory,
     ShardSlice,
-    StateOwner,
     StateShard,
     count_bytes,
 )
@@ -80,13 +79,13 @@ class ChunkEngine:
         assert grad_dtype is torch.float32 or (grad_dtype is dtype and not is_fp32), grad_dtype
         groups = groups_of_params(named, groups_of)
         check_same_params(named, groups, everyone)
-        self._device = next(iter(named.values())).device
+        self.device = next(iter(named.values())).device
         initial = initial or {name: p.data for name, p in named.items()}.__getitem__
         frozen = {name: p for name, p in named.items() if groups[name].options.frozen}
         self.frozen = FrozenParams(frozen, groups, initial, dtype, chunk_length)
         named = {name: p for name, p in named.items() if name not in frozen}
         self._named, self._groups, self._everyone = dict(named), groups, everyone
-        self._deterministic, self._optimizer = deterministic, optimizer
+        self._deterministic, self.optimizer = deterministic, optimizer
         self.layout = lay_out(
             (
                 Parameter(name, tuple(p.shape), key, key.reduce_group.size, key.shard_group.size)
@@ -102,7 +101,7 @@ class ChunkEngine:
             assert isinstance(chunk.key, ParamProcessGroups)
             dtypes = (optimizer.moments, dtype, grad_dtype)
             sharded = residency.divides_parameters
-            self.chunks.append(ChunkState(chunk, chunk.key, *dtypes, self._device, sharded))
+            self.chunks.append(ChunkState(chunk, chunk.key, *dtypes, self.device, sharded))
             self._fill(self.chunks[-1], initial, memory)
             if residency.divides_gradients and chunk.reduce_size > 1:
                 memory.free(self.chunks[-1].grads)
@@ -226,15 +225,15 @@ class ChunkEngine:
         deterministic mode, all layouts that keep parameters whole give the same bits."""
         counted = [state.grad for state in self.chunks if state.groups.counts]
         norm = exact_norm if self._deterministic else fast_norm
-        return norm(counted, self._device, self._everyone)
+        return norm(counted, self.device, self._everyone)
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """Update this rank's shards from the gradients times `grad_scale`, and gather the updated
         parameters: until their first use if `attach` was called with `overlap`."""
         self.wait()  # for parameters that no forward pass has read since the last update
-        self._optimizer.num_updates += 1
+        self.optimizer.num_updates += 1
         for state in self._by_first_use:
-            self._optimizer.update(state, lr, grad_scale)
+            self.optimizer.update(state, lr, grad_scale)
             self.params.gather_updated(state)
         self.gradients.release()
         self.params.invalidate()
@@ -264,11 +263,6 @@ class ChunkEngine:
             StateShard(state.chunk, state.shard_range.start, state.groups, state.states)
             for state in self.chunks
         ] + list(self.frozen.shards())
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the moments of trained parameters, as the optimizer declares them."""
-        return tuple(self._optimizer.moments)
 
     def clear_moments(self) -> None:
         """Set all moments to zero."""
@@ -335,25 +329,13 @@ class ChunkEngine:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of all model states of this rank, as `count_bytes` divides them."""
-        owners: list[StateOwner] = [*self.chunks, self.gradients, self.frozen]
-        return count_bytes(tensor for owner in owners for tensor in owner.state_tensors())
+        tensors = [tensor for state in self.chunks for tensor in state.state_tensors()]
+        return count_bytes(
+            [*tensors, *self.gradients.state_tensors(), *self.frozen.state_tensors()]
+        )
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache of sharded parameters, if it contains the largest chunks."""
         sizes = sorted(state.params.nbytes for state in self.chunks if state.is_sharded)
         return sum(sizes[-self.residency.slots :])
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the states."""
-        return self._device
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates, which determines the bias correction of the optimizer."""
-        return self._optimizer.num_updates
-
-    @num_updates.setter
-    def num_updates(self, number: int) -> None:
-        self._optimizer.num_updates = number

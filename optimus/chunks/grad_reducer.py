@@ -51,8 +51,8 @@ class GradBucket:
     """Gradients that are reduced by one collective."""
 
     buffer: GradBuffer
-    leaves: dict[str, tuple[Tensor, Tensor]]
-    """Leaves with their views of the buffer, by name, in order of first use."""
+    leaves: dict[str, Tensor]
+    """Leaves by name, in order of first use."""
     missing: set[str] = field(default_factory=set)
     """Leaves whose last gradient of the step has not come. Empty outside of `last_backward`."""
     is_ready: bool = False
@@ -264,8 +264,7 @@ class GradReducer:
         for state in chunk_states:
             self._strategy.add(state)
         for state in by_first_use(chunk_states, named):
-            views = state.grad_views.items()
-            self._add_bucket(state, {name: (named[name], view) for name, view in views})
+            self._add_bucket(state, named)
         self._segment_buffers: list[tuple[GradBuffer, ...]] = []
         self._segment_stages: list[int] = []
         self._first_segment: dict[GradBuffer, int] = {}
@@ -280,7 +279,7 @@ class GradReducer:
         buffer = UseGradBuffer(use, groups, self._grad_dtype)
         self._strategy.add(buffer)
         self._uses.append(buffer)
-        self._add_bucket(buffer, {use.name: (use.leaf, buffer.total)})
+        self._add_bucket(buffer, {use.name: use.leaf})
 
     def attach(self, segments: Sequence[ModelSegment], early: bool) -> None:
         """Free and allocate buffers as segments are used, if this reducer frees them.
@@ -309,11 +308,11 @@ class GradReducer:
                 self._first_segment.setdefault(buffer, index)
         self._frees_early = early
 
-    def _add_bucket(self, buffer: GradBuffer, leaves: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def _add_bucket(self, buffer: GradBuffer, named: Mapping[str, Tensor]) -> None:
         """Let backward add into a buffer. Buckets are added in order of first use."""
-        bucket = GradBucket(buffer, leaves)
-        for name, (leaf, view) in leaves.items():
-            self._accumulate(leaf, view)
+        bucket = GradBucket(buffer, {name: named[name] for name in buffer.grad_views})
+        for name, leaf in bucket.leaves.items():
+            self._accumulate(leaf, buffer.grad_views[name])
             if self._overlaps and leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, name))
         self._buckets.setdefault(buffer.groups.stage, []).insert(0, bucket)
@@ -389,7 +388,7 @@ class GradReducer:
         for bucket in buckets:
             bucket.missing = {
                 name
-                for name, (leaf, _) in bucket.leaves.items()
+                for name, leaf in bucket.leaves.items()
                 if leaf.requires_grad and (wanted is None or id(leaf) in wanted)
             }
             bucket.is_ready = not bucket.missing
@@ -459,8 +458,14 @@ class GradReducer:
         """Assert that no `.grad` was replaced, since its values would be lost."""
         if not self._accumulates_natively:
             return
-        for name, (leaf, view) in bucket.leaves.items():
-            in_place = leaf.grad is not None and _share_memory(leaf.grad, view)
+        for name, leaf in bucket.leaves.items():
+            grad, view = leaf.grad, bucket.buffer.grad_views[name]
+            in_place = (
+                grad is not None
+                # Not data_ptr(), which is 0 while the storage is freed.
+                and grad.untyped_storage()._cdata == view.untyped_storage()._cdata
+                and grad.storage_offset() == view.storage_offset()
+            )
             assert in_place, f"the gradient of {name} was replaced; it must accumulate in place"
 
     def _allocate(self, buffers: Sequence[GradBuffer]) -> None:
@@ -493,9 +498,3 @@ def by_first_use(
     """Return the chunks in the order in which a forward pass first uses them."""
     position = {name: number for number, name in enumerate(named)}
     return sorted(chunk_states, key=lambda state: position[state.chunk.slots[0].name])
-
-
-def _share_memory(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same storage, which may be freed, and offset."""
-    same = first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    return same and first.storage_offset() == second.storage_offset()

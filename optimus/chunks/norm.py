@@ -17,9 +17,15 @@ _BLOCK = 1 << 16
 
 def fast_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> float:
     """Return the 2-norm of 1-D tensors over the ranks of a group."""
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for flat in flats:
-        total += _square_sum(flat)
+        # Norms of blocks in fp32 are fast. Their squares are added in fp64.
+        blocks = torch.stack([norm(block) for block in flat.split(_BLOCK)])
+        squares = blocks.double().square().sum()
+        if not math.isfinite(float(squares)):  # finite values may have squares that overflow fp32
+            squares = flat.double().square().sum()
+        total += squares
     all_reduce_sum(total, group)
     return math.sqrt(float(total))
 
@@ -35,14 +41,3 @@ def exact_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> f
         square_bins_(bins, flat)
     all_reduce_sum(bins, group)
     return math.sqrt(total_of(bins))
-
-
-def _square_sum(flat: Tensor) -> Tensor:
-    """Return the sum of squares as an fp64 scalar. The norms of blocks are computed in fp32, which
-    is fast, and squared and added in fp64."""
-    norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
-    blocks = torch.stack([norm(block) for block in flat.split(_BLOCK)])
-    total = blocks.double().square().sum()
-    if math.isfinite(float(total)):
-        return total
-    return flat.double().square().sum()  # finite values whose squares overflow fp32

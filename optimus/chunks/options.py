@@ -44,7 +44,10 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
     Raises:
         ConfigError: A pattern has no effect, or no parameter is left to train.
     """
-    known = ", ".join(sorted({_any_layer(name) for name in names}))
+    words = (name.split(".") for name in names)
+    # With N for each number, such as blocks.N.mlp.down_proj.weight.
+    kinds = {".".join("N" if word.isdigit() else word for word in name) for name in words}
+    known = ", ".join(sorted(kinds))
     left = list(names)
     for pattern in optim.frozen:
         if not any(_matches(pattern, name) for name in names):
@@ -79,8 +82,3 @@ def _matches(pattern: str, name: str) -> bool:
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a pattern. fnmatch itself keeps only 256 of them."""
     return re.compile(fnmatch.translate(pattern))
-
-
-def _any_layer(name: str) -> str:
-    """Return the name with N for each number, such as blocks.N.mlp.down_proj.weight."""
-    return ".".join("N" if word.isdigit() else word for word in name.split("."))

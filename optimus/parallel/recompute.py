@@ -100,17 +100,11 @@ class RecomputeBlock(Block):
         if module_again:
             return _checkpoint(module, norm(x), *rest)
         if self._norm:
-            return self._run_without_norm_output(norm, module, x, *rest)
+            normed = _checkpoint(norm, x)
+            output = _NormOutput(norm, x, normed, self.observers)
+            with saved_tensors_hooks(output.pack, _unpack):
+                return module(normed, *rest)
         return module(norm(x), *rest)
-
-    def _run_without_norm_output(
-        self, norm: nn.Module, module: nn.Module, x: Tensor, *rest: Any
-    ) -> Any:
-        """Return module(norm(x), *rest). Forward drops norm(x), and backward recomputes it."""
-        normed = _checkpoint(norm, x)
-        output = _NormOutput(norm, x, normed, self.observers)
-        with saved_tensors_hooks(output.pack, _unpack):
-            return module(normed, *rest)
 
 
 def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:

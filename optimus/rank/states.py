@@ -92,7 +92,7 @@ def states_of_rank(
     return RankStates(
         groups,
         states.shards(),
-        ("master", *states.moments),
+        ("master", *states.optimizer.moments),
         {name: placement.intervals for name, placement in layout.placements.items()},
         {name: tuple(p.shape) for name, p in whole_model(model).named_parameters()},
         states.stage_groups,

@@ -178,7 +178,7 @@ def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
 def _search_order(states: ChunkEngine) -> list[str]:
     """Return the names of the states. Moments come first, because a NaN in a moment spreads to the
     master."""
-    return [*states.moments, "master"]
+    return [*states.optimizer.moments, "master"]
 
 
 def refuse_bad_states(
@@ -307,7 +307,7 @@ class Watch:
         """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
         buffers in the order of the backward pass, from the last layers to the first."""
         if not self._bad_gradient and not is_finite(buffer.grads):
-            last_first = list(buffer.named_grads())[::-1]
+            last_first = list(buffer.grad_views.items())[::-1]
             self._bad_gradient = first_nonfinite(last_first) or ""
             self._depth = [name for name, _ in last_first].index(self._bad_gradient)
 

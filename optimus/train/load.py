@@ -63,7 +63,7 @@ def load_start(
                 logger.warning("reading the checkpoint again after an error: %s", problem)
             problem = load_full(rank_states, full, distribute)
         if not problem:
-            states.num_updates = full.updates
+            states.optimizer.num_updates = full.updates
             loss_scale.restore(full.loss_scale)
             break
         damaged[full.path] = problem

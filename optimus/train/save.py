@@ -350,7 +350,7 @@ class Saves:
         return {
             "step": step,
             "tokens": self._plan.tokens_after(step),
-            "updates": self._states.num_updates,
+            "updates": self._states.optimizer.num_updates,
             "origin": start.origin,
             "first_step": start.first_step,
             "settings": self._settings,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,37 +99,32 @@ class Updater:
         terms = self._rank_model.executor.run(
             on_device,
             lambda stage, microbatch: self._states.gradients.reduce(stage),
-            self._make_update(step, on_device, lr),
+            partial(self._opt_step, step, on_device, lr),
             self._states.gradients.before_backward,
             self._states.gradients.last_backward,
         )
         return self._result(step, terms, lr, scale)
 
-    def _make_update(
-        self, step: int, microbatches: list[Microbatch], lr: float
-    ) -> Callable[[], None]:
-        """Return the function that the pipeline schedule runs as its OPT_STEP action."""
-
-        def opt_step() -> None:
-            scaling = self._loss_scale
-            overflow = self._watch.any_rank_is_nonfinite()
-            if overflow and not scaling.can_fall:
-                self._watch.explain(microbatches, scaling.at_its_least())
-            if overflow:  # a smaller scale does not help if a state is damaged
-                self._watch.refuse_bad_states()
-            # Complete the reductions even if the gradients are then discarded, since other ranks
-            # have started them.
-            self._states.gradients.finish()
-            self._norm = math.nan if overflow else self._finite_norm(step)
-            if math.isnan(self._norm):
-                scaling.after_overflow()
-                return
-            limit = self._config.optim.clip_norm
-            clips = self._config.optim.clips_at(step) and self._norm > limit
-            self._states.update(lr, (limit / self._norm if clips else 1.0) / scaling.scale)
-            scaling.after_update()
-
-        return opt_step
+    def _opt_step(self, step: int, microbatches: list[Microbatch], lr: float) -> None:
+        """Update the weights, unless an overflow in fp16 skips the update: the OPT_STEP action of
+        the pipeline schedule."""
+        scaling = self._loss_scale
+        overflow = self._watch.any_rank_is_nonfinite()
+        if overflow and not scaling.can_fall:
+            self._watch.explain(microbatches, scaling.at_its_least())
+        if overflow:  # a smaller scale does not help if a state is damaged
+            self._watch.refuse_bad_states()
+        # Complete the reductions even if the gradients are then discarded, since other ranks have
+        # started them.
+        self._states.gradients.finish()
+        self._norm = math.nan if overflow else self._finite_norm(step)
+        if math.isnan(self._norm):
+            scaling.after_overflow()
+            return
+        limit = self._config.optim.clip_norm
+        clips = self._config.optim.clips_at(step) and self._norm > limit
+        self._states.update(lr, (limit / self._norm if clips else 1.0) / scaling.scale)
+        scaling.after_update()
 
     def _finite_norm(self, step: int) -> float:
         """Return the gradient norm before clipping. If it is not finite but the loss scale can be

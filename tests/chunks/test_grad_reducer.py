@@ -148,7 +148,7 @@ def test_each_buffer_is_passed_to_before_reduce_before_its_launch():
     reducer, launched = make_reducer(net)
     events: list[object] = launched
     reducer.before_reduce = lambda buffer: events.append(
-        [name.removeprefix("layers.") for name, _ in buffer.named_grads()]
+        [name.removeprefix("layers.") for name in buffer.grad_views]
     )
     with reducer.last_backward(0):
         run_backward(net)

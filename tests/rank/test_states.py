@@ -240,3 +240,16 @@ def test_staging_memory_is_as_planned(ranks, scatter, interval):
     each = 12 + 2 * bool(interval)
     assert sum(staged) == pytest.approx(each * states, rel=0.01)  # plus padding
     assert plan(make_config(tree | {"checkpoint": {}}))["memory"]["staging"] == 0
+
+
+def test_tied_embeddings_belong_to_both_end_stages_and_count_on_the_first():
+    settings = TIED | {"parallel__pp": 3, "model__num_layers": 3}
+    config, mesh = make_config(tiny_tree("d", "r", **settings)), Mesh(pp=3, dp=2)
+    for pp in range(3):
+        engine = plan_rank(config, mesh, Coordinate(pp, 1, 0, 0)).engine
+        groups = {name: (group.rank, group.size) for name, group in engine.stage_groups.items()}
+        assert groups == {0: {"embed.weight": (0, 2)}, 1: {}, 2: {"embed.weight": (1, 2)}}[pp]
+        copies = [chunk for chunk in engine.chunks if chunk.groups.is_later_copy]
+        names = [slot.name for chunk in copies for slot in chunk.chunk.slots]
+        assert names == (["embed.weight"] if pp == 2 else [])
+        assert not any(chunk.groups.counts for chunk in copies)

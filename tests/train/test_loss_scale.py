@@ -82,7 +82,8 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
             handle.remove()
         masters = {name: whole.clone() for name, whole in whole_of(states, "master").items()}
         moments = {name: whole.clone() for name, whole in whole_of(states, "exp_avg").items()}
-        by_step[step] = {**vars(result), "masters": masters, "updates": states.num_updates}
+        updates = states.optimizer.num_updates
+        by_step[step] = {**vars(result), "masters": masters, "updates": updates}
         by_step[step]["moments"] = moments
     return by_step
 

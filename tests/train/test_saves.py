@@ -211,7 +211,7 @@ def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
     restores = []
 
     def poke(run: Run) -> None:
-        if run.world.rank == 1 and run.states.num_updates == 4:
+        if run.world.rank == 1 and run.states.optimizer.num_updates == 4:
             moments = run.states.chunks[0].moments["exp_avg"]
             restores.append(partial(moments.copy_, moments.clone()))
             moments[3] = torch.nan
@@ -297,7 +297,7 @@ def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
             os.kill(os.getpid(), getattr(signal, reason))
 
     def after(run: Run) -> None:
-        if reason == "nan" and run.world.rank == 1 and run.states.num_updates == 5:
+        if reason == "nan" and run.world.rank == 1 and run.states.optimizer.num_updates == 5:
             next(run.model.parameters()).data.view(-1)[0] = torch.nan
 
     return run_with(tree, before, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from optimus.parallel.pipeline.actions import Action, Channel, Kind, channel_of
 
@@ -19,7 +19,8 @@ class _Traffic:
         self.position: dict[Action, int] = {}
         """The index of each receive action in the queue of its channel."""
         for actions in lists:
-            for receive in _receives_of(actions, num_stages):
+            sends = (send for action in actions for send in sends_of(action, num_stages))
+            for receive in map(received_by, sends):
                 channel = channel_of(receive, num_ranks)
                 if channel.source != channel.to:
                     self.position[receive] = len(self.queues[channel])
@@ -85,11 +86,6 @@ def needs_of(action: Action, num_stages: int) -> list[Action]:
     if action.kind in _INPUT_GRADIENT and action.stage < num_stages - 1:
         return [action._replace(kind=Kind.RECV_GRADIENT)]
     return []
-
-
-def _receives_of(actions: Iterable[Action], num_stages: int) -> Iterable[Action]:
-    for action in actions:
-        yield from map(received_by, sends_of(action, num_stages))
 
 
 def _with_transfers(
