@@ -62,10 +62,6 @@ _QUESTION = re.compile(r"^(?:What|Where|Which|Whether|Who|Whose|Whoever|How|When
 """Disallowed first words of a docstring."""
 
 EXEMPT = (
-    # Rewritten by a later issue.
-    "tests/kit",
-    *(f"tests/kernels/{name}" for name in ("on_cpu.py", "op_checks.py", "sycl_proof")),
-    "scripts/drills",
     # Texts that are kept as they are: input of tests.
     "tests/golden/v1",
     "tests/test_language.py",

@@ -183,11 +183,11 @@ def _exits(words: Sequence[str]) -> int:
 
 
 CHANGED = Change("another value", b'{"value": 6}', is_structural=True)
-FOREIGN = Change("foreign", place="foreign")
+FOREIGN = Change("foreign", replacement="foreign")
 FAULTS = {
     "raises": (_raises, CHANGED, "traceback: KeyError"),
-    "loops": (_loops, CHANGED, "seconds of processor"),
-    "blocks": (_blocks, CHANGED, "waits without end"),
+    "loops": (_loops, CHANGED, "processor seconds"),
+    "blocks": (_blocks, CHANGED, "no processor time"),
     "allocates": (_allocates, CHANGED, "MiB of memory"),
     "writes outside": (_writes_outside, CHANGED, "opened for writing outside"),
     "writes unaudited": (_writes_unaudited, CHANGED, "a file outside the directory was made"),
@@ -202,7 +202,7 @@ FAULTS = {
     "prints no line": (_prints_no_line, CHANGED, "refused in 0 lines"),
     "exits with 7": (_exits_with_7, CHANGED, "exit status 7"),
     "crashes": (_crashes, CHANGED, "SIGSEGV"),
-    "exits": (_exits, CHANGED, "ended by itself"),
+    "exits": (_exits, CHANGED, "exited with wait status"),
 }
 
 
@@ -219,12 +219,10 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
     (arena.samples / "sample").mkdir(parents=True)
     (arena.samples / "sample" / "sample.json").write_text('{"value": 5}')
     names = ["sound", *FAULTS]
-    formats.READERS |= dict.fromkeys(names, _read)
+    arena.readers |= dict.fromkeys(names, _read)
     arena.prepare(map(planted, names), jobs=1)
-    formats.READERS |= {name: reader for name, (reader, *_) in FAULTS.items()}
-    yield arena
-    for name in names:
-        del formats.READERS[name]
+    arena.readers |= {name: reader for name, (reader, *_) in FAULTS.items()}
+    return arena
 
 
 def case_of(name: str, change: Change) -> Case:
@@ -260,7 +258,7 @@ def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
         calls.append(1)
         return _raises(words) if len(calls) > 2 else _read(words)
 
-    monkeypatch.setitem(formats.READERS, "sound", raises_later)
+    monkeypatch.setitem(arena.readers, "sound", raises_later)
     cases = [case_of("sound", Change("same", b'{"value": 5}')) for _ in range(3)]
     verdicts = [verdict for _, verdict in arena.run(cases, 1)]
     assert [verdict.outcome for verdict in verdicts] == ["same", "same", "finding"]

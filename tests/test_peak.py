@@ -20,9 +20,9 @@ from optimus.doctor import examine, format_examination
 from optimus.io import files
 from optimus.observe.metrics import read_json_lines
 from optimus.peak import Peak, RunPeak, find_peak, read_peak, setup_of, write_peak
-from tests.kit.faults.formats import with_own_hash
+from tests.kit.faults.formats import with_self_hash
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import run_tree, told_by
+from tests.kit.runs.training import printed_by, run_tree
 
 CPU = torch.device("cpu")
 FP32 = (CPU, torch.float32, "MKL")
@@ -134,7 +134,7 @@ BROKEN = {
     "other type of setup": (lambda path: rewrite(path, setup={"threads": "x"}), "damaged"),
     "terminal escape": (lambda path: rewrite(path, method="\x1b[2J"), "damaged"),
     "not a number": (lambda path: rewrite(path, spread=math.nan), "damaged"),
-    "nested": (lambda path: path.write_bytes(with_own_hash(NESTED)), "damaged"),
+    "nested": (lambda path: path.write_bytes(with_self_hash(NESTED)), "damaged"),
     "directory": (lambda path: path.unlink() or path.mkdir(), "is not a file"),
     "link": (lambda path: path.rename(path.parent / "x") and path.symlink_to("x"), ""),
 }
@@ -215,7 +215,7 @@ def test_run_writes_null_for_an_mfu_above_unity(tiny_data, tmp_path, cache, monk
     low = Peak(setup, 1.0, 0.0, "measured", "2026-01-01T00:00:00Z")
     monkeypatch.setattr(peak, "measure", lambda device, dtype, setup: replace(low, setup=setup))
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=4)
-    log = told_by(tree)
+    log = printed_by(tree)
     assert log.count("MFU refers to 1e-12 TFLOP/s per device (measured, float32, ") == 1
     assert log.count("the peak FLOP/s for MFU was too low") == 1
     values = [line["mfu"] for line in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
@@ -228,7 +228,7 @@ def test_resumed_run_logs_the_same_peak(measured, tiny_data, tmp_path):
     run_tree(tree)
     recorded = (tmp_path / "run" / "peak.json").read_bytes()
     del tree["train"]["stop_at_step"]
-    assert "as before in this run" in told_by(tree)
+    assert "as before in this run" in printed_by(tree)
     assert (tmp_path / "run" / "peak.json").read_bytes() == recorded
 
 

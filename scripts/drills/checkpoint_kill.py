@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Break real runs as they save, again and again, and hold them against an unbroken one.
+"""Break real runs during saves, resume them, and compare the result with an unbroken run.
 
     python scripts/drills/checkpoint_kill.py random --kills 1000 [--work DIR] [--asynchronous]
     python scripts/drills/checkpoint_kill.py points
     python scripts/drills/checkpoint_kill.py errors
     python scripts/drills/checkpoint_kill.py power
 
-`random`: SIGKILL at random moments, of either rank or both, then the same command again, to the
-end. `points`: a death before and behind every file call of a save, and half-way through each write.
-`errors`: every call of a save fails (ENOSPC, EIO) or is short; the run must go on. `power`: the
-calls of a run are recorded, and the power is cut after each: all that the disk may hold then is
-looked at. Results are added to --work line by line, and what stands there is not done again: give
-the same command to go on. Exit status 0: a valid checkpoint was always found, nothing of another
-step was loaded, and every run ended with the losses and states of the unbroken one, to the bit.
+`random`: SIGKILL of either rank or both at random moments, then the same command again, until the
+run ends. `points`: a kill before and after each file call of a save, and in the middle of each
+write. `errors`: each call of a save fails (ENOSPC, EIO) or is short; the run must continue.
+`power`: the calls of a run are recorded, and the power is cut after each; all possible states of
+the disk are examined.
+
+Results are appended to a file in --work; the same command continues after the last result. Exit
+status 0: there was always a valid checkpoint, no states of another step were loaded, and each run
+ended with the same bits of losses and states as the unbroken run.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.kit.faults import broken_runs, power_check  # noqa: E402
 from tests.kit.faults.disk import Breakage, why_not  # noqa: E402
-from tests.kit.ranks.pool import RankPool, RanksFailed  # noqa: E402
+from tests.kit.ranks.pool import RankPool  # noqa: E402
 from tests.kit.runs.results import assert_same_run  # noqa: E402
 from tests.kit.runs.tiny import make_tiny_data  # noqa: E402
 
@@ -48,16 +50,16 @@ LONG = {
     "checkpoint__model_interval": 5,
     "checkpoint__keep_models": 2,
 }
-"""Of the runs that are killed at random: 20 full checkpoints, 8 models."""
+"""Settings of the runs with random kills: 20 full checkpoints, 8 models."""
 
 
-def sum_up(records: Sequence[dict[str, Any]], what: str) -> int:
-    """Say it all in a few lines; the exit status."""
-    broken = [one for one in records if one.get("broken")]
-    seconds = sum(one["s"] for one in records)
-    print(f"{len(records)} {what}, {seconds:.0f} s; broken: {len(broken)}")
-    for one in broken[:20]:
-        print(f"  {one}")
+def sum_up(records: Sequence[dict[str, Any]], unit: str) -> int:
+    """Print a summary. Return the exit status."""
+    broken = [record for record in records if record.get("broken")]
+    seconds = sum(record["s"] for record in records)
+    print(f"{len(records)} {unit}, {seconds:.0f} s; broken: {len(broken)}")
+    for record in broken[:20]:
+        print(f"  {record}")
     return 1 if broken else 0
 
 
@@ -85,18 +87,24 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("random", "points", "errors", "power"))
-    parser.add_argument("--work", type=Path, default=Path("checkpoint-kill"), help="kept between")
-    parser.add_argument("--asynchronous", action="store_true", help="checkpoint.async_save")
-    parser.add_argument("--kills", type=int, default=1000, help="of random: in all")
-    parser.add_argument("--first", type=int, default=0, help="of points, errors: so many; 0: all")
-    parser.add_argument("--samples", type=int, default=10_000, help="of power: whole disks")
+    parser.add_argument(
+        "--work", type=Path, default=Path("checkpoint-kill"), help="directory of data and results"
+    )
+    parser.add_argument("--asynchronous", action="store_true", help="set checkpoint.async_save")
+    parser.add_argument("--kills", type=int, default=1000, help="random: number of kills")
+    parser.add_argument(
+        "--first", type=int, default=0, help="points, errors: number of cases to run; 0: all"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=10_000, help="power: random states of the whole disk"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 @contextmanager
 def _scratch(work: Path) -> Iterator[Path]:
-    """A place for what is not kept; what a drill that was interrupted left there goes."""
+    """Yield an empty directory. Remove it at the end, and that of an interrupted drill."""
     scratch = work / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -112,41 +120,41 @@ def kill_at_random(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """Lives of random length, until so many of them have been cut short."""
+    """Start and resume a run until the number of kills is reached. Return the exit status."""
     unbroken, run = (work.resolve() / name for name in ("unbroken", "run"))
-    tree = broken_runs.a_tree(data, run, **LONG, **settings)
-    whole_s = _unbroken(pool, broken_runs.a_tree(data, unbroken, **LONG, **settings), work)
-    print(f"unbroken: {whole_s:.1f} s; {len(results.records)} lives lived already", flush=True)
-    killed = sum(bool(one["killed"]) for one in results.records)
+    tree = broken_runs.make_tree(data, run, **LONG, **settings)
+    whole_s = _unbroken(pool, broken_runs.make_tree(data, unbroken, **LONG, **settings), work)
+    print(f"unbroken: {whole_s:.1f} s; {len(results.records)} starts before", flush=True)
+    killed = sum(bool(record["killed"]) for record in results.records)
     while killed < args.kills:
         rng = random.Random(f"{args.seed} {len(results.records)}")
-        record = results.add(**_life(pool, tree, run, unbroken, whole_s, rng))
+        record = results.add(**_start_and_kill(pool, tree, run, unbroken, whole_s, rng))
         killed += bool(record["killed"])
         if record["broken"]:
             print(f"WRONG: {record}")
             break
         if killed % 20 == 0 and record["killed"]:
             print(f"{killed} kills, at step {record['step']}", flush=True)
-    ways = Counter(str(one["killed"]) for one in results.records)
-    print(f"killed ranks: {dict(ways)} ([]: a run that came to its end and was compared)")
-    steps = Counter(one["step"] % 2 for one in results.records)
-    assert not steps[1], "a full checkpoint that nobody asked for"
-    return sum_up(results.records, "lives")
+    kills = Counter(str(record["killed"]) for record in results.records)
+    print(f"killed ranks: {dict(kills)} ([]: a run that reached its end and was compared)")
+    steps = Counter(record["step"] % 2 for record in results.records)
+    assert not steps[1], "a full checkpoint of an odd step, at which no save is due"
+    return sum_up(results.records, "starts")
 
 
 def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
-    """Make the unbroken run if it is not there; how long one takes."""
-    told = work / "unbroken.json"
-    if not told.exists():
-        for _ in range(2):  # the first starts the pool, too
+    """Return the seconds of an unbroken run. Make the run if it does not exist."""
+    duration = work / "unbroken.json"
+    if not duration.exists():
+        for _ in range(2):  # the first also starts the pool
             shutil.rmtree(tree["train"]["run_dir"], ignore_errors=True)
-            begun = time.monotonic()
-            assert not broken_runs.live(pool, tree)
-        told.write_text(json.dumps(time.monotonic() - begun))
-    return json.loads(told.read_text())
+            start = time.monotonic()
+            assert not broken_runs.run_ranks(pool, tree)
+        duration.write_text(json.dumps(time.monotonic() - start))
+    return float(json.loads(duration.read_text()))
 
 
-def _life(
+def _start_and_kill(
     pool: RankPool,
     tree: dict[str, Any],
     run: Path,
@@ -154,22 +162,23 @@ def _life(
     whole_s: float,
     rng: random.Random,
 ) -> dict[str, Any]:
-    """Start the run or go on with it, kill it, look what is left; what became of it."""
-    begun, before = time.monotonic(), broken_runs.look(run)
-    who, after = rng.choice(((0,), (1,), (0, 1))), rng.random() * whole_s / 2
-    ended = broken_runs.live(pool, tree, deaths=dict.fromkeys(who, after), grace_s=0.5)
-    killed = [one.rank for one in ended if one.how == "died"]
+    """Start or resume the run, kill ranks, and verify the checkpoints. Return a record."""
+    start, before = time.monotonic(), broken_runs.newest_step(run)
+    victims, after_s = rng.choice(((0,), (1,), (0, 1))), rng.random() * whole_s / 2
+    kills = dict.fromkeys(victims, after_s)
+    outcomes = broken_runs.run_ranks(pool, tree, kills=kills, grace_s=0.5)
+    killed = [outcome.rank for outcome in outcomes if outcome.how == "died"]
     broken = ""
     try:
-        step = broken_runs.look(run)
-        assert step >= before, f"step {step}, though {before} had been there"
-        if not ended:
+        step = broken_runs.newest_step(run)
+        assert step >= before, f"step {step} after a start from step {before}"
+        if not outcomes:
             assert_same_run(run, unbroken)
             shutil.rmtree(run)
     except Exception as error:
         step, broken = -2, repr(error)
-    record = {"killed": killed, "after_s": after, "step": step, "broken": broken}
-    return record | {"s": time.monotonic() - begun}
+    record = {"killed": killed, "after_s": after_s, "step": step, "broken": broken}
+    return record | {"s": time.monotonic() - start}
 
 
 def break_calls(
@@ -180,29 +189,30 @@ def break_calls(
     args: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
-    """Every call of one save: deaths, or errors."""
-    save = broken_runs.prepare(pool, data, scratch, **settings)
+    """Break all calls of a save, one at a time, by kills or errors. Return the exit status."""
+    save = broken_runs.record_save(pool, data, scratch, **settings)
     points = args.what == "points"
-    cases = save.cases() if points else save.errors()
-    do = broken_runs.break_save if points else broken_runs.fail_save
-    done = {one["case"] for one in results.records}
-    left = [case for case in cases if _name(case) not in done]
-    random.Random(args.seed).shuffle(left)
-    left = left[: args.first or None]
-    print(f"{len(cases)} cases, {len(done)} done, {len(left)} to do now", flush=True)
-    for number, case in enumerate(left, 1):
-        begun, broken, outcome = time.monotonic(), "", None
+    cases = save.kills() if points else save.errors()
+    break_save: Callable[..., int | str]
+    break_save = broken_runs.kill_save if points else broken_runs.fail_save
+    done = {record["case"] for record in results.records}
+    remaining = [case for case in cases if _name(case) not in done]
+    random.Random(args.seed).shuffle(remaining)
+    remaining = remaining[: args.first or None]
+    print(f"{len(cases)} cases, {len(done)} done, {len(remaining)} to do now", flush=True)
+    for number, case in enumerate(remaining, 1):
+        start, broken, outcome = time.monotonic(), "", None
         run = scratch / f"run-{number}"
         try:
-            outcome = do(pool, data, run, save, case)
-        except (Exception, RanksFailed) as error:
+            outcome = break_save(pool, data, run, save, case)
+        except Exception as error:
             broken = f"{type(error).__name__}: {error}"
             shutil.rmtree(run, ignore_errors=True)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         results.add(case=_name(case), outcome=outcome, broken=broken, s=seconds)
         if broken or number % 20 == 0:
-            print(f"{number}/{len(left)} {_name(case)}: {broken or 'holds'}", flush=True)
-    print(dict(Counter(str(one["outcome"]) for one in results.records)))
+            print(f"{number}/{len(remaining)} {_name(case)}: {broken or 'holds'}", flush=True)
+    print(dict(Counter(str(record["outcome"]) for record in results.records)))
     return sum_up(results.records, "cases")
 
 
@@ -214,14 +224,14 @@ def _name(case: Breakage) -> str:
 def cut_power(
     pool: RankPool, data: Path, scratch: Path, args: argparse.Namespace, settings: dict[str, Any]
 ) -> int:
-    """Record a whole run and cut the power after each of its calls."""
+    """Record a whole run and cut the power after each of its calls. Return the exit status."""
     root = scratch / "disk-of-the-run"
     root.mkdir()
-    begun = time.monotonic()
-    calls = broken_runs.record(pool, data, root, scratch / "power.log", **settings)
+    start = time.monotonic()
+    calls = broken_runs.record_run(pool, data, root, scratch / "power.log", **settings)
     summary = power_check.replay(calls, root, args.samples, args.seed, args.asynchronous)
     faults = summary.faults
-    print(f"{vars(summary) | {'faults': len(faults)}}, {time.monotonic() - begun:.0f} s")
+    print(f"{vars(summary) | {'faults': len(faults)}}, {time.monotonic() - start:.0f} s")
     for fault in faults[:20]:
         print(f"  {fault}")
     return 1 if faults else 0

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""SIGKILL a run of optimus-data again and again, and see that it ends with the same bytes.
+"""Kill runs of optimus-data many times, resume them, and check that the output is byte-identical.
 
     python scripts/drills/data_kill.py --kills 100 [--workers 2] [--world 1] [--seed 0]
 
-A corpus is made, prepared once in peace, and then prepared under kills at random moments: of the
-command, of one of its workers, or of all at once. Where a life ends by itself, its output is
-compared and another one begun. Exit status 0: every output was byte-identical, no file of a wrong
-content ever stood under a final name, and all kills were made.
+The drill prepares a corpus without kills, and then with SIGKILL at random moments of the command,
+of one worker, or of all processes. When a run ends without a kill, its output is compared and
+another output is started. Exit status 0: all outputs were byte-identical, no file with a final name
+had other content at any time, and the number of kills was reached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORDS = "the of and to in is that for it as was with be by on not he his but at 
 
 @dataclass
 class Drill:
-    """What is run and what must come out."""
+    """Settings of the command."""
 
     corpus: Path
     tokenizer: Path
@@ -51,7 +51,8 @@ class Drill:
         words += ["--unit-size", "50KB", "--shard-size", "40KB", "--strategy", self.strategy]
         return [*words, "--rank", str(rank), "--world", str(self.world)]
 
-    def start(self, out: Path, rank: int = 0) -> subprocess.Popen:
+    def start(self, out: Path, rank: int = 0) -> subprocess.Popen[bytes]:
+        """Start a rank of the command in a new session."""
         return subprocess.Popen(
             self.command(out, rank),
             cwd=ROOT,
@@ -62,7 +63,7 @@ class Drill:
 
 
 def write_corpus(folder: Path, files: int, words: int, rng: random.Random) -> None:
-    """JSON lines, gzip and plain text."""
+    """Write files with JSON lines, some of them compressed, and files with plain text."""
     folder.mkdir()
     stock = WORDS.split()
     for number in range(files):
@@ -77,7 +78,7 @@ def write_corpus(folder: Path, files: int, words: int, rng: random.Random) -> No
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file but those that no reader looks at."""
+    """Return the content of all files except hidden ones, by relative name."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -86,42 +87,49 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]:
-    """Files under final names that are not as they must be; `whole`: none may lack either."""
-    found = tree(out) if out.exists() else {}
+    """Return the names of files with other content.
+
+    Args:
+        out: The output.
+        expected: The content of all files, by name.
+        whole: True if the output is complete; missing files are also returned.
+    """
+    files = tree(out) if out.exists() else {}
     wrong = [
         name
-        for name, content in found.items()
+        for name, content in files.items()
         if not name.startswith(("spill/", "eval/spill/")) and expected.get(name) != content
     ]
-    return wrong + (sorted(expected.keys() - found.keys()) if whole else [])
+    return wrong + (sorted(expected.keys() - files.keys()) if whole else [])
 
 
-def kill(process: subprocess.Popen, rng: random.Random) -> str:
-    """Kill the command, a worker, or all; how it was done."""
-    how = rng.choice(("command", "command", "worker", "all"))
+def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
+    """Kill the command, a worker, or all processes. Return the choice."""
+    target = rng.choice(("command", "command", "worker", "all"))
     children = children_of(process.pid)
-    if how == "worker" and children:
+    if target == "worker" and children:
         os.kill(rng.choice(children), signal.SIGKILL)
-    elif how == "all":
+    elif target == "all":
         os.killpg(process.pid, signal.SIGKILL)
     else:
-        how = "command"
+        target = "command"
         process.kill()
     process.wait()
-    return how
+    return target
 
 
-def life(drill: Drill, out: Path, longest_s: float, rng: random.Random) -> str:
-    """Start all ranks, kill each at a random moment; how the first one ended ("" by itself)."""
+def start_and_kill(drill: Drill, out: Path, limit_s: float, rng: random.Random) -> str:
+    """Start all ranks and kill each at a random moment. Return the target of the last kill, "" if
+    all ranks ended before."""
     ranks = [drill.start(out, rank) for rank in range(drill.world)]
-    ends = ""
+    target = ""
     for process in ranks:
         try:
-            status = process.wait(rng.random() * longest_s)
-            assert status == 0, f"a run ended with {status} and was not killed"
+            status = process.wait(rng.random() * limit_s)
+            assert status == 0, f"a run that was not killed ended with exit status {status}"
         except subprocess.TimeoutExpired:
-            ends = kill(process, rng)
-    return ends
+            target = kill(process, rng)
+    return target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", type=int, default=300)
     parser.add_argument(
-        "--longest", type=float, default=0.5, help="of a life, in times of the run in peace"
+        "--longest", type=float, default=0.5, help="latest kill, as a fraction of a whole run"
     )
     args = parser.parse_args(argv)
     rng, start = random.Random(args.seed), time.monotonic()
@@ -145,34 +153,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         train = [sys.executable, "-m", "data_prep.cli", "train-tokenizer", "--vocab-size", "300"]
         train += ["--input", str(drill.corpus), "--out", str(drill.tokenizer)]
         subprocess.run(train, cwd=ROOT, check=True, capture_output=True)
-        begun = time.monotonic()
-        peaceful = [drill.start(Path(base, "peace"), rank) for rank in range(args.world)]
-        assert [process.wait() for process in peaceful] == [0] * args.world
-        whole_s, expected = time.monotonic() - begun, tree(Path(base, "peace"))
-        print(f"in peace: {whole_s:.1f} s, {len(expected)} files", flush=True)
-        how: Counter[str] = Counter()
+        whole_start = time.monotonic()
+        unbroken = [drill.start(Path(base, "unbroken"), rank) for rank in range(args.world)]
+        assert [process.wait() for process in unbroken] == [0] * args.world
+        whole_s, expected = time.monotonic() - whole_start, tree(Path(base, "unbroken"))
+        print(f"without kills: {whole_s:.1f} s, {len(expected)} files", flush=True)
+        kills: Counter[str] = Counter()
         cycle, out = 1, Path(base, "out1")
-        while sum(how.values()) < args.kills:
-            ended = life(drill, out, args.longest * whole_s, rng)
-            if wrong := differences(out, expected, whole=not ended):
-                print(f"WRONG after {sum(how.values())} kills: {wrong[:5]}")
+        while kills.total() < args.kills:
+            target = start_and_kill(drill, out, args.longest * whole_s, rng)
+            if wrong := differences(out, expected, whole=not target):
+                print(f"WRONG after {kills.total()} kills: {wrong[:5]}")
                 return 1
-            if ended:
-                how[ended] += 1
+            if target:
+                kills[target] += 1
             else:
                 cycle, out = cycle + 1, Path(base, f"out{cycle + 1}")
-            if sum(how.values()) % 10 == 0 and ended:
-                print(f"{sum(how.values())} kills, output {cycle}", flush=True)
+            if kills.total() % 10 == 0 and target:
+                print(f"{kills.total()} kills, output {cycle}", flush=True)
         last = [drill.start(out, rank) for rank in range(args.world)]
         assert [process.wait() for process in last] == [0] * args.world
         wrong = differences(out, expected, whole=True)
-        left = [path.name for path in out.rglob(".*")]
+        wrong += [path.name for path in out.rglob(".*")]  # temporary files
     print(
-        f"{sum(how.values())} kills ({', '.join(f'{n} of {k}' for k, n in how.items())}), {cycle} "
+        f"{kills.total()} kills ({', '.join(f'{n} of {k}' for k, n in kills.items())}), {cycle} "
         f"outputs, {time.monotonic() - start:.0f} s: "
-        + (f"WRONG {wrong[:5]} {left[:5]}" if wrong or left else "all byte-identical")
+        + (f"WRONG {wrong[:10]}" if wrong else "all byte-identical")
     )
-    return 1 if wrong or left else 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Prepare a corpus under a real Slurm with two nodes, in every way the job script offers.
+"""Prepare a corpus under a real Slurm with two nodes, with all options of the job script.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/data_slurm.py [--cases nodes,array]
 
-Each case has a data set made by jobs and compares it with that of one process without Slurm: every
-byte must be equal, and `optimus-data verify` must find nothing.
+Each case makes a data set with jobs and compares it with that of one process without Slurm: all
+bytes must be equal, and `optimus-data verify` must accept it.
 
 nodes    scripts/slurm/data.sh --nodes 2
 tasks    srun with two tasks on each of two nodes
 array    scripts/slurm/data.sh --array 2
 cancel   a job of two nodes is cancelled half-way, then an array of two completes its output
-requeue  a job of two nodes is sent back to the queue half-way and starts again by itself
-rank     one of two ranks is killed half-way: after scancel, the same command completes it
-node     one of two nodes loses its power half-way: likewise on the other (as root; it stays down)
+requeue  a job of two nodes is requeued half-way, and Slurm starts it again
+rank     one of two ranks is killed half-way: after scancel, the same command completes the output
+node     all processes of one of two nodes are killed half-way: after scancel, the same command on
+         the other node completes the output (as root; the node remains down)
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ JOB_SCRIPT = jobs.ROOT / "scripts" / "slurm" / "data.sh"
 
 @dataclass
 class Drill:
-    """A corpus and what one process makes of it."""
+    """A corpus, and the data set that one process makes from it."""
 
     base: Path
     program: Path
@@ -53,11 +54,11 @@ class Drill:
         return [*words, "--unit-size", "50KB", "--shard-size", "40KB", "--eval-fraction", "0.1"]
 
     def submit(self, out: Path, *how: str) -> str:
-        """The number of the job that the job script submits."""
+        """Return the number of the job that the job script submits, with its options `how`."""
         return jobs.submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
     def half_way(self, out: Path, job: str) -> bool:
-        """Whether some of the text is tokenized, but not all; waits for it, while the job runs."""
+        """Wait until a third of the text is tokenized. Return False if the job ended before."""
         units = sum(name.startswith("tokens/unit-") for name in self.expected) // 2
 
         def some() -> bool:
@@ -68,7 +69,8 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """A job of two nodes to which `how` came half-way; another one if it was too quick."""
+        """Return a job of two nodes that `how` disturbed half-way. Repeat a job that ended
+        before."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
             if self.half_way(out, job):
@@ -77,10 +79,11 @@ class Drill:
                     return job
             jobs.ended(job)
             shutil.rmtree(out)
-        raise AssertionError(f"{tries} jobs ended before they could be caught half-way")
+        raise AssertionError(f"{tries} jobs ended before they were half-way")
 
     def check(self, out: Path) -> str:
-        """Every file is as it must be, to `optimus-data verify` too."""
+        """Assert that all files have the expected bytes and that `optimus-data verify` accepts
+        them."""
         verified = subprocess.run([self.program, "verify", str(out)], capture_output=True)
         wrong = differences(out, self.expected, whole=True) + ["verify"] * bool(verified.returncode)
         assert not wrong, wrong[:5]
@@ -88,12 +91,12 @@ class Drill:
 
 
 def states(job: str) -> list[str]:
-    """How the job, or each of an array's, ended."""
-    return jobs.told(job, "JobState")
+    """Return the states of a job, or of all jobs of an array."""
+    return jobs.field_of(job, "JobState")
 
 
-def shared(printed: str, world: int) -> None:
-    """Every rank did a share: alone, each would have written the same bytes too."""
+def assert_all_ranks_worked(printed: str, world: int) -> None:
+    """Assert that all ranks tokenized, since one rank alone would write the same bytes."""
     ranks = set(re.findall(rf"^\[rank (\d+) of {world}\] tokenize", printed, re.MULTILINE))
     assert ranks == {str(rank) for rank in range(world)}, f"ranks {ranks} of {world}: {printed}"
 
@@ -102,14 +105,14 @@ def nodes(drill: Drill, out: Path) -> str:
     job = drill.submit(out, "--nodes", "2")
     jobs.ended(job)
     assert states(job) == ["COMPLETED"], states(job)
-    shared(Path(f"slurm-{job}.out").read_text(), 2)
+    assert_all_ranks_worked(Path(f"slurm-{job}.out").read_text(), 2)
     return "one job of 2 nodes"
 
 
 def tasks(drill: Drill, out: Path) -> str:
     step = ["srun", "--nodes=2", "--ntasks-per-node=2", str(drill.program), *drill.arguments(out)]
     done = subprocess.run(step, check=True, capture_output=True, text=True)
-    shared(done.stderr, 4)
+    assert_all_ranks_worked(done.stderr, 4)
     return "one step of 2 x 2 tasks"
 
 
@@ -117,7 +120,9 @@ def array(drill: Drill, out: Path) -> str:
     job = drill.submit(out, "--array", "2")
     jobs.ended(job)
     assert states(job) == ["COMPLETED"] * 2, states(job)
-    shared("".join(Path(f"slurm-{job}_{task}.out").read_text() for task in range(2)), 2)
+    assert_all_ranks_worked(
+        "".join(Path(f"slurm-{job}_{task}.out").read_text() for task in range(2)), 2
+    )
     return "an array of 2 on 2 nodes"
 
 
@@ -138,21 +143,21 @@ def requeue(drill: Drill, out: Path) -> str:
     def how(job: str) -> None:
         jobs.output_of("scontrol", "requeue", job)
         jobs.wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
-        # By itself Slurm waits two minutes. In the second in which it was sent back a node would
-        # refuse the job: "credential revoked".
+        # Slurm would wait for two minutes. In the second of the requeue a node would refuse the
+        # job: "credential revoked".
         jobs.output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     job = drill.disturb(out, how)
     jobs.ended(job)
     assert states(job) == ["COMPLETED"], states(job)
-    return "sent back to the queue, started again"
+    return "requeued, started again"
 
 
-def again(drill: Drill, out: Path, job: str, nodes: str) -> None:
+def complete(drill: Drill, out: Path, job: str, nodes: str) -> None:
     """Cancel a job that has lost a rank, and complete its output with the same command."""
     jobs.output_of("scancel", job)
     jobs.ended(job)
-    assert not (out / "manifest.json").exists(), "completed without the rank that was lost"
+    assert not (out / "manifest.json").exists(), "completed without the lost rank"
     job = drill.submit(out, "--nodes", nodes)
     jobs.ended(job)
     assert states(job) == ["COMPLETED"], states(job)
@@ -160,27 +165,27 @@ def again(drill: Drill, out: Path, job: str, nodes: str) -> None:
 
 def rank(drill: Drill, out: Path) -> str:
     job = drill.disturb(out, lambda job: jobs.kill_rank(job, 1))
-    again(drill, out, job, "2")
+    complete(drill, out, job, "2")
     return "rank 1 killed, completed by the same command"
 
 
 def node(drill: Drill, out: Path) -> str:
-    assert os.geteuid() == 0, "only as root do nodes have host names, by which they are told apart"
+    assert os.geteuid() == 0, "run as root: only then a node has a namespace of its processes"
     slurmd = int((Path(os.environ["SLURM_DRILL"]) / "n2.pid").read_text())
-    space, killed = os.readlink(f"/proc/{slurmd}/ns/uts"), []
+    namespace, killed = os.readlink(f"/proc/{slurmd}/ns/uts"), []
 
     def how(job: str) -> None:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if os.readlink(entry / "ns" / "uts") == space:
+                if os.readlink(entry / "ns" / "uts") == namespace:
                     os.kill(int(entry.name), signal.SIGKILL)
                     killed.append(entry.name)
             except OSError:
                 continue
 
     job = drill.disturb(out, how, tries=1)
-    assert len(killed) >= 3, f"{killed} on n2: not slurmd, slurmstepd and a rank"
-    again(drill, out, job, "1")
+    assert len(killed) >= 3, f"{killed} on n2 instead of slurmd, slurmstepd and a rank"
+    complete(drill, out, job, "1")
     return f"{len(killed)} processes of n2 killed, completed by the same command"
 
 
@@ -188,21 +193,21 @@ CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, 
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Text, tokenizer, and the data set of one process."""
+    """Make text, tokenizer, and the data set of one process."""
     program = install(base / "optimus-data", "data_prep.cli")
     os.environ["OPTIMUS_DATA"] = str(program)
     write_corpus(base / "text", args.files, 2000, random.Random(0))
     train = ["train-tokenizer", "--vocab-size", "300", "--input", str(base / "text")]
     jobs.output_of(str(program), *train, "--out", str(base / "t.json"))
     drill = Drill(base, program, {})
-    jobs.output_of(str(program), *drill.arguments(base / "peace"))
-    drill.expected = tree(base / "peace")
+    jobs.output_of(str(program), *drill.arguments(base / "reference"))
+    drill.expected = tree(base / "reference")
     return drill
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", type=int, default=300, help="in the corpus")
+    parser.add_argument("--files", type=int, default=300, help="number of files in the corpus")
     return jobs.run_cases(parser, CASES, prepare, Drill.check)
 
 

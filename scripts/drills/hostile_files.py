@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Mutate every file format that Optimus reads and hold the commands to their promise.
+"""Mutate all file formats that Optimus reads, and check the commands that read them.
 
     python scripts/drills/hostile_files.py --cases 20000 [--seed S] [--jobs 2] [--only FORMAT]
         [--case K] [--out findings.jsonl]
 
-Cases are drawn by tests/kit/faults/judge.py: the same seed, number and --only give the same
-case. Every finding is written to --out with seed and number; `--case K` repeats that one alone
-and prints its output. The table at the end counts outcomes by format. Exit status 0: no finding.
+tests/kit/faults/judge.py draws the cases: seed, number and --only determine a case. Findings are
+appended to --out with seed and number; `--case K` repeats one case and prints its output. The table
+at the end has the number of outcomes of each format. Exit status 0: no finding.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OPTIMUS_IPEX": "0"}
 
 from tests.kit.faults.arena import Arena  # noqa: E402
+from tests.kit.faults.formats import Format  # noqa: E402
 from tests.kit.faults.judge import describe, draw  # noqa: E402
 
 _PROGRESS_S = 5.0
@@ -38,35 +39,35 @@ def main() -> int:
         start = time.monotonic()
         arena.prepare()
         print(f"samples ready in {time.monotonic() - start:.1f} s", flush=True)
-        formats = [one for one in arena.formats if args.only.lower() in one.name.lower()]
+        formats = [entry for entry in arena.formats if args.only.lower() in entry.name.lower()]
         if not formats:
-            names = ", ".join(one.name for one in arena.formats)
-            print(f"--only {args.only}: no such format; there are {names}", file=sys.stderr)
+            names = ", ".join(entry.name for entry in arena.formats)
+            print(f"--only {args.only}: no such format; use one of {names}", file=sys.stderr)
             return 2
         return _drill(arena, formats, args)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000, help="how many (1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
-    parser.add_argument("--only", default="", help="only formats whose name holds this")
-    parser.add_argument("--case", type=int, help="run this one alone, with its output")
-    parser.add_argument("--out", default="-", help="findings, a JSON object a line; - for none")
-    parser.add_argument("--dir", default="/dev/shm", help="where the files are made (/dev/shm)")
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases (0)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of workers (2)")
+    parser.add_argument("--only", default="", help="only formats whose name contains this text")
+    parser.add_argument("--case", type=int, help="run only this case, and print its output")
+    parser.add_argument("--out", default="-", help="file of the findings, in JSON lines; -: none")
+    parser.add_argument("--dir", default="/dev/shm", help="directory of the files (/dev/shm)")
     args = parser.parse_args()
     if not os.path.isdir(args.dir):
         args.dir = None
     return args
 
 
-def _drill(arena: Arena, formats: list, args: argparse.Namespace) -> int:
+def _drill(arena: Arena, formats: list[Format], args: argparse.Namespace) -> int:
     numbers = range(args.cases) if args.case is None else [args.case]
     cases = (draw(args.seed, number, formats, arena.samples) for number in numbers)
-    counts: dict[str, Counter] = {one.name: Counter() for one in formats}
-    kinds: Counter = Counter()
-    start = said = time.monotonic()
+    counts: dict[str, Counter[str]] = {entry.name: Counter() for entry in formats}
+    kinds: Counter[tuple[str, str]] = Counter()
+    start = last_report = time.monotonic()
     done = 0
     for case, verdict in arena.run(cases, args.jobs):
         done += 1
@@ -82,20 +83,19 @@ def _drill(arena: Arena, formats: list, args: argparse.Namespace) -> int:
         if args.case is not None:
             print(json.dumps(describe(case, verdict), indent=1))
             print(verdict.output)
-        if time.monotonic() - said > _PROGRESS_S:
-            said = time.monotonic()
-            found = sum(kinds.values())
-            rate = done / (said - start)
-            print(f"{done} cases, {rate:.1f}/s, findings: {found}", flush=True)
+        if time.monotonic() - last_report > _PROGRESS_S:
+            last_report = time.monotonic()
+            rate = done / (last_report - start)
+            print(f"{done} cases, {rate:.1f}/s, findings: {kinds.total()}", flush=True)
     _sum_up(counts, done, time.monotonic() - start)
     return 1 if kinds else 0
 
 
-def _sum_up(counts: dict[str, Counter], done: int, seconds: float) -> None:
+def _sum_up(counts: dict[str, Counter[str]], done: int, seconds: float) -> None:
     print(f"{'format':<28}{'cases':>7}" + "".join(f"{name:>9}" for name in _OUTCOMES))
-    for name, of in counts.items():
-        row = "".join(f"{of[outcome]:>9}" for outcome in _OUTCOMES)
-        print(f"{name:<28}{of.total():>7}{row}")
+    for name, outcomes in counts.items():
+        row = "".join(f"{outcomes[outcome]:>9}" for outcome in _OUTCOMES)
+        print(f"{name:<28}{outcomes.total():>7}{row}")
     total = sum(counts.values(), Counter())
     summary = ", ".join(f"{outcome} {total[outcome]}" for outcome in _OUTCOMES)
     print(f"{done} cases in {seconds:.1f} s, {done / max(seconds, 1e-9):.1f}/s: {summary}")

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Train on every layout of up to 8 ranks and hold each run against one process.
+"""Train on all layouts of up to 8 ranks and compare each run with one process.
 
     python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N]
 
-All factorisations over pp, dp, ep and tp, with every schedule, model, dtype and batch of
-`tests/kit/layouts/matrix.py`. The promise of deterministic mode for a layout decides on its run.
-Results are added to --out line by line, and cases that it contains are not run again: give the same
-command to continue. Exit status 0: every promise was kept. A case that breaks its promise prints
-the command that runs it alone.
+The layouts are all factorisations over pp, dp, ep and tp, with the schedules, models, dtypes and
+batches of `tests/kit/layouts/matrix.py`. Each run must keep the promise of deterministic mode for
+its layout. Results are appended to --out; the same command continues after the last result. For a
+case that fails, the command that runs only this case is printed. Exit status 0: all promises hold.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from results import Results
 
@@ -26,7 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.kit.layouts.matrix import Case, Outcome, agree, all_cases, pairwise, run_case  # noqa: E402
+from tests.kit.layouts.matrix import (  # noqa: E402
+    Case,
+    Outcome,
+    all_cases,
+    check_case,
+    pairwise,
+    run_case,
+)
 from tests.kit.ranks.pool import RankPool, RanksFailed  # noqa: E402
 
 
@@ -34,68 +41,72 @@ def main() -> int:
     args = _arguments()
     results = Results(args.out)
     done = {record["case"]: record for record in results.records}
-    everything = pairwise(all_cases()) if args.pairs else all_cases()
-    cases = [case for case in everything if args.only in str(case)]
-    # those that share a run of one process stand together
+    cases = pairwise(all_cases()) if args.pairs else all_cases()
+    cases = [case for case in cases if args.only in str(case)]
+    # Cases with the same run of one process follow each other.
     cases.sort(key=lambda case: (case.model, case.dtype, case.batch, case[:4]))
-    left = [case for case in cases if str(case) not in done][: args.first or None]
-    print(f"{len(cases)} cases, {len(cases) - len(left)} done or put off, {len(left)} to do")
+    remaining = [case for case in cases if str(case) not in done][: args.first or None]
+    print(f"{len(cases)} cases, {len(remaining)} to do now")
     known: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory() as scratch, closing(RankPool(scratch)) as pool:
-        for number, case in enumerate(left, 1):
-            record = done[str(case)] = results.add(**_judge(pool, case, known))
-            print(f"{number}/{len(left)} {case}: {record['broken'] or 'holds'}", flush=True)
+        for number, case in enumerate(remaining, 1):
+            record = done[str(case)] = results.add(**_run(pool, case, known))
+            print(f"{number}/{len(remaining)} {case}: {record['broken'] or 'holds'}", flush=True)
             if record["broken"]:
-                print(f"    again: python scripts/drills/layouts.py --out - --only {case}")
+                print(f"    to repeat: python scripts/drills/layouts.py --out - --only {case}")
     return _sum_up([done[str(case)] for case in cases if str(case) in done])
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="layouts.jsonl", help="results; - for none")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--pairs", action="store_true", help="the sample that the tests run")
-    parser.add_argument("--first", type=int, default=0, help="stop after so many; 0: all")
+    parser.add_argument("--out", default="layouts.jsonl", help="file of the results; -: none")
+    parser.add_argument("--only", default="", help="only cases whose name contains this text")
+    parser.add_argument("--pairs", action="store_true", help="only the sample of the tests")
+    parser.add_argument("--first", type=int, default=0, help="number of cases to run; 0: all")
     return parser.parse_args()
 
 
-def _judge(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict:
+def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any]:
+    """Run a case. Return its record. `known` has recent runs of one process."""
     start = time.monotonic()
     record = {"case": str(case), "exact": case.is_exact}
 
-    def run(size: int, tree: dict) -> Outcome:
-        return pool.run(size, run_case, tree, start_world=False, timeout_s=300)[0]
+    def run(size: int, tree: dict[str, Any]) -> Outcome:
+        outcome: Outcome
+        outcome = pool.run(size, run_case, tree, start_world=False, timeout_s=300)[0]
+        return outcome
 
-    def alone(tree: dict) -> Outcome:
+    def run_alone(tree: dict[str, Any]) -> Outcome:
         key = repr(tree)
         if key not in known:
-            if len(known) > 1:  # the usual and the gentle; hundreds of gradients would not fit
+            # Only the default eps and the large eps: all gradients would not fit into memory.
+            if len(known) > 1:
                 known.pop(next(iter(known)))
             known[key] = run(1, tree)
         return known[key]
 
     try:
-        agreement = agree(case, run, alone)
+        agreement = check_case(case, run, run_alone)
     except RanksFailed as error:
-        return record | {"broken": [f"it did not run: {error}"]}
+        return record | {"broken": [f"the run failed: {error}"]}
     return record | agreement._asdict() | {"s": time.monotonic() - start}
 
 
-def _sum_up(records: list[dict]) -> int:
+def _sum_up(records: list[dict[str, Any]]) -> int:
     broken = [record["case"] for record in records if record["broken"]]
     ran = [record for record in records if "gradient_error" in record]
     exact = [record for record in ran if record["exact"]]
     near = [record for record in ran if not record["exact"]]
-    print(f"{len(exact)} layouts to be bit-identical, {len(near)} within 1e-5")
+    print(f"{len(exact)} layouts with the promise of bits, {len(near)} with the bound of 1e-5")
     if near:
         print(f"  largest error of a gradient {max(r['gradient_error'] for r in near):.1e}")
         print(f"  largest error of a loss     {max(r['loss_error'] for r in near):.1e}")
         print(f"  of an auxiliary loss        {max(r['aux_error'] for r in near):.1e}")
-    turned, ties = (sum(r[key] for r in ran) for key in ("turned", "near_ties"))
-    widest = max((r["widest"] for r in ran), default=0.0)
-    print(f"  near-ties {ties}; tokens that turned {turned}, the widest gap {widest:.1e}")
+    rerouted, ties = (sum(r[key] for r in ran) for key in ("rerouted", "near_ties"))
+    max_gap = max((r["max_gap"] for r in ran), default=0.0)
+    print(f"  near-ties {ties}; rerouted tokens {rerouted}, largest gap {max_gap:.1e}")
     adamw = sum(bool(r.get("by_adamw")) for r in ran)
-    print(f"  layouts whose tokens turned behind an update, and hold with eps = 1e-5: {adamw}")
+    print(f"  layouts with tokens rerouted after an update that hold with eps = 1e-5: {adamw}")
     print(f"broken: {len(broken)}" + "".join(f"\n  {name}" for name in broken))
     return 1 if broken else 0
 

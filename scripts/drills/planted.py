@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Plant each fault of tests/planted/faults.toml by itself and check that its tests fail.
+"""Plant the faults of tests/planted/faults.toml, one at a time, and check that their tests fail.
 
     python scripts/drills/planted.py [--only TEXT] [--jobs N] [--keep]
 
-The tracked files are copied as they are in the working tree, one copy for each job. All named
-tests run first without a fault and must pass. Then each fault is applied alone, its tests run, and
-the file is restored. A fault is caught if a test fails; an error of collection or import does not
-count. A fault whose tests are skipped on this machine is "not decidable here".
-Exit status 0: every fault was caught.
+The drill copies the tracked files of the working tree, once for each job. All named tests run
+without a fault first and must pass. Then each fault is applied, its tests run, and the file is
+restored. A fault is caught if a test fails; an error of collection or import does not count. A
+fault whose tests are skipped on this machine is "not decidable here".
+Exit status 0: all faults were caught.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
+R = TypeVar("R")
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
-"""For one run of pytest."""
+"""Time limit of a run of pytest."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Failures of a fault that does not even run."""
+"""Messages of failures due to a fault that cannot run."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
-"""By the element of a JUnit file."""
+"""Outcomes by the element of a JUnit file."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old`, which occurs once in `file`, becomes `new`; then one of `tests` must fail."""
+    """A fault that replaces `old`, which occurs once in `file`, by `new`. One of `tests` must
+    fail."""
 
     name: str
     package: str
@@ -53,7 +56,7 @@ class Fault:
 
 
 class Case(NamedTuple):
-    """The result of one test case, from pytest's JUnit file."""
+    """Result of a test case, from pytest's JUnit file."""
 
     node: str
     outcome: str
@@ -62,10 +65,10 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run of pytest."""
+    """Result of a run of pytest."""
 
     status: int | None
-    """None: it was killed after _LIMIT_S."""
+    """Exit status; None if pytest was killed after _LIMIT_S."""
     cases: list[Case]
     output: str
 
@@ -82,7 +85,7 @@ def main() -> int:
         for fault in faults:
             count = (copies[0] / fault.file).read_text(encoding="utf-8").count(fault.old)
             if count != 1:
-                print(f"{fault.name}: {fault.file} holds `old` {count} times", file=sys.stderr)
+                print(f"{fault.name}: {fault.file} contains `old` {count} times", file=sys.stderr)
                 return 2
         return _drill(faults, copies)
     finally:
@@ -94,25 +97,25 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="part of a fault's name or file")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
+    parser.add_argument("--only", default="", help="text in the name or file of a fault")
+    parser.add_argument("--jobs", type=int, default=1, help="number of faults at the same time")
     parser.add_argument("--keep", action="store_true", help="keep the copies")
     return parser.parse_args()
 
 
 def read_faults() -> list[Fault]:
-    """Return the table's faults, in its order."""
+    """Return the faults of the table, in its order."""
     with open(TABLE, "rb") as file:
         return [Fault(**entry) for entry in tomllib.load(file)["fault"]]
 
 
 def copy_checkout(to: Path) -> Path:
-    """Copy the tracked files, links as links, with their content in the working tree."""
+    """Copy the tracked files of the working tree, with links as links. Return `to`."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True
     ).stdout.decode()
     for name in filter(None, listed.split("\0")):
-        if os.path.lexists(ROOT / name):  # else it was removed, which is not committed yet
+        if os.path.lexists(ROOT / name):  # a removal may not be committed yet
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
     return to
@@ -135,8 +138,8 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
     def judge(fault: Fault, copy: Path) -> str:
         before = time.monotonic()
         verdict, detail = _judge(fault, copy, skipped)
-        took = time.monotonic() - before
-        print(f"{verdict:<21}{fault.name} ({took:.0f} s){detail and ': '}{detail}", flush=True)
+        seconds = time.monotonic() - before
+        print(f"{verdict:<21}{fault.name} ({seconds:.0f} s){detail and ': '}{detail}", flush=True)
         return verdict
 
     verdicts = _in_copies(copies, faults, judge)
@@ -146,35 +149,37 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
     return 0 if set(verdicts) == {"caught"} else 1
 
 
-def _in_copies(copies: Sequence[Path], items: Sequence, do: Callable) -> list:
-    """Return `do(item, copy)` of all items, each copy used by one at a time."""
+def _in_copies(
+    copies: Sequence[Path], tasks: Sequence[T], function: Callable[[T, Path], R]
+) -> list[R]:
+    """Return `function(task, copy)` of all tasks. Only one call uses a copy at a time."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
 
-    def with_copy(item: Any) -> Any:
+    def with_copy(task: T) -> R:
         copy = free.get()
         try:
-            return do(item, copy)
+            return function(task, copy)
         finally:
             free.put(copy)
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        return list(pool.map(with_copy, items))
+        return list(pool.map(with_copy, tasks))
 
 
 def _skipped(nodes: Sequence[str], cases: Sequence[Case]) -> dict[str, str]:
-    """Return the reason for each test of which no case ran."""
+    """Return the tests of which all cases were skipped, each with the reason."""
     reasons = {}
     for node in nodes:
-        found = [case for case in cases if case.node == node or case.node.startswith(f"{node}[")]
-        if found and all(case.outcome == "skipped" for case in found):
-            reasons[node] = found[0].message
+        of_node = [case for case in cases if case.node == node or case.node.startswith(f"{node}[")]
+        if of_node and all(case.outcome == "skipped" for case in of_node):
+            reasons[node] = of_node[0].message
     return reasons
 
 
 def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]:
-    """Return the verdict and a detail."""
+    """Return the verdict on a fault and a detail."""
     tests = [node for node in fault.tests if node not in skipped]
     if not tests:
         return "not decidable here", skipped[fault.tests[0]]
@@ -198,9 +203,15 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 
 
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
-    """Run some tests of a copy, without bytecode: an edit within a second would keep the old.
+    """Run tests of a copy.
 
-    `cache`: for compiled kernels with a fault, so that they do not stay in the user's.
+    Python writes no bytecode, which an edit within the same second would not invalidate.
+
+    Args:
+        nodes: The tests.
+        copy: The copy of the checkout.
+        options: Options of pytest.
+        cache: Cache of compiled kernels; None: that of the user.
     """
     report = copy / "planted-report.xml"
     report.unlink(missing_ok=True)
@@ -221,7 +232,7 @@ def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | Non
         try:
             output, status = process.communicate(timeout=_LIMIT_S)[0], process.returncode
         except subprocess.TimeoutExpired:
-            process.kill()  # its ranks end with it
+            process.kill()  # also ends its ranks
             output, status = process.communicate()[0], None
     return Run(status, _read_report(report), output.decode(errors="replace"))
 
@@ -232,11 +243,11 @@ def _read_report(path: Path) -> list[Case]:
     cases = []
     for case in ElementTree.parse(path).iter("testcase"):
         node = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        found = next((child for child in case if child.tag in _OUTCOMES), None)
-        if found is None:
+        outcome = next((child for child in case if child.tag in _OUTCOMES), None)
+        if outcome is None:
             cases.append(Case(node, "passed", ""))
         else:
-            cases.append(Case(node, _OUTCOMES[found.tag], found.get("message", "")))
+            cases.append(Case(node, _OUTCOMES[outcome.tag], outcome.get("message", "")))
     return cases
 
 

@@ -1,4 +1,4 @@
-"""What a drill has found so far, so that the same command goes on behind it."""
+"""Results of a drill in a file, so that the same command continues after its last result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 
 class Results:
-    """Records in a file, a JSON object a line; of no file where its name is "-"."""
+    """Records of a drill, one JSON object a line.
+
+    Args:
+        path: The file, which may have records of earlier runs; "-": no file.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = None if str(path) == "-" else Path(path)
@@ -18,7 +22,7 @@ class Results:
         self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def add(self, **record: Any) -> dict[str, Any]:
-        """Keep a record; gives it back."""
+        """Append a record, and return it."""
         self.records.append(record)
         if self._path is not None:
             with open(self._path, "a", encoding="utf-8") as file:

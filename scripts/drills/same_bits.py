@@ -3,12 +3,12 @@
 
     python scripts/drills/same_bits.py [--against COMMIT] [--only TEXT] [--work DIR]
 
-Both versions run on this machine, each from a fresh copy: bits depend on the processor, so that no
-committed figures could be compared everywhere. Each prepares a data set from the documentation of
-the other commit, trains eight layouts in deterministic mode for 8 steps, with a stop and a resume
-after step 5, and samples from the result. Compared are the files of the data sets, every line of
-metrics.jsonl and eval.jsonl without its times, every parameter and optimizer state of the last
-checkpoint, and the samples. A refactoring changes none of them. Exit status 0: all are equal.
+Both versions run on this machine, since bits depend on the processor. Each prepares a data set from
+the documentation of the other commit, trains eight layouts for 8 steps, with a stop and a resume
+after step 5, and generates text from the result. The drill compares the files of the data sets, the
+lines of metrics.jsonl and eval.jsonl without times, all parameters and optimizer states of the last
+checkpoint, and the generated text. A refactoring changes none of them. Exit status 0: all are
+equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from optimus.observe.metrics import read_json_lines  # noqa: E402
 from tests.kit.runs.results import metrics_of, weights_of  # noqa: E402
 
 START = "85d2d92"
-"""The commit that a refactoring is compared with unless --against names another."""
+"""Default of --against."""
 STEPS, STOP = 8, 5
 
 CONFIG = """
@@ -71,12 +71,12 @@ DENSE = (
     "model.architecture=olmo model.num_experts=0 model.num_experts_per_tok=0 "
     "model.intermediate_size=128 model.tie_embeddings=true"
 )
-# fp16 and all-to-all exclude deterministic mode. With these settings nothing else varies.
+# fp16 and all-to-all exclude deterministic mode. With these settings, runs have the same bits.
 FAST = "train.deterministic=false train.threads=1 kernels.grouped_gemm=loop"
 
 
 class Layout(NamedTuple):
-    """One run: its name, ranks and settings."""
+    """Name, number of ranks and settings of a run."""
 
     name: str
     ranks: int
@@ -100,7 +100,7 @@ LAYOUTS = (
 
 
 class Version:
-    """A copy of one commit, or of this working tree, and what it made."""
+    """A copy of a commit, or this working tree, and the directory of its results."""
 
     def __init__(self, name: str, root: Path, work: Path) -> None:
         self.name, self.root, self.work = name, root, work / name
@@ -108,7 +108,8 @@ class Version:
         (self.work / "run.toml").write_text(CONFIG)
 
     def run(self, module: str, *arguments: str) -> str:
-        """Return the standard output of a command of this version; fails with its errors."""
+        """Return the standard output of a command of this version. Exit with its errors if it
+        fails."""
         paths = os.pathsep.join([str(self.root), str(self.root / "kernels")])
         environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", "-m", module, *arguments]
@@ -119,7 +120,7 @@ class Version:
         return done.stdout.decode(errors="replace")
 
     def prepare(self, text: Path) -> None:
-        """Make a data set of `text`, with its tokenizer and a held-out part."""
+        """Make a tokenizer, and a data set of `text` with held-out instances."""
         source = ["--input", str(text / "**" / "*.md")]
         vocabulary = ["--vocab-size", "512", "--out", "tokenizer.json"]
         self.run("data_prep.cli", "train-tokenizer", *source, *vocabulary)
@@ -128,7 +129,7 @@ class Version:
         self.run("data_prep.cli", "run", *source, *sizes, *out)
 
     def train(self, layout: Layout) -> str:
-        """Train one layout, stopped once and resumed; return what `generate` writes from it."""
+        """Train a layout with a stop and a resume. Return the output of `generate`."""
         command = ["train", "run.toml", "data.path=data", f"train.run_dir={layout.name}"]
         command += layout.overrides.split()
         ranks = ["--nproc", str(layout.ranks)] if layout.ranks > 1 else []
@@ -169,9 +170,9 @@ def _compare_all(old: Version, new: Version, only: str) -> int:
         if only not in layout.name:
             continue
         samples = [version.train(layout) for version in (old, new)]
-        found = _different_runs(old.work / layout.name, new.work / layout.name)
-        found += ["the samples"] if samples[0] != samples[1] else []
-        different += _report(layout.name, found)
+        names = _different_runs(old.work / layout.name, new.work / layout.name)
+        names += ["the samples"] if samples[0] != samples[1] else []
+        different += _report(layout.name, names)
     return 1 if different else 0
 
 
@@ -182,7 +183,7 @@ def _report(name: str, different: list[str]) -> int:
 
 
 def _different_files(old: Path, new: Path) -> list[str]:
-    """Return the names of token files that differ; manifests hold times and paths."""
+    """Return the names of token files that differ. Manifests contain times and paths."""
     files = [
         {
             path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -197,14 +198,14 @@ def _different_files(old: Path, new: Path) -> list[str]:
 
 
 def _different_runs(old: Path, new: Path) -> list[str]:
-    """Return what two runs do not share: metrics, evaluations, states of the last checkpoint."""
-    found = ["metrics.jsonl"] if metrics_of(old) != metrics_of(new) else []
+    """Return the names of files and of states of the last checkpoint that differ."""
+    different = ["metrics.jsonl"] if metrics_of(old) != metrics_of(new) else []
     evaluations = [read_json_lines(run / "eval.jsonl") for run in (old, new)]
     if evaluations[0] != evaluations[1]:
-        found.append("eval.jsonl")
+        different.append("eval.jsonl")
     before, after = weights_of(old), weights_of(new)
     names = sorted(before.keys() | after.keys())
-    return found + [
+    return different + [
         name
         for name in names
         if name not in before or name not in after or not torch.equal(before[name], after[name])

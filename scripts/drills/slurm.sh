@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Runs a command under a real Slurm on this machine alone, which is thrown away afterwards.
+# Runs a command under a real Slurm on this machine only, which is removed afterwards.
 #
 #   scripts/drills/slurm.sh --nodes 2 --cpus 2 -- bash -c 'sbatch --wait job.sh; cat slurm-*.out'
 #
-# --nodes N    virtual nodes n1 to nN, a slurmd for each (2)
-# --cpus C     that each says it has, however many the machine has (2)
+# --nodes N    number of virtual nodes n1 to nN, each with a slurmd (2)
+# --cpus C     number of processors of each node, independent of the machine (2)
 # --keep DIR   keep state, logs and slurm.conf in DIR
-# Needs slurmctld, slurmd, munged and the clients (Debian: slurmctld slurmd slurm-client munge), and
-# no service of them: keys, ports and state are its own. As root each node also has a host name of
-# its own that resolves. Exit status: the command's; 69 where Slurm is missing or does not start.
-# In the command's environment SLURM_CONF leads sbatch, srun and scontrol here, SLURM_DRILL is the
-# directory of the state, with nI.pid of every slurmd, and slurmctld.log and nI.log.
+# It needs slurmctld, slurmd, munged and the clients (Debian: slurmctld slurmd slurm-client munge),
+# but not their services: it uses separate keys, ports and state. As root, each node has a host name
+# that resolves. Exit status: that of the command; 69 if Slurm is missing or does not start.
+# For the command, SLURM_CONF selects this Slurm, and SLURM_DRILL is the directory of the state,
+# with nI.pid and nI.log of each slurmd, and slurmctld.log.
 set -euo pipefail
 
 die() {
@@ -34,7 +34,7 @@ shift
 for program in slurmctld slurmd munged sbatch; do
     command -v "$program" >/dev/null || die "no $program on PATH (Debian has the daemons in /usr/sbin)" 69
 done
-await() { # PID: its exit status; a trap may interrupt `wait`, which says nothing of the process
+await() { # PID: return its exit status; a trap may interrupt `wait` before the process ends
     local status=0
     while kill -0 "$1" 2>/dev/null; do
         status=0
@@ -45,20 +45,20 @@ await() { # PID: its exit status; a trap may interrupt `wait`, which says nothin
 
 separate=(unshare --mount --uts --pid --mount-proc --fork --kill-child)
 if [[ $EUID == 0 && -z ${SLURM_DRILL_INSIDE:-} ]] && "${separate[@]}" true 2>/dev/null; then
-    # An /etc/hosts, host names and processes that nobody else sees, and that end whatever happens:
-    # the last of them with this shell, even where that is killed.
+    # Namespaces with a separate /etc/hosts, host names and processes. All processes end with this
+    # shell, also if it is killed.
     SLURM_DRILL_INSIDE=1 setpriv --pdeathsig KILL "${separate[@]}" \
         "${BASH_SOURCE[0]}" "${given[@]}" <&0 &
     child=$!
-    trap 'pkill -TERM --parent "$child" || true' INT TERM # unshare itself heeds neither
+    trap 'pkill -TERM --parent "$child" || true' INT TERM # unshare ignores both signals
     await "$child"
     exit
 fi
 inside=${SLURM_DRILL_INSIDE:-}
 unset SLURM_DRILL_INSIDE
-for name in $(compgen -v SLURM || true); do unset "$name"; done # a job around this one is not ours
+for name in $(compgen -v SLURM || true); do unset "$name"; done # variables of an enclosing job
 
-base=${keep:-$(mktemp -d /tmp/slurm-drill.XXXXXX)} # short: a socket's path has at most 107 bytes
+base=${keep:-$(mktemp -d /tmp/slurm-drill.XXXXXX)} # short, since a socket path has <= 107 bytes
 mkdir -p "$base/state" "$base/spool"
 base=$(realpath "$base")
 chmod 755 "$base"
@@ -84,15 +84,15 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-free_ports() { # free now; whoever takes one before the daemon does makes it end, which is told
+free_ports() { # print free ports; if another process takes one, the daemon ends with an error
     python3 - "$1" <<'PY'
 import socket, sys
-taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(int(sys.argv[1]))]
-print(*(one.getsockname()[1] for one in taken))
+sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(int(sys.argv[1]))]
+print(*(server.getsockname()[1] for server in sockets))
 PY
 }
 
-start() { # NAME COMMAND...: a daemon in the foreground of its own log
+start() { # NAME COMMAND...: start a daemon in the foreground, with its log in NAME.log
     local name=$1
     shift
     "$@" >>"$base/$name.log" 2>&1 &
@@ -174,6 +174,6 @@ fi
 export SLURM_CONF=$base/slurm.conf SLURM_DRILL=$base
 configure
 begin
-"$@" <&0 & # in the background, so that a signal to this shell is heeded at once
+"$@" <&0 & # in the background, so that this shell handles signals immediately
 command=$!
 await "$command"

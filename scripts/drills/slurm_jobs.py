@@ -1,4 +1,4 @@
-"""What drills under a real Slurm share: looking at jobs, and running cases one by one."""
+"""Jobs of a real Slurm, and the command line of drills that run under it."""
 
 from __future__ import annotations
 
@@ -16,56 +16,60 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMIT_S = 180.0
-"""How long anything here may take before it counts as stuck."""
+"""Time limit of each wait."""
 
 
-def wait_until(true: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], name: str) -> None:
+    """Wait until the condition is true; fail after LIMIT_S."""
     end = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < end, f"{what}: not within {LIMIT_S:.0f} s"
+    while not condition():
+        assert time.monotonic() < end, f"{name}: not within {LIMIT_S:.0f} s"
         time.sleep(0.02)
 
 
 def output_of(*command: str) -> str:
+    """Return the standard output of a command."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def submitted(*command: str) -> str:
-    """The number of the job that a job script submits."""
-    return re.findall(r"Submitted batch job (\d+)", output_of(*command))[0]
+    """Run a job script. Return the number of the job that it submits."""
+    return str(re.findall(r"Submitted batch job (\d+)", output_of(*command))[0])
 
 
 def running(job: str) -> bool:
+    """Return True if the job is in the queue or runs."""
     return bool(output_of("squeue", "--noheader", f"--jobs={job}"))
 
 
 def ended(job: str) -> None:
+    """Wait for the end of the job."""
     wait_until(lambda: not running(job), f"end of job {job}")
 
 
-def told(job: str, key: str) -> list[str]:
-    """What Slurm says of the job, or of each of an array's."""
+def field_of(job: str, key: str) -> list[str]:
+    """Return a field of `scontrol show job`, for an array that of each job."""
     return re.findall(rf"\b{key}=(\w+)", output_of("scontrol", "--oneliner", "show", "job", job))
 
 
 def _processes(name: str, value: str) -> list[int]:
-    """Those that have this in the environment."""
-    found = []
+    """Return the processes with this environment variable."""
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
         if f"{name}={value}".encode() in environment:
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
 def kill_rank(job: str, rank: int) -> None:
-    """All processes of a rank of the job."""
-    mine = set(_processes("SLURM_PROCID", str(rank))) & set(_processes("SLURM_JOB_ID", job))
-    assert mine, f"no process of rank {rank}"
-    for pid in mine:
+    """Kill all processes of a rank of the job."""
+    pids = set(_processes("SLURM_PROCID", str(rank))) & set(_processes("SLURM_JOB_ID", job))
+    assert pids, f"no process of rank {rank}"
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -75,27 +79,37 @@ def run_cases(
     prepare: Callable[[Path, argparse.Namespace], Any],
     check: Callable[[Any, Path], str] = lambda drill, out: "",
 ) -> int:
-    """Each case with what `prepare` made and a directory for its output, which `check` looks at;
-    they return words on how it went, or raise AssertionError. The exit status."""
+    """Run the cases of a drill and print a line on each.
+
+    Args:
+        parser: The parser of the command line; it gets the option --cases.
+        cases: Functions of the prepared value and a directory for the output. They return a
+            description of the result, or raise AssertionError.
+        prepare: Function of a directory and the arguments.
+        check: Function that checks the output of a case in the same way.
+
+    Returns:
+        The exit status.
+    """
     parser.add_argument(
-        "--cases", default=",".join(cases), help="in this order; one may come twice"
+        "--cases", default=",".join(cases), help="cases in this order, also several times"
     )
     args = parser.parse_args()
     if unknown := set(args.cases.split(",")) - cases.keys():
-        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
+        parser.error(f"no case {', '.join(sorted(unknown))}; use {', '.join(cases)}")
     if "SLURM_DRILL" not in os.environ:
-        parser.error("start it by scripts/drills/slurm.sh --nodes 2 -- COMMAND")
+        parser.error("start the drill with scripts/drills/slurm.sh --nodes 2 -- COMMAND")
     failed = 0
     with tempfile.TemporaryDirectory(prefix="slurm-drill-") as base:
-        os.chdir(base)  # where Slurm writes what jobs print
+        os.chdir(base)  # Slurm writes the output of jobs to the working directory
         drill = prepare(Path(base), args)
         for number, name in enumerate(args.cases.split(",")):
             out, start = Path(base, f"{number}-{name}"), time.monotonic()
             try:
-                words = cases[name](drill, out) + check(drill, out)
+                result = cases[name](drill, out) + check(drill, out)
             except (AssertionError, subprocess.CalledProcessError) as error:
                 failed += 1
                 printed = [path.read_text()[-500:] for path in Path(base).glob("slurm-*.out")]
-                words = f"WRONG {error} {getattr(error, 'stderr', '') or ''} {printed[-3:]}"
-            print(f"{name}: {words} ({time.monotonic() - start:.1f} s)", flush=True)
+                result = f"WRONG {error} {getattr(error, 'stderr', '') or ''} {printed[-3:]}"
+            print(f"{name}: {result} ({time.monotonic() - start:.1f} s)", flush=True)
     return 1 if failed else 0

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Train for long, with evaluations and checkpoints, and look for whatever grows, slows or stays.
+"""Train for a long time, with evaluations and checkpoints, and detect leaks and slowdowns.
 
     python scripts/drills/soak.py [--minutes 30] [--nproc 2] [--work DIR] [KEY=VALUE ...]
 
-Runs the demo's configuration on the demo's data (made under --work the first time), stopped by
-train.deadline_s, and samples every process of it once a second: resident memory of its own
-(anonymous and shared, not pages of files), open files but for the data's shards, which stay open
-once read, threads; and the time of every step, by the clock and in processor time of all ranks,
-which other programs disturb less. Through the medians of twelve windows behind the first fifth goes
-a straight line, told as the rise from the first to the last with its interval of 95 %. Memory rises
-in some hundred updates until libraries have what they keep: a run should take thousands.
-Exit status 0: memory, files, threads and the processor time of a step do not rise beyond noise and
-a hundredth; the run ended with 3, as after any deadline, behind a checkpoint that verifies; no
-process and no file is left.
+The drill runs the configuration of the demo on its data (made in --work by the first run) until
+train.deadline_s. Once a second it samples all processes of the run: resident memory (anonymous and
+shared, without pages of files), open files (without shards of the data, which remain open) and
+threads. It also records the time of each step, as wall-clock time and as processor time of all
+ranks, which other programs affect less. A line is fitted to the medians of twelve windows after the
+first fifth of the run; its rise is printed with an interval of 95 %. Memory rises for some hundred
+updates until the caches of libraries are full, so a run should have thousands of updates.
+Exit status 0: the rises of memory, files, threads and processor time of a step are not above noise
+and 1 %; the run ended with status 3, as after any deadline, with a valid checkpoint; no process and
+no temporary file remains.
 """
 
 from __future__ import annotations
@@ -43,41 +43,46 @@ OPTIMUS = (sys.executable, "-P", "-m", "optimus.cli")
 CONFIG = ROOT / "configs" / "run" / "demo.toml"
 WINDOWS = 12
 GROWTH = 0.01
-"""Of the mean within the run: what a line may rise by, where noise does not explain it."""
+"""Accepted rise of a line that is larger than noise, as a fraction of the mean."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Sample(NamedTuple):
-    """Of one process at one moment."""
+    """State of a process at a moment."""
 
-    own_bytes: int
+    resident_bytes: int
     open_files: int
     threads: int
     cpu_s: float
 
 
 History = dict[float, Sample]
-"""By seconds since the run began."""
+"""Samples of a process by seconds since the start of the run."""
 
 
 class Progress(NamedTuple):
-    at: float
+    """Progress of the run at a moment."""
+
+    at_s: float
     steps: int
     cpu_s: float
-    """Of all processes."""
+    """Processor time of all processes."""
 
 
 class Process(NamedTuple):
+    """A process. IDs are reused, so its start is part of its identity."""
+
     pid: int
-    started: int
-    """In ticks since the machine was: numbers of processes come back."""
+    start: int
+    """Clock ticks since the start of the machine."""
 
 
 class Trend(NamedTuple):
-    """A line through the windows of a run: how much a value changes in the time looked at."""
+    """A line fitted to the windows of a run."""
 
     mean: float
     rise: float
+    """Difference between the first and the last window."""
     error: float
     """Half of the interval of 95 % of `rise`."""
 
@@ -85,7 +90,8 @@ class Trend(NamedTuple):
     def grows(self) -> bool:
         return self.rise - self.error > 0 and self.rise > GROWTH * self.mean
 
-    def told(self, scale: float, unit: str) -> str:
+    def describe(self, scale: float, unit: str) -> str:
+        """Return mean and rise in units of `scale`."""
         rise, error = self.rise / scale, self.error / scale
         return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}"
 
@@ -108,27 +114,30 @@ def main() -> int:
         )
         samples, steps = _watch(run, run_dir / "metrics.jsonl", data)
     print(f"{' '.join(command[3:])}\nended with {run.returncode}", flush=True)
-    wrong = [] if run.returncode == 3 else [f"exit status {run.returncode} for 3"]
-    wrong += [f"process {one.pid} is left" for one in samples if one in _processes()]
-    wrong += [f"{path} is left" for path in scratch.rglob("*")]
-    wrong += [f"/dev/shm/{name} is left" for name in set(os.listdir("/dev/shm")) - shared]
-    wrong += _left_in(run_dir) + _unverified(run_dir)
-    wrong += _memory(samples) + _steps(run_dir, steps)
-    print("\n".join(wrong) or "nothing grows, slows or stays")
+    wrong = [] if run.returncode == 3 else [f"exit status {run.returncode} instead of 3"]
+    running = _processes()
+    wrong += [f"process {process.pid} remains" for process in samples if process in running]
+    wrong += [f"{path} remains" for path in scratch.rglob("*")]
+    wrong += [f"/dev/shm/{name} remains" for name in set(os.listdir("/dev/shm")) - shared]
+    wrong += [f"{path} remains" for path in run_dir.rglob("*") if files.is_temporary(path)]
+    wrong += _verify(run_dir) + _memory(samples) + _steps(run_dir, steps)
+    print("\n".join(wrong) or "no leak and no slowdown")
     return 1 if wrong else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="of training")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks")
-    parser.add_argument("--work", type=Path, default=Path("soak"), help="data and runs")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of the run")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of training")
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks")
+    parser.add_argument(
+        "--work", type=Path, default=Path("soak"), help="directory of data and runs"
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     return parser.parse_args()
 
 
 def _demo_data(work: Path) -> Path:
-    """The demo's data set, as scripts/demo.sh makes it."""
+    """Make the data set of the demo, as scripts/demo.sh does, if it does not exist."""
     data, tokenizer = work / "data", work / "tokenizer.json"
     text = ["--input", f"{os.path.dirname(os.__file__)}/**/*.py", "--exclude", "*/site-packages/*"]
     text += ["--on-error", "quarantine"]
@@ -143,76 +152,80 @@ def _demo_data(work: Path) -> Path:
 
 
 def _watch(
-    run: subprocess.Popen, metrics: Path, data: Path
+    run: subprocess.Popen[bytes], metrics: Path, data: Path
 ) -> tuple[dict[Process, History], list[Progress]]:
-    """Samples of each process, and how far the run was when, until it ends. Ranks have sessions of
-    their own, so descent tells what belongs to the run; who was seen once belongs to it."""
+    """Return samples of all processes and the progress of the run, until its end.
+
+    Ranks have other sessions than the command. A process belongs to the run if it is the command or
+    the child of a process of the run.
+    """
     samples: dict[Process, History] = {}
     progress = [Progress(0.0, 0, 0.0)]
     start = time.monotonic()
     while run.poll() is None:
         now = time.monotonic() - start
         for process, parent in _processes().items():
-            if process.pid == run.pid or any(parent == one.pid for one in samples):
+            if process.pid == run.pid or any(parent == other.pid for other in samples):
                 sample = _sample(process.pid, data)
                 if sample is not None:
                     samples.setdefault(process, {})[now] = sample
         steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         if steps > progress[-1].steps:
-            cpu_s = sum(list(of_one.values())[-1].cpu_s for of_one in samples.values())
+            cpu_s = sum(list(history.values())[-1].cpu_s for history in samples.values())
             progress.append(Progress(now, steps, cpu_s))
         time.sleep(1)
     return samples, progress
 
 
 def _processes() -> dict[Process, int]:
-    """All of the machine that have not ended, parents first, each with its parent."""
-    found = {}
+    """Return all running processes of the machine by ID, each with the ID of its parent."""
+    processes = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
             fields = _stat(pid)
         except OSError:
             continue
         if fields[0] != "Z":
-            found[Process(pid, int(fields[19]))] = int(fields[1])
-    return found
+            processes[Process(pid, int(fields[19]))] = int(fields[1])
+    return processes
 
 
 def _stat(pid: int) -> list[str]:
-    """What stands in /proc/PID/stat behind the name: state, parent, group, session, ..."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _sample(pid: int, data: Path) -> Sample | None:
-    """None: it has ended."""
+    """Return the state of a process; None if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-        own = sum(int(status[key][0]) * 1024 for key in ("RssAnon", "RssShmem"))
-        files, threads = _open_files(pid, data), int(status["Threads"][0])
-        cpu = sum(int(ticks) for ticks in _stat(pid)[11:13]) * TICK_S
+        resident = sum(int(status[key][0]) * 1024 for key in ("RssAnon", "RssShmem"))
+        num_files, threads = _open_files(pid, data), int(status["Threads"][0])
+        cpu_s = sum(int(ticks) for ticks in _stat(pid)[11:13]) * TICK_S
     except (OSError, KeyError):
         return None
-    return Sample(own, files, threads, cpu)
+    return Sample(resident, num_files, threads, cpu_s)
 
 
 def _open_files(pid: int, data: Path) -> int:
-    """But for each shard of `data`, opened as it is first read and kept: once. Raises OSError."""
+    """Return the number of open files without the first descriptor of each shard of `data`, which
+    remains open after the first read."""
     paths = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed by now
+        with contextlib.suppress(FileNotFoundError):  # the file was closed
             paths.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     return len(paths) - len({path for path in paths if path.startswith(f"{data.resolve()}/")})
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """The medians of windows behind the first fifth, as a line; its error from how they scatter."""
-    begin = min(times) + (max(times) - min(times)) / 5
-    width = (max(times) - begin) / WINDOWS
+    """Fit a line to the medians of windows after the first fifth."""
+    start = min(times) + (max(times) - min(times)) / 5
+    width = (max(times) - start) / WINDOWS
     windows: list[list[float]] = [[] for _ in range(WINDOWS)]
-    for at, value in zip(times, values, strict=True):
-        if at >= begin:
-            windows[min(int((at - begin) / width), WINDOWS - 1)].append(value)
+    for time_s, value in zip(times, values, strict=True):
+        if time_s >= start:
+            windows[min(int((time_s - start) / width), WINDOWS - 1)].append(value)
     x = numpy.arange(WINDOWS, dtype=float)
     y = numpy.array([statistics.median(window) for window in windows])
     (slope, _), covariance = numpy.polyfit(x, y, 1, cov=True)
@@ -221,48 +234,46 @@ def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
 
 
 def _memory(samples: dict[Process, History]) -> list[str]:
-    """Print the lines of each process that lives as long as the run; which of them grow."""
-    longest = max(len(of_pid) for of_pid in samples.values())
+    """Print the trends of all processes that ran during the whole run. Return those that grow."""
+    longest = max(len(history) for history in samples.values())
     wrong = []
-    for number, of_pid in enumerate(samples.values()):
-        if len(of_pid) < longest * 0.9:
+    for number, history in enumerate(samples.values()):
+        if len(history) < longest * 0.9:
             continue
-        for what, scale, unit in (
-            ("own_bytes", 1e6, "MB"),
+        for field, scale, unit in (
+            ("resident_bytes", 1e6, "MB"),
             ("open_files", 1, "files"),
             ("threads", 1, "threads"),
         ):
-            values = [getattr(sample, what) for sample in of_pid.values()]
-            trend = _trend(list(of_pid), values)
-            told = f"{trend.told(scale, unit)}, most {max(values) / scale:.4g}"
-            print(f"process {number} {what:10} {told}")
+            values = [getattr(sample, field) for sample in history.values()]
+            trend = _trend(list(history), values)
+            description = f"{trend.describe(scale, unit)}, maximum {max(values) / scale:.4g}"
+            print(f"process {number} {field:14} {description}")
             if trend.grows:
-                wrong.append(f"process {number}: {what} grows")
+                wrong.append(f"process {number}: {field} grows")
     return wrong
 
 
 def _steps(run_dir: Path, progress: list[Progress]) -> list[str]:
-    """Print how the time of a step goes; whether its processor time grows."""
+    """Print the trends of the time of a step. Return a message if its processor time grows."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["step_time_s"] for line in lines]
     clock = _trend(list(itertools.accumulate(seconds)), seconds)
     pairs = list(itertools.pairwise(progress[1:]))
     cpu_s = [(b.cpu_s - a.cpu_s) / (b.steps - a.steps) for a, b in pairs]
-    worked = _trend([b.at for _, b in pairs], cpu_s)
-    print(f"{len(seconds)} steps of {clock.told(1, 's')}; processor time {worked.told(1, 's')}")
-    return ["the processor time of a step grows"] if worked.grows else []
+    work = _trend([b.at_s for _, b in pairs], cpu_s)
+    print(
+        f"{len(seconds)} steps of {clock.describe(1, 's')}; processor time {work.describe(1, 's')}"
+    )
+    return ["the processor time of a step grows"] if work.grows else []
 
 
-def _left_in(run_dir: Path) -> list[str]:
-    """Temporary files of the run directory."""
-    return [f"{p} is left" for p in run_dir.rglob("*") if files.is_temporary(p)]
-
-
-def _unverified(run_dir: Path) -> list[str]:
+def _verify(run_dir: Path) -> list[str]:
+    """Run `optimus checkpoint verify`. Return its error."""
     verify = [*OPTIMUS, "checkpoint", "verify", str(run_dir)]
-    told = subprocess.run(verify, capture_output=True, text=True)
-    print(told.stdout.strip())
-    return [] if told.returncode == 0 else [f"checkpoint verify: {told.stderr.strip()}"]
+    done = subprocess.run(verify, capture_output=True, text=True)
+    print(done.stdout.strip())
+    return [] if done.returncode == 0 else [f"checkpoint verify: {done.stderr.strip()}"]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Train a tiny model under a real Slurm with two nodes, by the job script, and disturb it.
+"""Train a tiny model under a real Slurm with two nodes, with the job script, and with errors.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/train_slurm.py [--cases nodes,rank]
 
-nodes    scripts/slurm/train.sh with 2 x 2 ranks, dp = 2 and pp = 2, deterministic: the metrics of
-         one process without Slurm, bit for bit
-world    a layout that the 4 ranks cannot have: one line, exit status 2
-address  a MASTER_ADDR that does not exist: one line a node, exit status 2
-rank     one of 4 ranks is killed: one line, exit status 5
+nodes    scripts/slurm/train.sh with 2 x 2 ranks, dp = 2 and pp = 2, deterministic: the metrics must
+         be those of one process without Slurm, bit for bit
+world    a layout that 4 ranks cannot have: one error line, exit status 2
+address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2
+rank     one of 4 ranks is killed: one error line, exit status 5
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import slurm_jobs as jobs
 
@@ -35,34 +36,37 @@ LAYOUT = ("parallel.pp=2", "parallel.dp=2")
 
 @dataclass
 class Drill:
-    """A configuration and what one process makes of it."""
+    """A configuration, and the metrics of one process."""
 
     base: Path
     config: Path
-    expected: list[dict]
+    expected: list[dict[str, Any]]
 
     def command(self, out: Path, *settings: str) -> list[str]:
-        """Submits a job of 2 x 2 ranks."""
-        how = ["--nodes", "2", "--ranks", "2", "--time", "10"]
-        return [str(JOB_SCRIPT), *how, "--", str(self.config), f"train.run_dir={out}", *settings]
+        """Return the command that submits a job of 2 x 2 ranks."""
+        options = ["--nodes", "2", "--ranks", "2", "--time", "10"]
+        arguments = [str(self.config), f"train.run_dir={out}", *settings]
+        return [str(JOB_SCRIPT), *options, "--", *arguments]
 
     def submit(self, out: Path, *settings: str) -> str:
-        """The number of the job of 2 x 2 ranks."""
+        """Submit a job of 2 x 2 ranks. Return its number."""
         return jobs.submitted(*self.command(out, *settings))
 
 
 def status(job: str) -> int:
-    return int(jobs.told(job, "ExitCode")[0])
+    """Return the exit status of a job."""
+    return int(jobs.field_of(job, "ExitCode")[0])
 
 
-def refused(job: str, code: int, words: str, most: int = 1) -> str:
-    """Once the job has ended: our line about what went wrong, printed `most` times at most."""
+def assert_refused(job: str, code: int, message: str, max_lines: int = 1) -> str:
+    """Wait for the end of the job, and check its exit status and error lines. Return a
+    description."""
     jobs.ended(job)
     printed = Path(f"slurm-{job}.out").read_text()
     lines = [line for line in printed.splitlines() if re.match(r"optimus:.* error: ", line)]
     assert status(job) == code, f"exit status {status(job)}: {printed}"
-    assert 1 <= len(lines) <= most and words in lines[0], (
-        f"not {most} lines with {words!r}: {printed}"
+    assert 1 <= len(lines) <= max_lines and message in lines[0], (
+        f"not 1 to {max_lines} lines with {message!r}: {printed}"
     )
     assert "Traceback" not in printed, printed
     return f"exit status {code}: {lines[0]}"
@@ -72,7 +76,7 @@ def nodes(drill: Drill, out: Path) -> str:
     job = drill.submit(out, *LAYOUT)
     jobs.ended(job)
     assert status(job) == 0, f"exit status {status(job)}"
-    assert metrics_of(out) == drill.expected, "other metrics than those of one process"
+    assert metrics_of(out) == drill.expected, "the metrics differ from those of one process"
     settings = (out / "config.toml").read_text()
     assert "pp = 2" in settings and "dp = 2" in settings
     return f"{len(drill.expected)} steps with the metrics of one process, bit for bit"
@@ -81,16 +85,16 @@ def nodes(drill: Drill, out: Path) -> str:
 def world(drill: Drill, out: Path) -> str:
     command = drill.command(out, "parallel.pp=8")  # refused before it is submitted
     done = subprocess.run(command, capture_output=True, text=True)
-    told = "start 8 ranks or change the sizes"
-    assert done.returncode == 2 and told in done.stderr, f"{done.returncode}: {done.stderr}"
+    message = "start 8 ranks or change the sizes"
+    assert done.returncode == 2 and message in done.stderr, f"{done.returncode}: {done.stderr}"
     return f"exit status 2: {done.stderr.strip()}"
 
 
 def address(drill: Drill, out: Path) -> str:
-    os.environ["MASTER_ADDR"] = "nowhere.invalid"  # sbatch hands it on
+    os.environ["MASTER_ADDR"] = "nowhere.invalid"  # sbatch passes the environment on
     try:
-        # Ranks that cannot meet cannot agree: the first rank of each of the 2 nodes prints it.
-        return refused(drill.submit(out), 2, "nowhere.invalid is not a host", most=2)
+        # Without a rendezvous, the first rank of each of the 2 nodes prints the error.
+        return assert_refused(drill.submit(out), 2, "nowhere.invalid is not a host", max_lines=2)
     finally:
         del os.environ["MASTER_ADDR"]
 
@@ -99,26 +103,26 @@ def rank(drill: Drill, out: Path) -> str:
     job = drill.submit(out, *LAYOUT, "train.max_steps=100000", "parallel.timeout_s=60")
     metrics = out / "metrics.jsonl"
 
-    def begun() -> bool:
+    def has_started() -> bool:
         return (metrics.exists() and metrics.read_text() != "") or not jobs.running(job)
 
-    jobs.wait_until(begun, "a step")
+    jobs.wait_until(has_started, "a step")
     jobs.kill_rank(job, 3)
-    return refused(job, 5, "did not complete")
+    return assert_refused(job, 5, "did not complete")
 
 
 CASES = {case.__name__: case for case in (nodes, world, address, rank)}
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """The command, a data set, a configuration, and the run of one process."""
+    """Install the command, and make a data set, a configuration, and the run of one process."""
     program = install(base / "optimus", "optimus.cli")
     os.environ["OPTIMUS"] = str(program)
     data, config = make_tiny_data(base / "tiny"), base / "run.toml"
-    tree = tiny_tree(data, base / "one", train__max_steps=4)
+    tree = tiny_tree(data, base / "single", train__max_steps=4)
     config.write_text(dump_toml(make_config(tree)))
     jobs.output_of(str(program), "train", str(config))
-    return Drill(base, config, metrics_of(base / "one"))
+    return Drill(base, config, metrics_of(base / "single"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 
 from optimus.io import files
 from tests.kit.faults import broken_runs, power_check
-from tests.kit.faults.broken_runs import Save
+from tests.kit.faults.broken_runs import RecordedSave
 from tests.kit.faults.disk import Action, Call, why_not
 from tests.kit.faults.power_check import replay
 from tests.kit.faults.power_loss import Disk
@@ -33,9 +33,9 @@ def pool(tmp_path_factory) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["at-once", "in-the-background"])
-def save(request, pool, tiny_data, tmp_path_factory) -> Save:
+def save(request, pool, tiny_data, tmp_path_factory) -> RecordedSave:
     scratch = tmp_path_factory.mktemp("save")
-    return broken_runs.prepare(pool, tiny_data, scratch, checkpoint__async_save=request.param)
+    return broken_runs.record_save(pool, tiny_data, scratch, checkpoint__async_save=request.param)
 
 
 def sample(cases: list, count: int) -> list:
@@ -48,10 +48,10 @@ def sample(cases: list, count: int) -> list:
 def test_a_run_killed_during_a_save_resumes_with_the_same_result(
     pool, save, tiny_data, tmp_path, victim
 ):
-    cases = [case for case in save.cases() if case.rank == victim]
+    cases = [case for case in save.kills() if case.rank == victim]
     assert len(save.numbers(victim)) >= (60, 3)[victim]
     for number, case in enumerate(sample(cases, DEATHS[victim])):
-        broken_runs.break_save(pool, tiny_data, tmp_path / f"run-{number}", save, case)
+        broken_runs.kill_save(pool, tiny_data, tmp_path / f"run-{number}", save, case)
 
 
 def test_a_run_with_a_failed_save_continues_and_reports_it(pool, save, tiny_data, tmp_path):
@@ -68,7 +68,7 @@ def test_a_run_with_a_failed_save_continues_and_reports_it(pool, save, tiny_data
 def recorded(pool, tiny_data, tmp_path_factory) -> tuple[Path, list[Call]]:
     """Return the directory of a run and its calls on files."""
     root = tmp_path_factory.mktemp("disk")
-    return root, broken_runs.record(pool, tiny_data, root, root.parent / f"{root.name}.log")
+    return root, broken_runs.record_run(pool, tiny_data, root, root.parent / f"{root.name}.log")
 
 
 def test_all_calls_that_change_a_file_are_recorded(recorded):
@@ -76,7 +76,7 @@ def test_all_calls_that_change_a_file_are_recorded(recorded):
     disk = Disk(str(root))
     for call in calls:
         disk.apply(call)
-    assert disk.now(lambda path: True) == power_check.tree_of(root)
+    assert disk.current(lambda path: True) == power_check.tree_of(root)
 
 
 def test_a_run_resumes_after_any_power_cut(recorded):
@@ -105,7 +105,7 @@ def test_power_cuts_detect_a_removal_before_the_commit(recorded):
     sealed = [n for n, c in enumerate(calls[:goes]) if c.op == "rename" and "/step-" in c.other]
     early = [*calls[: sealed[-1]], calls[goes], *calls[sealed[-1] : goes], *calls[goes + 1 :]]
     (fault,) = replay(early, root, samples=0, max_faults=1).faults
-    assert fault.endswith("1 full checkpoints are there, though 2 are kept")
+    assert fault.endswith("1 full checkpoints instead of 2")
 
 
 def test_new_directories_are_durable(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from optimus.checkpoint import store
 from optimus.checkpoint.load import load_full
-from tests.kit.faults.disk import flip_one, lengthen, truncate, zero
+from tests.kit.faults.disk import flip_bit, lengthen, truncate, zero
 from tests.kit.runs import saves
 
 FLIPS = int(os.environ.get("OPTIMUS_TEST_FLIPS", "1000"))
@@ -41,7 +41,7 @@ def load_as_a_run_does(run_dir: Path) -> int:
 
 @pytest.mark.parametrize(
     ("damage", "times"),
-    [(flip_one, FLIPS), (truncate, 100), (zero, 100), (lengthen, 20)],
+    [(flip_bit, FLIPS), (truncate, 100), (zero, 100), (lengthen, 20)],
     ids=["flip", "cut", "zero", "lengthen"],
 )
 def test_after_any_damage_to_any_file_the_older_checkpoint_is_loaded(

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from tests.kit.layouts.reshard import (
     take,
     whole_states,
 )
+from tests.kit.runs.saves import block_bytes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -79,11 +81,16 @@ def test_pairs_contain_all_meshes():
         assert {layout.mesh for layout in side} == meshes
 
 
+@pytest.fixture
+def small_blocks() -> Iterator[None]:
+    with block_bytes(BLOCK_BYTES):
+        yield
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("third", range(3))
-def test_a_layout_reads_the_bits_that_another_layout_wrote(tmp_path, third, monkeypatch):
+def test_a_layout_reads_the_bits_that_another_layout_wrote(tmp_path, third):
     """scripts/drills/reshard.py has more pairs."""
-    monkeypatch.setattr(shard_file, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("optimus.checkpoint.format.BLOCK_BYTES", BLOCK_BYTES)
     for number, (layout, other) in enumerate(pairwise()[third::3]):
         holdings = layout.holdings()
         states = whole_states(all_shapes(holdings), seed=number)
@@ -112,10 +119,9 @@ def weights_of(path: Path, index: Index) -> ShardWeights:
     return ShardWeights(SimpleNamespace(path=path, index=lambda: index, check_rows=lambda _: None))
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("open_files", [2, 32])
 def test_weights_are_assembled_from_the_slices_of_all_ranks(tmp_path, monkeypatch, open_files):
-    monkeypatch.setattr(shard_file, "BLOCK_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr("optimus.checkpoint.format.BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(weights_module, "BATCH_ELEMENTS", 1000)
     monkeypatch.setattr(weights_module, "_OPEN_FILES", open_files)
     mesh = Mesh(pp=2, ep=2, tp=2)

@@ -44,9 +44,9 @@ from optimus.launch.environment import read_launch_env
 from optimus.parallel.placement import whole_model
 from tests.kit.layouts.reshard import all_shapes, pairwise, turns_of
 from tests.kit.ranks.processes import peak_of
-from tests.kit.runs.saves import BOTH
+from tests.kit.runs.saves import SYNC_AND_ASYNC
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import Ended, run_with, warnings
+from tests.kit.runs.training import Ended, run_with
 
 LARGE = {"model__hidden_size": 256, "model__vocab_size": 1 << 16, "model__num_experts": 32}
 LARGE |= {"model__intermediate_size": 512, "model__num_attention_heads": 4, "model__num_layers": 2}
@@ -76,7 +76,7 @@ def peak_of_saving(tree: dict[str, Any], folder: str, staged: bool) -> tuple[int
     return peak_of(save), 2 * sum(map(math.prod, shapes.values()))
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_a_rank_allocates_memory_for_a_batch_or_for_its_staged_slices(ranks, tmp_path, async_save):
     tree = tiny_tree("d", "r", **LARGE, train__dtype="bf16")
     [(peak, size)] = ranks(1, peak_of_saving, tree, str(tmp_path), async_save)
@@ -151,14 +151,14 @@ def run_with_damage(tree: dict[str, Any], how: str) -> Ended:
     return run_with(tree, lambda step: None)
 
 
-@BOTH
+@SYNC_AND_ASYNC
 @pytest.mark.parametrize("how", DAMAGE)
 def test_lost_writes_are_detected_before_the_commit(ranks, tiny_data, tmp_path, how, async_save):
     settings = {"train__max_steps": 9, "checkpoint__model_interval": 3, "checkpoint__interval": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_damage, tree, how, start_world=False)
     assert [rank[:2] for rank in ended] == [(0, "")] * 2
-    (warning,) = warnings(ended[0])
+    (warning,) = ended[0].warnings()
     word = " bytes, not " if how in ("odd", "longer") else " does not hold what was to be written"
     assert "step 3 is not saved: model.safetensors" in warning and word in warning
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -16,7 +16,7 @@ import xxhash
 from optimus.checkpoint import shard_file
 from optimus.checkpoint.shard_file import Identity, ShardReader, ShardWriter, Stop, header
 from optimus.errors import CheckpointError, OptimusError
-from tests.kit.faults.disk import flip, flip_one, lengthen, truncate, zero
+from tests.kit.faults.disk import flip, flip_bit, lengthen, truncate, zero
 
 OURS = Identity("g", 3, 0)
 
@@ -192,14 +192,14 @@ def test_ranges_are_read_to_their_targets(tmp_path):
         assert target == expected
 
 
-@pytest.mark.parametrize("damage", [flip_one, truncate, lengthen, zero])
+@pytest.mark.parametrize("damage", [flip_bit, truncate, lengthen, zero])
 def test_all_damage_is_detected_by_a_read_of_all_bytes(tmp_path, damage):
     shard, (offset,) = write(tmp_path, [os.urandom(30_000)])
     path, target = tmp_path / shard.name, memoryview(bytearray(30_000))
     whole = path.read_bytes()
     everything = numpy.array([[offset, 0, 0, 30_000]])
     generator = random.Random(damage.__name__)
-    for _ in range(1000 if damage is flip_one else 50):
+    for _ in range(1000 if damage is flip_bit else 50):
         content = bytearray(whole)
         damage(content, generator)
         path.write_bytes(content)

@@ -8,14 +8,14 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.dataset import reader
-from tests.kit.runs.tiny import CONTEXT, reshuffled
+from tests.kit.runs.tiny import CONTEXT, reshuffle
 
 
 @pytest.fixture(scope="session")
 def many_shards(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a data set with more shards than a reader keeps open. Tests must not change it."""
     out = tmp_path_factory.mktemp("many")
-    reshuffled(tiny_data, out, "--seed", "8", "--shard-size", str(3 * CONTEXT * 2))
+    reshuffle(tiny_data, out, "--seed", "8", "--shard-size", str(3 * CONTEXT * 2))
     assert len(list((out / "shards").glob("*.npy"))) > reader._OPEN_SHARDS
     return out
 

@@ -22,7 +22,7 @@ from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DamageError, DataError
 from tests.data_prep.corpus import shards
-from tests.kit.runs.tiny import CONTEXT, VOCAB, reshuffled
+from tests.kit.runs.tiny import CONTEXT, VOCAB, reshuffle
 
 
 def test_attributes_are_those_of_the_manifest(tiny_data):
@@ -127,7 +127,7 @@ def test_missing_unfinished_and_damaged_data_sets_are_refused(tiny_data, tmp_pat
 def test_data_set_without_instances_is_refused(tiny_data, tmp_path):
     """`optimus-data verify` accepts an empty data set, but TokenDataset refuses it."""
     context = TokenDataset(tiny_data / "eval").num_instances * CONTEXT + CONTEXT
-    reshuffled(tiny_data, tmp_path, context=context)
+    reshuffle(tiny_data, tmp_path, context=context)
     assert main(["verify", str(tmp_path)]) == 0
     assert TokenDataset(tmp_path).num_instances > 0
     assert_refused(tmp_path / "eval", f"fewer than one instance of {context}")

@@ -13,7 +13,7 @@ from data_prep.dataset.manifest import read_manifest
 from optimus.data.dataset import TokenDataset
 from optimus.data.mixture import MixedDataset
 from optimus.errors import DataError
-from tests.kit.runs.tiny import CONTEXT, reshuffled
+from tests.kit.runs.tiny import CONTEXT, reshuffle
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_sources_that_do_not_match_are_refused(sources, tiny_data, tmp_path):
         assert reason in str(caught.value) and str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    assert_refused(reshuffled(tiny_data, tmp_path / "wide", context=64), "has context = 32")
+    assert_refused(reshuffle(tiny_data, tmp_path / "wide", context=64), "has context = 32")
     text, tokenizer, other = tmp_path / "a.txt", tmp_path / "t.json", tmp_path / "other"
     text.write_text("some other text " * 50)
     trained = ["train-tokenizer", "--input", str(text), "--vocab-size", "300"]

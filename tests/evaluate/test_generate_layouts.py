@@ -24,7 +24,7 @@ def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
         prompt = torch.arange(length) * 7 % VOCAB
         for temperature in (0.0, 0.8):
             new = generate(
-                made.shard.logits_after,
+                made.model.logits_after,
                 prompt,
                 NEW_TOKENS,
                 context=CONTEXT,
@@ -34,7 +34,7 @@ def continued(tree: dict) -> tuple[list[list[int]], list[float] | None]:
                 source=source,
             )
             texts.append(new.tolist())
-    logits = made.shard.logits_after((torch.arange(13) * 7 % VOCAB).unsqueeze(0))
+    logits = made.model.logits_after((torch.arange(13) * 7 % VOCAB).unsqueeze(0))
     return texts, None if logits is None else logits.flatten().tolist()
 
 

@@ -18,7 +18,7 @@ def evaluated(tree: dict, held_out: str) -> list[HeldOutLoss]:
     everyone, data = made.groups.everyone, made.groups.data
     return [
         held_out_loss(
-            made.shard.cross_entropies,
+            made.model.cross_entropies,
             TokenDataset(held_out),
             batch_size,
             everyone,

@@ -25,11 +25,11 @@ _CUDA = Path(__file__).resolve().parent / "cuda_on_cpu"
 
 
 class CudaOnCpu(Native):
-    """The launchers of a kernels.cu, for tensors in a CPU's memory; they wait for their work."""
+    """Launchers of kernels.cu for tensors in host memory. They wait for the end of the kernel."""
 
     def __init__(self, source: Path, work: Path) -> None:
         library = work / "libcuda_on_cpu.so"
-        # -Bsymbolic: several such libraries may be loaded, each with globals of its own.
+        # -Bsymbolic: several such libraries may be loaded, each with separate globals.
         command = [
             *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden"),
             *("-Wall", "-Wextra", "-Werror", "-DOPTIMUS_NO_SIMD", "-fno-gnu-unique"),
@@ -46,17 +46,17 @@ _LOG_BYTES = 1 << 16
 
 
 def find_wheels() -> Path | str:
-    """The prefix that holds Intel's SYCL and OpenCL runtimes, or the reason why there is none.
+    """Return the prefix of Intel's SYCL and OpenCL runtimes, or the reason why there is none.
 
-    OPTIMUS_SYCL_PREFIX names the prefix of another environment than this one's.
+    OPTIMUS_SYCL_PREFIX can name the prefix of another environment.
     """
     named = os.environ.get("OPTIMUS_SYCL_PREFIX")
     try:
         files = [] if named else importlib.metadata.files("intel-sycl-rt") or []
     except importlib.metadata.PackageNotFoundError:
         return "intel-sycl-rt is not installed; `make test-sycl` does it"
-    here = [Path(f.locate()).resolve().parents[1] for f in files if f.name == "libsycl.so"]
-    prefix = Path(named) if named else here[0]
+    prefixes = [Path(f.locate()).resolve().parents[1] for f in files if f.name == "libsycl.so"]
+    prefix = Path(named) if named else prefixes[0]
     needed = ("lib/libsycl.so", "lib/libsycl-jit.so", "lib/libintelocl.so", "include/sycl/sycl.hpp")
     missing = [name for name in needed if not (prefix / name).exists()]
     if missing:
@@ -65,7 +65,8 @@ def find_wheels() -> Path | str:
 
 
 def compile_launchers(prefix: Path, csrc: Path, into: Path) -> Path:
-    """kernels.sycl by the host's compiler, with warnings as errors -> the shared library."""
+    """Compile kernels.sycl with the host's compiler, with warnings as errors. Return the shared
+    library."""
     library = into / "libsycl_proof.so"
     command = [
         *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -82,14 +83,14 @@ def compile_launchers(prefix: Path, csrc: Path, into: Path) -> Path:
 
 
 class DeviceCodeError(Exception):
-    """DPC++ refuses the source; its words."""
+    """DPC++ refuses the source. The message is that of DPC++."""
 
 
 class SyclOnCpu(Native):
-    """The launchers of csrc/sycl, for tensors in a CPU's memory."""
+    """Launchers of csrc/sycl for tensors in host memory."""
 
     def __init__(self, prefix: Path, work: Path) -> None:
-        # Before the first use of the library: the OpenCL loader reads it once.
+        # The OpenCL loader reads it once, at the first use of the library.
         os.environ["OCL_ICD_FILENAMES"] = str(prefix / "lib/libintelocl.so")
         self.source = build.csrc() / "sycl/kernels.sycl"
         self._proof = ctypes.CDLL(str(compile_launchers(prefix, build.csrc(), work)))
@@ -99,28 +100,28 @@ class SyclOnCpu(Native):
 
     @property
     def device(self) -> str:
-        """What runs the functors, in its own words: runtime and processor."""
+        """Runtime and processor that run the functors, as SYCL names them."""
         log = self._log()
         self._proof.proof_device(log, _LOG_BYTES)
         return log.value.decode()
 
     @property
     def num_functors(self) -> int:
-        """Functors that the launchers use, by element type and width."""
+        """Number of functors that the launchers use, by element type and width."""
         return self._proof.proof_num_functors()
 
     def compile(self, source: Path, more: Sequence[str] = ()) -> None:
-        """Compile a file as icpx would. Raises DeviceCodeError."""
-        self._ask("proof_compile", str(source).encode(), options=more)
+        """Compile a file with the flags of icpx. Raises DeviceCodeError."""
+        self._call_compiler("proof_compile", str(source).encode(), options=more)
 
-    def build(self, source: Path, part: str = "") -> None:
-        """Make the functors whose names hold `part` ready to run. Raises DeviceCodeError."""
+    def build(self, source: Path, functor: str = "") -> None:
+        """Compile the functors whose names contain `functor`. Raises DeviceCodeError."""
         csrc = source.parents[1]
         options = (f'-DOPTIMUS_SYCL_LAUNCH="{_SYCL / "device_only.h"}"', f"-I{csrc}")
-        self._ask("proof_build", str(source).encode(), part.encode(), options=options)
+        self._call_compiler("proof_build", str(source).encode(), functor.encode(), options=options)
 
     def use(self, source: Path, lanes: int) -> None:
-        """From now on, run the functors built from `source` in sub-groups of `lanes`."""
+        """Launch the functors built from `source` in sub-groups of `lanes` from now on."""
         self._proof.proof_use(str(source).encode(), lanes)
 
     def call(self, name, on, *arguments) -> None:
@@ -130,8 +131,8 @@ class SyclOnCpu(Native):
         log = self._log()
         assert self._proof.proof_wait(log, _LOG_BYTES) == 0, log.value.decode()
 
-    def _ask(self, function: str, *words: bytes, options: Sequence[str]) -> None:
-        # The production flags, but for those of icpx's driver alone.
+    def _call_compiler(self, function: str, *words: bytes, options: Sequence[str]) -> None:
+        # The production flags without those that only the driver of icpx accepts.
         flags = [flag for flag in sycl_build.FLAGS if not flag.startswith(("-foffload", "-std"))]
         texts = [text.encode() for text in (*flags, *options)]
         array, log = (ctypes.c_char_p * len(texts))(*texts), self._log()

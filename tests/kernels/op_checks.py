@@ -1,14 +1,15 @@
-"""What the compiled kernels of any backend must hold: every op against its twin computed in fp64.
+"""Checks of the compiled kernels of all backends: each op against its reference in fp64.
 
-T tokens, K experts a token, E experts held, D hidden, F intermediate. The twins get the same
-elements as fp64, so an error is the kernel's own: rounding to the element type, and fp32 arithmetic
-on values whose `scale` (the sum of the terms' sizes) is known.
+T tokens, K experts per token, E local experts, D hidden, F intermediate, N routed rows. The
+reference gets the same elements as fp64, so the difference is the error of the kernel: rounding to
+the element type, and fp32 arithmetic on values with a known `scale` (the sum of the absolute values
+of the terms).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -28,42 +29,43 @@ from optimus_kernels.rows import (
     route,
     route_reference,
 )
-from optimus_kernels.swiglu import reference as swiglu_twin
-from optimus_kernels.swiglu import reference_backward as swiglu_backward_twin
+from optimus_kernels.swiglu import reference as swiglu_reference
+from optimus_kernels.swiglu import reference_backward as swiglu_backward_reference
 from optimus_kernels.swiglu import swiglu, swiglu_backward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Half a unit in the last place, relative; and the smallest steps of subnormal numbers, halved.
+# Half a unit in the last place, relative; and half of the smallest subnormal number.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 FP32 = 2.0**-23
-"""One rounding of fp32, with room for a function's own error."""
+"""Error of an fp32 operation: two roundings, since functions are not correctly rounded."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts."""
+    """Random choice of experts by tokens."""
 
     name: str
     tokens: int
     top_k: int
     total: int
-    """Experts of the layer."""
+    """Number of experts of the layer."""
     first: int = 0
-    held: int | None = None
-    """None: all from `first` on."""
-    one_for_all: bool = False
-    """All tokens choose the same K experts."""
+    """The first local expert."""
+    num_local: int | None = None
+    """Number of local experts; None: all from `first` on."""
+    same_experts: bool = False
+    """True if all tokens choose the same K experts."""
 
     @property
     def num_experts(self) -> int:
-        return self.total - self.first if self.held is None else self.held
+        return self.total - self.first if self.num_local is None else self.num_local
 
     def chosen(self, device: str) -> Tensor:
-        """int64 [T, K]; made on the CPU, so that devices see the same."""
+        """Return the experts of each token, int64 [T, K], the same on all devices."""
         generator = torch.Generator().manual_seed(self.tokens)
         scores = torch.rand(self.tokens, self.total, generator=generator)
-        if self.one_for_all and self.tokens:
+        if self.same_experts and self.tokens:
             scores = scores[:1].expand_as(scores)
         return scores.topk(self.top_k, dim=1).indices.to(device)
 
@@ -74,71 +76,72 @@ ROUTINGS = (
     Routing("no token", tokens=0, top_k=2, total=4),
     Routing("top 1", tokens=67, top_k=1, total=3),
     Routing("every expert", tokens=29, top_k=5, total=5),
-    Routing("all on one", tokens=1201, top_k=1, total=64, one_for_all=True),
-    Routing("a share of the experts", tokens=131, top_k=4, total=24, first=6, held=9),
-    Routing("a share that none chose", tokens=17, top_k=1, total=9, first=5, held=2),
-    Routing("no expert held", tokens=17, top_k=2, total=9, held=0),
-    Routing("more pieces and experts than lanes", tokens=4211, top_k=4, total=67),
+    Routing("all on one", tokens=1201, top_k=1, total=64, same_experts=True),
+    Routing("a share of the experts", tokens=131, top_k=4, total=24, first=6, num_local=9),
+    Routing("a share that none chose", tokens=17, top_k=1, total=9, first=5, num_local=2),
+    Routing("no local expert", tokens=17, top_k=2, total=9, num_local=0),
+    Routing("more blocks and experts than lanes", tokens=4211, top_k=4, total=67),
 )
-"""Odd, empty and lopsided cases. The last has 33 pieces of 512 slots, and more than 64 experts."""
+"""Odd, empty and unbalanced cases. The last has 33 blocks of 512 slots and over 64 experts."""
 
 SIZES = (1, 7, 64, 136, 521, 1056)
-"""Of a row: narrower than a sub-group, odd, whole packs of 16 bytes, several sub-groups a row."""
+"""Lengths of a row: below a sub-group, odd, multiples of 16 bytes, several sub-groups per row."""
 
 
 def case(routing: Routing, device: str) -> Rows:
-    """The rows by the twin, so that ops are checked apart from each other."""
+    """Return the rows of the reference, so that each op is checked separately."""
     return route_reference(routing.chosen(device), routing.first, routing.num_experts)
 
 
 def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    """Normal numbers, the same on every device."""
+    """Return normal random numbers, the same on all devices."""
     generator = torch.Generator().manual_seed(seed + 1)
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
 
-def off_by_one(tensor: Tensor) -> Tensor:
-    """The same numbers at an address that is no multiple of 16 bytes."""
+def unaligned(tensor: Tensor) -> Tensor:
+    """Return a copy whose address is not a multiple of 16 bytes."""
     moved = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
     return moved.copy_(tensor)
 
 
 def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -> None:
-    """`actual` is `exact` (fp64) rounded to its dtype, but for fp32 roundings of `scale`."""
+    """Assert that `actual` is `exact` (fp64) rounded to the dtype, with an additional error of a
+    number of fp32 roundings of `scale`."""
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     allowed = ROUNDING[actual.dtype] * exact.abs() + SMALLEST[actual.dtype]
-    # Twice: an fp32 error may tip a value to the other neighbour.
+    # The factor of 2: due to an fp32 error, the result may be the other neighbour.
     allowed = allowed + 2 * roundings * FP32 * scale.abs()
     error = (actual.double() - exact).abs()
     wrong = ~(error <= allowed)
     assert not wrong.any(), (
         f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {wrong.nonzero()[0].tolist()}: "
-        f"{actual[wrong][0]} for {exact[wrong][0]}"
+        f"{actual[wrong][0]} instead of {exact[wrong][0]}"
     )
 
 
 def check_route(routing: Routing, device: str) -> None:
-    """Exactly the twin's, entry by entry."""
+    """Assert that all entries equal those of the reference."""
     actual = route(routing.chosen(device), routing.first, routing.num_experts)
     for name, ours, theirs in zip(actual._fields, actual, case(routing, device), strict=True):
         assert ours.dtype is torch.int32
-        assert torch.equal(ours, theirs), f"{name}: {ours} for {theirs}"
+        assert torch.equal(ours, theirs), f"{name}: {ours} instead of {theirs}"
 
 
 def check_gather(routing: Routing, size: int, dtype: torch.dtype, device: str) -> None:
-    """A copy, bit for bit, and zeros where there is no token."""
+    """Assert that rows have the bits of their token, and zeros without a token."""
     rows = case(routing, device)
     x = random(routing.tokens, size, dtype=dtype, device=device)
-    for given in (x, off_by_one(x)):
-        actual = gather(given, rows.token, rows.row)
+    for tokens in (x, unaligned(x)):
+        actual = gather(tokens, rows.token, rows.row)
         assert torch.equal(actual, gather_reference(x, rows.token, rows.row))
 
 
 def check_swiglu(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     h = 3 * random(rows, 2 * size, dtype=dtype, device=device)
-    exact = swiglu_twin(h.double())
-    for given in (h, off_by_one(h)):
-        assert_close(swiglu(given), exact, exact, roundings=6)
+    exact = swiglu_reference(h.double())
+    for operand in (h, unaligned(h)):
+        assert_close(swiglu(operand), exact, exact, roundings=6)
 
 
 def check_swiglu_backward(routing: Routing, size: int, dtype: torch.dtype, device: str) -> None:
@@ -147,15 +150,15 @@ def check_swiglu_backward(routing: Routing, size: int, dtype: torch.dtype, devic
     da = random(len(rows.slot), size, dtype=dtype, device=device, seed=1)
     w = random(routing.tokens, routing.top_k, dtype=dtype, device=device, seed=2)
     wide = h.double(), da.double(), w.double()
-    exact = swiglu_backward_twin(*wide, rows.slot)
-    # s + silu (1 - s) may cancel: its terms' sizes bound its error.
+    exact = swiglu_backward_reference(*wide, rows.slot)
+    # s + silu (1 - s) may cancel, so the absolute values of its terms bound the error.
     (g, u), weight = wide[0].chunk(2, dim=1), _of_rows(wide[2], rows.slot)
     s = g.sigmoid()
     slope = (weight * wide[1] * u).abs() * (s + (g * s).abs())
     scale_dh = torch.cat([slope, exact[0][:, size:].abs()], dim=1)
-    terms = _to_slots((wide[1] * swiglu_twin(wide[0])).abs().sum(1), rows.slot, w)
-    for give in (lambda t: t, off_by_one):
-        actual = swiglu_backward(give(h), give(da), w, rows.slot)
+    terms = _to_slots((wide[1] * swiglu_reference(wide[0])).abs().sum(1), rows.slot, w)
+    for operand in (lambda t: t, unaligned):
+        actual = swiglu_backward(operand(h), operand(da), w, rows.slot)
         assert_close(actual[0], exact[0], scale_dh, roundings=8)
         assert_close(actual[1], exact[1], exact[1], roundings=7)
         assert actual[2].dtype is torch.float32
@@ -173,8 +176,8 @@ def check_reduce(
         reduce_reference(change(y), w if w is None else change(w), rows.row, rows.slot)
         for change in (Tensor.double, lambda t: t.double().abs())
     )
-    for given in (y, off_by_one(y)):
-        actual = reduce_rows(given, w, rows.row, rows.slot)
+    for operand in (y, unaligned(y)):
+        actual = reduce_rows(operand, w, rows.row, rows.slot)
         assert_close(actual, exact, scale, roundings=1 + routing.top_k)
 
 
@@ -186,14 +189,14 @@ def check_reduce_backward(routing: Routing, size: int, dtype: torch.dtype, devic
     wide = grad.double(), y.double(), w.double()
     exact = reduce_backward_reference(*wide, rows.slot)
     terms = reduce_backward_reference(wide[0].abs(), wide[1].abs(), wide[2], rows.slot)[1]
-    for give in (lambda t: t, off_by_one):
-        actual = reduce_rows_backward(give(grad), give(y), w, rows.slot)
+    for operand in (lambda t: t, unaligned):
+        actual = reduce_rows_backward(operand(grad), operand(y), w, rows.slot)
         assert_close(actual[0], exact[0], exact[0], roundings=1)
         assert_close(actual[1], exact[1], terms, roundings=2 + size.bit_length())
 
 
 def check_rows(routing: Routing, size: int, dtype: torch.dtype, device: str) -> None:
-    """All ops that are done row by row."""
+    """Check all ops that work row by row."""
     check_gather(routing, size, dtype, device)
     check_reduce(routing, size, dtype, True, device)
     check_reduce(routing, size, dtype, False, device)
@@ -202,22 +205,33 @@ def check_rows(routing: Routing, size: int, dtype: torch.dtype, device: str) -> 
     check_swiglu_backward(routing, size, dtype, device)
 
 
-def experts_step(routing: Routing, dtype: torch.dtype, like: torch.dtype, device: str):
-    """A function of no argument: the experts' output and the gradients of x, weights, gate_up and
-    down, in `dtype`, of numbers that are exact in `like`. Its inputs are on the device before."""
-    hidden, inner, held = 128, 64, routing.num_experts
+def experts_step(
+    routing: Routing, dtype: torch.dtype, like: torch.dtype, device: str
+) -> Callable[[], list[Tensor]]:
+    """Return a function that computes a forward and a backward pass of the experts.
+
+    Args:
+        routing: The choice of experts.
+        dtype: The dtype of the computation.
+        like: A dtype in which all inputs are exact.
+        device: The device, to which the inputs are copied before the call.
+
+    Returns:
+        A function that returns the output and the gradients of x, weights, gate_up and down.
+    """
+    hidden, inner, num_experts = 128, 64, routing.num_experts
     shapes = (
         (routing.tokens, hidden),
         (routing.tokens, routing.top_k),
-        (held, 2 * inner, hidden),
-        (held, hidden, inner),
+        (num_experts, 2 * inner, hidden),
+        (num_experts, hidden, inner),
         (routing.tokens, hidden),
     )
-    made = [
+    exact = [
         random(*shape, dtype=like, device=device, seed=seed) / (8 if len(shape) == 3 else 1)
         for seed, shape in enumerate(shapes)
     ]
-    *inputs, grad = (tensor.to(dtype) for tensor in made)
+    *inputs, grad = (tensor.to(dtype) for tensor in exact)
     for tensor in inputs:
         tensor.requires_grad_()
     chosen = routing.chosen(device)
@@ -231,41 +245,41 @@ def experts_step(routing: Routing, dtype: torch.dtype, like: torch.dtype, device
 
 
 def assert_near(actual: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    """By relative norm, tensor by tensor."""
-    for one, other in zip(actual, exact, strict=True):
-        other = other.to(one.device)
-        error = (one.double() - other).norm() / other.norm()
-        assert error <= tolerance, f"{list(one.shape)}: off by {error:.2g}"
+    """Assert that the relative norm of the error of each tensor is at most the tolerance."""
+    for tensor, expected in zip(actual, exact, strict=True):
+        expected = expected.to(tensor.device)
+        error = (tensor.double() - expected).norm() / expected.norm()
+        assert error <= tolerance, f"{list(tensor.shape)}: relative error {error:.2g}"
 
 
-def check_what_is_not_finite(device: str) -> None:
-    """NaN and infinities come out where they belong, and nowhere else."""
+def check_non_finite(device: str) -> None:
+    """Assert that NaN and infinities are at the same elements as in the reference."""
     h = random(5, 2 * 64, dtype=torch.float32, device=device)
     h[1, 3], h[2, 4], h[3, 5] = torch.nan, torch.inf, -torch.inf
-    actual, twin = swiglu(h), swiglu_twin(h)
+    actual, reference = swiglu(h), swiglu_reference(h)
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):
-        assert torch.equal(kind(actual), kind(twin))
+        assert torch.equal(kind(actual), kind(reference))
 
 
-def check_numbers_from_elsewhere(device: str) -> None:
-    """Experts out of range, however far, get no row and touch no memory."""
+def check_out_of_range(device: str) -> None:
+    """Assert that experts out of range, also far, get no row and access no memory."""
     chosen = torch.tensor([[0, 2], [-1, 1], [2**62, -(2**63)], [3, 2**63 - 1]], device=device)
-    rows, twin = route(chosen, 1, 2), route_reference(chosen, 1, 2)
-    assert all(map(torch.equal, rows, twin))
+    rows, reference = route(chosen, 1, 2), route_reference(chosen, 1, 2)
+    assert all(map(torch.equal, rows, reference))
     assert rows.offsets.tolist() == [0, 1, 2]
 
 
 def _of_rows(weights: Tensor, slot: Tensor) -> Tensor:
-    """[R, 1]: each row's weight; 0 for a row that has no slot."""
+    """Return the weight of each row, [N, 1]; 0 for a row without a slot."""
     of_slot = weights.flatten()[slot.clamp(min=0).long()] if weights.numel() else weights.flatten()
     return of_slot.masked_fill(slot < 0, 0).unsqueeze(1)
 
 
 def _to_slots(of_row: Tensor, slot: Tensor, like: Tensor) -> Tensor:
-    """[T, K] from [R]; zeros for slots that have no row."""
+    """Return the values of rows [N] by slot, [T, K]; 0 for slots without a row."""
     out = of_row.new_zeros(like.numel())
-    here = slot >= 0
-    out[slot[here].long()] = of_row[here]
+    has_slot = slot >= 0
+    out[slot[has_slot].long()] = of_row[has_slot]
     return out.view(like.shape)
 
 
@@ -277,6 +291,7 @@ needs_torch_form = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def in_form(name: str) -> Iterator[None]:
+    """Use a form of grouped products, "loop" or "torch", in a block."""
     set_form(name)
     try:
         yield
@@ -285,3 +300,4 @@ def in_form(name: str) -> Iterator[None]:
 
 
 FORMS = ("loop", pytest.param("torch", marks=needs_torch_form))
+"""Forms of grouped products on a CPU. torch 2.8 has none."""

@@ -160,8 +160,8 @@ def test_route_on_a_gpu(gpu, routing):
 
 @needs_gpu
 def test_numbers_out_of_range_and_non_finite_values_on_a_gpu(gpu):
-    checks.check_numbers_from_elsewhere(gpu)
-    checks.check_what_is_not_finite(gpu)
+    checks.check_out_of_range(gpu)
+    checks.check_non_finite(gpu)
 
 
 @needs_gpu

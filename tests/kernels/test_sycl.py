@@ -50,7 +50,7 @@ def test_route(lanes, routing):
 
 
 def test_route_ignores_numbers_out_of_range(lanes):
-    checks.check_numbers_from_elsewhere("cpu")
+    checks.check_out_of_range("cpu")
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
@@ -63,7 +63,7 @@ def test_rows_of_all_sizes(lanes, size, dtype):
 
 
 def test_non_finite_values(lanes):
-    checks.check_what_is_not_finite("cpu")
+    checks.check_non_finite("cpu")
 
 
 def test_invalid_sizes_are_refused(lanes, sycl):

@@ -6,7 +6,7 @@ import re
 
 from optimus.observe.metrics import read_json_lines
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import told_by
+from tests.kit.runs.training import printed_by
 
 
 def test_actions_traffic_start_up_and_load_reach_the_sinks(ranks, tiny_data, tmp_path):
@@ -14,7 +14,7 @@ def test_actions_traffic_start_up_and_load_reach_the_sinks(ranks, tiny_data, tmp
 
     settings = {"parallel__pp": 2, "train__max_steps": 3, "observe__tensorboard": True}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
-    printed, of_rank_1 = ranks(2, told_by, tree, start_world=False, timeout_s=120)
+    printed, of_rank_1 = ranks(2, printed_by, tree, start_world=False, timeout_s=120)
     assert not of_rank_1
     assert re.search(
         r"^optimus: start-up .* first update [\d.]+ s; processor time ", printed, re.MULTILINE

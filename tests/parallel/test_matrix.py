@@ -16,8 +16,8 @@ from tests.kit.layouts.matrix import (
     Agreement,
     Case,
     Outcome,
-    agree,
     all_cases,
+    check_case,
     compare,
     pairwise,
     run_case,
@@ -46,7 +46,7 @@ def agreement_of(ranks, case: Case, **train: Any) -> Agreement:
             _known[key] = run(1, tree)
         return _known[key]
 
-    return agree(case, run_layout, run_alone)
+    return check_case(case, run_layout, run_alone)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
@@ -89,7 +89,7 @@ NAN, NEAR, FAR = float("nan"), 1e-5, 1e-3
 
 
 def outcome(
-    turned_at: int = 0,
+    rerouted_at: int = 0,
     gap: float = NEAR,
     gradient: float = 1.0,
     losses: tuple[float, ...] = (5.0, 4.0),
@@ -98,11 +98,11 @@ def outcome(
     """Return an artificial outcome of a run.
 
     Args:
-        turned_at: the step at which the router chooses another expert, or 0 for never.
+        rerouted_at: the step at which the router chooses another expert, or 0 for never.
         gap: the difference between the probabilities of the two experts.
     """
     routes = {
-        (step, 0, 0): (torch.tensor([[step == turned_at]]).long(), torch.tensor([gap]))
+        (step, 0, 0): (torch.tensor([[step == rerouted_at]]).long(), torch.tensor([gap]))
         for step in (1, 2, 3)
     }
     gradients = {"v": torch.ones(1), "w": torch.tensor([gradient]), "x": torch.ones(1)}
@@ -116,19 +116,19 @@ OFF = (5.1, 4.0)
     ("many", "again", "broken"),
     [
         (outcome(), None, ""),
-        (outcome(turned_at=2, losses=OFF), outcome(), ""),
-        (outcome(turned_at=2), outcome(turned_at=3), "1e-5: 1 tokens went elsewhere"),
-        (outcome(turned_at=2), outcome(losses=OFF), "1e-5: losses are off"),
-        (outcome(turned_at=1), None, "went elsewhere"),
-        (outcome(turned_at=2, gap=FAR), None, "went elsewhere"),
-        (outcome(turned_at=2, gradient=1.1), None, "went elsewhere"),
-        (outcome(losses=OFF), None, "losses are off"),
+        (outcome(rerouted_at=2, losses=OFF), outcome(), ""),
+        (outcome(rerouted_at=2), outcome(rerouted_at=3), "1e-5: 1 tokens were rerouted"),
+        (outcome(rerouted_at=2), outcome(losses=OFF), "1e-5: the error of a loss"),
+        (outcome(rerouted_at=1), None, "were rerouted"),
+        (outcome(rerouted_at=2, gap=FAR), None, "were rerouted"),
+        (outcome(rerouted_at=2, gradient=1.1), None, "were rerouted"),
+        (outcome(losses=OFF), None, "the error of a loss"),
     ],
 )
-def test_a_case_runs_gently_only_if_tokens_turn_after_an_update(many, again, broken):
+def test_a_large_eps_is_used_only_if_tokens_are_rerouted_after_an_update(many, again, broken):
     case = next(case for case in all_cases() if case.tp == 2)
     runs, alone = iter([many, again]), outcome(gap=float(many.routes[1, 0, 0][1]))
-    agreement = agree(case, lambda size, tree: next(runs), lambda tree: alone)
+    agreement = check_case(case, lambda size, tree: next(runs), lambda tree: alone)
     assert broken in " ".join(agreement.broken) and bool(broken) == bool(agreement.broken)
     assert bool(agreement.by_adamw) == (again is not None and not broken)
 
@@ -136,10 +136,10 @@ def test_a_case_runs_gently_only_if_tokens_turn_after_an_update(many, again, bro
 @pytest.mark.parametrize(
     ("wrong", "broken"),
     [
-        ({"gradient": NAN}, "the gradient of w is off by inf"),
-        ({"losses": (NAN, 4.0)}, "losses are off by inf"),
-        ({"losses": (5.0, NAN)}, "losses are off by inf"),
-        ({"aux": NAN}, "losses are off by inf"),
+        ({"gradient": NAN}, "the error of the gradient of w is inf"),
+        ({"losses": (NAN, 4.0)}, "the error of a loss is inf"),
+        ({"losses": (5.0, NAN)}, "the error of a loss is inf"),
+        ({"aux": NAN}, "the error of a loss is inf"),
     ],
 )
 @pytest.mark.parametrize("both", [False, True])
@@ -155,7 +155,7 @@ def test_nan_is_no_agreement(wrong, broken, both):
 def test_gradients_of_zero_agree():
     case, zero = next(case for case in all_cases() if case.tp == 2), outcome(gradient=0.0)
     assert not compare(case, zero, zero).broken
-    assert "w is off" in " ".join(compare(case, outcome(), zero).broken)
+    assert "error of the gradient of w" in " ".join(compare(case, outcome(), zero).broken)
 
 
 def test_the_sample_has_all_factorisations_and_all_choices():

@@ -20,7 +20,7 @@ from optimus.parallel.placement import whole_model
 from optimus.planner.plan import format_plan, plan
 from optimus.rank.states import plan_rank, plan_ranks, states_of_rank
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_shard, make_updater, numbered
+from tests.kit.runs.training import make_microbatch, make_rank_model, make_updater
 from tests.planner.test_plan import CONFIGS
 
 FAST = {"train__deterministic": False}
@@ -60,7 +60,7 @@ def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     """
     config, _, groups, batch, shard, states, updater = make_updater(tree)
     for step in (1, 2):
-        updater.run(step, [numbered(step)] * batch.microbatches_per_rank)
+        updater.run(step, [make_microbatch(step)] * batch.microbatches_per_rank)
     in_memory = all_memory(
         states, *shard.model.parameters(), *shard.model.separated_uses().values()
     )
@@ -215,7 +215,7 @@ def test_the_paper_s_large_runs_fit_a_tile(name):
 
 def staging_of(tree: dict[str, Any]) -> int:
     """Return the bytes that this rank allocates for checkpoint.async_save."""
-    config, _, groups, _, shard = make_shard(tree)
+    config, _, groups, _, shard = make_rank_model(tree)
     states = states_of_rank(config.model, shard.layout, groups, shard.make_states())
     scatter, limits = config.checkpoint.scatter, {"limit_s": 9.0, "begin_s": 9.0}
     full = FullSaver(states, scatter, staged=True)

@@ -16,7 +16,7 @@ from optimus.train import save as train_save
 from tests.kit.faults.nonfinite import break_element, damage_state, poison
 from tests.kit.runs.results import metrics_of
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_run, run_and_catch, told_by, train_on
+from tests.kit.runs.training import make_run, printed_by, run_and_catch, train_on
 
 FAST = {"train__deterministic": False, "train__threads": 1}
 BF16 = {"train__dtype": "bf16"}
@@ -133,7 +133,7 @@ def test_a_checkpoint_with_a_damaged_state_is_skipped(ranks, tiny_data, tmp_path
     damaged = store.full_path(tmp_path, 4)
     words = f"{damaged}: exp_avg_sq of {name} is inf at element "
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=5)
-    printed = ranks(2, told_by, tree, start_world=False)[0]
+    printed = ranks(2, printed_by, tree, start_world=False)[0]
     assert f"passing over a damaged checkpoint: {words}" in printed
     assert f"starting at step 2 from {store.full_path(tmp_path, 2)}" in printed
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]

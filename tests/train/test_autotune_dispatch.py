@@ -13,7 +13,7 @@ from optimus.distributed.mesh import Mesh
 from optimus.train import autotune
 from tests.kit.runs.results import metrics_of
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import told_by
+from tests.kit.runs.training import printed_by
 
 EP2 = {
     "parallel__ep": 2,
@@ -35,13 +35,13 @@ def run_measured(tree: dict) -> str:
         return {"allgather": 0.25, "alltoall": 0.125}
 
     autotune.time_dispatchers = measured
-    return told_by(tree)
+    return printed_by(tree)
 
 
 def run_unmeasured(tree: dict) -> str:
     """Train and return the log. Fail if the run tries to measure dispatchers."""
     autotune.time_dispatchers = None
-    return told_by(tree)
+    return printed_by(tree)
 
 
 def run_as_on_xpu(tree: dict) -> str:

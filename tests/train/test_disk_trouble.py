@@ -20,23 +20,23 @@ from optimus.observe.metrics import JsonLines
 from optimus.train.loop import Run
 from tests.kit.faults.disk import immutable, small_disk
 from tests.kit.runs.results import assert_same_run, metrics_of
-from tests.kit.runs.saves import BOTH, hold_writes, steps_kept
+from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, steps_kept
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import Ended, run_with, train_on, warnings
+from tests.kit.runs.training import Ended, run_with, train_on
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
     """Train. On rank 1, the write of the checkpoint of step 4 hangs until update 10."""
-    return run_with(tree, hold_writes({4: 10} if read_launch_env().rank == 1 else {}))
+    return run_with(tree, delay_writes({4: 10} if read_launch_env().rank == 1 else {}))
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_hanging_disk_delays_a_run_by_at_most_the_timeout(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 4, "train__max_steps": 12, "checkpoint__timeout_s": 3.0}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_a_hanging_disk, tree, start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
-    first, second = warnings(ended[0])
+    first, second = ended[0].warnings()
     assert "step-00000004 not written within checkpoint.timeout_s = 3: the disk of rank 1" in first
     assert "step 8 is not saved: the disk has not finished the save of step 4" in second
     assert steps_kept(tmp_path) == [12]
@@ -77,7 +77,7 @@ def disk(tmp_path) -> Iterator[Path]:
         yield tmp_path / "disk"
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path, disk, async_save):
     """The disk is full during the saves of steps 10 and 15. Metrics must be kept and written when
     the disk has space again."""
@@ -88,7 +88,7 @@ def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path,
     tree = tiny_tree(tiny_data, run, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_on_a_full_disk, tree, str(disk), start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
-    lines = warnings(ended[0])
+    lines = ended[0].warnings()
     for step in (10, 15):
         for kind in ("step", "model"):
             words = f"warning: step {step} is not saved: {kind}-000000{step} not written: "
@@ -101,7 +101,7 @@ def test_full_disk_loses_no_result_and_is_used_again(ranks, tiny_data, tmp_path,
     assert_same_run(tmp_path / "unbroken", run)
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_read_only_directory_delays_saves_only(ranks, tiny_data, tmp_path, disk, async_save):
     settings = {
         "train__max_steps": 24,
@@ -114,7 +114,7 @@ def test_read_only_directory_delays_saves_only(ranks, tiny_data, tmp_path, disk,
     tree = tiny_tree(tiny_data, run, **settings)
     ended = ranks(2, run_on_a_read_only_disk, tree, str(disk), start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
-    lines = warnings(ended[0])
+    lines = ended[0].warnings()
     assert len(lines) == 2 and all("Read-only file system" in line for line in lines), lines
     assert steps_kept(run) == [6, 24]
 
@@ -134,7 +134,7 @@ def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
     return run_with(tree, before)
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_path, async_save):
     settings = {
         "train__max_steps": 12,
@@ -145,7 +145,7 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
     ended = ranks(2, run_with_waiting_lines, tree, (7, 8, 9, 10, 11), start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2, ended
     words = "step 8 is not saved: step-00000008 not written: "
-    (warning,) = (line for line in warnings(ended[0]) if words in line)
+    (warning,) = (line for line in ended[0].warnings() if words in line)
     assert "metrics.jsonl: No space left on device" in warning
     assert steps_kept(tmp_path) == [4, 12]
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(1, 13))
@@ -155,7 +155,7 @@ def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
     """Train with space for a full checkpoint or a model-only checkpoint. To write both, one byte of
     space is missing."""
     plain, due = shutil.disk_usage, []
-    release_writes = hold_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
+    release_writes = delay_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 
     def before(step: int) -> None:
         due.append(step)
@@ -216,7 +216,7 @@ def test_save_that_cannot_begin_keeps_no_copies(ranks, tiny_data, tmp_path):
     settings |= {"optim__frozen": ["embed.weight"], "checkpoint__max_failures": 0}
     tree = tiny_tree(tiny_data, tmp_path, **settings)
     (ended,) = ranks(1, run_without_space, tree, start_world=False)
-    assert len(warnings(ended)) == 2 and ended.status == 1, ended
+    assert len(ended.warnings()) == 2 and ended.status == 1, ended
     assert "it needs " in ended.message and "removes older checkpoints; make room" in ended.message
 
 
@@ -224,18 +224,18 @@ def test_space_of_a_written_full_checkpoint_is_not_counted_again(ranks, tiny_dat
     settings = {"train__max_steps": 9, "checkpoint__interval": 3, "checkpoint__model_interval": 3}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=True)
     ended = ranks(2, run_with_space_for_both, tree, start_world=False)
-    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2 and not warnings(ended[0]), ended
+    assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2 and not ended[0].warnings(), ended
     assert (tmp_path / "checkpoints" / "model-00000009").is_dir()
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_full_checkpoint_precedes_model_without_space_for_both(
     ranks, tiny_data, tmp_path, async_save
 ):
     settings = {"checkpoint__interval": 10, "checkpoint__model_interval": 5}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_space_for_full_or_model, tree, start_world=False)
-    lines = warnings(ended[0])
+    lines = ended[0].warnings()
     assert "step 10 is not saved: model-00000010 not written: " in lines[0], ended
     if async_save:  # without async_save, the full checkpoint is already written
         assert "older checkpoints, and the full one of its step " in lines[0], lines
@@ -254,7 +254,7 @@ def run_on_a_filling_disk(tree: dict[str, Any], folder: str) -> Ended:
     return run_with(tree, before)
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, async_save):
     """Two old checkpoints cannot be deleted. The run must still delete other old checkpoints. It
     must print one warning about each of the two, and must mention them when it warns that space is
@@ -270,7 +270,7 @@ def test_undeletable_checkpoints_do_not_keep_others(ranks, tiny_data, tmp_path, 
                 1, run_on_a_filling_disk, tree, str(tmp_path / "disk"), start_world=False
             )
         assert ended[:2] == (0, ""), ended
-        lines = warnings(ended)
+        lines = ended.warnings()
         for step in (2, 4):
             (line,) = (line for line in lines if f"step-0000000{step}" in line)
             assert line.endswith(f"{directory}/step-0000000{step}: Operation not permitted")

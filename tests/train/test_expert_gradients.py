@@ -17,7 +17,7 @@ from optimus.rank.model import RankModel
 from optimus_kernels import experts_loop
 from tests.kit.layouts.whole import whole_of
 from tests.kit.runs.tiny import CONTEXT, tiny_tree
-from tests.kit.runs.training import make_updater, own_batch
+from tests.kit.runs.training import local_batch, make_updater
 
 BATCH, STEPS = 8, 2
 
@@ -62,7 +62,7 @@ def record_updates(tree: dict, world: World, made: list[int]) -> Updates:
         shard.model.compile_blocks()
     results = []
     for step in range(1, STEPS + 1):
-        result = updater.run(step, own_batch(groups, BATCH))
+        result = updater.run(step, local_batch(groups, BATCH))
         results.append((result.loss, result.aux_loss, result.z_loss, result.grad_norm))
     whole = {
         f"{kind} {n}": t for kind in ("grad", "master") for n, t in whole_of(states, kind).items()

@@ -30,7 +30,7 @@ from tests.kit.faults.disk import flip
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.saves import save_full
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_shard, run_and_catch, run_tree, train_on
+from tests.kit.runs.training import make_rank_model, run_and_catch, run_tree, train_on
 
 BLOCK = 10_000
 
@@ -46,7 +46,7 @@ def build(tree: dict[str, Any]) -> Built:
     # Small sizes, so that a file has many blocks and stripes.
     shard_file.BLOCK_BYTES = format_module.BLOCK_BYTES = BLOCK
     load_module.STRIPE = 3000
-    config, _, groups, _, shard = make_shard(tree)
+    config, _, groups, _, shard = make_rank_model(tree)
     engine = shard.make_states(initial=False)
     return Built(states_of_rank(config.model, shard.layout, groups, engine), shard)
 

@@ -27,7 +27,7 @@ from optimus.train.load import load_weights
 from tests.kit.layouts.whole import WholeModel
 from tests.kit.ranks.processes import peak_of
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_shard, run_tree, train_on
+from tests.kit.runs.training import make_rank_model, run_tree, train_on
 
 SIZES = {
     "tp2-ep2": {"parallel__tp": 2, "parallel__ep": 2},
@@ -44,7 +44,7 @@ def take(tree: dict[str, Any], path: str, size: int) -> tuple[dict[str, int], di
     """Load weights in pieces of `size` elements. Return this rank's numbers of opened files and
     read bytes, and the whole masters."""
     piecewise(size)
-    config, world, groups, _, shard = make_shard(tree)
+    config, world, groups, _, shard = make_rank_model(tree)
     states = shard.make_states(initial=False)
     for state in states.chunks:
         state.master.fill_(torch.nan)
@@ -187,7 +187,7 @@ def test_file_truncated_while_reading_is_refused_on_all_ranks(ranks, sources, ti
 
 
 def refused_by_its_configuration(tree: dict[str, Any]) -> str:
-    _, world, _, _, shard = make_shard(tree)
+    _, world, _, _, shard = make_rank_model(tree)
 
     def opening() -> None:
         raise ConfigError("of its configuration")

@@ -14,7 +14,7 @@ from tests.kit.layouts.whole import whole_of
 from tests.kit.ranks.pool import RanksFailed
 from tests.kit.runs.results import assert_same_run, metrics_of
 from tests.kit.runs.tiny import DENSE, tiny_config, tiny_tree
-from tests.kit.runs.training import make_updater, own_batch, train_on
+from tests.kit.runs.training import local_batch, make_updater, train_on
 
 HALF = {"train__dtype": "fp16", "train__deterministic": False, "train__threads": 1}
 STILL = {"optim__schedule": "constant", "optim__warmup_steps": 0}
@@ -69,7 +69,7 @@ def run_updates(tree: dict, steps: int, poisoned: tuple[int, int] | None = None)
     update, and this rank's masters and first moments after it. If `poisoned` is (step, rank), a
     gradient of this rank is infinite in this step."""
     _, world, groups, _, shard, states, updater = make_updater(tree)
-    batch = own_batch(groups)
+    batch = local_batch(groups)
     by_step = {}
     for step in range(1, steps + 1):
         handle = None

@@ -20,7 +20,7 @@ from optimus.rank import states as states_module
 from optimus.rank.states import plan_rank, plan_ranks, states_of_rank
 from tests.kit.runs.results import assert_same_run
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_shard, make_updater, numbered, run_tree
+from tests.kit.runs.training import make_microbatch, make_rank_model, make_updater, run_tree
 
 STATES = ("master", "momentum")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -72,7 +72,7 @@ def bytes_of_momentum(tree: dict[str, Any], dtype: torch.dtype) -> list[dict[str
     """Return the planned bytes, and those of the states after an update."""
     use_momentum(dtype)
     config, _, groups, batch, _, states, updater = make_updater(tree)
-    updater.run(1, [numbered(1)] * batch.microbatches_per_rank)
+    updater.run(1, [make_microbatch(1)] * batch.microbatches_per_rank)
     planned = plan_rank(config, groups.mesh, groups.coordinate).engine.state_bytes()
     return [planned, states.state_bytes()]
 
@@ -96,7 +96,7 @@ def test_plan_counts_the_declared_moments(ranks, monkeypatch, dtype):
 
 def load_with_momentum(tree: dict[str, Any], path: Path) -> str:
     use_momentum(torch.float32)
-    config, _, groups, _, shard = make_shard(tree)
+    config, _, groups, _, shard = make_rank_model(tree)
     engine = shard.make_states(initial=False)
     states = states_of_rank(config.model, shard.layout, groups, engine)
     return load_full(states, store.read_manifest(path), "broadcast")

@@ -16,7 +16,7 @@ from tests.kit.layouts.whole import whole_of
 from tests.kit.ranks.pool import RanksFailed
 from tests.kit.runs.results import assert_same_run, weights_of
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_shard, make_updater, numbered, train_on
+from tests.kit.runs.training import make_microbatch, make_rank_model, make_updater, train_on
 
 GROUPS = [
     {"pattern": "*norm*", "weight_decay": 0.0},
@@ -37,7 +37,7 @@ def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
     run = {**RUN, "optim__eps": 1e-3, "train__global_batch_tokens": 32}
     tree = tiny_tree("d", "r", **run, optim__clip_norm=clip_norm)
     config, _, _, _, shard, _, updater = make_updater(tree)
-    tokens = numbered(0).tokens
+    tokens = make_microbatch(0).tokens
     plain = Transformer(config.model)
     initialise_(plain, 0)
     optim = config.optim
@@ -54,7 +54,7 @@ def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
         eps=optim.eps,
     )
     for step in (1, 2):
-        norm = updater.run(step, [numbered(0)]).grad_norm
+        norm = updater.run(step, [make_microbatch(0)]).grad_norm
         adamw.zero_grad()
         terms = plain.losses(tokens)
         (terms.ce_sum / 31 + 0.01 * terms.aux + 0.001 * terms.z).backward()
@@ -71,7 +71,7 @@ def test_updates_equal_those_of_torch_with_the_same_groups(clip_norm):
 
 
 def test_chunk_has_parameters_of_equal_settings():
-    shard = make_shard(tiny_tree("d", "r", **RUN)).shard
+    shard = make_rank_model(tiny_tree("d", "r", **RUN)).model
     states = shard.make_states()
     for chunk_state in states.chunks:
         names = [slot.name for slot in chunk_state.chunk.slots]

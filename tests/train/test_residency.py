@@ -19,7 +19,7 @@ from tests.kit.layouts.tower import planned_gathers, resident_bytes, watch_uses
 from tests.kit.ranks.pool import RanksFailed
 from tests.kit.runs.results import assert_same_run, metrics_of
 from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_tree
-from tests.kit.runs.training import make_run, make_updater, numbered, told_by, train_on
+from tests.kit.runs.training import make_microbatch, make_run, make_updater, printed_by, train_on
 
 SMALL = {"optim__chunk_length": 2000, "train__global_batch_tokens": 8 * CONTEXT}
 PIPELINE = {"parallel__pp": 2, "model__num_layers": 4}
@@ -123,11 +123,11 @@ def test_run_resumes_under_another_residency_with_equal_evaluations_and_samples(
         "train__sample_tokens": 4,
     }
     single, many, stop, log = tmp_path / "single", tmp_path / "many", 0, ""
-    (expected,) = ranks(1, told_by, tiny_tree(tiny_data, single, **run), **ALONE)
+    (expected,) = ranks(1, printed_by, tiny_tree(tiny_data, single, **run), **ALONE)
     for sharding in SHARDINGS[2:5]:
         stop += 2
         tree = tiny_tree(tiny_data, many, **run, **sharding, train__stop_at_step=stop)
-        log += ranks(2, told_by, tree, **ALONE)[0]
+        log += ranks(2, printed_by, tree, **ALONE)[0]
     assert_same_run(single, many)
     assert read_json_lines(single / "eval.jsonl") == read_json_lines(many / "eval.jsonl")
     samples, expected_samples = (re.findall("sample at step .*", text) for text in (log, expected))
@@ -184,7 +184,7 @@ def count_step(tree: dict) -> dict:
     cache, visits = states.params, watch_uses(states)
     for step in (1, 2):
         meter.clear()
-        updater.run(step, [numbered(0)] * plan.microbatches_per_rank)
+        updater.run(step, [make_microbatch(0)] * plan.microbatches_per_rank)
     sizes = {c.chunk.number: c.params.numel() * c.params.itemsize for c in states.chunks}
     return {
         "traffic": {name: count for (axes, name), count in meter.counts.items() if axes == "dp"},

@@ -17,7 +17,7 @@ from optimus.launch.environment import read_launch_env
 from optimus.train.loop import train
 from optimus.train.resolve import network_warnings, resolve
 from optimus.train.run_dir import RunDirectory
-from tests.kit.runs.tiny import CONTEXT, DENSE, reshuffled, tiny_tree
+from tests.kit.runs.tiny import CONTEXT, DENSE, reshuffle, tiny_tree
 from tests.train.test_run import train_on
 
 MIX = [{"path": "/nowhere", "weight": 1}]
@@ -220,7 +220,7 @@ def test_instances_that_a_change_skips_are_reported(tiny_data, stopped_run, tmp_
     change |= {"checkpoint__allow_change": ["train.global_batch_tokens", "data.identity"]}
     (line,) = _data_changes(resolved(tiny_data, stopped_run, **change))
     assert line.endswith(f" (checkpoint of step 2: {8 * CONTEXT}); instances 16 to 32 are skipped")
-    other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
+    other = reshuffle(tiny_data, tmp_path / "other", "--seed", "8")
     change["train__global_batch_tokens"] = 8 * CONTEXT
     (line,) = _data_changes(resolved(other, stopped_run, **change))
     assert line.startswith("data.identity = ") and line.endswith("; instances 0 to 16 are skipped")
@@ -260,7 +260,7 @@ def test_read_only_run_directory_is_refused(tiny_data, tmp_path):
 
 
 def test_training_on_evaluation_data_is_refused(tiny_data, tmp_path):
-    again = reshuffled(tiny_data / "eval", tmp_path / "again")
+    again = reshuffle(tiny_data / "eval", tmp_path / "again")
     for path, advice in ((tiny_data / "eval", f" to {tiny_data}, "), (again, "that contains it")):
         mix = [{"path": str(path), "weight": 1}]
         for key, data in (
@@ -277,7 +277,7 @@ def test_training_on_evaluation_data_is_refused(tiny_data, tmp_path):
 
 
 def test_mix_is_evaluated_on_mixed_evaluation_data(tiny_data, tmp_path):
-    other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
+    other = reshuffle(tiny_data, tmp_path / "other", "--seed", "8")
     eval_sets = [TokenDataset(path / "eval") for path in (tiny_data, other)]
 
     def evaluation_data(*paths, **overrides):

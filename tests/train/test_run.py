@@ -20,7 +20,7 @@ from optimus.train import loop
 from optimus.train.resolve import resolve
 from tests.kit.runs.results import assert_same_run, metrics_of
 from tests.kit.runs.tiny import CONTEXT, DENSE, tiny_tree
-from tests.kit.runs.training import run_and_catch, told_by, train_on
+from tests.kit.runs.training import printed_by, run_and_catch, train_on
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_samples_are_the_same_on_all_layouts(ranks, tiny_data, tmp_path):
     samples = []
     for size, layout in ((1, {}), (2, {}), (2, {"parallel__pp": 2})):
         tree = tiny_tree(tiny_data, tmp_path / f"run-{len(samples)}", **settings, **layout)
-        first, *others = ranks(size, told_by, tree, start_world=False, timeout_s=120)
+        first, *others = ranks(size, printed_by, tree, start_world=False, timeout_s=120)
         assert not any("sample" in other for other in others)
         lines = first.splitlines()
         logged = [
@@ -204,7 +204,7 @@ def test_a_resume_restores_lost_metrics_or_names_them(ranks, tiny_data, tmp_path
     assert tuple(copy.read_bytes() for copy in copies) == before
     for copy in copies if not has_copy else ():
         copy.unlink()
-    log = ranks(1, told_by, tree, start_world=False)[0]
+    log = ranks(1, printed_by, tree, start_world=False)[0]
     lines = [line for line in log.splitlines() if "jsonl" in line]
     if has_copy:
         assert [line.split(": ")[-1] for line in lines] == [
@@ -234,7 +234,7 @@ def test_a_resume_names_evaluations_missing_in_file_and_copy(ranks, tiny_data, t
     for path in (evaluations, tmp_path / ".eval-copy.jsonl"):
         assert path.stat().st_size > 0
         path.write_bytes(b"")
-    stderr = ranks(1, told_by, tree, start_world=False)[0]
+    stderr = ranks(1, printed_by, tree, start_world=False)[0]
     (line,) = (line for line in stderr.splitlines() if "jsonl" in line)
     assert f"{evaluations}: the lines of steps 2, 4 are missing" in line
     assert [record["step"] for record in read_json_lines(evaluations)] == [6]

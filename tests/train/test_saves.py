@@ -32,13 +32,13 @@ from optimus.train.loop import Run
 from optimus.train.stop import StopRequest
 from tests.kit.ranks.pool import RanksFailed
 from tests.kit.runs.results import assert_same_run, metrics_of, read_whole
-from tests.kit.runs.saves import BOTH, hold_writes, slots, steps_kept
+from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, full_states, steps_kept
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import Ended, run_with, told_by, train_on, warnings
+from tests.kit.runs.training import Ended, printed_by, run_with, train_on
 
 
 def run_with_delayed_writes(tree: dict[str, Any], until: dict[int, int]) -> Ended:
-    return run_with(tree, hold_writes(until))
+    return run_with(tree, delay_writes(until))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_async_saves_write_the_files_of_sync_saves(ranks, tiny_data, tmp_path, s
     ended = ranks(size, run_with_delayed_writes, tree, {4: 7}, start_world=False, timeout_s=120)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * size
     assert_same_run(tmp_path / "sync", tmp_path / "async")
-    assert slots(tmp_path / "sync") == slots(tmp_path / "async")
+    assert full_states(tmp_path / "sync") == full_states(tmp_path / "async")
     for step in (4, 8):
         paths = [store.model_path(tmp_path / run, step) for run in ("sync", "async")]
         sync, written = ((path / "model.safetensors").read_bytes() for path in paths)
@@ -118,7 +118,7 @@ def run_with_small_models(tree: dict[str, Any], victim: int, failing: int) -> En
     return run_with(tree, lambda step: None)
 
 
-@BOTH
+@SYNC_AND_ASYNC
 @pytest.mark.parametrize("victim", [0, 1])
 def test_save_that_fails_on_a_rank_is_reported_and_the_run_continues(
     ranks, tiny_data, tmp_path, victim, async_save
@@ -128,17 +128,17 @@ def test_save_that_fails_on_a_rank_is_reported_and_the_run_continues(
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_files, tree, victim, [8], start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
-    assert warnings(ended[0]) == [
+    assert ended[0].warnings() == [
         f"optimus: warning: step 8 is not saved: step-00000008/shard-0000{victim}.bin not written: "
         "File too large; the newest checkpoint is step-00000004; the run continues (failure 1 of 3 "
         "in a row)"
     ]
-    assert not warnings(ended[1])
+    assert not ended[1].warnings()
     assert steps_kept(tmp_path / "run") == [4, 12]
     assert_same_run(tmp_path / "unbroken", tmp_path / "run")
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_too_many_failures_in_a_row_end_the_run(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 3, "checkpoint__max_failures": 2, "optim__sharding": "so"}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
@@ -146,12 +146,12 @@ def test_too_many_failures_in_a_row_end_the_run(ranks, tiny_data, tmp_path, asyn
     assert ended[0][:2] == ended[1][:2] and ended[0].status == 1
     assert "step 9 is not saved" in ended[0].message and "max_failures = 2" in ended[0].message
     assert "the newest checkpoint is step-00000003" in ended[0].message
-    assert len(warnings(ended[0])) == 1
+    assert len(ended[0].warnings()) == 1
     assert steps_kept(tmp_path) == [3]
     assert len(metrics_of(tmp_path)) in ((10, 11, 12) if async_save else (9,))
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_failure_of_the_last_checkpoint_ends_the_run_in_error(
     ranks, tiny_data, tmp_path, async_save
 ):
@@ -175,7 +175,7 @@ def run_and_record_starts(tree: dict[str, Any]) -> list[str]:
     return started
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_full_checkpoint_starts_before_the_model_of_its_step(
     ranks, tiny_data, tmp_path, async_save
 ):
@@ -188,7 +188,7 @@ def test_full_checkpoint_starts_before_the_model_of_its_step(
     assert started == [f"{kind}-{step:08}" for kind, step in steps]
 
 
-@BOTH
+@SYNC_AND_ASYNC
 @pytest.mark.parametrize("victim", [0, 1])
 def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
     ranks, tiny_data, tmp_path, victim, async_save
@@ -197,7 +197,7 @@ def test_model_that_a_rank_cannot_write_fails_on_all_ranks(
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
     ended = ranks(2, run_with_small_models, tree, victim, 6, start_world=False)
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
-    (warning,) = warnings(ended[0])
+    (warning,) = ended[0].warnings()
     words = f"step 6 is not saved: model-00000006/weights of rank {victim} not written: File too"
     assert words in warning
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -223,7 +223,7 @@ def run_with_a_bad_moment(tree: dict[str, Any]) -> Ended:
     return run_with(tree, before, poke)
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_nonfinite_state_is_never_committed(ranks, tiny_data, tmp_path, async_save):
     settings = {"checkpoint__interval": 2, "optim__sharding": "so"}
     tree = tiny_tree(tiny_data, tmp_path, **settings, checkpoint__async_save=async_save)
@@ -239,7 +239,7 @@ def test_nonfinite_state_is_never_committed(ranks, tiny_data, tmp_path, async_sa
 
 def lose_the_second_rank(tree: dict[str, Any]) -> Ended:
     """Train, and kill rank 1 before update 6, while both ranks write the checkpoint of step 4."""
-    hold_writes({4: 1000})
+    delay_writes({4: 1000})
 
     def before(step: int) -> None:
         if step == 6 and read_launch_env().rank == 1:
@@ -273,7 +273,7 @@ def lose_the_first_rank_as_a_save_begins(tree: dict[str, Any]) -> Ended:
     return run_with(tree, lambda step: None)
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_path, async_save):
     settings = {
         "train__max_steps": 3,
@@ -289,7 +289,7 @@ def test_rank_lost_as_a_save_begins_is_not_a_failed_save(ranks, tiny_data, tmp_p
 def stop_the_second_rank(tree: dict[str, Any], reason: str) -> Ended:
     """Train, and end the run while both ranks write the checkpoint of step 4. If `reason` is a
     signal, rank 1 receives it. If `reason` is "nan", a weight of rank 1 becomes NaN."""
-    release_writes = hold_writes({4: 6})
+    release_writes = delay_writes({4: 6})
 
     def before(step: int) -> None:
         release_writes(step)
@@ -344,7 +344,7 @@ def run_on_full_disk(tree: dict[str, Any]) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", "tokenizer_config.json")
 
     save_steps.complete_hf = complete_hf
-    return told_by(tree)
+    return printed_by(tree)
 
 
 def test_model_whose_tokenizer_does_not_fit_is_not_committed(ranks, tiny_data, tmp_path):
@@ -380,7 +380,7 @@ def test_ctrl_c_is_the_reason_where_sigterm_follows_it(ranks):
     assert ranks(2, stop_by_two_signals, start_world=False) == ["Ctrl-C", "Ctrl-C"]
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_model_missing_after_a_kill_is_written_on_resume(ranks, tiny_data, tmp_path, async_save):
     """The model-only checkpoint of step 10 is missing. The resumed run must write it."""
     settings = {"checkpoint__model_interval": 5, "parallel__pp": 2}
@@ -416,7 +416,7 @@ def run_and_record_order(tree: dict[str, Any]) -> list[str]:
     return order
 
 
-@BOTH
+@SYNC_AND_ASYNC
 def test_metrics_are_durable_before_the_checkpoint_of_their_step(
     ranks, tiny_data, tmp_path, async_save
 ):

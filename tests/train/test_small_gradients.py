@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from optimus.rank import states
-from tests.kit.layouts import matrix
-from tests.kit.layouts.matrix import WIDE, Outcome
+from tests.kit.layouts.matrix import WIDE, Outcome, run_case
 from tests.kit.runs.tiny import tiny_tree
 
 CLIPPED = {"model__clip_qkv": 0.02, "model__num_key_value_heads": 2}
@@ -22,7 +21,7 @@ SHORT = {
 }
 
 
-def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
+def first_step(tree: dict, seed: int | None = None) -> Outcome:
     """Run one update and return its outcome. A `seed` changes the last bits of the parameters."""
     plain = states.initial_value
 
@@ -33,8 +32,8 @@ def first_step(tree: dict, seed: int | None = None) -> Outcome | None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         return value * (1 + 6e-8 * torch.randn(value.shape, generator=generator))
 
-    matrix.STEPS, states.initial_value = 1, initial_value  # only in this forked rank
-    return matrix.run_case(tree)
+    states.initial_value = initial_value  # only in this forked rank
+    return run_case(tree, steps=1)
 
 
 def worst(single: Outcome, other: Outcome) -> float:

@@ -8,8 +8,8 @@ from optimus.observe.events import EvalRecord
 from optimus.train.resolve import RunPlan, resolve
 from optimus.train.run_dir import RunDirectory
 from optimus.train.summary import print_end, print_start
-from tests.kit.runs.tiny import reshuffled, tiny_tree
-from tests.kit.runs.training import run_tree, told_by
+from tests.kit.runs.tiny import reshuffle, tiny_tree
+from tests.kit.runs.training import printed_by, run_tree
 
 
 def resolved(data, run_dir, world_size=1, **overrides) -> tuple[Config, RunPlan]:
@@ -70,7 +70,7 @@ def test_repeated_text_gives_a_warning(tiny_data, tmp_path, capsys, steps, warne
 
 
 def test_sources_of_a_mix_have_separate_epochs(tiny_data, tmp_path, capsys):
-    other = reshuffled(tiny_data, tmp_path / "other", "--seed", "8")
+    other = reshuffle(tiny_data, tmp_path / "other", "--seed", "8")
     mix = [{"path": str(tiny_data), "weight": 3}, {"path": str(other), "weight": 1}]
     settings = {"data__path": "", "data__mix": mix, "train__max_steps": 400}
     config, plan = resolved("", tmp_path / "run", **settings)
@@ -113,17 +113,17 @@ def test_run_logs_each_summary_once(ranks, tiny_data, tmp_path):
     stop = {"train__stop_at_step": 2}
     tree = tiny_tree(tiny_data, tmp_path / "run", **settings)
     stopped = tiny_tree(tiny_data, tmp_path / "run", **settings, **stop)
-    first, second = ranks(2, told_by, stopped, start_world=False, timeout_s=120)
+    first, second = ranks(2, printed_by, stopped, start_world=False, timeout_s=120)
     assert second == ""
     assert "optimus: stopped at step 2 of 4; raise train.stop_at_step to continue" in first
-    nothing = ranks(2, told_by, stopped, start_world=False, timeout_s=120)[0]
+    nothing = ranks(2, printed_by, stopped, start_world=False, timeout_s=120)[0]
     assert "nothing to do: the run is at step 2" in nothing
     assert "raise train.stop_at_step to continue" in nothing
     assert "none left after step 2 (train.max_steps = 4)" in nothing
     was, now = table(first.partition("stopped")[2]), table(nothing.partition("stopped")[2])
     assert now.pop("steps").startswith("none;") and was.pop("steps").startswith("1 to 2 in")
     assert now == was and "held-out loss" in was
-    done = ranks(2, told_by, tree, start_world=False, timeout_s=120)[0]
+    done = ranks(2, printed_by, tree, start_world=False, timeout_s=120)[0]
     assert done.count("optimus: this run\n") == done.count("optimus: done\n") == 1
     assert table(done.partition("optimus: done")[2])["steps"].startswith("3 to 4 in")
 

@@ -12,7 +12,7 @@ from optimus.data.loader import Microbatch
 from optimus.observe.events import TrafficMeter
 from tests.kit.layouts.whole import WholeModel
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_updater, numbered
+from tests.kit.runs.training import make_microbatch, make_updater
 
 WIDE = {"model__num_experts": 8, "optim__chunk_length": 2000, "optim__clip_norm": 0.0}
 
@@ -45,7 +45,7 @@ def train_on_a_token(tree: dict, token: int | None) -> dict | None:
 
 
 def batch(token: int | None, seed: int) -> Microbatch:
-    return numbered(seed) if token is None else Microbatch(torch.full((1, 32), token))
+    return make_microbatch(seed) if token is None else Microbatch(torch.full((1, 32), token))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

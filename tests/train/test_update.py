@@ -11,7 +11,7 @@ from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from tests.kit.layouts.whole import whole_of
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_updater, numbered, own_batch
+from tests.kit.runs.training import local_batch, make_microbatch, make_updater
 
 TREE = tiny_tree(
     "d",
@@ -26,7 +26,7 @@ TREE = tiny_tree(
 STEP = 2
 """Step number of the only update, in the middle of the warm-up."""
 RATE = 3e-3 * 2 / 4
-MICROBATCHES = [numbered(n) for n in range(8)]
+MICROBATCHES = [make_microbatch(n) for n in range(8)]
 
 
 def by_hand(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
@@ -71,7 +71,7 @@ def backward_by_hand(model: Transformer, config: Config) -> float:
 
 def single_update(tree: dict) -> tuple[dict[str, torch.Tensor], float, float]:
     _, _, groups, _, shard, _, updater = make_updater(tree)
-    result = updater.run(STEP, own_batch(groups))
+    result = updater.run(STEP, local_batch(groups))
     assert result.lr == RATE
     weights = {name: p.detach().clone() for name, p in shard.model.named_parameters()}
     return weights, result.loss, result.grad_norm
@@ -120,7 +120,7 @@ def moments_after_single_update(trees: list[dict]) -> list[dict[str, dict[str, t
     world, results = start_world(device="cpu"), []
     for tree in trees:
         _, _, groups, _, _, states, updater = make_updater(tree, world)
-        updater.run(STEP, own_batch(groups))
+        updater.run(STEP, local_batch(groups))
         results.append({state: whole_of(states, state) for state in ("exp_avg", "exp_avg_sq")})
     return results
 

@@ -1,6 +1,6 @@
 // Builds the device code of one .sycl file with DPC++ and gives its launchers a queue on the CPU.
 //
-// Compiled together with that file by the host compiler; tests/kernels/on_cpu.py says how.
+// Compiled together with that file by the host compiler (tests/kernels/on_cpu.py).
 
 #include <cstdio>
 #include <map>
@@ -89,7 +89,7 @@ extern "C" {
 PROOF_API void* proof_queue() { return &queue(); }
 PROOF_API int proof_num_functors() { return static_cast<int>(functors().size()); }
 
-// From now on launchers run the functors built from `file`, in sub-groups of 16 or 32.
+// Launchers run from now on the functors built from `file`, in sub-groups of 16 or 32.
 PROOF_API void proof_use(const char* file, int lanes) {
   file_in_use = file;
   lanes_in_use = lanes;
@@ -102,7 +102,7 @@ PROOF_API void proof_device(char* name, int size) {
   std::snprintf(name, size, "%s: %s", runtime.c_str(), text.c_str());
 }
 
-// Makes the functors of `file` whose names hold `part` ready to run, in sub-groups of 16 and of 32.
+// Makes the functors of `file` whose names contain `part` ready to run, in sub-groups of 16 and of 32.
 PROOF_API int proof_build(const char* file, const char* part, const char* const* options, int count,
                           char* log, int size) {
   std::string words;
@@ -122,7 +122,7 @@ PROOF_API int proof_build(const char* file, const char* part, const char* const*
   });
 }
 
-// Compiles `file` as it stands, for no device in particular.
+// Compiles `file` without a target device.
 PROOF_API int proof_compile(const char* file, const char* const* options, int count, char* log,
                             int size) {
   std::string words;

@@ -1,8 +1,7 @@
-"""Run commands over mutated files in forked workers, under limits.
+"""Commands that read mutated files, run in forked workers with limits.
 
-`Arena` makes the samples, sends cases to workers that have all modules imported, and repeats each
-finding in a fresh worker. `judge` has the cases, the judgement
-of their reports and the check of file accesses.
+`Arena` makes the samples, sends cases to workers that have imported all modules, and repeats each
+finding in a new worker. judge.py has the cases, the verdicts and the check of file accesses.
 """
 
 from __future__ import annotations
@@ -24,13 +23,21 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.kit.faults import formats
-from tests.kit.faults.formats import Format, available, make_samples, seal
+from tests.kit.faults.formats import (
+    READERS,
+    Format,
+    Reader,
+    available,
+    make_samples,
+    seal,
+    with_self_hash,
+)
 from tests.kit.faults.judge import (
     FILE_BYTES,
     Audit,
@@ -44,8 +51,8 @@ from tests.kit.faults.judge import (
 from tests.kit.faults.mutations import CANARY, LARGE_BYTES, Change
 
 _ADDRESS_BYTES = 2 << 30
-"""Growth of a case's address space; a request for more gets MemoryError, so that a fault does not
-harm the machine."""
+"""Limit for the growth of a case's address space. A larger allocation raises MemoryError, so that a
+fault does not exhaust the memory of the machine."""
 _INPUT_BYTES = 320 << 20
 _CASES_PER_WORKER = 200
 _MODULES = (
@@ -64,7 +71,7 @@ class Limits:
     cpu_s: float = 5.0
     """Processor seconds."""
     idle_s: float = 5.0
-    """Seconds without any work: it waits for something that never comes."""
+    """Seconds without processor time, after which the process counts as hanging."""
     clock_s: float = 60.0
     """Wall-clock seconds, on a machine with other work."""
     memory_bytes: int = 256 << 20
@@ -72,17 +79,28 @@ class Limits:
 
 
 class Arena:
-    """The samples, the content that commands print of them, and a folder for the cases."""
+    """Samples, the contents that commands read from them, and a folder for the cases.
+
+    Args:
+        folder: The folder.
+        limits: Limits of a case; None: the defaults.
+    """
 
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.folder, self.samples = folder, folder / "samples"
-        self._limits = limits or Limits()
+        self.readers = dict(READERS)
+        """Functions that command lines may name like programs; new workers use the current ones."""
+        self._settings = _Settings(self.samples, limits or Limits(), self.readers)
         self.formats: list[Format] = []
         self.sound: dict[tuple[str, str], Any] = {}
-        """By sample and command: the content of the sound sample."""
+        """By sample and command, the content of the sound sample."""
 
     def prepare(self, formats: Iterable[Format] | None = None, jobs: int = 2) -> None:
-        """Read each sample, unmutated, by its commands. Without `formats` make all samples first.
+        """Read each sound sample with its commands.
+
+        Args:
+            formats: Formats whose samples exist; None: make all samples before.
+            jobs: Number of workers.
 
         Raises:
             RuntimeError: A command does not accept a sample.
@@ -112,8 +130,14 @@ class Arena:
         gc.freeze()
 
     def run(self, cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, Verdict]]:
-        """Judge cases, `jobs` at a time, in the order in which they end. A finding that a fresh
-        worker does not repeat is marked."""
+        """Yield cases and their verdicts in the order in which they end.
+
+        The description of a finding that a new worker does not repeat says so.
+
+        Args:
+            cases: The cases.
+            jobs: Number of workers.
+        """
         for case, report in self._execute(cases, jobs):
             verdict = self._judge(case, report)
             if verdict.outcome == "finding":
@@ -131,7 +155,7 @@ class Arena:
         return Verdict(outcome, kind, output[-4000:] if outcome == "finding" else "")
 
     def _execute(self, cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-        """Yield the report of each case. A worker that ended is replaced by a new one."""
+        """Yield the report of each case. A new worker replaces one that ended."""
         waiting = iter(cases)
         workers: list[_Worker] = []
         number = 0
@@ -139,10 +163,10 @@ class Arena:
             while True:
                 for slot in range(jobs):
                     if slot == len(workers):
-                        workers.append(_Worker(self.samples, self._limits))
+                        workers.append(_Worker(self._settings))
                     elif workers[slot].is_spent:
                         workers[slot].close()
-                        workers[slot] = _Worker(self.samples, self._limits)
+                        workers[slot] = _Worker(self._settings)
                     if workers[slot].case is None and (case := next(waiting, None)) is not None:
                         workers[slot].start(case, self.folder / f"case-{os.getpid()}-{number}")
                         number += 1
@@ -161,12 +185,21 @@ class Arena:
                 worker.close()
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """Settings of all workers of an arena."""
+
+    samples: Path
+    limits: Limits
+    readers: Mapping[str, Reader]
+
+
 class _Worker:
     """A forked process that executes cases one after the other."""
 
-    def __init__(self, samples: Path, limits: Limits) -> None:
+    def __init__(self, settings: _Settings) -> None:
         self.case: Case | None = None
-        self._limits = limits
+        self._limits = settings.limits
         self.is_spent, self._num_cases = False, 0
         orders, self._orders = os.pipe()
         self.results, results = os.pipe()
@@ -174,7 +207,7 @@ class _Worker:
         if not self._pid:
             os.close(self._orders)
             os.close(self.results)
-            _serve(samples, limits, orders, results)
+            _serve(settings, orders, results)
         os.close(orders)
         os.close(results)
 
@@ -188,7 +221,7 @@ class _Worker:
             data = data[os.write(self._orders, data) :]
 
     def finish(self) -> dict[str, Any]:
-        """Return the report on the case; if the worker died of it, how."""
+        """Return the report on the case. If the worker died, the report has the cause."""
         answer = os.read(self.results, 1)
         status = None
         if not answer:
@@ -213,7 +246,7 @@ class _Worker:
 
 
 class _Watch:
-    """Kills a process that works or waits too long."""
+    """Kills a process that exceeds its limits of time."""
 
     def __init__(self, pid: int, limits: Limits) -> None:
         self._pid, self._limits, self.reason = pid, limits, ""
@@ -229,16 +262,16 @@ class _Watch:
         if ticks != self._ticks or not is_waiting:
             self._ticks, self._last_work = ticks, now
         if now - self._last_work > self._limits.idle_s:
-            self.reason = f"waits without end, {self._limits.idle_s:g} s without any work"
+            self.reason = f"no processor time for {self._limits.idle_s:g} s"
         elif now - self._start > self._limits.clock_s:
-            self.reason = f"{self._limits.clock_s:g} s have passed"
+            self.reason = f"no end after {self._limits.clock_s:g} s"
         if self.reason:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
 
 
 def _work_of_group(group: int) -> tuple[int, bool]:
-    """Return the clock ticks of all processes of a group, and true if all of them sleep."""
+    """Return the clock ticks of all processes of a group, and True if all of them sleep."""
     ticks, sleeps = 0, True
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -252,10 +285,16 @@ def _work_of_group(group: int) -> tuple[int, bool]:
 
 
 def _collect(
-    folder: Path, before: list[tuple], status: int | None, watch: _Watch
+    folder: Path, before: list[tuple[str, int, int, int]], status: int | None, watch: _Watch
 ) -> dict[str, Any]:
-    """Return the report on a case that has ended and remove its folder. `status`: wait status of
-    a process that died."""
+    """Return the report on a case that has ended, and remove its folder.
+
+    Args:
+        folder: The folder of the case.
+        before: Its listing at the start.
+        status: Wait status of a worker that died; None if it runs.
+        watch: The watch of the worker.
+    """
     try:
         report = json.loads((folder / "report").read_text())
     except (OSError, ValueError):
@@ -276,29 +315,30 @@ def _collect(
 
 def _cause_of_death(status: int) -> str:
     if not os.WIFSIGNALED(status):
-        return f"its process ended by itself, wait status {status}"
+        return f"the process exited with wait status {status}"
     number = os.WTERMSIG(status)
     if number == signal.SIGPROF:
-        return "hang: too many seconds of processor"
+        return "hang: too many processor seconds"
     return f"killed by {signal.Signals(number).name}"
 
 
-def _serve(samples: Path, limits: Limits, orders: int, results: int) -> None:
-    """Execute cases and write their reports until there are no more, in the forked process."""
+def _serve(settings: _Settings, orders: int, results: int) -> None:
+    """Execute cases in the forked process and write their reports, until the pipe is closed."""
     code = 1
     try:
         os.setsid()
         faulthandler.disable()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        os.fsync = lambda fd: None  # durability is not tested here, and takes most of the time
+        # Durability is not tested here, and takes most of the time.
+        mock.patch.object(os, "fsync", lambda fd: None).start()
         audit = Audit()
         sys.addaudithook(audit)
         source, num_cases = os.fdopen(orders, "rb"), 0
         while head := source.read(8):
             case, folder = pickle.loads(source.read(int.from_bytes(head, "little")))
             try:
-                report = _execute_in_copy(samples, case, folder, audit, limits)
+                report = _execute_in_copy(settings, case, folder, audit)
             except BaseException:
                 report = {"problem": f"harness: {traceback.format_exc()}"}
             (folder / "report").write_text(json.dumps(report))
@@ -314,7 +354,7 @@ def _serve(samples: Path, limits: Limits, orders: int, results: int) -> None:
 
 
 def _clear_caches() -> None:
-    """Clear what commands keep for the life of their process."""
+    """Clear the caches that commands keep until their process ends."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("optimus", "data_prep"):
             for value in list(vars(module).values()):
@@ -322,70 +362,68 @@ def _clear_caches() -> None:
                     value.cache_clear()
 
 
-def _execute_in_copy(
-    samples: Path, case: Case, folder: Path, audit: Audit, limits: Limits
-) -> dict[str, Any]:
+def _execute_in_copy(settings: _Settings, case: Case, folder: Path, audit: Audit) -> dict[str, Any]:
     inside, is_sound = folder / "inside", case.number < 0
-    shutil.copytree(samples / case.format.sample, inside, dirs_exist_ok=True)
+    shutil.copytree(settings.samples / case.format.sample, inside, dirs_exist_ok=True)
     known = set(sys.modules)
     if not is_sound:
         apply_change(case, inside)
-    report = execute(case, folder, audit, limits)
+    report = execute(case, folder, audit, settings)
     if not report["problem"] and (name := file_with_canary(inside)):
         report["problem"] = f"content of a file outside was copied to {name}"
     return report | {"modules": sorted({*sys.modules} - known) if is_sound else []}
 
 
 def apply_change(case: Case, inside: Path) -> None:
-    """Apply a case's change to the copy of its sample."""
+    """Apply the change of a case to the copy of its sample."""
     path, change = inside / case.format.file, case.change
     before = path.read_bytes()
-    if not change.place:
+    if not change.replacement:
         content = change.content
         if case.is_sealed and b'"self_xxh3"' in before:
-            content = formats.with_own_hash(_without_hash(content))
+            content = with_self_hash(_without_hash(content))
         path.write_bytes(content)
         if case.is_sealed:
             seal(inside, path, before)
         return
     path.unlink()
     outside = inside.parent / "outside"
-    if change.place == "fifo":
+    if change.replacement == "fifo":
         os.mkfifo(path)
-    elif change.place == "directory":
+    elif change.replacement == "directory":
         path.mkdir()
-    elif change.place == "dangling":
+    elif change.replacement == "dangling":
         path.symlink_to("nothing-here")
-    elif change.place == "endless":
+    elif change.replacement == "endless":
         path.symlink_to("/dev/zero")
-    elif change.place == "foreign":
-        # Both kinds: readers of JSON refuse the text, but may copy the object.
+    elif change.replacement == "foreign":
+        # Two files: readers of JSON refuse the text, but may copy the object.
         path.symlink_to(outside / ("secret.json", "secret")[case.number % 2])
-    elif change.place == "copy":
+    elif change.replacement == "copy":
         with contextlib.suppress(FileExistsError):
             (inside / "copy").write_bytes(before)
         path.symlink_to(inside / "copy")
-    elif change.place == "socket":
-        # A socket's name has at most 107 characters: bind by a short relative one.
+    elif change.replacement == "socket":
+        # The name of a socket has at most 107 characters, so use a relative name.
         with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)
-    elif change.place == "large":
-        is_input = case.format.sample == "texts"  # the command has to read all of it
+    elif change.replacement == "large":
+        is_input = case.format.sample == "texts"  # the command reads the whole file
         with open(path, "wb") as file:
             file.write(before)
             file.truncate(_INPUT_BYTES if is_input else LARGE_BYTES)
 
 
 def _without_hash(content: bytes) -> bytes:
-    """Return a JSON text without its hash of itself, where that is its last key."""
+    """Return a JSON text without the hash of the text, if this is the last key."""
     match = re.search(rb',\s*"self_xxh3": "[0-9a-f]{16}"\s*}\s*$', content)
     return content[: match.start()] + b"\n}" if match else content
 
 
-def execute(case: Case, folder: Path, audit: Audit, limits: Limits) -> dict[str, Any]:
-    """Run a case's command in `folder`/inside; return its exit status and content, or the
+def execute(case: Case, folder: Path, audit: Audit, settings: _Settings) -> dict[str, Any]:
+    """Run the command of a case in `folder`/inside. Return its exit status and content, or the
     problem."""
-    inside = folder / "inside"
+    inside, limits = folder / "inside", settings.limits
     os.chdir(inside)
     _redirect(folder)
     os.environ |= {
@@ -399,11 +437,11 @@ def execute(case: Case, folder: Path, audit: Audit, limits: Limits) -> dict[str,
     problem, code, content = "", 0, None
     start = _kilobytes("VmRSS")
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the highest, from here on
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     limits = replace(limits, cpu_s=max(limits.cpu_s, case.format.cpu_s))
     with _limited(limits, case.number >= 0), audit.watching(inside, case.format.names_files):
         try:
-            code = _run_lines(case.command.lines)
+            code = _run_lines(case.command.lines, settings.readers)
         except BaseException as error:
             problem = _explain(error)
             traceback.print_exc()
@@ -416,14 +454,14 @@ def execute(case: Case, folder: Path, audit: Audit, limits: Limits) -> dict[str,
     if not problem and audit.problem:
         problem = audit.problem
     if not problem and grown > limits.memory_bytes and case.number >= 0:
-        problem = f"took more than {limits.memory_bytes >> 20} MiB of memory"
+        problem = f"used more than {limits.memory_bytes >> 20} MiB of memory"
     if not problem and CANARY in stdout + stderr:
         problem = "content of a file outside was printed"
     if not problem and code == 0:
         try:
             content = case.command.content(stdout)
         except BaseException as error:
-            problem = f"accepted, but its content cannot be read: {_explain(error)}"
+            problem = f"accepted, but the content cannot be read: {_explain(error)}"
             traceback.print_exc()
             sys.stderr.flush()
     return {"problem": problem, "code": code, "content": json.loads(json.dumps(content))}
@@ -442,7 +480,7 @@ def _redirect(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
-    """Limit processor seconds, address space and size of files of this process in the block."""
+    """Limit processor seconds, address space and file sizes of this process in the block."""
     if not are_set:
         yield
         return
@@ -464,13 +502,13 @@ def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
             resource.setrlimit(limit, limits_before)
 
 
-def _run_lines(lines: Iterable[str]) -> Any:
+def _run_lines(lines: Iterable[str], readers: Mapping[str, Reader]) -> Any:
     """Return the exit status of the first command line that fails, or 0."""
     from data_prep.cli import main as optimus_data
     from optimus.cli import main as optimus
     from optimus.observe.log import set_up_logging
 
-    programs = {"optimus": optimus, "optimus-data": optimus_data, **formats.READERS}
+    programs: dict[str, Reader] = {"optimus": optimus, "optimus-data": optimus_data, **readers}
     for line in lines:
         program, *words = shlex.split(line)
         set_up_logging(program=program)  # as the process of the command does
@@ -484,7 +522,7 @@ def _run_lines(lines: Iterable[str]) -> Any:
 
 
 def _explain(error: BaseException) -> str:
-    """Return the kind of a traceback: the exception and the innermost line of ours."""
+    """Return the kind of a traceback: the exception, and the innermost line in our packages."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = "optimus|data_prep|optimus_kernels"
     ours = [frame for frame in frames if re.search(rf"/({packages})/", frame.filename)]

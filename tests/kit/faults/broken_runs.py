@@ -1,4 +1,4 @@
-"""Real runs whose file calls are recorded and broken, on a pool with the shim preloaded."""
+"""Real runs whose file calls are recorded and broken, on a pool that preloads file_calls.c."""
 
 from __future__ import annotations
 
@@ -10,35 +10,44 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optimus.checkpoint import format as format_module
-from optimus.checkpoint import shard_file, store
+from optimus.checkpoint import store
 from optimus.checkpoint.format import is_checkpoint, read_manifest
 from optimus.errors import OptimusError, OutcomeKind
-from tests.kit.faults.disk import Action, Breakage, Call, arm, build, hits, kill_after, read_log
+from tests.kit.faults.disk import (
+    Action,
+    Breakage,
+    Call,
+    arm,
+    build_library,
+    hits,
+    kill_after,
+    read_log,
+)
 from tests.kit.faults.power_check import RUN
 from tests.kit.ranks.pool import RankPool, RanksFailed
 from tests.kit.ranks.server import Outcome
 from tests.kit.runs.results import assert_same_run
+from tests.kit.runs.saves import block_bytes
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import run_tree
 
 RANKS = 2
 NOT_REACHED = "the call was not reached"
 STEPS = 8
-"""Of a whole run; full checkpoints of every second, models of every third."""
+"""Updates of a whole run, which saves a full checkpoint every 2 and a model every 3 updates."""
 BASE, BROKEN = 5, 6
-"""The run goes on from BASE; the save of step BROKEN, a model and a full one, is broken."""
+"""The run continues from BASE; its save of step BROKEN, a model and a full one, is broken."""
 
 BLOCK_BYTES = 1 << 14
-"""So that a shard file is some six writes."""
+"""Block size with which a shard file has about six writes."""
 GROWING = ("create", "mkdir", "write", "truncate", "extend", "rename", "link")
-"""Calls that a full disk refuses."""
+"""Calls that fail on a full disk."""
 
 
 @contextmanager
 def breaking_pool(scratch: Path) -> Iterator[RankPool]:
-    """A pool whose ranks `arm` and `kill_after` reach."""
-    pool = RankPool(scratch, LD_PRELOAD=str(build(scratch)))
+    """Yield a pool on whose ranks `arm` and `kill_after` work."""
+    pool = RankPool(scratch, LD_PRELOAD=str(build_library(scratch)))
     try:
         yield pool
     finally:
@@ -47,63 +56,81 @@ def breaking_pool(scratch: Path) -> Iterator[RankPool]:
 
 def run_broken(
     tree: dict[str, Any],
-    under: str,
-    log: str | None,
+    under: Path,
+    log: Path | None,
     breakage: Breakage | None,
-    deaths: Mapping[int, float],
+    kills: Mapping[int, float],
 ) -> tuple[str, int]:
-    """One rank of a run: calls below `under` are recorded in `log` and, on its rank, broken; of
-    `deaths`, SIGKILL after so many seconds by rank. Returns what it wrote to standard error and
-    the number of broken calls."""
-    shard_file.BLOCK_BYTES = format_module.BLOCK_BYTES = BLOCK_BYTES
+    """Run the training of a configuration on this rank, with recorded and broken calls.
+
+    Args:
+        tree: The configuration.
+        under: The directory whose calls are counted.
+        log: File of the record; None: no record.
+        breakage: The broken calls.
+        kills: For ranks that are killed, the seconds until SIGKILL.
+
+    Returns:
+        The standard error of this rank, and its number of broken calls.
+    """
     rank = int(os.environ["RANK"])
-    if log or (breakage and breakage.rank == rank):
-        mine = breakage if breakage and breakage.rank == rank else None
-        # Saves in the background number their calls differently in each run: a single failure
-        # must not meet the last save, whose loss ends the run.
-        is_single_failure = mine and mine.first == mine.last and mine.action >= Action.ENOSPC
-        arm(Path(under), log and Path(log), mine, f"-{STEPS:08d}." if is_single_failure else "")
-    if rank in deaths:
-        kill_after(deaths[rank])
-    run_tree(tree)
+    if breakage and breakage.rank != rank:
+        breakage = None
+    if log or breakage:
+        # The numbers of calls of saves in the background differ between runs: a single failure
+        # must not break the last save, since its loss ends the run with an error.
+        is_single_failure = (
+            breakage and breakage.first == breakage.last and breakage.action >= Action.ENOSPC
+        )
+        arm(under, log, breakage, f"-{STEPS:08d}." if is_single_failure else "")
+    if rank in kills:
+        kill_after(kills[rank])
+    with block_bytes(BLOCK_BYTES):
+        run_tree(tree)
     sys.stderr.flush()
     return Path(os.readlink("/proc/self/fd/2")).read_text(), hits()
 
 
-def live(
+def run_ranks(
     pool: RankPool,
     tree: dict[str, Any],
     *,
     under: Path | None = None,
     log: Path | None = None,
     breakage: Breakage | None = None,
-    deaths: Mapping[int, float] | None = None,
+    kills: Mapping[int, float] | None = None,
     grace_s: float = 20.0,
 ) -> list[Outcome]:
-    """Run it; how each rank ended, nothing if all got to the end. Fails if one ended otherwise than
-    by SIGKILL, by the loss of a peer, or by being stopped while it waited for one."""
-    under = under or checkpoints(tree)
-    arguments = (tree, str(under), log and str(log), breakage, dict(deaths or {}))
+    """Run `run_broken` on RANKS ranks, by default with the calls below the run's checkpoints.
+
+    Returns:
+        The outcomes of the ranks; [] if all reached the end of the run.
+
+    Raises:
+        RanksFailed: A rank ended for a reason other than SIGKILL or the loss of a peer.
+    """
+    arguments = (tree, under or checkpoints(tree), log, breakage, dict(kills or {}))
     try:
         pool.run(RANKS, run_broken, *arguments, start_world=False, timeout_s=120, grace_s=grace_s)
     except RanksFailed as error:
-        for one in error.outcomes:
-            if one.how == "died" and "SIGKILL" in one.text:
+        for outcome in error.outcomes:
+            if outcome.how == "died" and "SIGKILL" in outcome.text:
                 continue
-            if one.how == "raised" and one.value().kind is OutcomeKind.LOST_PEER:
+            if outcome.how == "raised" and outcome.value().kind is OutcomeKind.LOST_PEER:
                 continue
-            if one.how not in ("returned", "stopped"):
+            if outcome.how not in ("returned", "stopped"):
                 raise
         return error.outcomes
     return []
 
 
 def checkpoints(tree: Mapping[str, Any]) -> Path:
+    """Return the directory of a run's checkpoints."""
     return store.checkpoints_dir(tree["train"]["run_dir"])
 
 
-def a_tree(data: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
-    """A run of STEPS; `overrides` as of `tiny_tree`."""
+def make_tree(data: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
+    """Return the configuration of a run of STEPS updates; `overrides` as for `tiny_tree`."""
     settings = {
         "train__max_steps": STEPS,
         "model__hidden_size": 16,
@@ -117,32 +144,36 @@ def a_tree(data: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
     return tiny_tree(data, run_dir, **settings | overrides)
 
 
-class Save(NamedTuple):
-    """The save of step BROKEN in a run that goes on from `base`, and what must become of it."""
+class RecordedSave(NamedTuple):
+    """The save of step BROKEN in a run that continues from `base`."""
 
     base: Path
+    """The run directory after BASE updates."""
     unbroken: Path
+    """The run directory of the whole run."""
     overrides: Mapping[str, Any]
     calls: list[list[Call]]
-    """Of each rank, those with which it changes files, from the first of this save on."""
+    """For each rank, its calls of the save that change files."""
 
     def numbers(self, rank: int) -> range:
-        """Of all its calls, those that only read included."""
+        """Return the numbers of all calls of a rank in the save, with those that only read."""
         return range(self.calls[rank][0].number, self.calls[rank][-1].number + 1)
 
-    def cases(self) -> list[Breakage]:
-        """Deaths before and behind each call of each rank, and half-way through each write."""
+    def kills(self) -> list[Breakage]:
+        """Return a kill before and after each call of each rank, and in the middle of each
+        write."""
         cases = []
         for rank in range(RANKS):
             writes = {call.number for call in self.calls[rank] if call.op == "write"}
             for number in self.numbers(rank):
-                actions = [Action.KILL_BEFORE, Action.KILL_BEHIND]
+                actions = [Action.KILL_BEFORE, Action.KILL_AFTER]
                 actions += [Action.KILL_HALF_WAY] * (number in writes)
                 cases += [Breakage(rank, action, number, number) for action in actions]
         return cases
 
     def errors(self) -> list[Breakage]:
-        """Each call of each rank fails or, a write, is short; or the disk is full from then on."""
+        """Return an error of each call of each rank, a full disk from the call on, and a short
+        write."""
         cases = []
         for rank in range(RANKS):
             ops = {call.number: call.op for call in self.calls[rank]}
@@ -156,105 +187,113 @@ class Save(NamedTuple):
         return cases
 
 
-def prepare(pool: RankPool, data: Path, scratch: Path, **overrides: Any) -> Save:
-    """Make what the broken runs start from and are compared with; record the save."""
+def record_save(pool: RankPool, data: Path, scratch: Path, **overrides: Any) -> RecordedSave:
+    """Make the base run and the unbroken run in `scratch`, and record the calls of the save."""
     base, unbroken, log = scratch / "base", scratch / "unbroken", scratch / "save.log"
-    assert not live(pool, a_tree(data, unbroken, **overrides))
-    assert not live(pool, a_tree(data, base, train__stop_at_step=BASE, **overrides))
+    assert not run_ranks(pool, make_tree(data, unbroken, **overrides))
+    assert not run_ranks(pool, make_tree(data, base, train__stop_at_step=BASE, **overrides))
     recorded = scratch / "recorded"
     shutil.copytree(base, recorded)
-    assert not live(pool, a_tree(data, recorded, **overrides), log=log)
+    assert not run_ranks(pool, make_tree(data, recorded, **overrides), log=log)
     assert_same_run(recorded, unbroken)
-    calls = _of_one_save(read_log(log))
-    return Save(base, unbroken, overrides, calls)
+    return RecordedSave(base, unbroken, overrides, _calls_of_save(read_log(log)))
 
 
-def _of_one_save(calls: Sequence[Call]) -> list[list[Call]]:
-    """By rank, the calls of the save of step BROKEN: up to the first of the next."""
+def _calls_of_save(calls: Sequence[Call]) -> list[list[Call]]:
+    """Return, by rank, the calls of the save of step BROKEN, which end before the next save."""
     first = next(call.pid for call in calls if call.op == "mkdir")
-    ends = next(n for n, call in enumerate(calls) if f"-{STEPS:08d}." in call.path)
-    begins = next(n for n, call in enumerate(calls) if f"-{BROKEN:08d}." in call.path)
-    here = calls[begins:ends]
-    others = {call.pid for call in here} - {first}
+    start = next(n for n, call in enumerate(calls) if f"-{BROKEN:08d}." in call.path)
+    stop = next(n for n, call in enumerate(calls) if f"-{STEPS:08d}." in call.path)
+    others = {call.pid for call in calls[start:stop]} - {first}
     assert len(others) == RANKS - 1
-    return [[call for call in here if call.pid == pid] for pid in (first, *others)]
+    return [[call for call in calls[start:stop] if call.pid == pid] for pid in (first, *others)]
 
 
-def break_save(pool: RankPool, data: Path, run_dir: Path, save: Save, breakage: Breakage) -> int:
-    """Break a run in its save; look what is left; go on to the end and compare with the unbroken.
-
-    The step that it went on from.
-    """
-    shutil.copytree(save.base, run_dir)
-    tree = a_tree(data, run_dir, **save.overrides)
-    ended = live(pool, tree, breakage=breakage)
-    assert ended and ended[breakage.rank].how == "died", "nobody was killed"
-    assert not any(one.how == "stopped" for one in ended), "a rank waited for one that had died"
-    step = look(run_dir)
-    assert step in (BASE, BROKEN), step
-    assert not live(pool, tree)
-    assert_same_run(run_dir, save.unbroken)
-    assert not temporaries(run_dir)
-    shutil.rmtree(run_dir)
-    return step
-
-
-def record(pool: RankPool, data: Path, root: Path, log: Path, **overrides: Any) -> list[Call]:
-    """The calls of a whole run in a directory below `root`."""
-    assert not live(pool, a_tree(data, root / RUN, **overrides), under=root, log=log)
+def record_run(pool: RankPool, data: Path, root: Path, log: Path, **overrides: Any) -> list[Call]:
+    """Return the calls of a whole run in the directory `root`/run."""
+    assert not run_ranks(pool, make_tree(data, root / RUN, **overrides), under=root, log=log)
     return read_log(log)
 
 
-def fail_save(pool: RankPool, data: Path, run_dir: Path, save: Save, breakage: Breakage) -> str:
-    """Let calls of a run's save fail: it must go on to its end, like the unbroken one, and say so
-    where something was not saved. Returns what became of it; NOT_REACHED where no call was broken,
-    as may happen with saves in the background."""
+def kill_save(
+    pool: RankPool, data: Path, run_dir: Path, save: RecordedSave, breakage: Breakage
+) -> int:
+    """Kill a rank in the save, verify the checkpoints, resume the run, and compare its result with
+    the unbroken run. Return the step from which it resumed."""
     shutil.copytree(save.base, run_dir)
-    tree = a_tree(data, run_dir, **save.overrides)
-    told, went_on, broken = _told(pool, tree, breakage)
-    if went_on and not broken:
+    tree = make_tree(data, run_dir, **save.overrides)
+    outcomes = run_ranks(pool, tree, breakage=breakage)
+    assert outcomes and outcomes[breakage.rank].how == "died", "the rank was not killed"
+    assert not any(outcome.how == "stopped" for outcome in outcomes), "a rank waited for a dead one"
+    step = newest_step(run_dir)
+    assert step in (BASE, BROKEN), step
+    _resume(pool, tree, run_dir, save)
+    return step
+
+
+def fail_save(
+    pool: RankPool, data: Path, run_dir: Path, save: RecordedSave, breakage: Breakage
+) -> str:
+    """Let calls of the save fail.
+
+    The run must reach its end with the result of the unbroken run, and print a warning if a
+    checkpoint is not saved.
+
+    Returns:
+        A description of the outcome; NOT_REACHED if no call was broken, which is possible for saves
+        in the background.
+    """
+    shutil.copytree(save.base, run_dir)
+    tree = make_tree(data, run_dir, **save.overrides)
+    printed, has_ended, num_broken = _run_with_errors(pool, tree, breakage)
+    if has_ended and not num_broken:
         shutil.rmtree(run_dir)
         return NOT_REACHED
-    assert look(run_dir) == STEPS if went_on else look(run_dir) >= BASE
-    there = {kind: place(run_dir, BROKEN).exists() for kind, place in _PLACES.items()}
-    lost = [kind for kind, is_there in there.items() if went_on and not is_there]
-    assert not lost or ("warning:" in told and f"step {BROKEN} is not saved" in told), (lost, told)
-    assert breakage.action is not Action.SHORT or not lost, told
-    assert not live(pool, tree)  # the next start tidies up and, where the last save failed, goes on
-    assert_same_run(run_dir, save.unbroken)
-    assert not temporaries(run_dir)
-    shutil.rmtree(run_dir)
-    if not went_on:
+    step = newest_step(run_dir)
+    assert step == STEPS if has_ended else step >= BASE
+    missing = [kind for kind, path_of in _PATHS.items() if not path_of(run_dir, BROKEN).exists()]
+    lost = missing if has_ended else []
+    has_warning = "warning:" in printed
+    assert not lost or (has_warning and f"step {BROKEN} is not saved" in printed), (lost, printed)
+    assert breakage.action is not Action.SHORT or not lost, printed
+    _resume(pool, tree, run_dir, save)
+    if not has_ended:
         return "the last save failed"
-    return f"lost {' and '.join(lost)}" if lost else "warned" if "warning:" in told else "all saved"
+    return f"lost {' and '.join(lost)}" if lost else "warned" if has_warning else "all saved"
 
 
-def _told(pool: RankPool, tree: dict[str, Any], breakage: Breakage) -> tuple[str, bool, int]:
-    """Return what the first rank printed, whether the run reached its end, and how many calls were
-    broken. If it did not, all its ranks must say that the last step is not saved, which nothing but
-    a lasting failure excuses."""
-    arguments = (tree, str(checkpoints(tree)), None, breakage, {})
+def _resume(pool: RankPool, tree: dict[str, Any], run_dir: Path, save: RecordedSave) -> None:
+    """Run to the end, compare with the unbroken run, and remove the run directory."""
+    assert not run_ranks(pool, tree)
+    assert_same_run(run_dir, save.unbroken)
+    assert not list(checkpoints(tree).glob(".*"))
+    shutil.rmtree(run_dir)
+
+
+def _run_with_errors(
+    pool: RankPool, tree: dict[str, Any], breakage: Breakage
+) -> tuple[str, bool, int]:
+    """Return the messages of the first rank, True if the run reached its end, and the number of
+    broken calls. A run may only end with an error if its disk is full to the end; then all ranks
+    must report that the last step is not saved."""
+    arguments = (tree, checkpoints(tree), None, breakage, dict[int, float]())
     try:
-        ranks = pool.run(RANKS, run_broken, *arguments, start_world=False, timeout_s=120)
-        return ranks[0][0], True, ranks[breakage.rank][1]
+        results = pool.run(RANKS, run_broken, *arguments, start_world=False, timeout_s=120)
+        return results[0][0], True, results[breakage.rank][1]
     except RanksFailed as error:
-        ends = [one.value() for one in error.outcomes]
-        if breakage.first == breakage.last or not all(isinstance(e, OptimusError) for e in ends):
+        errors = [outcome.value() for outcome in error.outcomes]
+        if breakage.first == breakage.last or not all(isinstance(e, OptimusError) for e in errors):
             raise
-        if not all(f"step {STEPS} is not saved" in str(e) for e in ends):
+        if not all(f"step {STEPS} is not saved" in str(e) for e in errors):
             raise
-        return str(ends[0]), False, 1
+        return str(errors[0]), False, 1
 
 
-_PLACES = {"the full one": store.full_path, "the model": store.model_path}
+_PATHS = {"the full checkpoint": store.full_path, "the model": store.model_path}
 
 
-def temporaries(run_dir: Path) -> list[str]:
-    return [path.name for path in store.checkpoints_dir(run_dir).glob(".*")]
-
-
-def look(run_dir: Path) -> int:
-    """The step that a run would go on from, 0 for none. Every name of ours has all its files."""
+def newest_step(run_dir: Path) -> int:
+    """Verify all checkpoints with final names. Return the step of the newest one, 0 for none."""
     directory = store.checkpoints_dir(run_dir)
     for path in directory.glob("*-????????"):
         assert is_checkpoint(path), path

@@ -19,50 +19,67 @@ import pytest
 
 
 def flip(path: Path, at: float = -1, bits: int = 1) -> None:
-    """Some bits of a byte: of number `at`, or where that is a fraction, so far into the file."""
+    """Flip bits of a byte of a file.
+
+    Args:
+        path: The file.
+        at: Number of the byte, or a float: its position as a fraction of the size.
+        bits: Mask of the bits.
+    """
     content = bytearray(path.read_bytes())
     content[at if isinstance(at, int) else int(at * len(content))] ^= bits
     path.write_bytes(content)
 
 
-def flip_one(content: bytearray, generator: random.Random) -> None:
+def flip_bit(content: bytearray, generator: random.Random) -> None:
+    """Flip a random bit."""
     content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
 
 
 def truncate(content: bytearray, generator: random.Random) -> None:
+    """Remove all bytes from a random byte on."""
     del content[generator.randrange(len(content)) :]
 
 
 def zero(content: bytearray, generator: random.Random) -> None:
-    """A stretch that holds something; of the shard files' headers most is spaces."""
+    """Set 512 bytes to zero; most of a shard file's header are spaces, so the content changes."""
     at = generator.randrange(max(1, len(content) - 512))
     content[at : at + 512] = bytes(len(content[at : at + 512]))
 
 
 def lengthen(content: bytearray, generator: random.Random) -> None:
+    """Append a zero byte."""
     content += b"\0"
 
 
 @contextlib.contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """A tmpfs at `place`, and what changes its options; skips where this user may not mount."""
-    place.mkdir()
+def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
+    """Mount a tmpfs of this size at a new folder. Skip the test without the right to mount.
+
+    Yields:
+        A function that remounts the file system with other options, such as "ro".
+    """
+    folder.mkdir()
 
     def mount(*options: str) -> bool:
-        command = ["mount", *options, str(place)]
+        command = ["mount", *options, str(folder)]
         return subprocess.run(command, capture_output=True).returncode == 0
+
+    def remount(options: str) -> None:
+        assert mount("-o", f"remount,{options}"), f"cannot remount {folder} with {options}"
 
     if not shutil.which("mount") or not mount("-t", "tmpfs", "-o", f"size={size}", "optimus-test"):
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        yield lambda options: mount("-o", f"remount,{options}") or pytest.fail("cannot remount")
+        yield remount
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @contextlib.contextmanager
 def immutable(*paths: Path) -> Iterator[None]:
-    """Paths that nobody can rename, remove or change; skips where this cannot be set."""
+    """Prevent that anybody, also root, renames, removes or changes the paths. Skip the test without
+    the right to do so."""
     names = [str(path) for path in paths]
 
     def chattr(flag: str) -> bool:
@@ -77,11 +94,11 @@ def immutable(*paths: Path) -> Iterator[None]:
 
 
 class Action(IntEnum):
-    """What becomes of a call; the numbers are the shim's."""
+    """Action on a call, with the numbers of file_calls.c."""
 
     NONE = 0
     KILL_BEFORE = 1
-    KILL_BEHIND = 2
+    KILL_AFTER = 2
     KILL_HALF_WAY = 3
     ENOSPC = 4
     EIO = 5
@@ -89,7 +106,7 @@ class Action(IntEnum):
 
 
 class Breakage(NamedTuple):
-    """Calls `first` to `last` of rank `rank` meet `action`."""
+    """An action on the calls `first` to `last` of a rank."""
 
     rank: int
     action: Action
@@ -98,32 +115,33 @@ class Breakage(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call that succeeded."""
+    """A call that succeeded."""
 
     op: str
-    """create, mkdir, write, truncate, extend, fsync, rename, link or unlink (of directories too)"""
+    """create, mkdir, write, truncate, extend, fsync, rename, link, or unlink (also of a
+    directory)."""
     pid: int
     number: int
-    """Of this process's calls, those counted that read or failed."""
+    """Number of the call in its process. Calls that only read and calls that failed count."""
     path: str
     other: str
-    """The new name, of a rename or a link."""
+    """The new name of a rename or a link."""
     offset: int
-    """Of a write; the new size, of truncate and extend."""
+    """Offset of a write; new size of a truncate or an extend."""
     data: bytes
     inode: int
-    """Of what was open; 0 where a call was given a path alone."""
+    """Inode of the open file; 0 if the call has only a path."""
 
 
 def why_not() -> str:
-    """Why the shim cannot be built here, or nothing."""
+    """Return the reason why the library cannot be built on this machine, or ""."""
     if sys.platform != "linux" or shutil.which("cc") is None:
-        return "needs Linux and a C compiler (cc) to build what breaks a save at each call"
+        return "needs Linux and a C compiler (cc) to build file_calls.c"
     return ""
 
 
-def build(directory: Path) -> Path:
-    """The library to be preloaded."""
+def build_library(directory: Path) -> Path:
+    """Compile file_calls.c. Return the library, whose path is the value of LD_PRELOAD."""
     library = directory / "file_calls.so"
     source = Path(__file__).with_name("file_calls.c")
     flags = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
@@ -134,9 +152,13 @@ def build(directory: Path) -> Path:
 def arm(
     under: Path, log: Path | None = None, breakage: Breakage | None = None, until: str = ""
 ) -> None:
-    """From now on count this process's calls below `under`; record and break them.
+    """Count, record and break the calls of this process from now on.
 
-    `until`: from the first call of a path that contains it on, no call is broken.
+    Args:
+        under: The directory whose calls are counted.
+        log: File of the record; None: no record.
+        breakage: The broken calls; None: no broken call.
+        until: No call is broken after the first call of a path that contains this text.
     """
     _, action, first, last = breakage or Breakage(0, Action.NONE, 0, 0)
     ctypes.CDLL(None).file_calls_arm(
@@ -150,24 +172,24 @@ def arm(
 
 
 def hits() -> int:
-    """Return how many calls of this process were broken."""
-    return ctypes.CDLL(None).file_calls_hits()
+    """Return the number of broken calls of this process."""
+    return int(ctypes.CDLL(None).file_calls_hits())
 
 
 def kill_after(seconds: float) -> None:
-    """End this process by SIGKILL then, in the midst of whatever it does."""
+    """Kill this process by SIGKILL after a time, also in the middle of a system call."""
     assert ctypes.CDLL(None).file_calls_kill_after(ctypes.c_double(seconds)) == 0
 
 
 def read_log(log: Path) -> list[Call]:
-    """What was recorded, in order."""
+    """Return the recorded calls, in order."""
     calls = []
     with open(log, "rb") as file:
         while line := file.readline():
-            words = os.fsdecode(line[:-1]).split("\t")
-            op, pid, number, offset, size, inode, path, other = words
-            path, other = (one and os.path.normpath(one) for one in (path, other))
+            fields = os.fsdecode(line[:-1]).split("\t")
+            op, pid, number, offset, size, inode, path, other = fields
+            path, other = (name and os.path.normpath(name) for name in (path, other))
             data = file.read(int(size))
-            where = (path, other, int(offset), data, int(inode))
-            calls.append(Call(op, int(pid), int(number), *where))
+            call = Call(op, int(pid), int(number), path, other, int(offset), data, int(inode))
+            calls.append(call)
     return calls

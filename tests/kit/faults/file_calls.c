@@ -1,10 +1,10 @@
-/* Numbers, records and breaks the calls with which a process changes files under one directory.
+/* Counts, records and breaks the calls with which a process changes files below a directory.
  *
- * Preloaded; `file_calls_arm` begins to count. Calls `first` to `last` of this process meet `action`:
- * the process dies by SIGKILL before or behind the call, or half-way through a write; or the call
- * fails; or a write is short. What succeeded is appended to a log that several processes may share:
- * a line "op, pid, number, offset, length, inode, path, other path" between tabs, then `length` bytes.
- * Calls that are made without the C library (Rust's rustix does) are not seen.
+ * A preloaded library; `file_calls_arm` starts to count. `action` applies to the calls `first` to
+ * `last` of this process: SIGKILL before or after the call or in the middle of a write; failure of
+ * the call; or a short write. Calls that succeeded are appended to a log that several processes may
+ * share: a line "op, pid, number, offset, length, inode, path, other path", separated by tabs, then
+ * `length` bytes. Calls made without the C library, as Rust's rustix does, are not counted.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -24,15 +24,15 @@
 #include <unistd.h>
 
 #define MAX_FDS 4096
-enum { NONE, KILL_BEFORE, KILL_BEHIND, KILL_HALF_WAY, FAIL_ENOSPC, FAIL_EIO, SHORT };
+enum { NONE, KILL_BEFORE, KILL_AFTER, KILL_HALF_WAY, FAIL_ENOSPC, FAIL_EIO, SHORT };
 enum { FAILED = -1, PASSED, HIT };
-enum { KEEPS, GROWS }; /* whether a call needs room on the disk */
+enum { KEEPS, GROWS }; /* GROWS: the call needs space on the disk */
 static long count, first, last, hits;
 static int action, armed, log_fd = -1;
 static char under[PATH_MAX], until[NAME_MAX];
 static char watched[MAX_FDS];
 
-/* From the first call of a path that contains `stop` on, if it is not empty, no call is broken. */
+/* If `stop` is not empty, no call is broken after the first call of a path that contains it. */
 void file_calls_arm(const char *directory, const char *log, long from, long to, int how,
                     const char *stop) {
   strncpy(under, directory, sizeof under - 1);
@@ -42,7 +42,7 @@ void file_calls_arm(const char *directory, const char *log, long from, long to, 
 }
 long file_calls_hits(void) { return hits; }
 
-/* The kernel itself kills, whatever this process is doing then. */
+/* The kernel kills the process, also in the middle of a system call. */
 int file_calls_kill_after(double seconds) {
   struct sigevent event = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGKILL};
   long whole = (long)seconds;
@@ -72,7 +72,7 @@ static int begin(int grows) {
   return HIT;
 }
 static void end(int state) {
-  if (state == HIT && (action == KILL_BEHIND || action == KILL_HALF_WAY)) die();
+  if (state == HIT && (action == KILL_AFTER || action == KILL_HALF_WAY)) die();
 }
 static size_t cut(int state, size_t size) {
   return state == HIT && (action == KILL_HALF_WAY || action == SHORT) ? (size + 1) / 2 : size;

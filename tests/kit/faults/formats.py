@@ -1,7 +1,7 @@
-"""The file formats that Optimus reads: a sound sample of each and the commands that read it.
+"""File formats that Optimus reads, with a sound sample of each and the commands that read it.
 
-Samples are made of the golden corpus (tests/golden). `FORMATS` lists the file that is mutated, its
-syntax (of mutations), and what a command that accepts it must then give.
+Samples are made from the golden corpus (tests/golden). `FORMATS` lists the file to mutate, its
+syntax (of mutations.py), and the commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,23 @@ SOURCE = GOLDEN / "v1"
 _EOS = "<|endoftext|>"
 
 Content = Callable[[str], Any]
-"""What a command gave, of its standard output and the files in the working directory; None where it
-says itself that the input is damaged."""
+"""Function from the standard output of a command to the content that it read, which may also be in
+files of the working directory; None if the command reports damaged input."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A way to read a sample: command lines, run one after the other until one fails."""
+    """Command that reads a sample: lines that run one after the other until one fails."""
 
     lines: tuple[str, ...]
     content: Content
     same: str = "intact"
-    """When the content must be that of the sound sample: "always", "intact" (unless the hashes were
-    made to fit the mutation), or "never"."""
+    """Condition for the content of the sound sample: "always", "intact" (unless hashes were
+    replaced), or "never"."""
     codes: tuple[int, ...] = (2,)
     """Exit statuses of a refusal."""
     lists: bool = False
-    """Whether a refusal is a list of problems instead of one line."""
+    """True if a refusal is a list of problems instead of one line."""
 
     @property
     def name(self) -> str:
@@ -55,25 +55,26 @@ class Command:
 
 @dataclass(frozen=True)
 class Format:
-    """A file of a sample that is mutated, and the commands that read it."""
+    """A file of a sample to mutate, and the commands that read it."""
 
     name: str
     sample: str
     file: str
     syntax: str
     commands: tuple[Command, ...]
-    sealed: bool = True
-    """Whether a hash in another file, or in this one, tells of changes."""
+    has_hash: bool = True
+    """True if a hash in another file or in this file detects changes."""
     names_files: bool = False
-    """Whether it may name files anywhere, as a configuration does, or as the order of a data set
-    names its token arrays (docs/trust.md)."""
+    """True if the file may name files anywhere, as a configuration does, or as the order of a data
+    set names its token arrays (docs/trust.md)."""
     weight: int = 2
+    """Number of cases relative to other formats."""
     cpu_s: float = 0.0
-    """Processor seconds of a command, if more than for other formats: the plan of a configuration
+    """Limit of processor seconds, if larger than for other formats: the plan of a configuration
     takes 4 ms for each of at most 4,096 layers."""
 
 
-# What commands give.
+# Contents of commands.
 
 
 def _nothing(text: str) -> str:
@@ -88,39 +89,40 @@ def _shown(text: str) -> Any:
     value = json.loads(text)
     if value["state"] != "valid":
         return None
-    return {key: item for key, item in value.items() if key not in ("age_s", "saved_at", "bytes")}
+    return {key: value[key] for key in value if key not in ("age_s", "saved_at", "bytes")}
 
 
 def _listed(text: str) -> Any:
-    """Of `checkpoint list`: only what is not damaged counts."""
+    """Return the names in the output of `checkpoint list`; None if a checkpoint is damaged."""
     checkpoints = json.loads(text)["checkpoints"]
-    if any(one["state"] != "valid" for one in checkpoints):
+    if any(checkpoint["state"] != "valid" for checkpoint in checkpoints):
         return None
-    return [one["name"] for one in checkpoints]
+    return [checkpoint["name"] for checkpoint in checkpoints]
 
 
 def _weights(text: str) -> str:
-    """The tensors of the Hugging Face directory or model checkpoint `out`."""
+    """Return the hash of the tensors in `out`, a Hugging Face directory or a model checkpoint."""
     digest = hashlib.sha256()
     for path in sorted(Path("out").glob("*.safetensors")):
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
         tensors = json.loads(data[8:start])
         tensors.pop("__metadata__", None)
-        for name, about in sorted(tensors.items()):
-            first, last = about["data_offsets"]
-            digest.update(f"{name} {about['dtype']} {about['shape']}".encode())
+        for name, entry in sorted(tensors.items()):
+            first, last = entry["data_offsets"]
+            digest.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
             digest.update(data[start + first : start + last])
     return digest.hexdigest()
 
 
 def _tokens(text: str) -> dict[str, str]:
-    """Token arrays in `out`."""
-    return {name: one for name, one in hash_files(Path("out")).items() if name.endswith(".npy")}
+    """Return the hashes of the token arrays in `out`."""
+    hashes = hash_files(Path("out"))
+    return {name: hashes[name] for name in hashes if name.endswith(".npy")}
 
 
 def _instances(text: str) -> str:
-    """Two epochs of the data set `data`, as training reads them."""
+    """Return the hash of two epochs of the data set `data`, in the order of training."""
     from tests.kit.runs.results import hash_instances
 
     return hash_instances(Path("data"))
@@ -131,9 +133,9 @@ def _inspected(text: str) -> Any:
 
 
 def _rows(text: str) -> dict[str, str]:
-    """Shards in `out`."""
-    found = hash_files(Path("out"))
-    return {name: one for name, one in found.items() if re.search(r"shards/.*npy$", name)}
+    """Return the hashes of the shards in `out`."""
+    hashes = hash_files(Path("out"))
+    return {name: hashes[name] for name in hashes if re.search(r"shards/.*npy$", name)}
 
 
 def _text_and_picture(text: str) -> str:
@@ -142,27 +144,28 @@ def _text_and_picture(text: str) -> str:
 
 
 def _read_peaks(words: Sequence[str]) -> int:
-    """What `optimus doctor` and a run read of a peak.json."""
+    """Read a peak.json as `optimus doctor` and a run do, and print the peaks."""
     from optimus.peak import Peak, kept_peaks, read_peak
 
-    found = read_peak(Path("peaks/peak.json"))
+    result = read_peak(Path("peaks/peak.json"))
     for path, peak in kept_peaks():
         print(path, peak, peak.setup, peak.is_reliable)
-    if isinstance(found, Peak):
+    if isinstance(result, Peak):
         return 0
-    print(f"optimus: error: {found or 'no peak'}", file=sys.stderr)
+    print(f"optimus: error: {result or 'no peak'}", file=sys.stderr)
     return 2
 
 
-READERS: dict[str, Callable[[Sequence[str]], int]] = {"read-peaks": _read_peaks}
-"""Readers that are no command, by the name that command lines have for them: they take the other
-words and return the exit status."""
+Reader = Callable[[Sequence[str]], int]
+READERS: Mapping[str, Reader] = {"read-peaks": _read_peaks}
+"""Functions that command lines may name like programs. They receive the other words of the line and
+return the exit status."""
 
-# How samples are made.
+# Samples.
 
 
 def make_samples(folder: Path) -> None:
-    """Make every sample as a directory of `folder`."""
+    """Make all samples, each as a directory of `folder`."""
     run = folder / "run"
     shutil.copytree(SOURCE / "runs/moe-fp32-so", run / "run")
     _copy_data(run / "data/words")
@@ -184,13 +187,13 @@ def make_samples(folder: Path) -> None:
 
 
 def _copy_data(target: Path) -> None:
-    """A data set without its token arrays, as far as training reads it."""
+    """Copy the files of a data set that training reads, without the token arrays."""
     ignored = shutil.ignore_patterns("tokens", "eval", "order.json")
     shutil.copytree(SOURCE / "data/words", target, ignore=ignored)
 
 
 def _write_run_toml(folder: Path) -> None:
-    """The configuration with which the run goes on."""
+    """Write the configuration with which the run continues."""
     text = (folder / "run/config.toml").read_text()
     (folder / "run.toml").write_text(re.sub(r'run_dir = ".*"', 'run_dir = "run"', text))
 
@@ -228,7 +231,7 @@ def _make_texts(folder: Path) -> None:
 
         with open(folder / "pieces.model", "wb") as file:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(one["text"] for one in documents),
+                sentence_iterator=iter(document["text"] for document in documents),
                 model_writer=file,
                 vocab_size=300,
                 hard_vocab_limit=False,
@@ -246,7 +249,7 @@ def _make_peak(folder: Path) -> None:
 
 
 def _make_kernel(folder: Path) -> None:
-    """A library that only says which interface it has."""
+    """Make an entry of the kernel cache. Its library only returns the version of its interface."""
     from optimus_kernels import build
 
     target, _ = build.plan("cpu")
@@ -256,21 +259,21 @@ def _make_kernel(folder: Path) -> None:
     library = entry / "liboptimus_cpu.so"
     command = ["gcc", "-shared", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=code.encode(), check=True)
-    info = {
+    entry_info = {
         **dataclasses.asdict(target),
         "compiler_path": "g++",
         "library": library.name,
         "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
         "built_at": 1.7e9,
     }
-    (entry / "info.json").write_text(json.dumps(info, indent=1))
+    (entry / "info.json").write_text(json.dumps(entry_info, indent=1))
     entry.rename(folder / "cpu-entry")
     for path in (folder, folder / "cpu-entry", *(folder / "cpu-entry").iterdir()):
         path.chmod(path.stat().st_mode & ~0o022)
 
 
 def _make_hf(folder: Path) -> None:
-    """A Hugging Face directory of the model checkpoint, in one file and in two with an index."""
+    """Export the model checkpoint as one safetensors file, and as two files with an index."""
     from optimus.checkpoint.convert import to_hf
 
     (folder / "hf").mkdir()
@@ -282,28 +285,33 @@ def _make_hf(folder: Path) -> None:
     start = 8 + int.from_bytes(data[:8], "little")
     tensors = json.loads(data[8:start])
     tensors.pop("__metadata__", None)
-    names, index = sorted(tensors), {}
+    names, weight_map = sorted(tensors), {}
     for number in (0, 1):
         file, header, body = f"model-0000{number + 1}-of-00002.safetensors", {}, b""
         for name in names[number::2]:
             first, last = tensors[name]["data_offsets"]
             header[name] = tensors[name] | {"data_offsets": [len(body), len(body) + last - first]}
             body += data[start + first : start + last]
-            index[name] = file
+            weight_map[name] = file
         text = json.dumps(header).encode()
         (split / "hf" / file).write_bytes(len(text).to_bytes(8, "little") + text + body)
     whole.unlink()
-    total = len(data) - start
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-    (split / "hf/model.safetensors.index.json").write_text(text)
+    index = {"metadata": {"total_size": len(data) - start}, "weight_map": weight_map}
+    (split / "hf/model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-# Hashes that fit a mutation.
+# Hashes of a changed file.
 
 
 def seal(folder: Path, file: Path, before: bytes) -> None:
-    """Replace the hash and the size of `file` as it was `before` in every JSON file below `folder`,
-    and then those of what this changed, as somebody does who hides a change."""
+    """Hide a change: replace the old hash and size of a file in all JSON files below `folder`, and
+    then the hashes and sizes of these JSON files.
+
+    Args:
+        folder: The sample.
+        file: The changed file.
+        before: Its content before the change.
+    """
     changed = [(file, before)]
     for path, old in changed:
         new = path.read_bytes()
@@ -320,7 +328,7 @@ def seal(folder: Path, file: Path, before: bytes) -> None:
             if other.suffix == ".jsonl":
                 text = "\n".join([*map(json.dumps, trees), ""]).encode()
             else:
-                text = with_own_hash(json.dumps(trees[0], indent=1).encode())
+                text = with_self_hash(json.dumps(trees[0], indent=1).encode())
             other.write_bytes(text)
             if all(other != path for path, _ in changed):
                 changed.append((other, content))
@@ -330,27 +338,28 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _json_files(folder: Path, but: Path) -> Iterator[Path]:
+def _json_files(folder: Path, excluded: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*.json*")):
-        if path != but and path.is_file() and not path.is_symlink():
+        if path != excluded and path.is_file() and not path.is_symlink():
             yield path
 
 
 def _replace(tree: Any, hashes: dict[str, str], old_size: int, new_size: int) -> None:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    found = list(items)
-    names_it = any(isinstance(value, str) and value in hashes for _, value in found)
-    for key, value in found:
+    """Replace hashes and, next to a replaced hash, the size."""
+    items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    has_hash = any(isinstance(value, str) and value in hashes for _, value in items)
+    for key, value in items:
         if isinstance(value, (dict, list)):
             _replace(value, hashes, old_size, new_size)
         elif isinstance(value, str) and value in hashes:
             tree[key] = hashes[value]
-        elif names_it and value == old_size and not isinstance(value, bool):
+        elif has_hash and value == old_size and not isinstance(value, bool):
             tree[key] = new_size
 
 
-def with_own_hash(text: bytes) -> bytes:
-    """JSON text of an object with its own hash as the last key, as files.checked_json writes it."""
+def with_self_hash(text: bytes) -> bytes:
+    """Return JSON text of an object with the text's hash as the last key, as files.checked_json
+    writes it."""
     body = text.rstrip()
     if not body.endswith(b"}"):
         return text
@@ -364,8 +373,14 @@ _STEP = "run/checkpoints/step-00000002"
 
 
 def _checkpoint(path: str, run: bool, tensors: str = "intact") -> tuple[Command, ...]:
-    """Commands that read a checkpoint. `tensors`: when its weights must be the same."""
-    more = (
+    """Return commands that read a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        run: True for a checkpoint of the directory `run`.
+        tensors: `Command.same` of its weights.
+    """
+    of_run = (
         Command(("optimus checkpoint list run --json",), _listed, "never"),
         Command(("optimus train run.toml --nproc 2 --dry-run",), _text, "intact"),
         Command(("optimus convert to-hf run out",), _weights, tensors),
@@ -382,7 +397,7 @@ def _checkpoint(path: str, run: bool, tensors: str = "intact") -> tuple[Command,
         ),
         Command((f"optimus convert to-hf {path} out",), _weights, tensors),
         Command((f"optimus generate {path} --prompt ba --tokens 2 --temperature 0",), _text),
-        *(more if run else ()),
+        *(of_run if run else ()),
     )
 
 
@@ -392,7 +407,7 @@ _HF = (
 )
 _TRAIN = Command(("optimus train run.toml --nproc 2 --dry-run",), _text, "never", (1, 2))
 _VERIFY = Command(("optimus-data verify data",), _instances, "always", (1, 2), lists=True)
-# Another token in a shard, all hashes made to fit, is another data set.
+# A shard with another token and new hashes is a valid data set with other content.
 _VERIFY_SHARD = dataclasses.replace(_VERIFY, same="intact")
 _INSPECT = Command(("optimus-data inspect data 3 --json",), _inspected, "intact", (1, 2))
 _INSPECT_ANY = dataclasses.replace(_INSPECT, same="never")
@@ -457,7 +472,7 @@ FORMATS: tuple[Format, ...] = (
         )
     ),
     *(
-        Format(f"hf {name}", sample, f"hf/{file}", syntax, commands, sealed=False, weight=weight)
+        Format(f"hf {name}", sample, f"hf/{file}", syntax, commands, has_hash=False, weight=weight)
         for name, sample, file, syntax, commands, weight in (
             ("config.json", "hf", "config.json", "json", _HF, 3),
             ("weights", "hf", "model.safetensors", "safetensors", _HF, 3),
@@ -476,10 +491,10 @@ FORMATS: tuple[Format, ...] = (
             ("run config.toml", "run", "run.toml", (_TRAIN,), 1),
         )
     ),
-    Format("metrics", "run", "run/metrics.jsonl", "json lines", _REPORT, sealed=False, weight=1),
-    Format("evaluations", "run", "run/eval.jsonl", "json lines", _REPORT, sealed=False, weight=1),
+    Format("metrics", "run", "run/metrics.jsonl", "json lines", _REPORT, has_hash=False, weight=1),
+    Format("evaluations", "run", "run/eval.jsonl", "json lines", _REPORT, has_hash=False, weight=1),
     Format("peak", "peak", "peaks/peak.json", "json", _PEAKS),
-    Format("kernel", "kernel", "kernels/cpu-entry/info.json", "json", _KERNELS, sealed=False),
+    Format("kernel", "kernel", "kernels/cpu-entry/info.json", "json", _KERNELS, has_hash=False),
     Format(
         "training manifest", "run", "data/words/manifest.json", "json", _RESUME, names_files=True
     ),
@@ -521,7 +536,7 @@ FORMATS: tuple[Format, ...] = (
     Format("blend manifest", "blend", "data/manifest.json", "json", _BLEND, True, True, 1),
     *(
         Format(
-            name, "texts", file, syntax, commands, sealed=name in ("gzip", "zstd"), weight=weight
+            name, "texts", file, syntax, commands, has_hash=name in ("gzip", "zstd"), weight=weight
         )
         for name, file, syntax, commands, weight in (
             ("JSON lines", "in.jsonl", "json lines", _tokenize("in.jsonl"), 2),
@@ -550,9 +565,9 @@ FORMATS: tuple[Format, ...] = (
         )
     ),
 )
-"""Those whose sample cannot be made here (it needs a package or a compiler) among them."""
+"""All formats, with those whose sample needs a package or a compiler that may be missing."""
 
 
 def available(samples: Path) -> list[Format]:
-    """The formats whose sample could be made."""
-    return [one for one in FORMATS if (samples / one.sample / one.file).is_file()]
+    """Return the formats whose sample exists in `samples`."""
+    return [entry for entry in FORMATS if (samples / entry.sample / entry.file).is_file()]

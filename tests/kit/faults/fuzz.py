@@ -1,8 +1,8 @@
-"""Random runs: a model, a batch, two layouts and what happens between them, drawn axis by axis.
+"""Random runs: a model, a batch, two layouts, and the end of the first run, drawn axis by axis.
 
-A case trains under one layout, is ended as the case says, goes on under another layout to the last
-step, and is compared with one process that trained straight through, within the bounds of
-deterministic mode.
+The first run of a case trains under one layout and ends as the case says. The second run continues
+under another layout to the last step. Their result is compared with an uninterrupted run on one
+process, within the bounds of deterministic mode.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from optimus.errors import CheckpointError, ConfigError, OptimusError, OutcomeKi
 from optimus.observe.metrics import read_json_lines
 from optimus.rank.states import check_slots
 from optimus.train.resolve import divide
+from tests.kit.faults.disk import flip_bit
 from tests.kit.layouts.matrix import MODELS, SCHEDULES, TOLERANCE, WIDE
 from tests.kit.ranks.pool import RankPool, RanksFailed
 from tests.kit.runs.results import metrics_of, weights_of
@@ -32,17 +33,19 @@ from tests.kit.runs.training import run_tree
 
 STEPS = 5
 _LIMIT_S = 600.0
-"""For one part of a case, on a machine that does much else."""
-_NOTICE_S = 60.0
-"""Within which all ranks must have ended of themselves, once one is lost."""
+"""Time limit of a run, on a machine with other work."""
+_GRACE_S = 60.0
+"""Time limit for the end of all ranks after the loss of a rank."""
 Case = dict[str, Any]
-"""A choice for every axis of SHARED, and for every axis of LAYOUT as `first.` and `second.`."""
+"""A choice for each axis of SHARED, and for each axis of LAYOUT with `first.` and `second.`."""
+RUNS = ("first", "second")
+"""Names of the runs of a case. `alone` is the run on one process."""
 
 _MODELS = MODELS | {
     "moe-by-layer": {"model__num_experts": [8, 0, 4, 8, 0, 8, 8, 4]},
     "moe-uniform": {"model__router": "uniform"},
 }
-SHARED: dict[str, tuple] = {  # the simplest choice of an axis stands first
+SHARED: dict[str, tuple[Any, ...]] = {  # the first choice of an axis is the simplest
     "model": tuple(_MODELS),
     "num_layers": (4, 5, 8),
     "dtype": ("fp32", "bf16"),
@@ -59,13 +62,13 @@ SHARED: dict[str, tuple] = {  # the simplest choice of an axis stands first
     "end_step": (1, 2, 3, 4),
     "interval": (1, 2, 3),
 }
-LAYOUT: dict[str, tuple] = {
+LAYOUT: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False),
     "pp": (1, 2, 4, 8),
     "dp": (1, 2, 4, 8),
     "ep": (1, 2, 4, 8),
     "tp": (1, 2, 4, 8),
-    "schedule": ("1f1b", *(one for one in SCHEDULES if one != "1f1b")),
+    "schedule": ("1f1b", *(schedule for schedule in SCHEDULES if schedule != "1f1b")),
     "virtual_stages": (1, 2),
     "sequence_parallel": (False, True),
     "ep_dispatch": ("auto", "alltoall"),
@@ -82,142 +85,159 @@ LAYOUT: dict[str, tuple] = {
 _SIZES = ("pp", "dp", "ep", "tp")
 
 
-def axes() -> dict[str, tuple]:
-    """Every axis of a case and its choices."""
-    parts = [{f"{part}.{axis}": of for axis, of in LAYOUT.items()} for part in ("first", "second")]
-    return SHARED | parts[0] | parts[1]
+def axes() -> dict[str, tuple[Any, ...]]:
+    """Return the axes of a case and their choices."""
+    return SHARED | {f"{run}.{axis}": choices for run in RUNS for axis, choices in LAYOUT.items()}
 
 
 def draw(number: random.Random) -> Case:
-    """A legal case; every other one is to be exact."""
+    """Draw a legal case. For half of the cases the bits of one process are promised."""
     exact = number.choice((True, False))
     sizes = _SIZES[:2] if exact else _SIZES
-    worlds = {part: number.choice((1, 2, 2, 4, 4, 8, 8)) for part in ("first", "second")}
-    divided = {part: number.sample(sizes, number.choice((1, 2))) for part in worlds}
-    while True:  # until a model and a batch are drawn that these worlds can divide
+    worlds = {run: number.choice((1, 2, 2, 4, 4, 8, 8)) for run in RUNS}
+    divided = {run: number.sample(sizes, number.choice((1, 2))) for run in worlds}
+    while True:  # until these worlds can divide the model and the batch
         case = {axis: number.choice(choices) for axis, choices in SHARED.items()}
         if not exact:
-            case["dtype"] = "fp32"  # nothing is promised of bf16 there
-        for part, world in worlds.items():
-            case |= {f"{part}.{axis}": choices[0] for axis, choices in LAYOUT.items()}
-            while world_size(case, part) < world:
-                case[f"{part}.{number.choice(divided[part])}"] *= 2
+            case["dtype"] = "fp32"  # in bf16, only exact cases have a promise
+        for run, world in worlds.items():
+            case |= {f"{run}.{axis}": choices[0] for axis, choices in LAYOUT.items()}
+            while world_size(case, run) < world:
+                case[f"{run}.{number.choice(divided[run])}"] *= 2
         if _choose_rest(case, number, exact):
             return case
 
 
 def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
-    """Choose what else a layout has until both are accepted; False: for these sizes it is hard."""
+    """Draw the other axes of both layouts until both are accepted. Return False if 20 draws were
+    not enough."""
     rest = {axis: choices for axis, choices in LAYOUT.items() if axis not in _SIZES}
     if exact:
         rest["deterministic"] = (True,)
-    for part in ("first", "second"):
+    for run in RUNS:
         for _ in range(20):
-            case |= {f"{part}.{axis}": number.choice(choices) for axis, choices in rest.items()}
-            if _is_accepted(case, part):
+            case |= {f"{run}.{axis}": number.choice(choices) for axis, choices in rest.items()}
+            if _is_accepted(case, run):
                 break
         else:
             return False
     if case["end"] == "last":
-        case |= _alike(case)
+        case |= _with_equal_layouts(case)
     return True
 
 
 def is_legal(case: Case) -> bool:
-    """Whether its runs are accepted and something is promised of them."""
+    """Return True if both runs are accepted and their results have a promise."""
     if case["dtype"] == "bf16" and not is_exact(case):
         return False
-    if case["end"] == "last" and _part(case, "first") != _part(case, "second"):
+    if case["end"] == "last" and _layout(case, "first") != _layout(case, "second"):
         return False
-    return all(_is_accepted(case, part) for part in ("first", "second"))
+    return all(_is_accepted(case, run) for run in RUNS)
 
 
-def _is_accepted(case: Case, part: str) -> bool:
-    if world_size(case, part) > 8:
+def _is_accepted(case: Case, run: str) -> bool:
+    if world_size(case, run) > 8:
         return False
     try:
-        config = make_config(tree(case, part, "d", "r"))
-        check_slots(config, divide(config, world_size(case, part))[0])
+        config = make_config(tree(case, run, "d", "r"))
+        check_slots(config, divide(config, world_size(case, run))[0])
     except ConfigError:
         return False
     return True
 
 
-def _part(case: Case, part: str) -> dict[str, Any]:
-    return {axis: case[f"{part}.{axis}"] for axis in LAYOUT}
+def _layout(case: Case, run: str) -> dict[str, Any]:
+    return {axis: case[f"{run}.{axis}"] for axis in LAYOUT}
 
 
-def world_size(case: Case, part: str) -> int:
-    return math.prod(case[f"{part}.{axis}"] for axis in _SIZES)
+def world_size(case: Case, run: str) -> int:
+    """Return the number of ranks of a run."""
+    return math.prod(case[f"{run}.{axis}"] for axis in _SIZES)
 
 
 def is_exact(case: Case) -> bool:
-    """Whether the bits of one process are promised."""
+    """Return True if the bits of one process are promised."""
     return all(
-        case[f"{part}.deterministic"] and case[f"{part}.ep"] == case[f"{part}.tp"] == 1
-        for part in ("first", "second")
+        case[f"{run}.deterministic"] and case[f"{run}.ep"] == case[f"{run}.tp"] == 1 for run in RUNS
     )
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Legal cases that differ by one step towards the simplest one, the longest steps first."""
-    yield from (one for step in _steps() if (one := step(case)) != case and is_legal(one))
+    """Yield legal cases that differ by one step towards the simplest case, large steps first."""
+    for step in _steps():
+        smaller = step(case)
+        if smaller != case and is_legal(smaller):
+            yield smaller
 
 
 def _steps() -> Iterator[Callable[[Case], Case]]:
-    """Each takes a case to one that is simpler in some axes, or to itself."""
+    """Yield functions from a case to a case that is simpler in some axes, or to the same case."""
+    choices_of = axes()
 
-    def take(choice: Mapping[str, Any]) -> Callable[[Case], Case]:
+    def take(choice: dict[str, Any]) -> Callable[[Case], Case]:
         def step(case: Case) -> Case:
-            places = {axis: every.index for axis, every in axes().items() if axis in choice}
-            is_less = all(at(choice[axis]) <= at(case[axis]) for axis, at in places.items())
-            return case | choice if is_less else case
+            is_simpler = all(
+                choices_of[axis].index(choice[axis]) <= choices_of[axis].index(case[axis])
+                for axis in choice
+            )
+            return case | choice if is_simpler else case
 
         return step
 
-    yield lambda case: _alike(case) | {"end": "last"}
-    yield _alike
-    simplest = {axis: choices[0] for axis, choices in axes().items()}
-    parts = ("first.", "second.")
+    yield lambda case: _with_equal_layouts(case) | {"end": "last"}
+    yield _with_equal_layouts
+    simplest = {axis: choices[0] for axis, choices in choices_of.items()}
     yield take({axis: simplest[axis] for axis in SHARED if axis != "end"})
-    for part in (*((one,) for one in parts), parts):
-        yield take({axis: choice for axis, choice in simplest.items() if axis.startswith(part)})
-    for axis, choices in axes().items():
+    for prefixes in (("first.",), ("second.",), ("first.", "second.")):
+        yield take({axis: simplest[axis] for axis in simplest if axis.startswith(prefixes)})
+    for axis, choices in choices_of.items():
         for choice in choices:
             yield take({axis: choice})
-            if axis.startswith("first."):  # both at once, where they have to be alike
+            if axis.startswith("first."):  # both layouts, since they may have to be equal
                 yield take({axis: choice, axis.replace("first", "second"): choice})
 
 
-def _alike(case: Case) -> Case:
-    """The second layout is the first one."""
+def _with_equal_layouts(case: Case) -> Case:
+    """Return the case with the first layout also as the second."""
     return case | {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
 
 
 def shrink(judge: Callable[[Case], str], case: Case, limit_s: float) -> Case:
-    """The simplest case found within the time that fails, too; `judge`: as in Bench."""
-    end, found = time.monotonic() + limit_s, True
-    while found:
-        found = False
+    """Return the simplest case that fails.
+
+    Args:
+        judge: Returns a message for a case that fails, as `CaseRunner.judge`.
+        case: A case that fails.
+        limit_s: Time limit, after which the simplest case so far is returned.
+    """
+    end, has_changed = time.monotonic() + limit_s, True
+    while has_changed:
+        has_changed = False
         for step in _steps():
-            one = step(case)
-            if one == case or not is_legal(one):
+            smaller = step(case)
+            if smaller == case or not is_legal(smaller):
                 continue
             if time.monotonic() > end:
                 return case
-            if judge(one):
-                case, found = one, True
+            if judge(smaller):
+                case, has_changed = smaller, True
     return case
 
 
-def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
-    """The configuration of a part of a case: `first`, `second`, or `alone` on one process. The data
-    sets lie in `folder`."""
+def tree(case: Case, run: str, folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
+    """Return the configuration of a run.
+
+    Args:
+        case: The case.
+        run: One of RUNS, or "alone".
+        folder: The directory of the data sets.
+        run_dir: The run directory.
+    """
     layers = case["num_layers"]
     model = {"model__num_layers": layers} | WIDE | _MODELS[case["model"]]
     if isinstance(experts := model.get("model__num_experts"), list):
         model["model__num_experts"] = experts[:layers]
-    made = tiny_tree(
+    result = tiny_tree(
         f"{folder}/one/data",
         run_dir,
         **model,
@@ -230,7 +250,7 @@ def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict
         train__eval_instances=8,
         optim__schedule=case["lr_schedule"],
         optim__clip_norm=case["clip_norm"],
-        # What AdamW makes of rounding where nothing but rounding is promised: see matrix.gently.
+        # With a small eps, AdamW enlarges rounding errors: see matrix.with_large_eps.
         optim__eps=1e-8 if is_exact(case) else 1e-5,
         checkpoint__interval=case["interval"],
         data__document_mask=case["data"] == "masked",
@@ -238,32 +258,37 @@ def tree(case: Case, part: str, folder: Path | str, run_dir: Path | str) -> dict
     if case["data"] == "mix":
         weights = {"one": 1.5, "two": 0.7}
         mix = [{"path": f"{folder}/{name}/data", "weight": w} for name, w in weights.items()]
-        made["data"] |= {"path": "", "mix": mix}
+        result["data"] |= {"path": "", "mix": mix}
     if case["groups"] == "two":
-        made["optim"]["groups"] = [{"pattern": "*embed*", "weight_decay": 0.0, "lr_scale": 0.5}]
+        result["optim"]["groups"] = [{"pattern": "*embed*", "weight_decay": 0.0, "lr_scale": 0.5}]
     if case["frozen"] == "queries":
-        made["optim"]["frozen"] = ["*q_proj*"]
-    if part != "alone":
-        _lay_out(made, _part(case, part))
-    if part == "first" and case["end"] == "stop":
-        made["train"]["stop_at_step"] = case["end_step"]
-    return made
+        result["optim"]["frozen"] = ["*q_proj*"]
+    if run != "alone":
+        _set_layout(result, _layout(case, run))
+    if run == "first" and case["end"] == "stop":
+        result["train"]["stop_at_step"] = case["end_step"]
+    return result
 
 
-def _lay_out(made: dict[str, Any], layout: dict[str, Any]) -> None:
-    rooms = {
+def _set_layout(tree: dict[str, Any], layout: dict[str, Any]) -> None:
+    sections = {
         "train": ("deterministic",),
         "parallel": (*_SIZES, "schedule", "virtual_stages", "sequence_parallel", "ep_dispatch"),
         "optim": ("sharding", "resident", "cache_chunks", "chunk_length", "overlap"),
         "checkpoint": ("scatter", "distribute", "async_save"),
     }
-    for section, keys in rooms.items():
-        made.setdefault(section, {}).update({key: layout[key] for key in keys})
-    made["recompute"] = {"modules": list(layout["recompute"])}
+    for section, keys in sections.items():
+        tree.setdefault(section, {}).update({key: layout[key] for key in keys})
+    tree["recompute"] = {"modules": list(layout["recompute"])}
 
 
-class Bench:
-    """Where cases run: ranks, data sets and a folder for the runs."""
+class CaseRunner:
+    """Runs cases on a pool of ranks.
+
+    Args:
+        pool: The pool.
+        folder: A directory for the data sets and the runs.
+    """
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self.pool, self.folder = pool, folder
@@ -271,58 +296,69 @@ class Bench:
         make_tiny_data(folder / "two", documents=70, tokenizer=folder / "one" / "tokenizer.json")
 
     def judge(self, case: Case) -> str:
-        """What is wrong with it, in words; nothing if all promises hold."""
+        """Run a case. Return a message about its failure, "" if all promises hold."""
         alone, many = self.folder / "alone", self.folder / "many"
         for run_dir in (alone, many):
             shutil.rmtree(run_dir, ignore_errors=True)
         try:
             self._run(1, tree(case, "alone", self.folder, alone))
             if case["end"] != "last":
-                self._run_to_its_end(case, tree(case, "first", self.folder, many))
+                self._run_first(case, tree(case, "first", self.folder, many))
                 if case["end"] == "damage":
                     _damage(many, random.Random(repr(case)))
             second = tree(case, "second", self.folder, many)
             self._run(world_size(case, "second"), second)
         except RanksFailed as error:
-            return f"it did not run: {error}"
+            return f"a run failed: {error}"
         return compare(case, many, alone)
 
-    def _run(self, size: int, made: dict[str, Any]) -> None:
-        self.pool.run(size, run_tree, made, start_world=False, timeout_s=_LIMIT_S)
+    def _run(self, size: int, tree: dict[str, Any]) -> None:
+        self.pool.run(size, run_tree, tree, start_world=False, timeout_s=_LIMIT_S)
 
-    def _run_to_its_end(self, case: Case, made: dict[str, Any]) -> None:
+    def _run_first(self, case: Case, tree: dict[str, Any]) -> None:
+        """Run until the end of the first run that the case has."""
         size = world_size(case, "first")
         if case["end"] == "stop":
-            return self._run(size, made)
+            return self._run(size, tree)
         number = signal.SIGTERM if case["end"] == "term" else signal.SIGKILL
-        chance = random.Random(repr(case))
-        victim = chance.randrange(size)
-        blow = (case["end_step"], victim, int(number), chance.random() * 0.05)
-        limits = {"timeout_s": _LIMIT_S, "grace_s": _NOTICE_S}
+        generator = random.Random(repr(case))
+        victim = generator.randrange(size)
+        arguments = (tree, case["end_step"], victim, int(number), generator.random() * 0.05)
+        limits = {"timeout_s": _LIMIT_S, "grace_s": _GRACE_S}
         try:
-            self.pool.run(size, run_struck, made, *blow, start_world=False, **limits)
-        except RanksFailed as error:
+            self.pool.run(size, run_with_signal, *arguments, start_world=False, **limits)
+        except RanksFailed as failure:
             is_stop = number == signal.SIGTERM
             expected = OutcomeKind.STOPPED if is_stop else OutcomeKind.LOST_PEER
-            for outcome in error.outcomes:
-                fell = number == signal.SIGKILL and outcome.rank == victim and outcome.how == "died"
-                if outcome.returned or fell:
+            for outcome in failure.outcomes:
+                was_killed = not is_stop and outcome.rank == victim and outcome.how == "died"
+                if outcome.returned or was_killed:
                     continue
                 error = outcome.value()
                 if not isinstance(error, OptimusError) or error.kind is not expected:
                     raise
 
 
-def run_struck(made: dict[str, Any], step: int, victim: int, number: int, after_s: float) -> None:
-    """A run in which one rank gets a signal a moment after the metrics of a step are written."""
+def run_with_signal(
+    tree: dict[str, Any], step: int, victim: int, number: int, after_s: float
+) -> None:
+    """Run the training of a configuration on this rank, and send a signal to one rank.
+
+    Args:
+        tree: The configuration.
+        step: The step after whose metrics the signal is sent.
+        victim: The rank.
+        number: The signal.
+        after_s: Delay of the signal.
+    """
     if int(os.environ["RANK"]) == victim:
-        metrics = Path(made["train"]["run_dir"]) / "metrics.jsonl"
-        blow = (metrics, step, number, after_s)
-        threading.Thread(target=_strike, args=blow, daemon=True).start()
-    run_tree(made)
+        metrics = Path(tree["train"]["run_dir"]) / "metrics.jsonl"
+        arguments = (metrics, step, number, after_s)
+        threading.Thread(target=_send_signal, args=arguments, daemon=True).start()
+    run_tree(tree)
 
 
-def _strike(metrics: Path, step: int, number: int, after_s: float) -> None:
+def _send_signal(metrics: Path, step: int, number: int, after_s: float) -> None:
     while not metrics.is_file() or metrics.read_bytes().count(b"\n") < step:
         time.sleep(0.001)
     time.sleep(after_s)
@@ -330,16 +366,16 @@ def _strike(metrics: Path, step: int, number: int, after_s: float) -> None:
 
 
 def _damage(run_dir: Path, number: random.Random) -> None:
-    """Flip a bit of the newest full checkpoint, where there is another to fall back to."""
+    """Flip a bit of the newest full checkpoint if there is an older valid one."""
     steps = [step for step in range(1, STEPS + 1) if store.full_path(run_dir, step).is_dir()]
     valid = [store.full_path(run_dir, step) for step in steps if _is_valid(run_dir, step)]
     if len(valid) < 2:
         return
     files = [path for path in sorted(valid[-1].rglob("*")) if path.is_file()]
-    chosen = number.choice([path for path in files if path.stat().st_size])
-    content = bytearray(chosen.read_bytes())
-    content[number.randrange(len(content))] ^= 1 << number.randrange(8)
-    chosen.write_bytes(content)
+    path = number.choice([path for path in files if path.stat().st_size])
+    content = bytearray(path.read_bytes())
+    flip_bit(content, number)
+    path.write_bytes(content)
 
 
 def _is_valid(run_dir: Path, step: int) -> bool:
@@ -351,20 +387,29 @@ def _is_valid(run_dir: Path, step: int) -> bool:
 
 
 def compare(case: Case, many: Path, alone: Path) -> str:
-    """What of the promises does not hold, in words."""
-    found, wanted = metrics_of(many), metrics_of(alone)
-    if [line["step"] for line in found] != [line["step"] for line in wanted]:
-        return f"steps {[line['step'] for line in found]} in metrics.jsonl"
+    """Compare the runs of a case with the run on one process.
+
+    Args:
+        case: The case.
+        many: The run directory of the first and the second run.
+        alone: The run directory of the run on one process.
+
+    Returns:
+        The first broken promise; "" if there is none.
+    """
+    lines, expected = metrics_of(many), metrics_of(alone)
+    if [line["step"] for line in lines] != [line["step"] for line in expected]:
+        return f"steps {[line['step'] for line in lines]} in metrics.jsonl"
     if not is_exact(case):
-        return _compare_losses(found, wanted)
-    for line, other in zip(found, wanted, strict=True):
+        return _compare_losses(lines, expected)
+    for line, other in zip(lines, expected, strict=True):
         differing = [key for key in other if line.get(key) != other[key]]
         if differing:
             return f"step {line['step']}: {', '.join(differing)} are not the same bits"
-    found, wanted = (read_json_lines(run_dir / "eval.jsonl") for run_dir in (many, alone))
-    if len(found) > len({line["step"] for line in found}):
+    lines, expected = (read_json_lines(run_dir / "eval.jsonl") for run_dir in (many, alone))
+    if len(lines) > len({line["step"] for line in lines}):
         return "a step is evaluated twice in eval.jsonl"
-    if not all(line in found for line in wanted):  # it may hold more: a part ends with one
+    if not all(line in lines for line in expected):  # the first run may end with one more
         return "the evaluations are not the same bits"
     ours, theirs = weights_of(many), weights_of(alone)
     if ours.keys() != theirs.keys():
@@ -373,11 +418,13 @@ def compare(case: Case, many: Path, alone: Path) -> str:
     return f"not the same bits: {', '.join(differing[:3])}" if differing else ""
 
 
-def _compare_losses(found: list[dict], wanted: list[dict]) -> str:
-    for line, other in zip(found, wanted, strict=True):
+def _compare_losses(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> str:
+    for line, other in zip(lines, expected, strict=True):
         error = abs(line["loss"] - other["loss"]) / other["loss"]
         if not error < TOLERANCE:
-            return f"step {line['step']}: the loss is off by {error:.1e}"
-    first, other = found[0]["grad_norm"], wanted[0]["grad_norm"]
-    error = abs(first - other) / other
-    return "" if error < TOLERANCE else f"the first gradient's norm is off by {error:.1e}"
+            return f"step {line['step']}: the relative error of the loss is {error:.1e}"
+    norm, other_norm = lines[0]["grad_norm"], expected[0]["grad_norm"]
+    error = abs(norm - other_norm) / other_norm
+    if error < TOLERANCE:
+        return ""
+    return f"the relative error of the first gradient norm is {error:.1e}"

@@ -1,12 +1,12 @@
-"""Cases of the drill of mutated files, the judgement of their reports, and of their file accesses.
+"""Cases of the drill of mutated files, and the verdicts on their reports and file accesses.
 
-The promise that is checked: exit status 0 with the content of the sound file, or a refusal in one
-line with its exit status; no traceback, no hang, bounded memory, and no file outside the directory
-is read, made or changed.
+A command must end with exit status 0 and the content of the sound file, or refuse the file in one
+line and with the exit status of a refusal. There must be no traceback and no hang, memory must be
+bounded, and no file outside the directory may be read, made or changed.
 
-A case has a folder with `inside`, where the command runs, and `outside`, whose files contain
-CANARY. An audit hook notes each access by name outside `inside`; a listing before and after the
-case shows changes; the canary in an output or a file shows that content was read or copied.
+The folder of a case contains `inside`, in which the command runs, and `outside`, whose files
+contain CANARY. An audit hook records accesses by name outside `inside`; a listing before and after
+the case shows changes; the canary in an output or a file shows that content was read or copied.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PROGRAMS = ("g++", "c++", "clang++", "nvcc", "icpx", "gcc", "ldconfig", "ld")
 
 
 class Audit:
-    """Audit hook that notes files outside the folder that are opened by name, other programs, and
+    """Audit hook that records files opened by name outside the folder, started programs, and
     pickles.
 
-    The target of a link in the folder may be opened, since users keep files elsewhere; the canary
-    shows whether its content is printed or copied.
+    The target of a link in the folder may be opened, since users store files in other directories;
+    the canary shows if its content is printed or copied.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self, inside: Path, names_files: bool) -> Iterator[None]:
-        """Note the accesses of the block. `names_files`: files anywhere may be read."""
+        """Record the accesses of a block. With `names_files`, files anywhere may be read."""
         self.problem, self._is_on = "", True
         self._inside, self._names_files = os.path.normpath(inside), names_files
         try:
@@ -56,7 +56,7 @@ class Audit:
         finally:
             self._is_on = False
 
-    def __call__(self, event: str, arguments: tuple) -> None:
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._is_on or self.problem:
             return
         if event == "open":
@@ -91,9 +91,9 @@ def _is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
 
 
-def make_folder(folder: Path) -> list[tuple]:
-    """Make the folder of a case: `inside` for its files, `outside` for those that no command may
-    touch. Return its listing."""
+def make_folder(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Make the folder of a case: `inside` for its files, `outside` for files that no command may
+    access. Return its listing."""
     (folder / "outside").mkdir(parents=True)
     (folder / "inside").mkdir(mode=0o700)
     for name in ("secret", "secret.json", "secret.npy"):
@@ -103,8 +103,9 @@ def make_folder(folder: Path) -> list[tuple]:
     return listing(folder)
 
 
-def listing(folder: Path) -> list[tuple]:
-    """Return path, mode, size and time of all in a case's folder except `inside` and reports."""
+def listing(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Return path, mode, size and time of all files in the folder of a case, except `inside` and
+    the reports."""
     entries = []
     for parent, folders, names in os.walk(folder):
         if Path(parent) == folder:
@@ -119,7 +120,7 @@ def listing(folder: Path) -> list[tuple]:
 
 
 def file_with_canary(inside: Path) -> str:
-    """Return the name of a file below `inside` that has content of `outside`; "" if none has."""
+    """Return the name of a file below `inside` with content of `outside`; "" if there is none."""
     for parent, _, names in os.walk(inside):
         for name in names:
             path = Path(parent, name)
@@ -131,10 +132,10 @@ def file_with_canary(inside: Path) -> str:
 
 
 LINE_CHARS = 5000
-"""Longest line on standard error that is accepted."""
+"""Length limit of a line on standard error."""
 _ERROR = re.compile(r"optimus(-data)?: error: ")
 _NOTICES = re.compile(r"optimus(-data| kernels)?: |  +\w|[a-z /-]+: \S+/\S+( \w+)? in [\d.]+ s")
-"""Lines that any outcome may have: what a run will do, warnings, progress."""
+"""Lines that are allowed with any outcome: the plan of a run, warnings, progress."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -144,43 +145,53 @@ class Case:
 
     seed: int
     number: int
-    """Negative for a sound sample, which is read without limits."""
+    """Number of the case; negative for the sound sample, which is read without limits."""
     format: Format
     command: Command
     change: Change
     is_sealed: bool
-    """The hashes of the file are made to fit the change."""
+    """True if hashes of the file are replaced by those of the changed file."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of a case."""
+    """The verdict on a case."""
 
     outcome: str
     """"same", "other", "refused" or "finding"."""
     kind: str = ""
-    """Of a finding: one line."""
+    """One line that describes a finding."""
     output: str = ""
-    """Of a finding: the last output of the command."""
+    """For a finding, the last output of the command."""
 
 
 def draw(seed: int, number: int, formats: list[Format], samples: Path) -> Case:
-    """Return the case of a number: formats take turns, by their weights."""
+    """Return the case with this number. The number of cases of a format is in proportion to its
+    weight."""
     turns = [entry for entry in formats for _ in range(entry.weight)]
     random.Random(0).shuffle(turns)
     offset = number * len(formats) // len(turns)
-    chance = random.Random(f"{seed} {number}")
-    # The first round has each format once, so that a few cases reach all formats.
+    generator = random.Random(f"{seed} {number}")
+    # The first cases have each format once, so that few cases reach all formats.
     format_ = formats[number] if number < len(formats) else turns[(number + offset) % len(turns)]
     content = (samples / format_.sample / format_.file).read_bytes()
-    change = mutate(chance, content, format_.syntax)
-    likely = 0.7 if change.is_structural else 0.4
-    is_sealed = format_.sealed and not change.place and chance.random() < likely
-    return Case(seed, number, format_, chance.choice(format_.commands), change, is_sealed)
+    change = mutate(generator, content, format_.syntax)
+    probability = 0.7 if change.is_structural else 0.4
+    is_sealed = format_.has_hash and not change.replacement and generator.random() < probability
+    return Case(seed, number, format_, generator.choice(format_.commands), change, is_sealed)
 
 
 def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:
-    """Return the outcome and, of a finding, its kind. `sound`: the content of the sound sample."""
+    """Return the verdict on a case.
+
+    Args:
+        case: The case.
+        report: The report of the worker.
+        sound: The content of the sound sample.
+
+    Returns:
+        The outcome and, for a finding, its kind.
+    """
     if report.get("problem"):
         return "finding", report["problem"]
     lines = report["stderr"].splitlines()
@@ -194,7 +205,7 @@ def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:
         return "finding", f"exit status {report['code']}: {last}"
     if case.command.lists:
         has_text = lines or report["stdout"].strip()
-        return ("refused", "") if has_text else ("finding", "refused without a word")
+        return ("refused", "") if has_text else ("finding", "refused without a message")
     if len(errors) != 1:
         return "finding", f"refused in {len(errors)} lines"
     return "refused", ""
@@ -203,9 +214,9 @@ def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:
 def _fault_of_output(
     case: Case, report: dict[str, Any], lines: list[str], errors: list[str]
 ) -> str:
-    """Return what is wrong with the output, whatever the exit status; "" if nothing."""
+    """Return an error in the output that is independent of the exit status; "" if there is none."""
     controls = _CONTROLS.search(report["stderr"])
-    # These print text of the file.
+    # Standard output of these commands contains text of the file.
     if not controls and not any(word in case.command.name for word in ("generate", "inspect")):
         controls = _CONTROLS.search(report["stdout"])
     if controls:
@@ -224,14 +235,14 @@ def _judge_content(case: Case, content: Any, sound: Any, has_error: bool) -> tup
     if content == sound:
         return "same", ""
     same = case.command.same
-    if same == "always" or (same == "intact" and case.format.sealed and not case.is_sealed):
-        how = "with fitting hashes" if case.is_sealed else "without fitting hashes"
-        return "finding", f"accepted with other content, {how}"
+    if same == "always" or (same == "intact" and case.format.has_hash and not case.is_sealed):
+        hashes = "with new hashes" if case.is_sealed else "with the hashes of the sound file"
+        return "finding", f"accepted with other content, {hashes}"
     return "other", ""
 
 
 def describe(case: Case, verdict: Verdict) -> dict[str, Any]:
-    """Return a finding as a line of a report."""
+    """Return a finding as an object for a line of a report."""
     return {
         "seed": case.seed,
         "case": case.number,

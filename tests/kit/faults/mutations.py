@@ -1,7 +1,7 @@
-"""Mutations of files, as damage or an attacker makes them. Pure: nothing is read or written.
+"""Random mutations of files, as damage or an attacker makes them. No file is read or written.
 
-`mutate(number, content, syntax)` draws one `Change`: other content of a file, or something else in
-its place, such as a FIFO or a link. The same generator gives the same change on every machine.
+`mutate(random, content, syntax)` draws a `Change`: other content of a file, or a replacement of the
+file, such as a FIFO or a link. The same generator draws the same change on all machines.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 CANARY = "optimus-canary-5b1e3d"
-"""Text of files outside the case's directory: no command may print or copy it."""
+"""Text of files outside the directory of a case. No command may print or copy it."""
 OUTSIDE = "../outside/secret"
-"""Name of such a file, as seen from the case's directory."""
+"""Name of such a file, relative to the directory of the case."""
 LARGE_BYTES = 1 << 36
-"""Length of a sparse file: more than a command may take of memory."""
+"""Length of a sparse file, larger than the memory limit of a command."""
 
-PLACES = (
+REPLACEMENTS = (
     *("fifo", "directory", "socket", "absent", "large"),
     *("dangling", "endless", "foreign", "copy"),
 )
-"""What can take the place of a file. `large` is a sparse file; the last four are links: to nothing,
-to /dev/zero, to a file outside the directory, to the same content elsewhere."""
+"""Kinds of replacements of a file. `large` is a sparse file. The last four are links: to nothing,
+to /dev/zero, to a file outside the directory, and to a copy of the file."""
 
 _DEEP, _DEEP_TABLE, _LONG, _HUGE, _POWER = (f"@{name}@" for name in "ABCDE")
 _RAW = {
@@ -38,7 +38,7 @@ _RAW = {
     f'"{_HUGE}"': "9" * 5000,
     f'"{_POWER}"': "1e999",
 }
-"""Texts that no tree of Python values can hold, by the JSON string that they replace."""
+"""JSON texts that have no Python value, by the JSON string that they replace."""
 
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 7, 255, 65536),
@@ -57,27 +57,32 @@ _SHIFTS: tuple[Callable[[Any], Any], ...] = (
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of a file: `content`, or a kind of `place`."""
+    """Mutation of a file: new `content`, or the kind of its `replacement`."""
 
     how: str
-    """The mutation in words, for the report."""
+    """Description for the report."""
     content: bytes = b""
-    place: str = ""
+    replacement: str = ""
+    """One of REPLACEMENTS; "": the file has the new content."""
     is_structural: bool = False
-    """Whether the content is still well formed in its syntax."""
+    """True if the content is still well formed in its syntax."""
 
 
 def mutate(number: random.Random, content: bytes, syntax: str) -> Change:
-    """Draw a change of `content`. `syntax`: a key of `STRUCTURES`, or "bytes"."""
+    """Draw a change.
+
+    Args:
+        number: The random generator.
+        content: Content of the file.
+        syntax: A key of STRUCTURES, or "bytes".
+    """
     if number.random() < 0.12:
-        place = number.choice(PLACES)
-        return Change(place, place=place)
+        replacement = number.choice(REPLACEMENTS)
+        return Change(replacement, replacement=replacement)
     structure = STRUCTURES.get(syntax)
     if structure is not None and number.random() < 0.7:
-        how, found = structure(number, content)
-        return Change(how, found, is_structural=True)
-    how, found = _change_bytes(number, content)
-    return Change(how, found)
+        return Change(*structure(number, content), is_structural=True)
+    return Change(*_change_bytes(number, content))
 
 
 def _change_bytes(number: random.Random, content: bytes) -> tuple[str, bytes]:
@@ -111,7 +116,7 @@ def _change_bytes(number: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def _position(number: random.Random, size: int) -> int:
-    """A byte, often of the beginning or the end, where headers and footers are."""
+    """Draw a byte, often near the start or the end, where headers and footers are."""
     if not size:
         return 0
     near = min(size, 64)
@@ -128,7 +133,7 @@ def _change_json(number: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def to_json(tree: Any, indent: int | None = None) -> bytes:
-    """JSON text of a tree, with the texts that no tree can hold."""
+    """Return JSON text of a tree, with the texts of _RAW."""
     text = json.dumps(tree, indent=indent)
     for mark, raw in _RAW.items():
         text = text.replace(mark, raw)
@@ -136,28 +141,31 @@ def to_json(tree: Any, indent: int | None = None) -> bytes:
 
 
 def change_tree(number: random.Random, holder: list[Any]) -> str:
-    """Change the tree holder[0] in one to three places; say how."""
-    done = []
+    """Change one to three nodes of the tree holder[0]. Return a description."""
+    changes = []
     for _ in range(number.choice((1, 1, 1, 1, 2, 3))):
         holder[:] = holder or [None]
-        spots = list(_spots(holder, ()))
-        container, key, name = number.choice(spots)
-        done.append(f"{name}: {_change_spot(number, container, key, spots)}")
+        nodes = list(_nodes(holder, ()))
+        container, key, name = number.choice(nodes)
+        changes.append(f"{name}: {_change_node(number, container, key, nodes)}")
     holder[:] = holder or [None]
-    return "; ".join(done)
+    return "; ".join(changes)
 
 
-def _spots(container: Any, name: tuple) -> Iterator[tuple[Any, Any, str]]:
-    """Every place of a tree as (container, key, its name)."""
+def _nodes(container: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield all nodes below a container as (container, key, name)."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in list(items):
-        where = (*name, str(key)[:40])
-        yield container, key, ".".join(where[1:]) or "all"
+        keys = (*path, str(key)[:40])
+        yield container, key, ".".join(keys[1:]) or "all"
         if isinstance(value, (dict, list)):
-            yield from _spots(value, where)
+            yield from _nodes(value, keys)
 
 
-def _change_spot(number: random.Random, container: Any, key: Any, spots: list) -> str:
+def _change_node(
+    number: random.Random, container: Any, key: Any, nodes: list[tuple[Any, Any, str]]
+) -> str:
+    """Change a node. Return a description."""
     value = container[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and number.random() < 0.5:
@@ -173,12 +181,12 @@ def _change_spot(number: random.Random, container: Any, key: Any, spots: list) -
         name = number.choice(("", "x", "__class__", "name", "\x1b[0m"))
         container[name] = copy.deepcopy(number.choice(_VALUES))
     elif kind == "swap":
-        other, place, where = number.choice(spots)
-        if _holds(value, other) or _holds(other[place], container):
+        other, other_key, other_name = number.choice(nodes)
+        if _contains(value, other) or _contains(other[other_key], container):
             container[key] = None
         else:
-            container[key], other[place] = other[place], value
-            return f"swapped with {where}"
+            container[key], other[other_key] = other[other_key], value
+            return f"swapped with {other_name}"
     elif kind == "wrap":
         container[key] = [value] if number.random() < 0.5 else {"a": value}
     elif kind == "double" and isinstance(container, list):
@@ -188,22 +196,22 @@ def _change_spot(number: random.Random, container: Any, key: Any, spots: list) -
         container[name] = container.pop(key)
         return f"renamed {name!r}"[:80]
     else:
-        # A copy: a later change of a list or dict of _VALUES itself would leak into other cases.
+        # A copy, since a later change of a list or dict of _VALUES would affect other cases.
         container[key] = new = copy.deepcopy(number.choice(_VALUES))
         return f"set to {new!r}"[:80]
     return kind
 
 
-def _holds(tree: Any, part: Any) -> bool:
-    """Whether `part` is `tree` or in it: exchanging the two would make a circle."""
-    if tree is part:
+def _contains(tree: Any, node: Any) -> bool:
+    """Return True if `node` is `tree` or below it, so that an exchange would make a cycle."""
+    if tree is node:
         return True
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return any(_holds(value, part) for value in values)
+    return any(_contains(value, node) for value in values)
 
 
 def _change_lines(number: random.Random, content: bytes) -> tuple[str, bytes]:
-    """Of JSON lines: one line's tree, or the lines themselves."""
+    """Change the tree of a JSON line, or add, remove or exchange lines."""
     lines = content.splitlines()
     at = number.randrange(len(lines))
     kind = number.choice(("tree", "tree", "tree", "double", "delete", "swap", "other"))
@@ -251,10 +259,10 @@ def _change_toml(number: random.Random, content: bytes) -> tuple[str, bytes]:
     holder = [tomllib.loads(text)]
     how = change_tree(number, holder)
     tree = holder[0] if isinstance(holder[0], dict) else {"x": holder[0]}
-    made = "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in tree.items())
+    changed = "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in tree.items())
     for mark, raw in _RAW.items():
-        made = made.replace(mark, raw)
-    return how, made.encode("utf-8", "surrogatepass")
+        changed = changed.replace(mark, raw)
+    return how, changed.encode("utf-8", "surrogatepass")
 
 
 def _toml(value: Any) -> str:
@@ -272,7 +280,7 @@ def _toml_key(key: str) -> str:
 
 
 def _change_safetensors(number: random.Random, content: bytes) -> tuple[str, bytes]:
-    """The header's tree, its length kept right; offsets and the tensors' bytes stay."""
+    """Change the tree of the header and correct its length. Bytes of tensors do not change."""
     length = int.from_bytes(content[:8], "little")
     holder = [json.loads(content[8 : 8 + length])]
     how = change_tree(number, holder)
@@ -281,14 +289,14 @@ def _change_safetensors(number: random.Random, content: bytes) -> tuple[str, byt
 
 
 def _change_padded(number: random.Random, content: bytes) -> tuple[str, bytes]:
-    """The JSON text in the first 4096 bytes, padded as it was."""
+    """Change the padded JSON text in the first 4096 bytes."""
     holder = [json.loads(content[:4096])]
     how = change_tree(number, holder)
     return how, to_json(holder[0])[:4095].ljust(4095) + b"\n" + content[4096:]
 
 
 def _change_npy(number: random.Random, content: bytes) -> tuple[str, bytes]:
-    """The fields of the header of a .npy, or the number of its rows."""
+    """Change a field of the header of a .npy file, or its number of rows."""
     length = 10 + int.from_bytes(content[8:10], "little")
     fields, data = ast.literal_eval(content[10:length].decode()), content[length:]
     key = number.choice(("descr", "descr", "fortran_order", "shape", "shape", "shape", "rows"))
@@ -320,4 +328,4 @@ STRUCTURES: Mapping[str, Callable[[random.Random, bytes], tuple[str, bytes]]] = 
     "padded json": _change_padded,
     "npy": _change_npy,
 }
-"""By syntax: the change that keeps a file well formed."""
+"""For each syntax, the function that changes a file and keeps it well formed."""

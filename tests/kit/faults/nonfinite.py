@@ -1,8 +1,14 @@
-"""A rank's run to be changed before it goes, and runs in which one rank computes NaN."""
+"""Runs in which one rank computes NaN or has a memory error."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from optimus.errors import NonFiniteError
 from optimus.train.loop import Run
@@ -10,22 +16,41 @@ from tests.kit.runs.training import make_run
 
 
 class NanBackward(torch.autograd.Function):
+    """Identity whose backward pass returns NaN."""
+
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
         return gradient * float("nan")
 
 
-SPOILT = {"output": lambda x: x * float("inf"), "slope": NanBackward.apply}
-"""What a layer of a broken device gives; all that follows is spoilt with it."""
+BROKEN_OUTPUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "output": lambda x: x * float("inf"),
+    "slope": NanBackward.apply,
+}
+"""Functions of the output of a layer, as a broken device computes it."""
 
 
-def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj", at: int = 3) -> str:
-    """One rank computes NaN at step `at`, in a `parameter`, a `gradient` or what SPOILT has of the
-    first layer of this name; the parameter's name and the error that this rank raised."""
+def poison(
+    tree: dict[str, Any], bad_rank: int, target: str, layer: str = "q_proj", at: int = 3
+) -> str:
+    """Run the training of a configuration on this rank, with a NaN on one rank.
+
+    Args:
+        tree: The configuration.
+        bad_rank: The rank that computes NaN.
+        target: The first non-finite value: "parameter", "gradient", "gradient once" (only in the
+            first backward pass), or a key of BROKEN_OUTPUTS.
+        layer: Name of a kind of layers; its first layer is broken.
+        at: The update with the NaN.
+
+    Returns:
+        The name of the layer's weight and the error that this rank raised, with "|" between them;
+        or "no error".
+    """
     run = make_run(tree)
     plain_update = run.update
     named = dict(run.model.named_parameters())
@@ -33,36 +58,56 @@ def poison(tree: dict, bad_rank: int, what: str, layer: str = "q_proj", at: int 
 
     def update(step: int) -> None:
         if step == at and run.world.rank == bad_rank:
-            if what == "parameter":
+            if target == "parameter":
                 named[name].data.view(-1)[0] = torch.nan
-            elif what == "gradient":
+            elif target == "gradient":
                 named[name].register_hook(lambda gradient: gradient * torch.nan)
-            elif what == "gradient once":  # as a device does that computes wrongly once
+            elif target == "gradient once":  # a transient error of a device
                 factors = iter([torch.nan])
                 named[name].register_hook(lambda gradient: gradient * next(factors, 1.0))
             else:
-                _spoil(run.model.get_submodule(name.removesuffix(".weight")), what)
+                module = run.model.get_submodule(name.removesuffix(".weight"))
+                _break_output(module, BROKEN_OUTPUTS[target])
         plain_update(step)
 
-    run.update = update
-    try:
-        run.go()
-    except NonFiniteError as error:
-        assert error.exit_code == 4
-        return f"{name}|{error}"
-    return "no error"
+    return f"{name}|{error}" if (error := _error_of(run, update)) else "no error"
 
 
-def _spoil(module: torch.nn.Module, what: str) -> None:
-    if hasattr(module, "wiring"):  # of which a tp rank has a part of the sum
-        module.multiply = lambda x, bias: SPOILT[what](type(module).multiply(module, x, bias))
+def _error_of(run: Run, update: Callable[[int], None]) -> str:
+    """Run with another update. Return the message of the NonFiniteError; "" without an error."""
+    with mock.patch.object(run, "update", update):
+        try:
+            run.go()
+        except NonFiniteError as error:
+            assert error.exit_code == 4
+            return str(error)
+    return ""
+
+
+def _break_output(module: Any, break_tensor: Callable[[Tensor], Tensor]) -> None:
+    if hasattr(module, "wiring"):  # break the product, a summand of the output of a tp rank
+        multiply = module.multiply
+        module.multiply = lambda x, bias: break_tensor(multiply(x, bias))
     else:
-        module.register_forward_hook(lambda module, inputs, out: SPOILT[what](out))
+        module.register_forward_hook(lambda module, inputs, out: break_tensor(out))
 
 
-def damage_state(tree: dict, bad_rank: int, state: str, value: float, at: int) -> list[str]:
-    """One rank's memory breaks behind update `at`: an element of an optimizer state of its shard
-    becomes `value`. The parameter and what this rank raised, if anything."""
+def damage_state(
+    tree: dict[str, Any], bad_rank: int, state: str, value: float, at: int
+) -> list[str]:
+    """Run the training of a configuration on this rank, with a memory error on one rank.
+
+    Args:
+        tree: The configuration.
+        bad_rank: The rank of the error.
+        state: The optimizer state of which an element of its shard changes.
+        value: The new value of the element.
+        at: The update after which it changes.
+
+    Returns:
+        The name of the parameter, "" on other ranks; and the error that this rank raised, or "no
+        error".
+    """
     run = make_run(tree)
     plain_update, name = run.update, ""
 
@@ -73,22 +118,15 @@ def damage_state(tree: dict, bad_rank: int, state: str, value: float, at: int) -
             run.states.wait()
             name = break_element(run, state, value)
 
-    run.update = update
-    try:
-        run.go()
-    except NonFiniteError as error:
-        assert error.exit_code == 4
-        return [name, str(error)]
-    return [name, "no error"]
+    error = _error_of(run, update)
+    return [name, error or "no error"]
 
 
 def break_element(run: Run, state: str, value: float) -> str:
-    """Set the last element of some parameter in this rank's shard; the parameter's name."""
+    """Set the last element of a parameter's state in this rank's shard. Return the parameter."""
     chunk = run.states.chunks[-1]
-    slot, part = next(
-        (slot, part[0])
-        for slot in chunk.chunk.slots
-        if (part := chunk.local_slice(chunk.states[state], slot)) is not None
-    )
-    part[-1] = value
-    return slot.name
+    for slot in chunk.chunk.slots:
+        if (local := chunk.local_slice(chunk.states[state], slot)) is not None:
+            local[0][-1] = value
+            return slot.name
+    raise AssertionError("the shard of the last chunk has no parameter")

@@ -1,9 +1,9 @@
-"""What a disk may hold after a power cut, from the recorded calls that led to it.
+"""Model of a disk: its possible contents after a power cut, from a record of file calls.
 
-A file's bytes are durable from its fsync on, a directory's entries (creations, renames, removals)
-from the directory's. Of all else any subset may have reached the disk: of the changes of one
-directory each by itself, a rename within it being one change; of an extent that was written all,
-half, zeros in its place, or nothing.
+The bytes of a file are durable from its fsync on, the entries of a directory (creations, renames,
+removals) from the fsync of the directory on. Any subset of the other changes may be on the disk: of
+a directory any subset of its changes, where a rename within the directory is one change; of a
+written extent all bytes, half of them, zeros, or nothing.
 """
 
 from __future__ import annotations
@@ -12,44 +12,48 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
+from typing import TypeAlias
 
 from tests.kit.faults.disk import Call
 
 EXHAUSTIVE = 1 << 12
-"""States of a disk at one moment up to which all are made, and drawn by chance beyond."""
+"""Number of states of a disk at one moment up to which all are examined. Above it, random states
+are drawn."""
 
 _LOSSES = ("nothing", "half", "zeros")
 
-Tree = bytes | tuple
-"""What a disk holds: of a file its bytes, of a directory pairs of a name and a Tree."""
-Wanted = Callable[[PurePath], bool]
-"""Whether what lies at a path, counted from the root, is looked at."""
+Tree: TypeAlias = "bytes | tuple[tuple[str, Tree], ...]"
+"""Content of a file, or pairs of name and Tree of a directory."""
+PathFilter = Callable[[PurePath], bool]
+"""Returns True for relative paths of files and directories that are examined."""
 
 
 class File:
-    """Durable bytes, and what was done to them since: new extents, or a new size."""
+    """Durable bytes of a file, and later changes: extents, or new sizes."""
 
     def __init__(self) -> None:
         self.durable = b""
         self.pending: list[tuple[int, bytes | None]] = []
+        """Offset and bytes of each written extent; new size and None for a truncation."""
 
     def sync(self) -> None:
-        self.durable, self.pending = self.now(), []
+        self.durable, self.pending = self.current(), []
 
-    def now(self) -> bytes:
+    def current(self) -> bytes:
         return self._with(["all"] * len(self.pending))
 
-    def trees(self, path: PurePath, wanted: Wanted) -> Iterator[bytes]:
+    def trees(self, path: PurePath, is_examined: PathFilter) -> Iterator[bytes]:
         for fates in itertools.product(("all", *_LOSSES), repeat=len(self.pending)):
             yield self._with(fates)
 
-    def draw(self, rng: random.Random, keeps: float) -> bytes:
-        fates = ["all" if rng.random() < keeps else rng.choice(_LOSSES) for _ in self.pending]
+    def draw(self, rng: random.Random, probability: float) -> bytes:
+        """Draw one state; each change is complete with this probability."""
+        fates = ["all" if rng.random() < probability else rng.choice(_LOSSES) for _ in self.pending]
         return self._with(fates)
 
     def _with(self, fates: Sequence[str]) -> bytes:
         if not self.pending:
-            return self.durable  # the same object: trees are compared often
+            return self.durable  # the same object, since trees are often compared
         content = bytearray(self.durable)
         for (offset, data), fate in zip(self.pending, fates, strict=True):
             if fate == "nothing":
@@ -66,51 +70,56 @@ class File:
 
 
 class Directory:
-    """Durable entries, and the changes since: each of one name, or of both names of a rename."""
+    """Durable entries of a directory, and later changes: of one name, or both names of a rename."""
 
     def __init__(self) -> None:
         self.durable: dict[str, Node] = {}
         self.entries: dict[str, Node] = {}
-        """As a running machine shows them."""
-        self.pending: list[dict[str, Node | None]] = []
+        """Entries that the running machine shows."""
+        self.pending: list[Mapping[str, Node | None]] = []
 
-    def change(self, names: dict[str, Node | None]) -> None:
+    def change(self, names: Mapping[str, Node | None]) -> None:
+        """Set the nodes of names; None removes a name."""
         self.pending.append(names)
         _apply(self.entries, names)
 
     def sync(self) -> None:
         self.durable, self.pending = dict(self.entries), []
 
-    def trees(self, path: PurePath, wanted: Wanted) -> Iterator[Tree]:
-        """Every state that it may be in, of what is wanted; many may be alike."""
-        for entries in self._subsets(path, wanted):
-            below = [  # cut, that no product of them is beyond measure
-                itertools.islice(node.trees(path / name, wanted), EXHAUSTIVE + 1)
+    def trees(self, path: PurePath, is_examined: PathFilter) -> Iterator[Tree]:
+        """Yield all possible states of the examined paths. States may be equal."""
+        for entries in self._subsets(path, is_examined):
+            below = [  # a limit, since the product may be too large
+                itertools.islice(node.trees(path / name, is_examined), EXHAUSTIVE + 1)
                 for name, node in entries
             ]
             for contents in itertools.product(*below):
                 yield tuple(zip((name for name, _ in entries), contents, strict=True))
 
-    def _subsets(self, path: PurePath, wanted: Wanted) -> Iterator[tuple[tuple[str, Node], ...]]:
-        """Its wanted entries after each subset of the pending changes, each once."""
+    def _subsets(
+        self, path: PurePath, is_examined: PathFilter
+    ) -> Iterator[tuple[tuple[str, Node], ...]]:
+        """Yield the different examined entries after the subsets of the pending changes."""
         seen = set()
-        touching = [names for names in self.pending if any(wanted(path / one) for one in names)]
-        for kept in itertools.product((False, True), repeat=len(touching)):
+        touching = [
+            names for names in self.pending if any(is_examined(path / name) for name in names)
+        ]
+        for applied in itertools.product((False, True), repeat=len(touching)):
             entries = dict(self.durable)
-            for names in itertools.compress(touching, kept):
+            for names in itertools.compress(touching, applied):
                 _apply(entries, names)
-            found = tuple((n, entries[n]) for n in sorted(entries) if wanted(path / n))
-            if found not in seen:
-                seen.add(found)
-                yield found
+            examined = tuple((n, entries[n]) for n in sorted(entries) if is_examined(path / n))
+            if examined not in seen:
+                seen.add(examined)
+                yield examined
 
-    def draw(self, rng: random.Random, keeps: float) -> Tree:
-        """One state, of all that it holds; each change is there with probability `keeps`."""
+    def draw(self, rng: random.Random, probability: float) -> Tree:
+        """Draw one state of all entries; each change is on the disk with this probability."""
         entries = dict(self.durable)
         for names in self.pending:
-            if rng.random() < keeps:
+            if rng.random() < probability:
                 _apply(entries, names)
-        return tuple((name, entries[name].draw(rng, keeps)) for name in sorted(entries))
+        return tuple((name, entries[name].draw(rng, probability)) for name in sorted(entries))
 
 
 Node = File | Directory
@@ -125,19 +134,19 @@ def _apply(entries: dict[str, Node], names: Mapping[str, Node | None]) -> None:
 
 
 class Disk:
-    """A file system below `root`, call by call."""
+    """A file system below `root`, to which calls are applied."""
 
     def __init__(self, root: str) -> None:
         self._root, self.top = PurePath(root), Directory()
         self._files: dict[int, File] = {}
-        """By inode."""
+        """Files by inode."""
 
     def apply(self, call: Call) -> None:
-        """Do what was done. Calls on what lies outside or is removed already change nothing."""
-        place = self._find(call.path)
-        if place is None:
+        """Apply a call. Calls outside of `root` and on removed files change nothing."""
+        position = self._find(call.path)
+        if position is None:
             return
-        folder, name, node = place
+        folder, name, node = position
         if call.op == "create":
             self._files[call.inode] = File()
             folder.change({name: self._files[call.inode]})
@@ -146,92 +155,95 @@ class Disk:
         elif call.op == "unlink":
             folder.change({name: None})
         elif call.op in ("rename", "link"):
+            assert node is not None, call
             self._move(folder, name, node, call)
-        elif call.path.endswith(" (deleted)"):
-            return
-        else:
-            node = node or self._renamed(folder, name, call)
-            self._change(node, call)
+        elif not call.path.endswith(" (deleted)"):
+            self._write(node or self._renamed(folder, name, call), call)
 
     def _renamed(self, folder: Directory, name: str, call: Call) -> File:
-        """The file that was given this name by a call that was not seen."""
+        """Return a file that a call without a record renamed to `name`."""
         node = self._files[call.inode]
-        old = next(one for one, other in folder.entries.items() if other is node)
+        old = next(entry for entry, other in folder.entries.items() if other is node)
         folder.change({old: None, name: node})
         return node
 
-    def _change(self, node: Node, call: Call) -> None:
+    def _write(self, node: Node, call: Call) -> None:
         if call.op == "fsync":
             node.sync()
-        elif call.op == "extend":
-            size = max(call.offset, len(node.now()))
-            node.pending.append((size, None))
+            return
+        assert isinstance(node, File), call
+        if call.op == "extend":
+            node.pending.append((max(call.offset, len(node.current())), None))
         else:
             node.pending.append((call.offset, call.data if call.op == "write" else None))
 
     def _move(self, folder: Directory, name: str, node: Node, call: Call) -> None:
-        there, new, _ = self._find(call.other)
-        gone = {name: None} if call.op == "rename" else {}
-        if there is folder:
-            folder.change({**gone, new: node})
+        position = self._find(call.other)
+        assert position is not None, call
+        target, new, _ = position
+        removed: dict[str, Node | None] = {name: None} if call.op == "rename" else {}
+        if target is folder:
+            folder.change({**removed, new: node})
         else:
-            there.change({new: node})
-            folder.change(gone)
+            target.change({new: node})
+            folder.change(removed)
 
     def _find(self, path: str) -> tuple[Directory, str, Node | None] | None:
+        """Return the directory, the name and the node of a path; None outside of `root`."""
         if not PurePath(path).is_relative_to(self._root):
             return None
-        parts = PurePath(path).relative_to(self._root).parts
-        if not parts:
+        names = PurePath(path).relative_to(self._root).parts
+        if not names:
             return Directory(), "", self.top
         folder = self.top
-        for part in parts[:-1]:
-            folder = folder.entries.get(part)
-            if not isinstance(folder, Directory):
+        for name in names[:-1]:
+            node = folder.entries.get(name)
+            if not isinstance(node, Directory):
                 return None
-        return folder, parts[-1], folder.entries.get(parts[-1])
+            folder = node
+        return folder, names[-1], folder.entries.get(names[-1])
 
-    def trees(self, wanted: Wanted, rng: random.Random, draws: int) -> Iterator[Tree]:
-        """All states after a power cut now, of what is wanted; where there are more than
-        EXHAUSTIVE, `draws` of them."""
-        every = list(itertools.islice(self.top.trees(PurePath(), wanted), EXHAUSTIVE + 1))
-        if len(every) <= EXHAUSTIVE:
-            yield from every
+    def trees(self, is_examined: PathFilter, rng: random.Random, draws: int) -> Iterator[Tree]:
+        """Yield all states of the examined paths after a power cut; if there are more than
+        EXHAUSTIVE, `draws` random states of the whole disk."""
+        states = list(itertools.islice(self.top.trees(PurePath(), is_examined), EXHAUSTIVE + 1))
+        if len(states) <= EXHAUSTIVE:
+            yield from states
             return
         for _ in range(draws):
             yield self.draw(rng)
 
     def draw(self, rng: random.Random) -> Tree:
-        """One state of the whole disk by chance: at times nearly all or nearly nothing was kept."""
+        """Draw a state of the whole disk, sometimes with almost all or almost no changes."""
         return self.top.draw(rng, rng.choice((0.05, 0.3, 0.5, 0.7, 0.95)))
 
     def durable(self, path: PurePath) -> bytes:
-        """What every power cut leaves of a file at `path` from the root, if its name is durable."""
+        """Return the durable bytes of a file, b"" if its name is not durable."""
         node: Node | None = self.top
-        for part in path.parts:
-            node = node.durable.get(part) if isinstance(node, Directory) else None
+        for name in path.parts:
+            node = node.durable.get(name) if isinstance(node, Directory) else None
         return node.durable if isinstance(node, File) else b""
 
-    def now(self, wanted: Wanted) -> Tree:
-        """What a running machine shows of what is wanted."""
-        return _show(self.top, PurePath(), wanted)
+    def current(self, is_examined: PathFilter) -> Tree:
+        """Return the examined paths as the running machine shows them."""
+        return _current(self.top, PurePath(), is_examined)
 
     def num_pending(self) -> int:
-        """Un-synced operations on all that some power cut may leave."""
-        found: dict[int, Node] = {}
-        todo: list[Node] = [self.top]
-        while todo:
-            node = todo.pop()
-            if id(node) not in found:
-                found[id(node)] = node
+        """Return the number of pending changes of all nodes that may exist after a power cut."""
+        reached: dict[int, Node] = {}
+        remaining: list[Node] = [self.top]
+        while remaining:
+            node = remaining.pop()
+            if id(node) not in reached:
+                reached[id(node)] = node
                 if isinstance(node, Directory):
                     changed = (n for names in node.pending for n in names.values() if n is not None)
-                    todo += [*node.durable.values(), *changed]
-        return sum(len(node.pending) for node in found.values())
+                    remaining += [*node.durable.values(), *changed]
+        return sum(len(node.pending) for node in reached.values())
 
 
-def _show(node: Node, path: PurePath, wanted: Wanted) -> Tree:
+def _current(node: Node, path: PurePath, is_examined: PathFilter) -> Tree:
     if isinstance(node, File):
-        return node.now()
-    names = [name for name in sorted(node.entries) if wanted(path / name)]
-    return tuple((name, _show(node.entries[name], path / name, wanted)) for name in names)
+        return node.current()
+    names = [name for name in sorted(node.entries) if is_examined(path / name)]
+    return tuple((name, _current(node.entries[name], path / name, is_examined)) for name in names)

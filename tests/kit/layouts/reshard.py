@@ -1,16 +1,19 @@
-"""Checkpoints that pass between layouts: what each rank holds, real shard files of simulated ranks,
-and the layouts of 1, 2, 4 and 8 ranks between which they must pass to the bit."""
+"""Checkpoints that simulated ranks save under one layout and load under another, in one process.
+
+`Holdings` computes the shards of each rank, `save` and `assert_loads` write and read real shard
+files, `all_layouts` and `pairwise` list layouts of 1, 2, 4 and 8 ranks.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+from numpy.typing import NDArray
 
 from optimus.checkpoint.format import ADAMW_STATES, Index, decode, encode
 from optimus.checkpoint.load import Readers, ReadRequest
@@ -20,7 +23,9 @@ from optimus.checkpoint.slices import (
     Box,
     ChunkShard,
     ParamSlice,
+    Scatter,
     Share,
+    StateSlice,
     share_of,
     slices_to_read,
     slices_to_write,
@@ -31,41 +36,46 @@ from optimus.distributed.mesh import Coordinate, Mesh
 from optimus.parallel.apply import make_layout
 from tests.kit.runs.tiny import tiny_tree
 
+Array = NDArray[numpy.float32]
+
 
 class Holding(NamedTuple):
-    """One rank's shards, and the boxes and shapes of its parameters by name."""
+    """Shards of a rank, and boxes and whole shapes of its parameters by name."""
 
     shards: list[ChunkShard]
     boxes: dict[str, Box]
     shapes: dict[str, tuple[int, ...]]
 
 
-def layout_config(mesh: Mesh, tree: dict[str, Any] | None = None, **overrides: Any) -> Config:
-    tree = tree or tiny_tree("d", "r", **overrides)
+def layout_config(mesh: Mesh, **overrides: Any) -> Config:
+    """Return the configuration of `tiny_tree` with overrides and the sizes of a mesh."""
+    tree = tiny_tree("d", "r", **overrides)
     return make_config(tree | {"parallel": tree.get("parallel", {}) | mesh._asdict()})
 
 
 class Holdings:
-    """What the ranks of a mesh hold; ranks that differ in dp alone share a chunk layout."""
+    """Shards of the states on all ranks of a mesh."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self._layouts: dict[tuple[int, int, int], Any] = {}
+        """Layouts by pp, ep and tp, which ranks of different dp share."""
 
     def of(self, rank: int) -> Holding:
-        mesh, place = self.mesh, self.mesh.coordinate(rank)
-        key = (place.pp, place.ep, place.tp)
+        """Return the shards of a rank."""
+        mesh, coordinate = self.mesh, self.mesh.coordinate(rank)
+        key = (coordinate.pp, coordinate.ep, coordinate.tp)
         if key not in self._layouts:
             self._layouts[key] = self._lay_out(rank)
         chunks, boxes, shapes = self._layouts[key]
-        held = []
+        shards = []
         for chunk in chunks:
             sharding, copies, far = chunk.key[1:]
-            number = share_of(mesh, place, sharding).index
-            held.append(ChunkShard(chunk, number * chunk.shard_length, copies, far))
-        return Holding(held, boxes, shapes)
+            number = share_of(mesh, coordinate, sharding).index
+            shards.append(ChunkShard(chunk, number * chunk.shard_length, copies, far))
+        return Holding(shards, boxes, shapes)
 
-    def _lay_out(self, rank: int) -> tuple:
+    def _lay_out(self, rank: int) -> tuple[Any, dict[str, Box], dict[str, tuple[int, ...]]]:
         mesh, config = self.mesh, self.config
         layout = make_layout(config, mesh, mesh.coordinate(rank), 8)
         parameters = []
@@ -74,22 +84,22 @@ class Holdings:
             adding = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
             sharding = kind.shard_axes(config.optim.sharding)
             far = name == "embed.weight" and not layout.has_first
-            key = (
-                (layout.stage_of(name), kind.divided, kind.partial),
-                sharding,
-                kind.copy_axes(sharding),
-                far,
-            )
+            use = (layout.stage_of(name), kind.divided, kind.partial)
+            key = (use, sharding, kind.copy_axes(sharding), far)
             sizes = mesh.size_of(adding), mesh.size_of(sharding)
             parameters.append(Parameter(name, placement.local_shape, key, *sizes))
-        boxes = {name: one.intervals for name, one in layout.placements.items()}
-        shapes = {name: one.shape for name, one in layout.placements.items()}
+        boxes = {name: placement.intervals for name, placement in layout.placements.items()}
+        shapes = {name: placement.shape for name, placement in layout.placements.items()}
         chunks = lay_out(parameters, config.optim.chunk_length).chunks
         return chunks, boxes, shapes
 
 
-def whole_states(shapes: dict, seed: int = 0) -> dict[str, dict[str, numpy.ndarray]]:
-    """By state and name, values of which no two are alike."""
+WholeStates = dict[str, dict[str, Array]]
+"""Whole fp32 arrays by state and parameter."""
+
+
+def whole_states(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> WholeStates:
+    """Return random values of all states."""
     generator = numpy.random.default_rng(seed)
     return {
         state: {
@@ -99,14 +109,16 @@ def whole_states(shapes: dict, seed: int = 0) -> dict[str, dict[str, numpy.ndarr
     }
 
 
-def take(whole: numpy.ndarray, param: ParamSlice) -> numpy.ndarray:
+def take(whole: Array, param: ParamSlice) -> Array:
+    """Return the elements of a slice of a whole parameter, one-dimensional."""
     for dim, intervals in enumerate(param.box):
-        index = numpy.concatenate([numpy.arange(*one) for one in intervals])
+        index = numpy.concatenate([numpy.arange(*interval) for interval in intervals])
         whole = whole.take(index, dim)
     return whole.reshape(-1)[param.start : param.stop]
 
 
 def all_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of all parameters."""
     ranks = range(holdings.mesh.world_size)
     return {name: shape for rank in ranks for name, shape in holdings.of(rank).shapes.items()}
 
@@ -118,45 +130,48 @@ def turns_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, Sh
 
 
 def save(
-    directory: Path, holdings: Holdings, states: dict, scatter: str = "balanced", step: int = 7
+    directory: Path,
+    holdings: Holdings,
+    states: WholeStates,
+    scatter: Scatter = "balanced",
+    step: int = 7,
 ) -> Index:
-    """Write what every rank of the layout writes; the index of it."""
-    written, mesh = [], holdings.mesh
+    """Write the shard files of all ranks to a directory. Return their index."""
+    reports, mesh = [], holdings.mesh
+
+    def bytes_of(state: str, state_slice: StateSlice) -> memoryview:
+        memory = numpy.zeros(state_slice.stop - state_slice.start, dtype=numpy.float32)
+        for param, at in state_slice.params:
+            memory[at : at + param.stop - param.start] = take(states[state][param.name], param)
+        return memory.data.cast("B")
+
     for rank in range(mesh.world_size):
-        one = holdings.of(rank)
-        coordinate = mesh.coordinate(rank)
+        holding, coordinate = holdings.of(rank), mesh.coordinate(rank)
         turns = turns_of(holdings.config, mesh, coordinate)
-        slices = slices_to_write(one.shards, one.boxes, mesh, coordinate, scatter, turns)
-
-        def bytes_of(state, state_slice):
-            memory = numpy.zeros(state_slice.stop - state_slice.start, dtype=numpy.float32)
-            for param, at in state_slice.params:
-                memory[at : at + param.stop - param.start] = take(states[state][param.name], param)
-            return memoryview(memory).cast("B")
-
+        slices = slices_to_write(holding.shards, holding.boxes, mesh, coordinate, scatter, turns)
         if slices:
             identity = Identity(f"generation {step}", step, rank)
-            parts = [(state, state_slice) for state in ADAMW_STATES for state_slice in slices]
-            written.append(write_shard(directory, identity, ADAMW_STATES, parts, bytes_of))
-    return decode(encode(f"generation {step}", step, ADAMW_STATES, written, all_shapes(holdings)))
+            pairs = [(state, state_slice) for state in ADAMW_STATES for state_slice in slices]
+            reports.append(write_shard(directory, identity, ADAMW_STATES, pairs, bytes_of))
+    return decode(encode(f"generation {step}", step, ADAMW_STATES, reports, all_shapes(holdings)))
 
 
 def requests_of(
     holding: Holding, holdings: Holdings, rank: int, fill: bool = True
 ) -> list[ReadRequest]:
-    """What the rank reads, into memory that is filled with -1, or not touched."""
+    """Return the read requests of a rank. With `fill`, their memory is filled with -1."""
     mesh, requests = holdings.mesh, []
     for state_slice in slices_to_read(holding.shards, holding.boxes, mesh, mesh.coordinate(rank)):
         for state in ADAMW_STATES:
             memory = numpy.empty(state_slice.stop - state_slice.start, dtype=numpy.float32)
             if fill:
                 memory.fill(-1)
-            requests.append(ReadRequest(state, state_slice.params, memoryview(memory).cast("B")))
+            requests.append(ReadRequest(state, state_slice.params, memory.data.cast("B")))
     return requests
 
 
-def assert_loads(directory: Path, index: Index, holdings: Holdings, states: dict) -> None:
-    """Every rank of the layout reads its part of every state, to the bit."""
+def assert_loads(directory: Path, index: Index, holdings: Holdings, states: WholeStates) -> None:
+    """Read the shards of all ranks, and assert that they have the bits of the states."""
     for rank in range(holdings.mesh.world_size):
         requests = requests_of(holdings.of(rank), holdings, rank)
         with Readers(directory, index, 1) as readers:
@@ -175,23 +190,24 @@ _MODEL = {
     "model__tie_embeddings": True,
 }
 BLOCK_BYTES = 1 << 13
-"""Small, so that ranges begin and end within blocks."""
+"""Size of a block with which ranges start and end inside blocks."""
 
 
 class Layout(NamedTuple):
-    """How the ranks divide the model and its states, and by which rule they write."""
+    """Division of the model and its states over the ranks, and the rule for writing."""
 
     mesh: tuple[int, int, int, int]
     sharding: str
     chunk_length: int
     schedule: str
-    scatter: str
+    scatter: Scatter
 
     def __str__(self) -> str:
         sizes = "".join(f"{a}{n}" for a, n in zip(("pp", "dp", "ep", "tp"), self.mesh, strict=True))
         return f"{sizes}-{self.sharding}-{self.chunk_length}-{self.schedule}-{self.scatter}"
 
     def holdings(self) -> Holdings:
+        """Return the shards of all ranks."""
         mesh = Mesh(*self.mesh)
         config = layout_config(
             mesh,
@@ -205,40 +221,39 @@ class Layout(NamedTuple):
 
 
 Pair = tuple[Layout, Layout]
-"""Saved under the first, loaded under the second."""
+"""A checkpoint is saved under the first layout and loaded under the second."""
 
 
 def all_layouts() -> list[Layout]:
-    """Of the schedules only interleaved ones place layers in another way."""
-    return list(_layouts())
-
-
-def _layouts() -> Iterator[Layout]:
-    for mesh in itertools.product((1, 2, 4, 8), repeat=4):
-        if math.prod(mesh) > 8:
+    """Return all layouts. Schedules other than interleaved place layers in the same way as 1f1b."""
+    layouts = []
+    scatters: tuple[Scatter, ...] = ("balanced", "paper")
+    for pp, dp, ep, tp in itertools.product((1, 2, 4, 8), repeat=4):
+        if pp * dp * ep * tp > 8:
             continue
-        schedules = ["1f1b", "interleaved"] if mesh[0] in (2, 4) else ["1f1b"]
+        schedules = ["1f1b", "interleaved"] if pp in (2, 4) else ["1f1b"]
         for sharding, length, schedule, scatter in itertools.product(
-            ("none", "so", "epso"), (700, 20_000, 1 << 24), schedules, ("balanced", "paper")
+            ("none", "so", "epso"), (700, 20_000, 1 << 24), schedules, scatters
         ):
-            yield Layout(mesh, sharding, length, schedule, scatter)
+            layouts.append(Layout((pp, dp, ep, tp), sharding, length, schedule, scatter))
+    return layouts
 
 
 def pairwise(seed: int = 0) -> list[Pair]:
-    """Few pairs in which every mesh saves and loads, and every two other choices meet, one of the
-    layout that saves and one of that which loads."""
-    generator, every = random.Random(seed), all_layouts()
-    drawn = [(generator.choice(every), generator.choice(every)) for _ in range(2000)]
+    """Return a small sample of pairs. Each mesh saves and loads in a pair, and each other choice
+    for the saving layout occurs with each choice for the loading layout."""
+    generator, layouts = random.Random(seed), all_layouts()
+    drawn = [(generator.choice(layouts), generator.choice(layouts)) for _ in range(2000)]
     features = {pair: set(_features(pair)) for pair in drawn}
-    missing, chosen = set().union(*features.values()), []
+    missing, sample = set().union(*features.values()), []
     while missing:
         best = max(drawn, key=lambda pair: len(features[pair] & missing))
-        chosen.append(best)
+        sample.append(best)
         missing -= features[best]
-    return chosen
+    return sample
 
 
-def _features(pair: Pair) -> Iterator[tuple]:
-    one, other = pair
-    yield from (("saves", one.mesh), ("loads", other.mesh))
-    yield from itertools.product(enumerate(one[1:]), enumerate(other[1:]))
+def _features(pair: Pair) -> Iterator[tuple[Any, ...]]:
+    saving, loading = pair
+    yield from (("saves", saving.mesh), ("loads", loading.mesh))
+    yield from itertools.product(enumerate(saving[1:]), enumerate(loading[1:]))

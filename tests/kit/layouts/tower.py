@@ -165,21 +165,20 @@ def make_engine(
 
 def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
     """Return the memory of whole chunks: of "params", and of "grads" with those of further uses."""
-    uses = engine.gradients._uses
-    flats = {
-        "params": [state.params for state in engine.chunks],
-        "grads": [buffer.grads for buffer in (*engine.chunks, *uses)],
-    }
+    params = [chunk.params for chunk in engine.chunks]
+    grads = [chunk.grads for chunk in engine.chunks]
+    grads += [buffer.grads for buffer in engine.gradients._uses]
     return {
-        kind: sum(flat.untyped_storage().nbytes() for flat in tensors)
-        for kind, tensors in flats.items()
+        kind: sum(flat.untyped_storage().nbytes() for flat in flats)
+        for kind, flats in (("params", params), ("grads", grads))
     }
 
 
 def watch_uses(engine: ChunkEngine) -> list[tuple[int, bool, int]]:
     """Return a list to which each later use adds its segment, True for backward, and the resident
     bytes of parameters. The list remains empty if no parameter is sharded."""
-    store, uses = engine.params, []
+    store: Any = engine.params
+    uses: list[tuple[int, bool, int]] = []
     if store.plan is not None:
         use = store.use
 

@@ -1,4 +1,4 @@
-"""Whole tensors of a model that ranks hold in parts, on the first of them: for tests to compare."""
+"""Whole tensors of a model that is divided over ranks, gathered on the first rank."""
 
 from __future__ import annotations
 
@@ -20,20 +20,36 @@ from optimus.parallel.placement import Intervals, Placement, whole_model
 
 
 def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
-    """A state of every parameter of a rank, by name, put together over shards: a collective of
-    their ranks. Views of this rank's memory where nothing is divided. Frozen ones have a master."""
+    """Return a state of all parameters of this rank, gathered over the ranks of their shards.
+
+    A collective of these ranks.
+
+    Args:
+        engine: The engine of this rank.
+        state: "grad", "master", "exp_avg" or "exp_avg_sq". Frozen parameters have only "master".
+
+    Returns:
+        The local tensors by parameter. They are views of the memory of this rank if the state is
+        not sharded.
+    """
     engine.wait()
-    out = {}
-    for one in engine.chunks:
-        flat = one.gather(one.grad if state == "grad" else one.states[state])
-        out |= {slot.name: one.view(flat, slot) for slot in one.chunk.slots}
+    local: dict[str, Tensor] = {}
+    for chunk in engine.chunks:
+        flat = chunk.gather(chunk.grad if state == "grad" else chunk.states[state])
+        local |= {slot.name: chunk.view(flat, slot) for slot in chunk.chunk.slots}
     if state == "master":
-        out |= {name: view.float() for name, view in engine.frozen.parameters().items()}
-    return out
+        local |= {name: view.float() for name, view in engine.frozen.parameters().items()}
+    return local
 
 
 class WholeModel:
-    """Names and shapes of the whole model, and which rank holds which part of it."""
+    """Gathers whole parameters from the ranks.
+
+    Args:
+        config: The configuration.
+        layout: The layout of this rank.
+        groups: The process groups of this rank.
+    """
 
     def __init__(self, config: Config, layout: Layout, groups: Groups) -> None:
         self._config, self._layout, self._groups = config, layout, groups
@@ -41,58 +57,61 @@ class WholeModel:
         self.shapes = {name: p.shape for name, p in self._meta.named_parameters()}
 
     def gather(self, engine: ChunkEngine, state: str) -> dict[str, Tensor]:
-        """Whole tensors on the first rank, {} on others. A collective of all ranks; ranks that hold
-        but copies give nothing."""
+        """Return the whole tensors of a state on the first rank, {} on others.
+
+        A collective of all ranks. Each local tensor is sent once, not from replicas.
+        """
         local = whole_of(engine, state)
         everyone, mesh = self._groups.everyone, self._layout.mesh
         if everyone.rank == 0:
             return dict(local) if mesh.dp == mesh.world_size else self._receive_all(local)
-        for name in self._held_by(self._groups.coordinate):
+        for name in self._sent_by(self._groups.coordinate):
             send(local[name].contiguous(), everyone, 0).wait()
         return {}
 
     def _receive_all(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         everyone, mesh = self._groups.everyone, self._layout.mesh
-        held = {rank: self._held_by(mesh.coordinate(rank)) for rank in mesh.group_of(0, MODEL)}
-        out: dict[str, Tensor] = {}
+        sent = {rank: self._sent_by(mesh.coordinate(rank)) for rank in mesh.group_of(0, MODEL)}
+        whole: dict[str, Tensor] = {}
         for name, shape in self.shapes.items():
-            out[name] = torch.empty(shape)
-            for source, parts in held.items():
-                if name not in parts:
+            whole[name] = torch.empty(shape)
+            for source, placements in sent.items():
+                if name not in placements:
                     continue
-                part = local.get(name)
+                placement = placements[name]
                 if source > 0:
-                    part = receive(torch.empty(parts[name].local_shape), everyone, source).wait()
-                put(parts[name], out[name], part)
-        return out
+                    tensor = receive(torch.empty(placement.local_shape), everyone, source).wait()
+                else:
+                    tensor = local[name]
+                put(placement, whole[name], tensor)
+        return whole
 
-    def _held_by(self, place: Coordinate) -> dict[str, Placement]:
-        """What the rank at `place` gives: each part of each parameter is given once."""
+    def _sent_by(self, coordinate: Coordinate) -> dict[str, Placement]:
+        """Return the placements of the tensors that a rank sends, without replicas."""
         mesh, count = self._layout.mesh, self._layout.schedule.num_microbatches
-        everything = make_layout(self._config, mesh, place, count).placements
-        given = {}
-        for name, placement in everything.items():
-            is_copy = any(getattr(place, axis) for axis in placement.kind.copy_axes(()))
-            far_end = name == "embed.weight" and place.pp > 0
-            if not (is_copy or far_end):
-                given[name] = placement
-        return given
+        placements = make_layout(self._config, mesh, coordinate, count).placements
+        return {
+            name: placement
+            for name, placement in placements.items()
+            if not any(getattr(coordinate, axis) for axis in placement.kind.copy_axes(()))
+            and not (name == "embed.weight" and coordinate.pp > 0)  # the copy of a tied stage
+        }
 
 
-def put(placement: Placement, whole: Tensor, part: Tensor) -> None:
-    """Write a rank's part into its place in the whole parameter."""
-    assert tuple(part.shape) == placement.local_shape, (part.shape, placement)
-    for chosen in itertools.product(*map(_with_offsets, placement.intervals)):
-        there, here = whole, part
-        for dim, (start, size, offset) in enumerate(chosen):
-            there, here = there.narrow(dim, start, size), here.narrow(dim, offset, size)
-        there.copy_(here)
+def put(placement: Placement, whole: Tensor, local: Tensor) -> None:
+    """Copy the local tensor of a rank to its intervals of the whole parameter."""
+    assert tuple(local.shape) == placement.local_shape, (local.shape, placement)
+    for intervals in itertools.product(*map(_with_offsets, placement.intervals)):
+        target, source = whole, local
+        for dim, (start, size, offset) in enumerate(intervals):
+            target, source = target.narrow(dim, start, size), source.narrow(dim, offset, size)
+        target.copy_(source)
 
 
 def _with_offsets(intervals: Intervals) -> list[tuple[int, int, int]]:
-    """(start in the whole, size, start in the part) of each interval."""
-    out, offset = [], 0
+    """Return (start in the whole dim, size, start in the local dim) of each interval."""
+    triples, offset = [], 0
     for start, stop in intervals:
-        out.append((start, stop - start, offset))
+        triples.append((start, stop - start, offset))
         offset += stop - start
-    return out
+    return triples

@@ -1,9 +1,9 @@
-"""Stand-ins for `qsub` and for the `mpiexec` of PALS, which no package offers, as Aurora has them.
+"""Replacements of `qsub` and of the `mpiexec` of PALS, as on Aurora; no package contains them.
 
-`install(folder)` writes both programs; with that folder first on PATH, a job script of ours starts
-real processes here. Other than the real ones: `qsub` returns when the job has ended, with its exit
-status and what it printed on its own output, and all hosts are this machine. Options which our
-scripts do not use are refused, so that a misspelt one does not pass.
+`install(folder)` writes both programs. With this folder first on PATH, a job script of Optimus
+starts real processes. There are two differences to the real programs: `qsub` waits for the job,
+prints its output and returns its exit status; and all hosts are this machine. Options that the
+scripts of Optimus do not use are refused, so that a misspelled option is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESOURCES = ("walltime", "place", "select", "filesystems")
 
 
 def install(folder: Path) -> None:
-    """Programs `qsub` and `mpiexec` in `folder`."""
+    """Write the programs `qsub` and `mpiexec` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("qsub", "mpiexec"):
         words = shlex.join([sys.executable, str(Path(__file__).resolve()), name])
@@ -30,32 +30,28 @@ def install(folder: Path) -> None:
         (folder / name).chmod(0o755)
 
 
-def strict(name: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=name, allow_abbrev=False)
-
-
 def qsub(argv: Sequence[str]) -> int:
-    """Run the script on standard input as PBS does: from the home, a job of an array after the
-    other's start, $PBS_NODEFILE naming each host once."""
-    parser = strict("qsub")
+    """Run the script on standard input as PBS does: in the home directory, all jobs of an array at
+    the same time, with each host once in $PBS_NODEFILE."""
+    parser = argparse.ArgumentParser(prog="qsub", allow_abbrev=False)
     parser.add_argument("-v", required=True)
     for option in ("-N", "-k", "-j", "-A", "-q", "-J"):
         parser.add_argument(option)
     parser.add_argument("-l", action="append", default=[])
     args = parser.parse_args(argv)
-    wanted = dict(one.split("=", 1) for one in args.l)
-    if unknown := wanted.keys() - set(RESOURCES):
-        parser.error(f"resources {sorted(unknown)}")
+    resources = dict(resource.split("=", 1) for resource in args.l)
+    if unknown := resources.keys() - set(RESOURCES):
+        parser.error(f"unknown resources {sorted(unknown)}")
     indices: list[str | None] = [None]
     if args.J:
         first, last = map(int, args.J.split("-"))
         if first >= last:
-            parser.error(f"-J {args.J}: PBS has no array of one")
+            parser.error(f"-J {args.J}: an array of PBS has at least two jobs")
         indices = [str(index) for index in range(first, last + 1)]
     job = sys.stdin.read()
     with tempfile.TemporaryDirectory(prefix="pbs-") as spool:
         hosts = Path(spool, "nodes")
-        hosts.write_text("".join(f"x{n}\n" for n in range(int(wanted.get("select", "1")))))
+        hosts.write_text("".join(f"x{n}\n" for n in range(int(resources.get("select", "1")))))
         Path(spool, "job").write_text(job)
         home = os.environ.get("HOME", "/")
         environ = {name: os.environ[name] for name in args.v.split(",")}
@@ -70,15 +66,13 @@ def qsub(argv: Sequence[str]) -> int:
             for index in indices
         ]
         print("1.here", flush=True)
-        return max(one.wait() for one in jobs)
+        return max(process.wait() for process in jobs)
 
 
 def mpiexec(argv: Sequence[str]) -> int:
-    """Start the ranks with the variables of PALS alone: PMI_SIZE and the like are not among them.
-
-    As with PALS, one rank's failure ends the others.
-    """
-    parser = strict("mpiexec")
+    """Start the ranks with the variables of PALS only, without PMI_SIZE. As with PALS, the failure
+    of a rank ends the others."""
+    parser = argparse.ArgumentParser(prog="mpiexec", allow_abbrev=False)
     parser.add_argument("--envall", action="store_true", required=True)
     parser.add_argument("--line-buffer", action="store_true")
     parser.add_argument("-n", type=int, required=True)
@@ -92,20 +86,20 @@ def mpiexec(argv: Sequence[str]) -> int:
         parser.error(f"{args.n} ranks on {len(hosts)} hosts of {args.ppn}")
     ranks = []
     for rank in range(args.n):
-        own = {"PALS_RANKID": rank, "PALS_LOCAL_RANKID": rank % args.ppn}
-        own |= {"PALS_NODEID": rank // args.ppn, "PMI_RANK": rank}
-        environ = os.environ | {name: str(value) for name, value in own.items()}
+        variables = {"PALS_RANKID": rank, "PALS_LOCAL_RANKID": rank % args.ppn}
+        variables |= {"PALS_NODEID": rank // args.ppn, "PMI_RANK": rank}
+        environ = os.environ | {name: str(value) for name, value in variables.items()}
         ranks.append(subprocess.Popen(args.command, env=environ))
-    while all(one.poll() in (None, 0) for one in ranks):
-        if all(one.poll() == 0 for one in ranks):
+    while all(process.poll() in (None, 0) for process in ranks):
+        if all(process.poll() == 0 for process in ranks):
             return 0
         time.sleep(0.02)
-    first = next(status for one in ranks if (status := one.poll()))
-    for one in ranks:
-        one.terminate()
-    for one in ranks:
-        one.wait()
-    return first if first > 0 else 128 - first
+    failure = next(status for process in ranks if (status := process.poll()))
+    for process in ranks:
+        process.terminate()
+    for process in ranks:
+        process.wait()
+    return failure if failure > 0 else 128 - failure
 
 
 if __name__ == "__main__":

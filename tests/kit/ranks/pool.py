@@ -1,7 +1,7 @@
-"""Run a function on several ranks from a test: `ranks(4, function, *arguments)`.
+"""Pool of forked ranks, on which a test runs a function: `ranks(4, function, *arguments)`.
 
-The ranks are forked from a server (server.py) that has imported everything already, so that
-four of them stand in a process group after a tenth of a second.
+The ranks are forked from a server (server.py) that has imported torch and Optimus, so that four
+ranks form a process group within 0.1 s.
 """
 
 from __future__ import annotations
@@ -21,56 +21,72 @@ from tests.kit.ranks.server import Job, Outcome
 
 _ROOT = Path(__file__).resolve().parents[3]
 _START_S = 120.0
-"""Limit for the server to import everything, on a busy machine."""
+"""Time limit for the imports of the server, on a busy machine."""
 _SPARE_S = 30.0
-"""How much longer than a job's own limits the server may take before it counts as lost."""
+"""Time after the limits of a job until the server counts as lost."""
 
 
 class RanksFailed(Exception):
-    """At least one rank did not return. `outcomes` tells, by rank, how each one ended."""
+    """At least one rank did not return. `outcomes` has the end of each rank, by rank."""
 
     def __init__(self, title: str, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
         failures = [outcome for outcome in outcomes if not outcome.returned]
-        # Who was merely waiting for the others comes last.
+        # Ranks that only waited for others are last.
         failures.sort(key=lambda outcome: (outcome.how == "stopped", outcome.rank))
         lines = [f"{title}: {len(failures)} of {len(outcomes)} ranks failed"]
         super().__init__("\n".join(lines + [_describe(outcome) for outcome in failures]))
 
 
 class RankPool:
-    """A server of forked ranks, started by the first job and ended by `close`."""
+    """Server of forked ranks. The first job starts it, `close` ends it.
 
-    def __init__(self, scratch: str | os.PathLike, **environ: str) -> None:
-        """`scratch`: for files of the ranks; `environ`: what the server has besides."""
+    Args:
+        scratch: A directory for files of the ranks.
+        environ: Additional environment variables of the server and its ranks.
+    """
+
+    def __init__(self, scratch: str | os.PathLike[str], **environ: str) -> None:
         self._scratch, self._environ = os.fspath(scratch), environ
-        self._server: subprocess.Popen | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
 
     @property
     def server_pid(self) -> int | None:
+        """The process ID of the server; None if it does not run."""
         return None if self._server is None else self._server.pid
 
     def run(
         self,
         size: int,
-        function: Callable,
+        function: Callable[..., Any],
         *arguments: Any,
         timeout_s: float = 60.0,
         grace_s: float = 5.0,
         start_world: bool = True,
     ) -> list[Any]:
-        """Call `function(*arguments)` on `size` ranks; their results, by rank.
+        """Call `function(*arguments)` on forked ranks.
 
-        `function` stands at the top of a module that the ranks import for themselves; arguments and
-        results are pickled. Each rank has torchrun's variables and a rendezvous file in its
-        environment and, unless `start_world` is false, has called `start_world()` (which makes no
-        process group for a single rank). After a first failure the others have `grace_s` to end;
-        after `timeout_s` all are killed, with their stacks noted. Raises RanksFailed if any rank
-        did not return.
+        Each rank has the variables of torchrun and a rendezvous file in its environment.
+
+        Args:
+            size: Number of ranks.
+            function: A function at the top level of a module, which the ranks import. Arguments and
+                results are pickled.
+            timeout_s: Time limit. After it, the stacks of all ranks are recorded and the ranks are
+                killed.
+            grace_s: Time that the other ranks have to end after the first failure.
+            start_world: Call `start_world()` before the function. With one rank it makes no process
+                group.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RanksFailed: A rank did not return.
         """
         title = f"{function.__module__}.{function.__qualname__}"
-        assert "<" not in title, f"{title} must stand at the top of a module: ranks import it"
+        assert "<" not in title, f"move {title} to the top level of a module: ranks import it"
         job = Job(
             size=size,
             module=function.__module__,
@@ -90,7 +106,7 @@ class RankPool:
         return [outcome.value() for outcome in outcomes]
 
     def close(self) -> None:
-        """End the server and with it every rank."""
+        """End the server and all its ranks."""
         if self._control is not None:
             self._control.close()
         if self._server is not None:
@@ -108,22 +124,22 @@ class RankPool:
             assert self._control is not None
             self._control.send(job)
             return self._receive(job.timeout_s + job.grace_s + _SPARE_S)
-        except BaseException:  # Ctrl-C as well: whatever was under way ends with the server
+        except BaseException:  # with Ctrl-C: a job in progress ends with the server
             self.close()
             raise
 
     def _start(self) -> None:
-        self._control, theirs = Pipe()
+        self._control, control_of_server = Pipe()
         environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") | self._environ
         environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(_ROOT), environ.get("PYTHONPATH")])
         )
-        code = f"from tests.kit.ranks.server import main; main({theirs.fileno()})"
-        with theirs:
+        code = f"from tests.kit.ranks.server import main; main({control_of_server.fileno()})"
+        with control_of_server:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env=environ,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[control_of_server.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -141,9 +157,9 @@ class RankPool:
 
 
 def _describe(outcome: Outcome) -> str:
-    parts = [f"rank {outcome.rank} {outcome.how}:"]
-    parts.append(textwrap.indent(outcome.text.strip() or "(it left no word)", "    "))
+    text = textwrap.indent(outcome.text.strip() or "(no message)", "    ")
+    paragraphs = [f"rank {outcome.rank} {outcome.how}:", text]
     if outcome.output.strip():
-        parts.append(f"  rank {outcome.rank} wrote:")
-        parts.append(textwrap.indent(outcome.output.rstrip()[-4000:], "    "))
-    return "\n".join(parts)
+        output = textwrap.indent(outcome.output.rstrip()[-4000:], "    ")
+        paragraphs += [f"  rank {outcome.rank} printed:", output]
+    return "\n".join(paragraphs)

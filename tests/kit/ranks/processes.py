@@ -1,4 +1,4 @@
-"""Other processes: commands as a shell or a launcher starts them, waiting for them, memory."""
+"""Processes of a test: commands as a shell or a launcher starts them, their ends, their memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ _PACKAGES = {"openmpi": "openmpi-bin", "mpich": "mpich"}
 def started(
     words: list[str], folder: Path | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, in `folder` if given, that finds this checkout's packages."""
-    found = os.environ.get("PYTHONPATH")
-    path = f"{PYTHONPATH}:{found}" if found else PYTHONPATH
+    """Run a command that imports the packages of this checkout.
+
+    Args:
+        words: The command.
+        folder: Its working directory; None: that of this process.
+        environ: Additional environment variables.
+    """
+    before = os.environ.get("PYTHONPATH")
+    path = f"{PYTHONPATH}:{before}" if before else PYTHONPATH
     environ = os.environ | {"PYTHONPATH": path} | environ
     return subprocess.run(
         words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300
@@ -35,27 +41,30 @@ def started(
 
 
 def write_hostile_modules(folder: Path) -> Path:
-    """Fill a folder with modules that raise when they are imported; return it."""
+    """Write modules that exit when they are imported to a folder. Return the folder."""
     for name in ("xxhash", "numpy", "multiprocessing", "optimus", "data_prep", "optimus_kernels"):
         (folder / name).mkdir(parents=True)
-        words = f"code of the working directory runs: {name}"
-        (folder / name / "__init__.py").write_text(f"raise SystemExit({words!r})\n")
+        message = f"code of the working directory runs: {name}"
+        (folder / name / "__init__.py").write_text(f"raise SystemExit({message!r})\n")
     return folder
 
 
 def python(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return started([sys.executable, *words], **environ)
+    """Run Python with these arguments; `environ` as for `started`."""
+    return started([sys.executable, *words], None, **environ)
 
 
 def mpiexec(kind: str, ranks: int) -> list[str]:
-    """Skips where there is none of this kind."""
+    """Return the first words of a command on several ranks. Skip the test if `kind`, "openmpi" or
+    "mpich", is not installed."""
     if shutil.which(_MPIEXEC[kind][0]) is None:
         pytest.skip(f"no {_MPIEXEC[kind][0]} (Debian: apt-get install {_PACKAGES[kind]})")
     return [*_MPIEXEC[kind], "-n", str(ranks)]
 
 
 def install(program: Path, module: str) -> Path:
-    """A program that runs a module of this checkout, from wherever it is called."""
+    """Write a program that runs a module of this checkout in any working directory. Return its
+    path."""
     python = shlex.join([sys.executable, "-m", module])
     program.write_text(f'#!/bin/bash\nPYTHONPATH={shlex.quote(PYTHONPATH)} exec {python} "$@"\n')
     program.chmod(0o755)
@@ -63,12 +72,13 @@ def install(program: Path, module: str) -> Path:
 
 
 def children_of(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in listed.split()]
+    """Return the process IDs of the children of a process with one thread."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in children.split()]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs under this number (a zombie does not)."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -76,23 +86,24 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object], within_s: float) -> None:
+    """Wait until the condition is true; fail after `within_s` seconds."""
     end = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, f"the condition is still false after {within_s:g} s"
         time.sleep(0.05)
 
 
 def assert_gone(pids: Iterable[int]) -> None:
-    """Soon, if they are not yet."""
+    """Wait until the processes have ended; fail after 10 s."""
     pids = list(pids)
     wait_until(lambda: not any(map(is_running, pids)), within_s=10)
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """Bytes by which resident memory was at most greater than before, the second time: the first
-    brings the pages of code into a forked process."""
+    """Return the peak growth of resident memory during the second call of `work`, in bytes. The
+    first call loads the pages of code into a forked process."""
     work()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before = _kilobytes("VmRSS")
     work()
     return 1024 * (_kilobytes("VmHWM") - before)

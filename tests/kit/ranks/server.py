@@ -1,12 +1,11 @@
-"""The process that test ranks are forked from.
+"""Server process from which ranks of tests are forked. Linux only.
 
-Importing torch takes seconds, and much more when many processes do it at once, so one server
-imports everything once and forks a child per rank. That is safe only while it has a single thread,
-which holds as long as it has run no torch operation: it imports, forks, waits, and nothing else.
-Linux only.
+An import of torch takes seconds, and longer if many processes do it at the same time. The server
+imports once and forks a child for each rank. Forking is safe only from a single thread. The server
+runs no torch operation, since the first one would start threads.
 
-It ends when its control connection closes, that is when pytest ends, however that happens; the
-children end with it.
+The server ends when its control connection is closed, which includes any end of pytest. The ranks
+end with the server.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHOW_STACKS = signal.SIGRTMAX - 1
-"""Not SIGUSR1, which a trainer may take for itself."""
+"""Not SIGUSR1, which a trainer may handle."""
 _DUMP_S = 0.3
 """Time for a rank to write its stacks before it is killed."""
 _PR_SET_PDEATHSIG = 1
@@ -41,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """A function for `size` ranks. `arguments` is pickled: only the ranks know the types in it."""
+    """A function for `size` ranks. `arguments` is pickled: only the ranks import its types."""
 
     size: int
     module: str
@@ -54,12 +53,12 @@ class Job:
     sys_path: tuple[str, ...]
     folder: str
     scratch: str
-    """Where each job makes, and removes, a folder for its rendezvous and outputs."""
+    """Directory in which each job makes, and removes, a folder for its rendezvous and outputs."""
 
 
 @dataclass
 class Outcome:
-    """How one rank ended."""
+    """End of a rank."""
 
     rank: int
     how: str = "running"
@@ -68,31 +67,31 @@ class Outcome:
     payload: bytes | None = None
     """The pickled result or exception; None if there is none or it cannot be pickled."""
     text: str = ""
-    """The traceback, the status, or the stacks at the end."""
+    """The traceback, the exit status, or the stacks at the end."""
     output: str = ""
-    """What the rank wrote to standard output and error."""
+    """Standard output and standard error of the rank."""
 
     @property
     def returned(self) -> bool:
         return self.how == "returned"
 
     def value(self) -> Any:
-        """The result or the exception itself."""
+        """Return the result or the exception."""
         return None if self.payload is None else pickle.loads(self.payload)
 
 
 def main(control_fd: int) -> None:
-    """Serve jobs, one at a time, until the other end of the connection closes."""
+    """Run jobs, one after the other, until the other end of the connection is closed."""
     control = Connection(control_fd)
     _preload()
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"an import started threads ({len(threads)}); forking is not safe"
+    assert len(threads) == 1, f"an import started {len(threads) - 1} threads: forking is unsafe"
     gc.collect()
     gc.freeze()
     control.send("ready")
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):
         while True:
-            control.send(_Round(control.recv(), control).run())
+            control.send(_RunningJob(control.recv(), control).run())
 
 
 def _preload() -> None:
@@ -102,22 +101,23 @@ def _preload() -> None:
     for name in ("torch.distributed", "torch._dynamo", "pytest"):
         importlib.import_module(name)
     for module in pkgutil.walk_packages(optimus.__path__, "optimus."):
-        # A module that does not import fails the tests that use it, in their own ranks.
+        # If an import fails, tests that use the module fail in their ranks.
         with suppress(Exception):
             importlib.import_module(module.name)
 
 
-class _Round:
-    """One job: its ranks, and what became of them."""
+class _RunningJob:
+    """Ranks of a job, and their outcomes."""
 
     def __init__(self, job: Job, control: Connection) -> None:
         self.job, self.control = job, control
         self.scratch = Path(tempfile.mkdtemp(dir=job.scratch))
         self.deadline = time.monotonic() + job.timeout_s
-        self.failed = False
+        self.has_failed = False
         self.outcomes = [Outcome(rank) for rank in range(job.size)]
         self.pids: list[int] = []
         self.live: dict[Connection, int] = {}
+        """For each rank that runs, the connection through which it reports."""
 
     def run(self) -> list[Outcome]:
         try:
@@ -134,29 +134,31 @@ class _Round:
         return self.outcomes
 
     def _fork(self, rank: int) -> None:
-        ours, theirs = Pipe(duplex=False)
+        receiver, sender = Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
             self.control.close()
-            ours.close()
+            receiver.close()
             for other in self.live:
                 other.close()
-            _be_rank(self.job, rank, theirs, self.scratch)
-        theirs.close()
+            _run_rank(self.job, rank, sender, self.scratch)
+        sender.close()
         self.pids.append(pid)
-        self.live[ours] = rank
+        self.live[receiver] = rank
 
     def _step(self) -> None:
-        left = self.deadline - time.monotonic()
-        ready = wait([self.control, *self.live], timeout=left) if left > 0 else []
+        """Wait for the next report, end of a rank, or deadline."""
+        remaining_s = self.deadline - time.monotonic()
+        connections = [self.control, *self.live]
+        ready = wait(connections, timeout=remaining_s) if remaining_s > 0 else []
         if self.control in ready:
-            raise EOFError("the other side speaks out of turn or is gone")
+            raise EOFError("the test process ended, or sent a message during a job")
         if not ready:
-            self._end_the_rest()
-        for connection in ready:
-            self._hear(connection)
+            self._end_all()
+        for connection in [connection for connection in self.live if connection in ready]:
+            self._receive(connection)
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         outcome = self.outcomes[self.live[connection]]
         try:
             outcome.how, outcome.payload, outcome.text = connection.recv()
@@ -164,8 +166,8 @@ class _Round:
             del self.live[connection]
             connection.close()
             self._reap(outcome)
-        if outcome.how not in ("running", "returned") and not self.failed:
-            self.failed = True
+        if outcome.how not in ("running", "returned") and not self.has_failed:
+            self.has_failed = True
             self.deadline = min(self.deadline, time.monotonic() + self.job.grace_s)
 
     def _reap(self, outcome: Outcome) -> None:
@@ -173,17 +175,17 @@ class _Round:
         if code < 0:
             outcome.how, outcome.text = "died", f"killed by {signal.Signals(-code).name}"
         elif code > 0 or outcome.how == "running":
-            outcome.how, outcome.text = "died", f"left with exit status {code}"
+            outcome.how, outcome.text = "died", f"ended with exit status {code}"
 
-    def _end_the_rest(self) -> None:
-        """Time is up: note where each rank stands, then kill them."""
+    def _end_all(self) -> None:
+        """After the deadline, record the stacks of the ranks that run and kill them."""
         for rank in self.live.values():
             os.kill(self.pids[rank], _SHOW_STACKS)
         time.sleep(_DUMP_S)
         for connection, rank in self.live.items():
             outcome = self.outcomes[rank]
             if outcome.how == "running":
-                outcome.how = "stopped" if self.failed else "timed out"
+                outcome.how = "stopped" if self.has_failed else "timed out"
                 outcome.text = self._read(f"{rank}.stacks")
             self._kill(rank)
             connection.close()
@@ -202,8 +204,8 @@ class _Round:
         return ""
 
 
-def _be_rank(job: Job, rank: int, report: Connection, scratch: Path) -> NoReturn:
-    """The life of a forked rank: run the function, report, leave without the server's clean-up."""
+def _run_rank(job: Job, rank: int, report: Connection, scratch: Path) -> NoReturn:
+    """Run the function in a forked rank, report, and exit without the clean-up of the server."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(scratch / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -211,9 +213,10 @@ def _be_rank(job: Job, rank: int, report: Connection, scratch: Path) -> NoReturn
     os.dup2(output, 2)
     with open(scratch / f"{rank}.stacks", "w") as stacks:
         faulthandler.register(_SHOW_STACKS, file=stacks, all_threads=True)
+        message: tuple[str, bytes | None, str]
         try:
             message = ("returned", _call(job, rank, scratch), "")
-        except BaseException as error:  # SystemExit too: it would unwind into the server's loop
+        except BaseException as error:  # also SystemExit, which would unwind the server's loop
             message = ("raised", _pickled(error), traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
@@ -238,7 +241,8 @@ def _call(job: Job, rank: int, scratch: Path) -> bytes:
     from optimus.observe.log import set_up_logging
 
     set_up_logging(rank)
-    function = reduce(getattr, job.function.split("."), importlib.import_module(job.module))
+    module: Any = importlib.import_module(job.module)
+    function = reduce(getattr, job.function.split("."), module)
     arguments = pickle.loads(job.arguments)
     if not job.start_world:
         return pickle.dumps(function(*arguments))
@@ -248,7 +252,7 @@ def _call(job: Job, rank: int, scratch: Path) -> bytes:
     from optimus.distributed.world import end_world, start_world
 
     if start_world(timeout_s=job.timeout_s, device="cpu").size > 1:
-        # A rank that is done before another has connected would break that other's start.
+        # If a rank ended before another has connected, the other could not start.
         distributed.barrier()
     result = pickle.dumps(function(*arguments))
     end_world()
@@ -256,7 +260,7 @@ def _call(job: Job, rank: int, scratch: Path) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception for the test to look at, where it survives the journey."""
+    """Return a pickled exception; None if it cannot be pickled or unpickled."""
     try:
         payload = pickle.dumps(error)
         pickle.loads(payload)

@@ -1,4 +1,4 @@
-"""All ranks of a job: of the pool, which has made their process group, or thousands of none."""
+"""Groups of all ranks: of the pool, or of torch's fake backend with thousands of ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 
 def everyone(axes: str = "all ranks", recorder: Recorder = NO_RECORDER) -> Group:
-    return group_of(distributed.group.WORLD, axes, recorder)
+    """Return the group of all ranks, on a rank whose process group exists."""
+    world = distributed.group.WORLD
+    assert world is not None, "start the process group before"
+    return group_of(world, axes, recorder)
 
 
 def fake_world(rank: int, size: int) -> World:
-    """Of torch's fake backend, with this rank alone."""
+    """Return a world of `size` ranks of torch's fake backend, of which only this rank exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     launch = LaunchEnv(rank, size, 0, 12, "env://")
-    cpu = torch.device("cpu")  # torch 2.8 sends nothing from meta
+    cpu = torch.device("cpu")  # torch 2.8 cannot send tensors on meta
     return World(launch, cpu, "fake", everyone())

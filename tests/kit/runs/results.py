@@ -1,4 +1,4 @@
-"""Results of runs, to be compared: metrics, whole states, and the hashes of the golden corpus."""
+"""Results of runs that tests compare: metrics, whole states, and hashes of the golden corpus."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from safetensors.torch import load_file
-from torch import Tensor
 
 from optimus.checkpoint import store
 from optimus.checkpoint.format import Manifest
@@ -22,42 +22,53 @@ from optimus.io.safetensors import as_bytes, check_shapes
 from optimus.observe.metrics import read_json_lines
 
 TIMES = ("step_time_s", "tokens_per_s", "tflops_per_device", "mfu", "mem_bytes")
-"""Of metrics.jsonl: what no two runs share."""
+"""Keys of metrics.jsonl whose values differ between any two runs."""
 
 
-def metrics_of(run_dir: Path) -> list[dict]:
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without the keys TIMES."""
     lines = read_json_lines(run_dir / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Every state of the newest checkpoint."""
-    newest, tensors = store.newest_valid(run_dir), {}
+    """Return all states of the newest full checkpoint as whole fp32 tensors. Their names are
+    `state.parameter`, for example `master.embed.weight`."""
+    newest = store.newest_valid(run_dir)
+    assert newest is not None, f"{run_dir} has no valid checkpoint"
     index = newest.index()
+    tensors: dict[str, torch.Tensor] = {}
     for state in index.states:
         whole = {name: torch.empty(shape) for name, shape in index.shapes.items()}
-        if state != "master":  # parameters that are not trained have none
+        if state != "master":  # frozen parameters have only masters
             column = 4 + index.states.index(state)
-            kept = {name for name in whole if (index.stored(name).rows[:, column] >= 0).all()}
-            whole = {name: whole[name] for name in kept}
+            trained = {name for name in whole if (index.stored(name).rows[:, column] >= 0).all()}
+            whole = {name: whole[name] for name in trained}
         read_whole(newest, whole, state)
         tensors |= {f"{state}.{name}": tensor for name, tensor in whole.items()}
     return tensors
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    assert metrics_of(one) == metrics_of(other)
-    a, b = weights_of(one), weights_of(other)
-    assert a.keys() == b.keys()
-    different = [name for name in a if not torch.equal(a[name], b[name])]
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    """Assert that two runs have the same metrics and the same bits of all states."""
+    assert metrics_of(run_dir) == metrics_of(reference)
+    states, expected = weights_of(run_dir), weights_of(reference)
+    assert states.keys() == expected.keys()
+    different = [name for name in states if not torch.equal(states[name], expected[name])]
     assert not different
 
 
-def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "master") -> None:
-    """Fill whole fp32 host tensors with a state of the parameters of these names, in one process:
-    of all parameters, or, as those that are not trained have no moments, of some.
+def read_whole(manifest: Manifest, into: Mapping[str, torch.Tensor], state: str = "master") -> None:
+    """Read a state of a full checkpoint in one process.
 
-    Raises CheckpointError if they are not the checkpoint's, by name or shape, or it is damaged.
+    Args:
+        manifest: The checkpoint.
+        into: For each parameter, a contiguous fp32 tensor on the host with its whole shape. For
+            "master" these are all parameters, for a moment only trained parameters.
+        state: The state.
+
+    Raises:
+        CheckpointError: Names or shapes differ from the checkpoint's, or the checkpoint is damaged.
     """
     index = manifest.index()
     shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
@@ -75,12 +86,13 @@ def read_whole(manifest: Manifest, into: Mapping[str, Tensor], state: str = "mas
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 STEP = 2
-"""Update after which each run of the corpus was stopped; CONTINUED is where continuations end."""
+"""Update after which each run of the golden corpus was stopped."""
 CONTINUED = 4
+"""Last update of the runs that continue them."""
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return xxh3-64 of names, shapes and bits of all tensors, whatever their order."""
+    """Return xxh3-64 of names, shapes and bits of all tensors, independent of their order."""
     digest = xxhash.xxh3_64()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()
@@ -91,13 +103,11 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def hash_states(run_dir: Path) -> dict[str, str]:
     """Return the hash of each state of a run's newest full checkpoint, by the state's name."""
-    tensors = weights_of(run_dir)
-    return {
-        state: hash_tensors(
-            {name.removeprefix(f"{state}."): t for name, t in tensors.items() if _is(name, state)}
-        )
-        for state in sorted({name.partition(".")[0] for name in tensors})
-    }
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights_of(run_dir).items():
+        state, _, parameter = name.partition(".")
+        states.setdefault(state, {})[parameter] = tensor
+    return {state: hash_tensors(states[state]) for state in sorted(states)}
 
 
 def hash_weights(directory: Path) -> str:
@@ -105,16 +115,12 @@ def hash_weights(directory: Path) -> str:
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(path)
-    assert tensors, f"{directory} holds no weights"
+    assert tensors, f"{directory} has no weights"
     return hash_tensors(tensors)
 
 
-def _is(name: str, state: str) -> bool:
-    return name.startswith(f"{state}.")
-
-
 def hash_files(folder: Path) -> dict[str, str]:
-    """Return xxh3-64 of every file below `folder`, by its relative name."""
+    """Return xxh3-64 of each file below `folder`, by its relative name."""
     return {
         path.relative_to(folder).as_posix(): xxhash.xxh3_64_hexdigest(path.read_bytes())
         for path in sorted(folder.rglob("*"))
@@ -123,22 +129,22 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 
 def hash_instances(dataset: Path) -> str:
-    """Return the hash of the token ids of epochs 0 and 1, in the order in which training reads
-    them, as uint32."""
+    """Return xxh3-64 of the token ids of epochs 0 and 1 as uint32, in the order of training."""
     source = TokenDataset(dataset)
     tokens = source.read(0, 2 * source.num_instances)
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens, dtype="<u4"))
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
 
 
 def machine() -> dict[str, str]:
-    """Return what decides the bits of a sum on this machine: processor, its vector instructions
-    that torch uses, and torch."""
+    """Return the properties on which the bits of a sum depend: processor, the vector instructions
+    that torch uses, and the version of torch."""
     processor = platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            facts = dict(map(str.strip, line.split(":", 1)) for line in file if ":" in line)
+            fields = [line.partition(":") for line in file if ":" in line]
+        values = {key.strip(): value.strip() for key, _, value in fields}
         names = ("vendor_id", "cpu family", "model", "stepping")
-        processor = " ".join([processor, *(facts.get(name, "?") for name in names)])
+        processor = " ".join([processor, *(values.get(name, "?") for name in names)])
     return {
         "processor": processor,
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -1,20 +1,23 @@
-"""Saves of three small parameters, and what the saves of a run leave."""
+"""Saves of three small parameters, delayed saves of runs, and the checkpoints that a run left."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from optimus.checkpoint import format as format_module
 from optimus.checkpoint import save as save_module
-from optimus.checkpoint import store
-from optimus.checkpoint.format import ADAMW_STATES
-from optimus.checkpoint.save import FullSaver, RankStates
-from optimus.checkpoint.shard_file import HEADER_BYTES
+from optimus.checkpoint import shard_file, store
+from optimus.checkpoint.format import ADAMW_STATES, ShardReport
+from optimus.checkpoint.save import FullSaver, Generation, RankStates
+from optimus.checkpoint.shard_file import HEADER_BYTES, Identity, Stop
 from optimus.checkpoint.slices import Scatter
 from optimus.checkpoint.weights import ModelSaver
 from optimus.chunks.buffers import StateShard
@@ -24,13 +27,14 @@ from optimus.distributed.collectives import ALONE, Group
 from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Mesh
 from optimus.errors import OptimusError
+from optimus.io.safetensors import Checksum
 from tests.kit.runs.training import Hook
 
 SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
 
 
 def make_states(step: int, group: Group = ALONE) -> RankStates:
-    """States of which every element tells the step, divided over the group."""
+    """Return states of the parameters SHAPES, sharded over the group. All elements are `step`."""
     parameters = [
         Parameter(name, shape, reduce_size=group.size, shard_size=group.size)
         for name, shape in SHAPES.items()
@@ -41,9 +45,8 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
     for chunk in chunks:
         flat = torch.full((chunk.shard_length,), float(step))
         first = group.rank * chunk.shard_length
-        shards.append(
-            StateShard(chunk, first, home, {state: flat.clone() for state in ADAMW_STATES})
-        )
+        states = {state: flat.clone() for state in ADAMW_STATES}
+        shards.append(StateShard(chunk, first, home, states))
     boxes = {name: tuple(((0, size),) for size in shape) for name, shape in SHAPES.items()}
     mesh = Mesh(dp=group.size)
     along = {axes: group if "dp" in axes else ALONE for axes in mesh.groups_of(group.rank)}
@@ -52,7 +55,7 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
 
 
 def write_config(directory: Path) -> None:
-    """Write the file that every checkpoint lists."""
+    """Write the file that every manifest lists."""
     (directory / "config.toml").write_text("")
 
 
@@ -63,17 +66,26 @@ def save_full(
     scatter: Scatter = "balanced",
     **facts: Any,
 ) -> None:
-    """Write and commit the checkpoint `final`, and wait for it. A collective of all ranks.
+    """Write and commit the checkpoint `final`, and wait for the end. A collective of all ranks.
 
-    Raises OptimusError on every rank, with nothing left behind, if any rank cannot write.
+    Args:
+        states: The states of this rank.
+        final: Path of the checkpoint.
+        write_sidecars: It writes the other files to a directory.
+        scatter: The rule by which ranks divide the states.
+        facts: Entries of the manifest, with `step`.
+
+    Raises:
+        OptimusError: A rank cannot write. All ranks raise it, and no file remains.
     """
     save = FullSaver(states, scatter).begin(states, final, write_sidecars, **facts)
-    if failure := save.drain().failure:
-        raise OptimusError(failure.message)
+    outcome = save.drain()
+    if outcome is not None and outcome.failure:
+        raise OptimusError(outcome.failure.message)
 
 
 def save(run_dir: Path, step: int) -> None:
-    """What a run does when a full checkpoint is due."""
+    """Save a full checkpoint and remove old ones, as a run does."""
 
     def write(directory: Path) -> None:
         (directory / "config.toml").write_text(f"step = {step}\n")
@@ -83,38 +95,58 @@ def save(run_dir: Path, step: int) -> None:
     store.remove_old(run_dir, keep_models=0)
 
 
-BOTH = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+SYNC_AND_ASYNC = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 
 
-def hold_writes(until: dict[int, int]) -> Hook:
-    """Saves of step s begin to write no earlier than update until[s]; the hook that lets them."""
+@contextlib.contextmanager
+def block_bytes(size: int) -> Iterator[None]:
+    """Set the size of the checksummed blocks of shard files in a block, by default 4 MiB."""
+    with (
+        mock.patch.object(shard_file, "BLOCK_BYTES", size),
+        mock.patch.object(format_module, "BLOCK_BYTES", size),
+    ):
+        yield
+
+
+def delay_writes(until: dict[int, int]) -> Hook:
+    """Delay the writes of saves on this forked rank.
+
+    Args:
+        until: For steps whose saves are delayed, the update before which they start to write.
+
+    Returns:
+        The hook to call before each update.
+    """
     gates = {step: threading.Event() for step in until}
-    plain = save_module.write_shard
+    write_shard, write_model = save_module.write_shard, ModelSaver._write
 
-    def write_late(directory, identity, *rest):
+    def write_shard_late(directory: Path, identity: Identity, *rest: Any) -> ShardReport:
         if identity.step in gates:
             assert gates[identity.step].wait(60)
-        return plain(directory, identity, *rest)
+        return write_shard(directory, identity, *rest)
 
-    plain_model = ModelSaver._write
-
-    def write_model_late(saver, states, generation, step, stop):
+    def write_model_late(
+        saver: ModelSaver, states: RankStates, generation: Generation, step: int, stop: Stop
+    ) -> dict[str, Checksum]:
         if step in gates:
             assert gates[step].wait(60)
-        return plain_model(saver, states, generation, step, stop)
+        return write_model(saver, states, generation, step, stop)
 
-    save_module.write_shard, ModelSaver._write = write_late, write_model_late
+    # The patches are not undone: saves in the background may write until the rank ends.
+    mock.patch.object(save_module, "write_shard", write_shard_late).start()
+    mock.patch.object(ModelSaver, "_write", write_model_late).start()
 
     def before(step: int) -> None:
-        for saved, gate in gates.items():
-            if step == until[saved]:
+        for saved_step, gate in gates.items():
+            if step == until[saved_step]:
                 gate.set()
 
     return before
 
 
-def slots(run_dir: Path) -> dict[str, bytes]:
-    """The states in the run's full checkpoints; all are valid, and so is all that there is."""
+def full_states(run_dir: Path) -> dict[str, bytes]:
+    """Verify all checkpoints of a run. Return the states in the shard files of the full ones, by
+    the names of checkpoint and file."""
     content = {}
     for path in sorted((run_dir / "checkpoints").iterdir()):
         store.read_manifest(path).verify()
@@ -124,4 +156,5 @@ def slots(run_dir: Path) -> dict[str, bytes]:
 
 
 def steps_kept(run_dir: Path) -> list[int]:
-    return sorted({int(name[5:13]) for name in slots(run_dir)})
+    """Verify all checkpoints of a run. Return the steps of the full ones."""
+    return sorted({int(name[5:13]) for name in full_states(run_dir)})

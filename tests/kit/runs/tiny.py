@@ -1,4 +1,4 @@
-"""A tiny data set and a tiny run that trains on it, for tests that need the real thing."""
+"""Tiny data set, and configuration of a tiny run that trains on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ VOCAB = 320
 
 
 def make_tiny_data(directory: Path, documents: int = 120, tokenizer: Path | None = None) -> Path:
-    """A data set of some 600 instances of 32 tokens, with a held-out part, by `optimus-data`; its
-    tokenizer lies beside it, where none is given."""
+    """Make a data set of about 600 instances of CONTEXT tokens, with held-out instances.
+
+    Args:
+        directory: The data set is `directory`/data.
+        documents: Number of documents.
+        tokenizer: None: train a tokenizer and write it to `directory`/tokenizer.json.
+
+    Returns:
+        The path of the data set.
+    """
     from data_prep.cli import main as optimus_data
 
     random.seed(7)
@@ -31,25 +39,32 @@ def make_tiny_data(directory: Path, documents: int = 120, tokenizer: Path | None
     source, out = ["--input", str(text / "docs.jsonl")], directory / "data"
     if tokenizer is None:
         tokenizer = directory / "tokenizer.json"
-        made = ["train-tokenizer", *source, "--vocab-size", str(VOCAB), "--out", str(tokenizer)]
-        assert optimus_data(made) == 0
+        options = ["--vocab-size", str(VOCAB), "--out", str(tokenizer)]
+        assert optimus_data(["train-tokenizer", *source, *options]) == 0
     run = ["run", *source, "--tokenizer", str(tokenizer), "--context", str(CONTEXT)]
     assert optimus_data([*run, "--out", str(out), "--workers", "1", "--eval-fraction", "0.1"]) == 0
     return out
 
 
-def reshuffled(source: Path, to: Path, *more: str, context: int = CONTEXT) -> Path:
-    """The data set `source` in another order, or of other instances."""
+def reshuffle(source: Path, to: Path, *options: str, context: int = CONTEXT) -> Path:
+    """Write the documents of a data set in another order, or as instances of another length, to the
+    data set `to`. Return `to`."""
     from data_prep.cli import main as optimus_data
 
-    shuffle = ["shuffle", str(source), "--to", str(to), "--context", str(context), *more]
+    shuffle = ["shuffle", str(source), "--to", str(to), "--context", str(context), *options]
     assert optimus_data(shuffle) == 0
     assert optimus_data(["shard", str(to), "--workers", "1"]) == 0
     return to
 
 
 def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[str, Any]:
-    """The configuration of a tiny OLMoE run; override as `section__key=value`."""
+    """Return the configuration of a tiny OLMoE run.
+
+    Args:
+        data: The data set.
+        run_dir: The run directory.
+        overrides: Other settings, as `section__key=value`.
+    """
     tree: dict[str, Any] = {
         "model": {
             "architecture": "olmoe",
@@ -83,6 +98,7 @@ def tiny_tree(data: Path | str, run_dir: Path | str, **overrides: Any) -> dict[s
 
 
 def tiny_config(data: Path | str, run_dir: Path | str, **overrides: Any) -> Config:
+    """Return the validated configuration of `tiny_tree`."""
     return make_config(tiny_tree(data, run_dir, **overrides))
 
 
@@ -92,4 +108,4 @@ DENSE = {
     "model__num_experts_per_tok": 0,
     "model__intermediate_size": 64,
 }
-"""Overrides that make the tiny run a dense one."""
+"""Overrides for a tiny run of a dense model."""

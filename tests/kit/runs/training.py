@@ -1,4 +1,4 @@
-"""Training on the rank pool: whole runs, and single updates without a run around them."""
+"""Training on ranks of the pool: whole runs, and single updates of a model without a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -23,18 +24,27 @@ from optimus.observe.events import NO_RECORDER, Recorder
 from optimus.rank.model import RankModel
 from optimus.train.autotune import KernelChoices
 from optimus.train.loop import Run, train
-from optimus.train.resolve import resolve
+from optimus.train.resolve import RunPlan, resolve
 from optimus.train.run_dir import RunDirectory
 from optimus.train.update import Updater
 from tests.kit.runs.tiny import CONTEXT, VOCAB
 
+Hook = Callable[[int], None]
+"""Called with the number of an update."""
 
-def run_tree(tree: dict) -> None:
+
+def run_tree(tree: dict[str, Any]) -> None:
+    """Run the training of a configuration on this rank."""
     train(make_config(tree), read_launch_env())
 
 
-def run_and_catch(tree: dict) -> tuple[int, str]:
-    """A run's exit status and what it raised."""
+def train_on(ranks: Callable[..., list[Any]], size: int, tree: dict[str, Any]) -> None:
+    """Run the training of a configuration on `size` ranks of the fixture `ranks`."""
+    ranks(size, run_tree, tree, start_world=False, timeout_s=120)
+
+
+def run_and_catch(tree: dict[str, Any]) -> tuple[int, str]:
+    """Return the exit status of a run and its error message, 0 and "" without an error."""
     try:
         run_tree(tree)
     except RunEnded as ended:
@@ -43,42 +53,40 @@ def run_and_catch(tree: dict) -> tuple[int, str]:
     return 0, ""
 
 
-def told_by(tree: dict) -> str:
-    """What a run says on standard error."""
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+def printed_by(tree: dict[str, Any]) -> str:
+    """Return the standard error of a run on this rank."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         run_tree(tree)
-    return told.getvalue()
-
-
-def train_on(ranks, size: int, tree: dict) -> None:
-    ranks(size, run_tree, tree, start_world=False, timeout_s=120)
-
-
-Hook = Callable[[int], None]
+    return printed.getvalue()
 
 
 class Ended(NamedTuple):
-    """How this rank's run ended: exit status and message, and what it printed."""
+    """End of a run on this rank: exit status, error message, and lines on standard error."""
 
     status: int
     message: str
     printed: list[str]
 
+    def warnings(self) -> list[str]:
+        return [line for line in self.printed if "warning:" in line]
+
 
 def run_with(
-    tree: dict[str, Any], before: Hook, behind: Callable[[Run], None] = lambda run: None
+    tree: dict[str, Any], before: Hook, after: Callable[[Run], None] = lambda run: None
 ) -> Ended:
-    """A whole run of this rank, with hooks around its updates; all ranks end on the same word."""
-    plain, printed, launch = Run.update, io.StringIO(), read_launch_env()
+    """Run the training of a configuration on this rank, with hooks before and after each update.
+
+    All ranks must end with the same error, except ranks that lose a peer.
+    """
+    plain_update, printed, launch = Run.update, io.StringIO(), read_launch_env()
 
     def update(run: Run, step: int) -> None:
         before(step)
-        plain(run, step)
-        behind(run)
+        plain_update(run, step)
+        after(run)
 
-    Run.update = update
-    status, message = 0, ""
-    with contextlib.redirect_stderr(printed):
+    with mock.patch.object(Run, "update", update), contextlib.redirect_stderr(printed):
+        status, message = 0, ""
         try:
             train(make_config(tree), launch)
         except RunEnded as ended:
@@ -88,65 +96,72 @@ def run_with(
     return Ended(status, message, printed.getvalue().splitlines())
 
 
-def warnings(ended: Ended) -> list[str]:
-    return [line for line in ended.printed if "warning:" in line]
-
-
-def make_run(tree: dict) -> Run:
-    """This rank's run, to be changed before it goes."""
+def make_run(tree: dict[str, Any]) -> Run:
+    """Return a run of this rank, which a test may change before it calls `go`."""
     config, launch = make_config(tree), read_launch_env()
     plan = resolve(config, launch.world_size)
+    assert isinstance(plan, RunPlan)
     directory = RunDirectory(config.train.run_dir) if launch.is_first else None
     world = start_world(launch, config.parallel.timeout_s, "cpu")
     kernels = KernelChoices(config.kernels.backend, config.kernels.grouped_gemm)
     return Run(config, world, plan, kernels, directory)
 
 
-def numbered(number: int, length: int = CONTEXT) -> Microbatch:
-    """One instance of tokens made from their number."""
+def make_microbatch(number: int, length: int = CONTEXT) -> Microbatch:
+    """Return one instance of random tokens [1, length], with the number as the seed."""
     generator = torch.Generator().manual_seed(number)
     return Microbatch(torch.randint(0, VOCAB, (1, length), generator=generator))
 
 
-def own_batch(
+def local_batch(
     groups: Groups, count: int = 8, first: int = 0, length: int = CONTEXT
 ) -> list[Microbatch]:
-    """This data rank's microbatches of a global batch of `count`, numbered from `first` on."""
+    """Return the microbatches of this data rank, from a global batch of the numbers `first` to
+    `first + count - 1`."""
     numbers = range(groups.data.rank, count, groups.data.size)
-    return [numbered(first + number, length) for number in numbers]
+    return [make_microbatch(first + number, length) for number in numbers]
 
 
-class MadeShard(NamedTuple):
+class RankModelSetup(NamedTuple):
+    """The model of a rank, with the values from which it was made."""
+
     config: Config
     world: World
     groups: Groups
     plan: BatchPlan
-    shard: RankModel
+    model: RankModel
 
 
-class Made(NamedTuple):
+class UpdateSetup(NamedTuple):
+    """The model of a rank with its states and the updater."""
+
     config: Config
     world: World
     groups: Groups
     plan: BatchPlan
-    shard: RankModel
+    model: RankModel
     states: ChunkEngine
     updater: Updater
 
 
-def make_shard(
+def make_rank_model(
     tree: dict[str, Any], world: World | None = None, recorder: Recorder = NO_RECORDER
-) -> MadeShard:
-    """On a rank of the pool, started without a world if none is given. `recorder` receives
-    collectives and pipeline actions."""
+) -> RankModelSetup:
+    """Make the model of this rank.
+
+    Args:
+        tree: The configuration.
+        world: The world of the ranks; None: start it.
+        recorder: It receives collectives and pipeline actions.
+    """
     torch.set_num_threads(1)
     config = make_config(tree)
     world, parallel = world or start_world(device="cpu"), config.parallel
     mesh = make_mesh(parallel, world.size)
     groups = join_groups(mesh, world, parallel.virtual_stages, recorder)
     plan = plan_batch(config.train, mesh.num_data_ranks)
-    shard = RankModel(config, groups, plan, world.device)
-    return MadeShard(config, world, groups, plan, shard)
+    model = RankModel(config, groups, plan, world.device)
+    return RankModelSetup(config, world, groups, plan, model)
 
 
 def make_updater(
@@ -154,9 +169,15 @@ def make_updater(
     world: World | None = None,
     poison: bool = False,
     recorder: Recorder = NO_RECORDER,
-) -> Made:
-    """The same with what updates it; `poison` as in `RankModel.make_states`."""
-    made = make_shard(tree, world, recorder)
-    states = made.shard.make_states(poison=poison)
-    updater = Updater(made.config, made.groups, made.shard, states, made.plan, made.world.device)
-    return Made(*made, states, updater)
+) -> UpdateSetup:
+    """Make the model of this rank with its states and the updater.
+
+    Args:
+        tree, world, recorder: As for `make_rank_model`.
+        poison: As for `RankModel.make_states`.
+    """
+    setup = make_rank_model(tree, world, recorder)
+    config, world, groups, plan, model = setup
+    states = model.make_states(poison=poison)
+    updater = Updater(config, groups, model, states, plan, world.device)
+    return UpdateSetup(*setup, states, updater)

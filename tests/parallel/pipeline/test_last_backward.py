@@ -8,7 +8,7 @@ import pytest
 
 from optimus.observe.events import ActionTrace
 from tests.kit.runs.tiny import CONTEXT, tiny_tree
-from tests.kit.runs.training import make_updater, numbered
+from tests.kit.runs.training import make_microbatch, make_updater
 
 
 def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
@@ -19,7 +19,7 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
         all linear layers of the rank.
     """
     trace = ActionTrace()
-    shard, entered = make_updater(tree, recorder=trace).shard, []
+    shard, entered = make_updater(tree, recorder=trace).model, []
 
     @contextlib.contextmanager
     def last_backward(stage: int, deferred):
@@ -30,7 +30,7 @@ def last_actions(tree: dict) -> list[tuple[str, bool, bool]]:
         complete = deferred is not None and linears <= set(map(id, deferred))
         entered.append((index, deferred is not None, complete))
 
-    batch = [numbered(n) for n in range(3)]
+    batch = [make_microbatch(n) for n in range(3)]
     shard.executor.run(batch, lambda *_: None, lambda: None, last_backward=last_backward)
     return [
         (f"{trace.events[index].kind} {trace.events[index][1:3]}", deferred, complete)

@@ -164,13 +164,13 @@ def move_after(action: Action, other: Action):
     ("rank", "change", "message"),
     [
         (0, lambda a: a.remove(Action(Kind.F, 0, 2)), "F of stage 0"),
-        (1, swap(Action(Kind.B, 1, 0), Action(Kind.B, 1, 1)), "leaves the microbatches' order"),
+        (1, swap(Action(Kind.B, 1, 0), Action(Kind.B, 1, 1)), "is not in microbatch order"),
         (1, lambda a: a.remove(Action(Kind.RECV_ACTIVATION, 1, 1)), "differ in order"),
         (0, lambda a: a.remove(Action(Kind.SEND_ACTIVATION, 0, 1)), "differ in order"),
         (
             0,
             swap(Action(Kind.SEND_ACTIVATION, 0, 0), Action(Kind.SEND_ACTIVATION, 0, 1)),
-            "before there is anything to send",
+            "before its value is computed",
         ),
         (
             1,
@@ -178,20 +178,20 @@ def move_after(action: Action, other: Action):
             "differ in order",
         ),
         (0, lambda a: a.append(Action(Kind.F, 0, 0)), "twice"),
-        (0, lambda a: a.remove(Action(Kind.REDUCE_GRAD, 0, 3)), "has not one reduction"),
-        (0, lambda a: a.remove(Action(Kind.OPT_STEP)), "does not end with its update"),
-        (0, lambda a: a.insert(0, Action(Kind.F, 1, 0)), "is not rank 0's"),
+        (0, lambda a: a.remove(Action(Kind.REDUCE_GRAD, 0, 3)), "needs one reduction"),
+        (0, lambda a: a.remove(Action(Kind.OPT_STEP)), "is not its update"),
+        (0, lambda a: a.insert(0, Action(Kind.F, 1, 0)), "rank 0 has no stage of"),
         (1, lambda a: a.clear(), "F of stage 1"),
-        (0, lambda a: a.insert(0, Action(Kind.RECV_ACTIVATION, 0, 0)), "has no other side"),
-        (1, lambda a: a.append(Action(Kind.SEND_ACTIVATION, 1, 0)), "has no other side"),
-        (0, lambda a: a.insert(0, Action(Kind.REDUCE_GRAD, 0, 99)), "of no microbatch"),
+        (0, lambda a: a.insert(0, Action(Kind.RECV_ACTIVATION, 0, 0)), "has no peer"),
+        (1, lambda a: a.append(Action(Kind.SEND_ACTIVATION, 1, 0)), "has no peer"),
+        (0, lambda a: a.insert(0, Action(Kind.REDUCE_GRAD, 0, 99)), "no microbatch of"),
         (0, lambda a: a.insert(3, Action(Kind.OPT_STEP, 0, 1)), "updates twice"),
-        (0, lambda a: a.insert(5, Action(Kind.REDUCE_GRAD, 0, 0)), "has not one reduction"),
-        (0, swap(Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)), "goes backwards"),
+        (0, lambda a: a.insert(5, Action(Kind.REDUCE_GRAD, 0, 0)), "needs one reduction"),
+        (0, swap(Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)), "in the wrong order"),
         (
             1,
             lambda a: a.append(a.pop(a.index(Action(Kind.RECV_ACTIVATION, 1, 3)))),
-            "does not end with its update|never asked for",
+            "is not its update|before its post",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_the_proof_refuses_a_change(rank, change, message):
 def test_the_proof_requires_each_reduction(change):
     schedule = make_schedule("1f1b", 2, 1, 4, reduce_each=True)
     validate(schedule)
-    with pytest.raises(AssertionError, match="rank 1: stage 1 has not each reduction"):
+    with pytest.raises(AssertionError, match="rank 1: stage 1 needs a reduction after each"):
         validate(broken(schedule, 1, change))
 
 
@@ -235,7 +235,7 @@ def test_stages_of_a_rank_send_nothing_to_each_other():
         actions.insert(actions.index(Action(Kind.F, 0, 0)) + 1, Action(Kind.SEND_ACTIVATION, 0, 0))
         actions.insert(0, Action(Kind.RECV_ACTIVATION, 1, 0))
 
-    with pytest.raises(AssertionError, match="goes to itself"):
+    with pytest.raises(AssertionError, match="is the rank"):
         validate(broken(schedule, 0, to_itself))
 
 

@@ -17,7 +17,7 @@ from optimus.parallel.pipeline.actions import Kind, Schedule
 from optimus_kernels import experts_loop
 from tests.kit.layouts.schedule_proof import validate
 from tests.kit.runs.tiny import CONTEXT, tiny_tree
-from tests.kit.runs.training import make_updater, own_batch
+from tests.kit.runs.training import local_batch, make_updater
 
 MICROBATCHES, EXPERTS = 6, 4
 
@@ -53,7 +53,7 @@ def watch_updates(schedule: str) -> Seen:
     for step in (1, 2):
         times.clear()
         trace.events.clear()
-        result = updater.run(step, own_batch(groups, MICROBATCHES))
+        result = updater.run(step, local_batch(groups, MICROBATCHES))
         losses.append((result.loss, result.grad_norm))
         for event in trace.events:
             inside = [event.start_ns <= at <= event.end_ns for at in times]
