@@ -1,4 +1,5 @@
-"""Test that docs/design names functions that exist, and shows imports and figures of the code."""
+"""Test that docs/design and tests/kit/README.md name functions that exist, and that docs/design
+shows imports and figures of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from scripts.package_picture import picture
 from tests.test_imports import ALLOWED, LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(ROOT.glob("docs/design/*.md"))
+PAGES = [*sorted(ROOT.glob("docs/design/*.md")), ROOT / "tests" / "kit" / "README.md"]
 _NAMED = re.compile(r"`([\w/]+\.py)::([\w.]+)`")
 
 

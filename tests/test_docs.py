@@ -22,6 +22,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "tests" / "kit" / "README.md",
 ]
 MAIN = {"optimus": "optimus.cli", "optimus-data": "data_prep.cli"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -119,6 +120,14 @@ def test_links_lead_somewhere(page):
         assert other.exists(), f"{page.name}: {target}"
         if anchor:
             assert anchor in headings(other.read_text()), f"{page.name}: {target}"
+
+
+def test_examples_of_the_kit_are_code_of_tests():
+    page = ROOT / "tests" / "kit" / "README.md"
+    examples = re.findall(r"`([^`|]+)` in \[\w+\]\(([^)]+)\) \|$", page.read_text(), re.MULTILINE)
+    assert len(examples) > 30
+    missing = [code for code, name in examples if code not in (page.parent / name).read_text()]
+    assert not missing, missing
 
 
 def headings(text: str) -> set[str]:
