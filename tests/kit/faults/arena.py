@@ -49,6 +49,7 @@ from tests.kit.faults.judge import (
     make_folder,
 )
 from tests.kit.faults.mutations import CANARY, LARGE_BYTES, Change
+from tests.kit.ranks.processes import status_bytes
 
 _ADDRESS_BYTES = 2 << 30
 """Limit for the growth of a case's address space. A larger allocation raises MemoryError, so that a
@@ -435,7 +436,7 @@ def execute(case: Case, folder: Path, audit: Audit, settings: _Settings) -> dict
         "COLUMNS": "100",
     }
     problem, code, content = "", 0, None
-    start = _kilobytes("VmRSS")
+    start = status_bytes("VmRSS")
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     limits = replace(limits, cpu_s=max(limits.cpu_s, case.format.cpu_s))
@@ -445,7 +446,7 @@ def execute(case: Case, folder: Path, audit: Audit, settings: _Settings) -> dict
         except BaseException as error:
             problem = _explain(error)
             traceback.print_exc()
-    grown = 1024 * (_kilobytes("VmHWM") - start)
+    grown = status_bytes("VmHWM") - start
     sys.stdout.flush()
     sys.stderr.flush()
     stdout, stderr = (
@@ -484,7 +485,7 @@ def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
     if not are_set:
         yield
         return
-    space = 1024 * _kilobytes("VmSize") + _ADDRESS_BYTES
+    space = status_bytes("VmSize") + _ADDRESS_BYTES
     values = {
         resource.RLIMIT_AS: space,
         resource.RLIMIT_FSIZE: FILE_BYTES,
@@ -529,10 +530,3 @@ def _explain(error: BaseException) -> str:
     frame = ours[-1] if ours else frames[-1]
     path = re.sub(rf".*/(?=({packages}|tests)/)", "", frame.filename)
     return f"traceback: {type(error).__name__} at {path}:{frame.lineno} {frame.name}"
-
-
-def _kilobytes(key: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{key}:\s+(\d+)", text, re.MULTILINE)
-    assert match is not None
-    return int(match[1])

@@ -104,11 +104,12 @@ def peak_of(work: Callable[[], object]) -> int:
     first call loads the pages of code into a forked process."""
     work()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
-    before = _kilobytes("VmRSS")
+    before = status_bytes("VmRSS")
     work()
-    return 1024 * (_kilobytes("VmHWM") - before)
+    return status_bytes("VmHWM") - before
 
 
-def _kilobytes(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """Return a size in /proc/self/status, such as "VmRSS", in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1])
+    return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
