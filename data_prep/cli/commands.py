@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from data_prep.dataset.manifest import Manifest
     from data_prep.pipeline.run import ShardRequest, TokenizeRequest
     from data_prep.pipeline.shuffle import ShuffleRequest
-    from data_prep.runtime.ranks import Team
+    from data_prep.runtime.ranks import WorkerGroup
 
 
 def run_command(argv: Sequence[str] | None) -> int:
@@ -225,17 +225,17 @@ def _shard_request(args: argparse.Namespace) -> ShardRequest:
 def _run(args: argparse.Namespace) -> int:
     from data_prep.pipeline.run import prepare
 
-    start, team = time.monotonic(), options.team_of(args)
+    start, group = time.monotonic(), options.worker_group_of(args)
     request, order = _tokenize_request(args), _shuffle_request(args)
-    manifests = prepare(request, order, _shard_request(args), fused=args.fused, team=team)
-    return _report(args, Path(args.out), manifests, start, team)
+    manifests = prepare(request, order, _shard_request(args), fused=args.fused, group=group)
+    return _report(args, Path(args.out), manifests, start, group)
 
 
 def _tokenize(args: argparse.Namespace) -> int:
     from data_prep.pipeline.run import tokenize
 
     start = time.monotonic()
-    tokenize(_tokenize_request(args), options.team_of(args))
+    tokenize(_tokenize_request(args), options.worker_group_of(args))
     value: dict[str, Any] = {"out": args.out, "wall_s": round(time.monotonic() - start, 3)}
     counts, lines = _token_arrays(Path(args.out))
     return _answer(args, value | counts, lines)
@@ -273,7 +273,7 @@ def _import(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         eval_fraction=args.eval_fraction,
     )
-    corrections = import_tokens(request, options.team_of(args))
+    corrections = import_tokens(request, options.worker_group_of(args))
     counts, lines = _token_arrays(out)
     lines[0] += f"; EOS added to {counted(corrections['eos_added'], 'document')}, "
     lines[0] += f"{counted(corrections['empty_documents'], 'empty one')} left out"
@@ -287,7 +287,7 @@ def _shuffle(args: argparse.Namespace) -> int:
 
     source = Path(args.out)
     target = Path(args.to) if args.to else source
-    orders = shuffle(source, target, _shuffle_request(args), options.team_of(args))
+    orders = shuffle(source, target, _shuffle_request(args), options.worker_group_of(args))
     value = {
         order.part: {
             "instances": order.num_instances,
@@ -307,17 +307,17 @@ def _shuffle(args: argparse.Namespace) -> int:
 def _shard(args: argparse.Namespace) -> int:
     from data_prep.pipeline.run import shard
 
-    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
-    return _report(args, out, shard(out, _shard_request(args), team), start, team)
+    start, out, group = time.monotonic(), Path(args.out), options.worker_group_of(args)
+    return _report(args, out, shard(out, _shard_request(args), group), start, group)
 
 
 def _blend(args: argparse.Namespace) -> int:
     from data_prep.pipeline.run import shard
     from data_prep.pipeline.shuffle import blend
 
-    start, out, team = time.monotonic(), Path(args.out), options.team_of(args)
-    blend(args.source, out, _shuffle_request(args), args.instances, team)
-    return _report(args, out, shard(out, _shard_request(args), team), start, team)
+    start, out, group = time.monotonic(), Path(args.out), options.worker_group_of(args)
+    blend(args.source, out, _shuffle_request(args), args.instances, group)
+    return _report(args, out, shard(out, _shard_request(args), group), start, group)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -336,10 +336,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _report(
-    args: argparse.Namespace, out: Path, manifests: Sequence[Manifest], start: float, team: Team
+    args: argparse.Namespace,
+    out: Path,
+    manifests: Sequence[Manifest],
+    start: float,
+    group: WorkerGroup,
 ) -> int:
     """Print a report on a finished data set, as text or JSON, on rank 0."""
-    if team.rank > 0:
+    if group.rank > 0:
         return 0
     from data_prep.dataset.describe import report
 

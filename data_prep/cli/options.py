@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from optimus.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
-    from data_prep.runtime.ranks import Team
+    from data_prep.runtime.ranks import WorkerGroup
 
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -278,7 +278,7 @@ def _refuse_patience(text: str) -> NoReturn:
     )
 
 
-def team_of(args: argparse.Namespace) -> Team:
+def worker_group_of(args: argparse.Namespace) -> WorkerGroup:
     """Return the rank and the number of ranks, from the options and the launcher.
 
     Args:
@@ -288,7 +288,7 @@ def team_of(args: argparse.Namespace) -> Team:
         ConfigError: The rank is too large.
         LaunchError: The launcher's variables are missing or contradict each other.
     """
-    from data_prep.runtime.ranks import Team
+    from data_prep.runtime.ranks import WorkerGroup
     from optimus.launch.environment import read_job_rank
 
     rank, world = args.rank, args.world
@@ -300,4 +300,4 @@ def team_of(args: argparse.Namespace) -> Team:
         world = launched.world if world is None else world
     if not rank < world:
         raise ConfigError(f"--rank {rank} must be below --world {world}; ranks start at 0")
-    return Team(rank, world)
+    return WorkerGroup(rank, world)

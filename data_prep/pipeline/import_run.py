@@ -17,7 +17,7 @@ import xxhash
 
 from data_prep import layout
 from data_prep.pipeline.begin import begin
-from data_prep.runtime.ranks import ALONE, Team, together
+from data_prep.runtime.ranks import ALONE, WorkerGroup, failure_scope
 from data_prep.runtime.workspace import working_in
 from data_prep.sources.foreign import Foreign, index_of, open_foreign
 from data_prep.sources.inputs import InputFile, find_inputs, require_file
@@ -54,7 +54,7 @@ class ImportRequest:
     eval_fraction: float = 0.0
 
 
-def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
+def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[str, int]:
     """Write token arrays of all inputs under request.out.
 
     Returns:
@@ -65,11 +65,11 @@ def import_tokens(request: ImportRequest, team: Team = ALONE) -> dict[str, int]:
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    inputs = find_inputs(request.inputs, request.exclude, request.out, team.say)
+    inputs = find_inputs(request.inputs, request.exclude, request.out, group.say)
     plan = _make_plan(inputs, facts, request)
-    with working_in(request.out, team.rank), together(team, request.out) as team:
+    with working_in(request.out, group.rank), failure_scope(group, request.out) as group:
         work = begin(request.out, tokenizer, plan, quarantine=False)
-        make_units(_ImportTask, work, request.workers, team, "import")
+        make_units(_ImportTask, work, request.workers, group, "import")
         units = range(len(plan.units))
         records = [read_unit(work.tokens_dir, unit, work.plan_xxh3) for unit in units]
     repairs: list[Mapping[str, Any]] = [record.get("mended", {}) for record in records]

@@ -31,7 +31,7 @@ from data_prep.pipeline.shuffle import (
 from data_prep.runtime.memory import Limits, bytes_for, default_bytes
 from data_prep.runtime.memory import divide_memory as memory_to_tokenize
 from data_prep.runtime.progress import say
-from data_prep.runtime.ranks import ALONE, Team, share, together, wait_for
+from data_prep.runtime.ranks import ALONE, WorkerGroup, failure_scope, share, wait_for
 from data_prep.runtime.workspace import working_in
 from data_prep.shuffle.blend import read_any_order
 from data_prep.shuffle.gather import remove_spill
@@ -91,7 +91,7 @@ def prepare(
     shard_request: ShardRequest,
     *,
     fused: bool = False,
-    team: Team = ALONE,
+    group: WorkerGroup = ALONE,
 ) -> list[Manifest]:
     """Make a data set from text in request.out.
 
@@ -100,7 +100,7 @@ def prepare(
         shuffle_request: The parameters of the order.
         shard_request: The parameters of sharding.
         fused: Write packed token arrays, and remove them when the shards are complete.
-        team: The ranks.
+        group: The ranks.
 
     Returns:
         The manifests, that of the training split first.
@@ -113,29 +113,31 @@ def prepare(
     memory_of(request, require_file(request.tokenizer, "--tokenizer"))
     if fused:
         require_zstd()
-    with together(team, request.out) as team:
-        manifests = find_finished(request, shuffle_request, team)
+    with failure_scope(group, request.out) as group:
+        manifests = find_finished(request, shuffle_request, group)
         if not manifests:
             try:
-                tokenize(request, team, packed=fused)
-                shuffle(request.out, request.out, shuffle_request, team)
-                manifests = shard(request.out, shard_request, team)
+                tokenize(request, group, packed=fused)
+                shuffle(request.out, request.out, shuffle_request, group)
+                manifests = shard(request.out, shard_request, group)
             except DataError:  # the others may have finished and removed files that were read
-                manifests = find_finished(request, shuffle_request, team) if team.world > 1 else []
+                manifests = (
+                    find_finished(request, shuffle_request, group) if group.world > 1 else []
+                )
                 if not manifests:
                     raise
-        if fused and team.rank == 0:
+        if fused and group.rank == 0:
             with working_in(request.out):  # so that no rank that ends removes temporary files
                 drop_arrays(request.out)
         return manifests
 
 
-def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False) -> None:
+def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool = False) -> None:
     """Write the token arrays of all inputs under request.out.
 
     Args:
         request: The parameters of tokenization.
-        team: The ranks.
+        group: The ranks.
         packed: Write packed arrays, which do not stay.
 
     Raises:
@@ -144,21 +146,21 @@ def tokenize(request: TokenizeRequest, team: Team = ALONE, packed: bool = False)
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
-    inputs = find_inputs(request.inputs, request.exclude, request.out, team.say)
+    inputs = find_inputs(request.inputs, request.exclude, request.out, group.say)
     plan = plan_of(request, facts, inputs)
     workers, limits = memory_of(request, tokenizer)
     if workers < request.workers:
         enough = bytes_for(request.workers, tokenizer)
-        label, memory = team.label("tokenize"), request.memory_bytes or default_bytes()
+        label, memory = group.label("tokenize"), request.memory_bytes or default_bytes()
         say(fewer_workers(label, memory, workers, request.workers, enough))
-    with working_in(request.out, team.rank), together(team, request.out) as team:
+    with working_in(request.out, group.rank), failure_scope(group, request.out) as group:
         work = begin(request.out, tokenizer, plan, request.quarantine, limits)
         if request.id_field is None and not plan.id_field:
-            team.say(
+            group.say(
                 f"{request.out} was started without ids of documents: duplicates are not found"
             )
         work = dataclasses.replace(work, packed=packed)
-        make_distinct_units(work, workers, team)
+        make_distinct_units(work, workers, group)
         if not packed:  # the arrays that a run with --fused removed exist again
             for folder in reversed(tokens_dirs(request.out, plan).values()):
                 unmark_removed(folder)
@@ -191,13 +193,13 @@ def plan_of(
     )
 
 
-def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest]:
+def shard(out: Path, request: ShardRequest, group: WorkerGroup = ALONE) -> list[Manifest]:
     """Write shards and manifest of each split that has an order. The training split is last.
 
     Args:
         out: The data set.
         request: The parameters of sharding.
-        team: The ranks.
+        group: The ranks.
 
     Returns:
         The manifests, that of the training split first.
@@ -207,20 +209,20 @@ def shard(out: Path, request: ShardRequest, team: Team = ALONE) -> list[Manifest
         DataError: an order or token array is missing or damaged.
     """
     manifests: list[Manifest] = []
-    with working_in(out, team.rank), together(team, out) as team:
+    with working_in(out, group.rank), failure_scope(group, out) as group:
         for dataset in (out / layout.EVAL_DIR, out):
             if dataset == out or (dataset / layout.ORDER).exists():
-                manifests.insert(0, _shard_split(dataset, request, team))
+                manifests.insert(0, _shard_split(dataset, request, group))
     return manifests
 
 
-def _shard_split(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
+def _shard_split(dataset: Path, request: ShardRequest, group: WorkerGroup) -> Manifest:
     order = read_any_order(dataset)
     for source in order.sources:
         tokens_dir = dataset / source.tokens_dir
         read_plan(tokens_dir, source.plan)  # first: no other file of another folder is read
         require_tokens(tokens_dir)
-    shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, team)
+    shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, group)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
 
     def done() -> bool:
@@ -229,7 +231,7 @@ def _shard_split(dataset: Path, request: ShardRequest, team: Team) -> Manifest:
         except DataError:
             return False
 
-    wait_for(team, done, lambda: finish(dataset, order))
+    wait_for(group, done, lambda: finish(dataset, order))
     remove_spill(dataset)
     return read_manifest(dataset)
 
@@ -252,7 +254,7 @@ def drop_arrays(out: Path) -> None:
 
 
 def find_finished(
-    request: TokenizeRequest, shuffle_request: ShuffleRequest, team: Team = ALONE
+    request: TokenizeRequest, shuffle_request: ShuffleRequest, group: WorkerGroup = ALONE
 ) -> list[Manifest]:
     """Return the manifests of request.out if a run with `--fused` has finished it, else [].
 
@@ -266,20 +268,20 @@ def find_finished(
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     inputs = find_inputs(request.inputs, request.exclude, out)
     plan = plan_of(request, read_facts(tokenizer, request.eos), inputs)
-    with working_in(out, team.rank):
+    with working_in(out, group.rank):
         work = begin(out, tokenizer, plan, request.quarantine)
         splits = data_sets(out)
         try:
             manifests = [_check_finished(dataset) for dataset in splits]
         except DataError as error:
-            team.say(f"{error}; its token arrays, removed by --fused, are made again to repair it")
+            group.say(f"{error}; its token arrays, removed by --fused, are made again to repair it")
             for dataset in reversed(splits):
                 unmark_removed(dataset / layout.TOKENS_DIR)
             return []
         for dataset in splits:
             read_requested_order(dataset, shuffle_request, held_out=dataset != out)
         sizes = [plan.unit_bytes(unit) for unit in range(len(plan.units))]
-        check_inputs(work, share(sizes, team.rank, team.world))
+        check_inputs(work, share(sizes, group.rank, group.world))
         return manifests
 
 

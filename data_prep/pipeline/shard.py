@@ -28,7 +28,7 @@ from data_prep.pipeline.begin import write_once
 from data_prep.runtime.memory import usable_memory
 from data_prep.runtime.pool import run_jobs
 from data_prep.runtime.progress import Progress, say
-from data_prep.runtime.ranks import Team, do_together
+from data_prep.runtime.ranks import WorkerGroup, run_task
 from data_prep.shuffle.blend import BlendOrder
 from data_prep.shuffle.gather import (
     INDEX_BYTES,
@@ -150,7 +150,7 @@ def shard_all(
     workers: int,
     memory_bytes: int,
     strategy: str,
-    team: Team,
+    group: WorkerGroup,
 ) -> None:
     """Write the shards that are not complete. Ranks share the work.
 
@@ -160,7 +160,7 @@ def shard_all(
         workers: Processes of this rank.
         memory_bytes: Memory of this rank.
         strategy: "auto", "gather" or "bucket".
-        team: The ranks.
+        group: The ranks.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
@@ -169,43 +169,45 @@ def shard_all(
     asked = workers
     workers, block_bytes = divide_memory(memory_bytes, asked, order.row_bytes)
     if workers < asked:
-        say(fewer_workers(team.label("shard"), memory_bytes, workers, asked, memory_for(asked)))
+        say(fewer_workers(group.label("shard"), memory_bytes, workers, asked, memory_for(asked)))
     (dataset / layout.SHARDS_DIR).mkdir(exist_ok=True)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     work = ShardWork(dataset, order, order_xxh3, block_bytes)
-    label = team.label("shard" if order.part == "train" else f"shard {order.part}")
+    label = group.label("shard" if order.part == "train" else f"shard {order.part}")
     try:
-        _shard_together(work, workers, strategy, team, label)
+        _shard_together(work, workers, strategy, group, label)
     except (
         OSError,
         DataError,
     ):  # other ranks may have finished and removed the files that were read
         task = ShardTask(work, workers, label)
-        if team.world == 1 or task.missing() or task.verify():
+        if group.world == 1 or task.missing() or task.verify():
             raise
     _buffer.cache_clear()
 
 
-def _shard_together(work: ShardWork, workers: int, strategy: str, team: Team, label: str) -> None:
+def _shard_together(
+    work: ShardWork, workers: int, strategy: str, group: WorkerGroup, label: str
+) -> None:
     dataset, order = work.dataset, work.order
     rows = [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
     sizes = [layout.HEADER_BYTES + count * order.row_bytes for count in rows]
     work = dataclasses.replace(work, sample=sample(sizes))
     task = ShardTask(work, workers, label)
     missing = task.missing()
-    if len(missing) < len(rows) and team.rank == 0:
+    if len(missing) < len(rows) and group.rank == 0:
         say_sample(work.sample, sizes, "shard", dataset)
     run_rows = rows_of_run(order, work.block_bytes)
     if missing or task.verify():
-        if team.rank == 0:
+        if group.rank == 0:
             _check_arrays(dataset, order)
-        if choose_strategy(dataset, order, strategy, team, run_rows) == "bucket":
+        if choose_strategy(dataset, order, strategy, group, run_rows) == "bucket":
             spill = open_spill(
-                dataset, order, work.order_xxh3, work.block_bytes, workers, team.label("sort")
+                dataset, order, work.order_xxh3, work.block_bytes, workers, group.label("sort")
             )
-            do_together(team, spill)
+            run_task(group, spill)
             task = ShardTask(dataclasses.replace(work, spill=spill), workers, label)
-    do_together(team, task)
+    run_task(group, task)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from data_prep import layout
 from data_prep.dataset.manifest import check_held_out, held_out_rule, read_manifest
 from data_prep.pipeline.begin import check_tokenizer, copy_tokenizer, require_tokens
-from data_prep.runtime.ranks import ALONE, Team, together, wait_for
+from data_prep.runtime.ranks import ALONE, WorkerGroup, failure_scope, wait_for
 from data_prep.runtime.workspace import working_in
 from data_prep.shuffle.blend import BlendOrder, make_blend, mixing_of, parse_weight, read_any_order
 from data_prep.shuffle.order import Order, make_order, read_order, rows_of_shard
@@ -37,7 +37,9 @@ def data_sets(out: Path) -> list[Path]:
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
 
-def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = ALONE) -> list[Order]:
+def shuffle(
+    source: Path, target: Path, request: ShuffleRequest, group: WorkerGroup = ALONE
+) -> list[Order]:
     """Write the orders of the token arrays of both splits. Rank 0 does it for all ranks.
 
     Tails of the held-out split are always carried, because all units have few of its documents.
@@ -46,7 +48,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
         source: The output directory with the token arrays.
         target: The data set that gets the order. It may be `source`.
         request: The parameters of the order.
-        team: The ranks.
+        group: The ranks.
 
     Returns:
         The orders, that of the training split first.
@@ -56,7 +58,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
     """
     if not (source / layout.TOKENS_DIR / layout.PLAN).exists():
         raise DataError(f"{source} has no token arrays; give what tokenize, run or import wrote")
-    with working_in(target, team.rank), together(team, target) as team:
+    with working_in(target, group.rank), failure_scope(group, target) as group:
         pairs = [(split, target / split.relative_to(source)) for split in data_sets(source)]
         for split, _ in pairs:
             require_tokens(split / layout.TOKENS_DIR)
@@ -71,7 +73,7 @@ def shuffle(source: Path, target: Path, request: ShuffleRequest, team: Team = AL
             for (split, dataset), order in zip(pairs, orders, strict=True):
                 write_order(dataset, order, layout.tokenizer_file(split))
 
-        wait_for(team, done, do)
+        wait_for(group, done, do)
         return [
             read_requested_order(dataset, request, held_out=split != source)
             for split, dataset in pairs
@@ -197,7 +199,7 @@ def _remove_manifest_of_another(dataset: Path, order_xxh3: str) -> None:
 
 
 def blend(
-    sources: Sequence[str], out: Path, ask: ShuffleRequest, instances: int, team: Team
+    sources: Sequence[str], out: Path, ask: ShuffleRequest, instances: int, group: WorkerGroup
 ) -> BlendOrder:
     """Write the order of a blend, unless it exists. Rank 0 does it for all ranks.
 
@@ -206,7 +208,7 @@ def blend(
         out: The data set that gets the order.
         ask: The parameters of the order.
         instances: The number of instances. 0: the largest number that repeats no instance.
-        team: The ranks.
+        group: The ranks.
 
     Raises:
         ConfigError: a source or weight is malformed.
@@ -224,9 +226,9 @@ def blend(
             return order
         return None
 
-    with working_in(out, team.rank), together(team, out) as team:
+    with working_in(out, group.rank), failure_scope(group, out) as group:
         wait_for(
-            team,
+            group,
             lambda: made() is not None,
             lambda: _write(out, folders, weights, ask, instances),
         )

@@ -1,8 +1,8 @@
 """Processes on any number of machines that share work through the output directory alone.
 
 A rank that ends in an error leaves a mark in the output directory, so that no other rank waits for
-its files: docs/formats/dataset.md, "Many machines". Every item of work is idempotent: done twice,
-it is the same bytes under the same name.
+its files: docs/formats/dataset.md, "Many machines". Every item of work is idempotent: if it is done
+twice, the same bytes are written under the same name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PREFIX = ".failed-rank-"
 _MARK_BYTES = 1 << 20
 
 
-class Peers:
+class FailureMarks:
     """Marks of failed ranks in a directory, which need not exist yet."""
 
     def __init__(self, out: Path):
@@ -40,9 +40,9 @@ class Peers:
         return {name for name in names if name.startswith(_PREFIX)}
 
     def check(self) -> None:
-        """Raise LostPeerError if a rank has failed since this one started."""
+        """Raise LostPeerError if a rank has failed since these marks were listed."""
         for name in sorted(self._marks() - self._old):
-            with contextlib.suppress(OSError):  # it is gone, or no file that a rank wrote
+            with contextlib.suppress(OSError):  # the mark is removed or is not a regular file
                 reason = files.read_regular(self._out / name, _MARK_BYTES).decode(
                     "utf-8", "replace"
                 )
@@ -51,19 +51,19 @@ class Peers:
                     f"rank {rank} failed: {reason}; give the command again on all ranks then"
                 )
 
-    def tell(self, rank: int, error: Exception) -> None:
-        """Write a mark, if the directory exists and has space."""
+    def write(self, rank: int, error: Exception) -> None:
+        """Write a mark if the directory exists and has space."""
         text = one_line(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = one_line(f"{error.filename or self._out}: {error.strerror}")
-        with contextlib.suppress(OSError):  # what ended this rank may be the disk itself
+        with contextlib.suppress(OSError):  # a failure of the disk may have ended this rank
             if self._out.is_dir():
                 path = files.temporary_name(self._out / f"failed-rank-{rank}")
-                # A name of a file may be no UTF-8, and is a str with lone surrogates then.
+                # A file name that is not UTF-8 is a str with lone surrogates.
                 files.write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
-    def forget_old(self) -> None:
-        """Remove the marks of earlier runs: the work is done."""
+    def remove_old(self) -> None:
+        """Remove the marks of earlier runs, after the work is done."""
         for name in self._old:
             (self._out / name).unlink(missing_ok=True)
 
@@ -71,22 +71,24 @@ class Peers:
 _SILENCE_S = 120.0
 """Longer than file systems take to show another machine's files."""
 _RANK_0_FACTOR = 30
-"""Rank 0 may work for all others without new files, such as on the comparison of ids."""
+"""Factor of the limit while rank 0 works for all ranks. Such work may write no files, for example
+the comparison of ids."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
-"""Polling slows down with the world, so that all ranks together list a directory 50 times a s."""
+"""Number of ranks per second of the polling interval: all ranks together list a directory 50 times
+per second."""
 
 
 @dataclass(frozen=True)
-class Team:
-    """This process among those that share the work."""
+class WorkerGroup:
+    """This process and the number of processes that share the work."""
 
     rank: int = 0
     world: int = 1
     silence_s: float = _SILENCE_S
-    """Seconds without progress of the others after which this rank ends."""
-    peers: Peers | None = None
-    """Marks of ranks that failed; set by `together`."""
+    """Seconds without progress of the other ranks after which this rank ends."""
+    marks: FailureMarks | None = None
+    """Marks of ranks that failed; set by `failure_scope`."""
 
     @property
     def poll_s(self) -> float:
@@ -95,8 +97,8 @@ class Team:
 
     def check(self) -> None:
         """Raise LostPeerError if another rank failed."""
-        if self.peers is not None:
-            self.peers.check()
+        if self.marks is not None:
+            self.marks.check()
 
     def say(self, line: str) -> None:
         """Print a line as rank 0, for all ranks."""
@@ -104,38 +106,41 @@ class Team:
             say(line)
 
     def label(self, text: str) -> str:
-        """Return `text` for a line of progress, with the rank where there are several."""
+        """Return `text` for a progress line, with the rank if there are several ranks."""
         return text if self.world == 1 else f"[rank {self.rank} of {self.world}] {text}"
 
 
-ALONE = Team()
+ALONE = WorkerGroup()
 
 
 @contextlib.contextmanager
-def together(team: Team, out: Path) -> Iterator[Team]:
-    """Yield the team for a command that writes to `out`, in which an error of a rank reaches all.
+def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
+    """Return a context with the group for a command that writes to `out`.
 
-    The others finish their share, which a later run uses, and stop instead of waiting.
+    If a rank fails in the context, the other ranks finish their shares, which a later run uses, and
+    raise LostPeerError instead of waiting.
     """
-    if team.world == 1 or team.peers is not None:
-        yield team
+    if group.world == 1 or group.marks is not None:
+        yield group
         return
-    peers = Peers(out)
+    marks = FailureMarks(out)
     try:
-        yield dataclasses.replace(team, peers=peers)
+        yield dataclasses.replace(group, marks=marks)
     except LostPeerError:  # the mark exists
         raise
     except Exception as error:
-        peers.tell(team.rank, error)
+        marks.write(group.rank, error)
         raise
-    peers.forget_old()
+    marks.remove_old()
 
 
 def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
-    """Return the items of `rank`: largest first, each given to the rank that has least so far.
+    """Return the indices of the items of `rank`.
 
-    No rank gets more than 4/3 of the best possible maximum (Graham 1969). Every rank computes the
-    same; an item of no size counts as 1.
+    Items are assigned in the order of decreasing size, each to the rank with the smallest sum.
+
+    No rank gets more than 4/3 of the best possible maximum (Graham 1969). All ranks compute the
+    same assignment. An item of size 0 counts as 1.
     """
     loads = [(0, other) for other in range(world)]
     mine = []
@@ -148,7 +153,7 @@ def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
 
 
 class PrepTask(Protocol):
-    """Items that ranks do together. Each item is idempotent."""
+    """Items of work that ranks share. Each item is idempotent."""
 
     @property
     def folder(self) -> Path:
@@ -164,36 +169,36 @@ class PrepTask(Protocol):
         """Do the items with these indices."""
 
     def verify(self) -> list[int]:
-        """Return the indices of items that are not as they should be, once none is missing."""
+        """Return the indices of incorrect items. No item may be missing."""
 
 
-def do_together(team: Team, task: PrepTask) -> None:
+def run_task(group: WorkerGroup, task: PrepTask) -> None:
     """Do this rank's share of a task, and wait until the other ranks have done theirs.
 
     Rank 0 also verifies the items of all ranks.
 
     Raises:
         LostPeerError: another rank failed, or no item was completed and no file grew in
-            `task.folder` for `team.silence_s` to twice that.
+            `task.folder` for `group.silence_s` to twice that.
     """
 
     def missing() -> list[int]:
-        return task.missing() or (task.verify() if team.rank == 0 else [])
+        return task.missing() or (task.verify() if group.rank == 0 else [])
 
-    task.do(share(task.plan(), team.rank, team.world))
-    if team.world == 1:
+    task.do(share(task.plan(), group.rank, group.world))
+    if group.world == 1:
         return
     left, sign, since = missing(), None, time.monotonic()
     while left:
-        team.check()
-        time.sleep(team.poll_s)
+        group.check()
+        time.sleep(group.poll_s)
         before, left = left, missing()
         if set(before) - set(left):
             sign, since = None, time.monotonic()
-        elif time.monotonic() - since >= team.silence_s:
-            if sign == (sign := growth(task.folder)):  # looked at rarely: it asks for many files
+        elif time.monotonic() - since >= group.silence_s:
+            if sign == (sign := growth(task.folder)):  # rare, because it lists many files
                 raise _silent(
-                    f"{counted(len(left), 'item')} of other ranks in {task.folder}", team.silence_s
+                    f"{counted(len(left), 'item')} of other ranks in {task.folder}", group.silence_s
                 )
             since = time.monotonic()
 
@@ -212,20 +217,20 @@ def growth(folder: Path) -> tuple[int, int]:
     return count, size
 
 
-def wait_for(team: Team, done: Callable[[], bool], do: Callable[[], object]) -> None:
-    """Do as rank 0 what one rank does for all; as another rank, wait until it is `done`.
+def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], object]) -> None:
+    """Call `do` on rank 0; wait on the other ranks until `done` returns True.
 
-    Raises LostPeerError where another rank failed, or rank 0 takes longer than it may.
+    Raises LostPeerError if another rank failed or rank 0 takes too long.
     """
-    if team.rank == 0:
+    if group.rank == 0:
         do()
         return
-    since, limit_s = time.monotonic(), _RANK_0_FACTOR * team.silence_s
+    since, limit_s = time.monotonic(), _RANK_0_FACTOR * group.silence_s
     while not done():
-        team.check()
+        group.check()
         if time.monotonic() - since >= limit_s:
-            raise _silent("what rank 0 does for all", limit_s)
-        time.sleep(team.poll_s)
+            raise _silent("work that rank 0 does for all ranks", limit_s)
+        time.sleep(group.poll_s)
 
 
 def _silent(awaited: str, waited_s: float) -> LostPeerError:

@@ -28,7 +28,7 @@ from data_prep.layout import HEADER_BYTES, little_endian
 from data_prep.runtime.memory import usable_memory
 from data_prep.runtime.pool import run_jobs
 from data_prep.runtime.progress import Progress
-from data_prep.runtime.ranks import Team
+from data_prep.runtime.ranks import WorkerGroup
 from data_prep.shuffle.blend import BlendOrder
 from data_prep.shuffle.order import Order
 from data_prep.tokenize.store import TokenArrayReader, array_path, plain_arrays
@@ -300,7 +300,7 @@ faster if a byte of a random read costs more than three times a byte of a sequen
 
 
 def choose_strategy(
-    dataset: Path, order: Order | BlendOrder, strategy: str, team: Team, run_rows: int
+    dataset: Path, order: Order | BlendOrder, strategy: str, group: WorkerGroup, run_rows: int
 ) -> str:
     """Return "gather" or "bucket".
 
@@ -311,13 +311,13 @@ def choose_strategy(
         dataset: The data set.
         order: Its order.
         strategy: "gather", "bucket" or "auto".
-        team: The ranks.
+        group: The ranks.
         run_rows: Rows of a run of `bucket`.
     """
     piece_rows = run_rows * order.instances_per_shard / max(1, order.num_instances)
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS
     if strategy == "bucket" and small:
-        team.say(
+        group.say(
             f"--strategy bucket reads pieces of {piece_rows:.2g} rows here, no faster than gather; "
             f"{_LEAST_PIECE_ROWS / piece_rows:.0f} times the --memory or --shard-size helps"
         )
@@ -325,7 +325,7 @@ def choose_strategy(
         return strategy
     if small:
         return "gather"
-    if team.world > 1 or order.num_instances * order.row_bytes < usable_memory() // 2:
+    if group.world > 1 or order.num_instances * order.row_bytes < usable_memory() // 2:
         return "gather"
     return "bucket" if random_read_cost(dataset, order) > _WORTH_IT else "gather"
 

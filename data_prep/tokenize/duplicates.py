@@ -16,7 +16,7 @@ from typing import TypedDict
 import numpy as np
 
 from data_prep import layout
-from data_prep.runtime.ranks import Team, do_together, wait_for
+from data_prep.runtime.ranks import WorkerGroup, run_task, wait_for
 from data_prep.sources.documents import DamagedFile, Document, InputReader
 from data_prep.tokenize.plan import TokenPlan, read_plan, tokens_dirs
 from data_prep.tokenize.store import read_docs, read_ids
@@ -40,7 +40,7 @@ _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80
 
 
-def make_distinct_units(work: TokenizeWork, workers: int, team: Team) -> None:
+def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) -> None:
     """Tokenize all units, without documents whose id an earlier document has.
 
     One rank compares the ids for all. If documents are not quarantined, a duplicate is an error. A
@@ -49,16 +49,16 @@ def make_distinct_units(work: TokenizeWork, workers: int, team: Team) -> None:
     Raises:
         DataError: a document cannot be used or has the id of another; an input has changed.
     """
-    make_units(_DistinctTask, work, workers, team, "tokenize")
+    make_units(_DistinctTask, work, workers, group, "tokenize")
     if not work.plan.id_field:
         return
-    wait_for(team, lambda: _read(work) is not None, lambda: _compare(work))
+    wait_for(group, lambda: _read(work) is not None, lambda: _compare(work))
     rows = _read(work)
     assert rows is not None
     if len(rows) and not work.quarantine:
         raise _error(work.plan, *rows[0].tolist())
     units = [unit for unit, inputs in enumerate(work.plan.units) if _of_inputs(rows, inputs)]
-    do_together(team, _RepeatTask(work, workers, team.label("leave out duplicate ids"), units))
+    run_task(group, _RepeatTask(work, workers, group.label("leave out duplicate ids"), units))
 
 
 @dataclass(frozen=True)

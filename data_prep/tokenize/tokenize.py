@@ -20,7 +20,7 @@ from data_prep import layout
 from data_prep.runtime.memory import Limits
 from data_prep.runtime.pool import run_jobs
 from data_prep.runtime.progress import Progress
-from data_prep.runtime.ranks import Team, do_together
+from data_prep.runtime.ranks import WorkerGroup, run_task
 from data_prep.sources.documents import (
     NO_LIMITS,
     DamagedFile,
@@ -121,7 +121,7 @@ class UnitTask(ABC):
 
 
 def make_units(
-    task_type: type[UnitTask], work: TokenizeWork, workers: int, team: Team, label: str
+    task_type: type[UnitTask], work: TokenizeWork, workers: int, group: WorkerGroup, label: str
 ) -> None:
     """Make all units, and check complete units of an earlier run. Ranks share the work.
 
@@ -129,7 +129,7 @@ def make_units(
         task_type: The task with the job that makes a unit.
         work: The work.
         workers: Processes of this rank.
-        team: The ranks.
+        group: The ranks.
         label: Name of the step in lines of progress.
 
     Raises:
@@ -137,10 +137,10 @@ def make_units(
     """
     sizes = [work.plan.unit_bytes(unit) for unit in range(len(work.plan.units))]
     work = dataclasses.replace(work, sample=sample(sizes))
-    task = task_type(work, workers, team.label(label), range(len(sizes)))
-    if len(task.missing()) < len(sizes) and team.rank == 0:
+    task = task_type(work, workers, group.label(label), range(len(sizes)))
+    if len(task.missing()) < len(sizes) and group.rank == 0:
         say_sample(work.sample, sizes, "unit", work.out)
-    do_together(team, task)
+    run_task(group, task)
 
 
 def make_unit(

@@ -14,9 +14,9 @@ import time
 import pytest
 
 from data_prep.cli import main
-from data_prep.cli.options import team_of
+from data_prep.cli.options import worker_group_of
 from data_prep.runtime import workspace
-from data_prep.runtime.ranks import Peers, Team, do_together, share, wait_for
+from data_prep.runtime.ranks import FailureMarks, WorkerGroup, run_task, share, wait_for
 from data_prep.runtime.workspace import working_in
 from data_prep.tokenize.plan import read_plan
 from optimus.errors import DataError, LostPeerError
@@ -95,7 +95,9 @@ def test_rank_without_the_others_does_its_share_and_names_the_remedy(
     arguments = run_arguments(made.text, made.tokenizer, out, "--world", "3")
     command = [*arguments, "--rank", str(rank)]
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.cli.options.team_of", lambda args: Team(rank, 3, 0.1))
+        patch.setattr(
+            "data_prep.cli.options.worker_group_of", lambda args: WorkerGroup(rank, 3, 0.1)
+        )
         assert main(command) == 5
     error = capsys.readouterr().err.splitlines()[-1]
     assert "of other ranks in" in error and "run the same command again on all ranks" in error
@@ -157,7 +159,7 @@ def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
             return []
 
     with pytest.raises(LostPeerError, match=r"1 item of other ranks .*run the same command again"):
-        do_together(Team(0, 2, 0.4), Task())
+        run_task(WorkerGroup(0, 2, 0.4), Task())
     assert done == [0] and 1.3 < time.monotonic() - start < 5
 
 
@@ -197,10 +199,12 @@ def test_error_of_a_rank_ends_the_other_ranks(made, tmp_path):
 
 def test_rank_zero_acts_and_others_wait():
     made: list[str] = []
-    wait_for(Team(0, 3), lambda: False, lambda: made.append("first"))
-    wait_for(Team(1, 3), lambda: True, lambda: made.append("never"))
-    with pytest.raises(LostPeerError, match="what rank 0 does for all.*same command again"):
-        wait_for(Team(1, 3, 0.01), lambda: False, lambda: made.append("never"))
+    wait_for(WorkerGroup(0, 3), lambda: False, lambda: made.append("first"))
+    wait_for(WorkerGroup(1, 3), lambda: True, lambda: made.append("never"))
+    with pytest.raises(
+        LostPeerError, match="work that rank 0 does for all ranks.*same command again"
+    ):
+        wait_for(WorkerGroup(1, 3, 0.01), lambda: False, lambda: made.append("never"))
     assert made == ["first"]
 
 
@@ -285,17 +289,17 @@ def test_waiting_run_locks_the_file_that_has_the_name(tmp_path):
 def test_rank_comes_from_options_or_environment(monkeypatch):
     from data_prep.cli.commands import _parser
 
-    def team(*words: str) -> tuple[int, int]:
-        parsed = team_of(_parser().parse_args(["shard", "X", *words]))
+    def group(*words: str) -> tuple[int, int]:
+        parsed = worker_group_of(_parser().parse_args(["shard", "X", *words]))
         return parsed.rank, parsed.world
 
     for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "SLURM_PROCID", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert team() == (0, 1) and team("--rank", "1", "--world", "2") == (1, 2)
+    assert group() == (0, 1) and group("--rank", "1", "--world", "2") == (1, 2)
     monkeypatch.setenv("PBS_ARRAY_INDEX", "3")
-    assert team("--world", "5") == (3, 5) and team("--world", "1") == (0, 1)
+    assert group("--world", "5") == (3, 5) and group("--world", "1") == (0, 1)
     monkeypatch.setenv("OPTIMUS_ARRAY_SIZE", "4")
-    assert team() == (3, 4)
+    assert group() == (3, 4)
 
 
 def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, capfd):
@@ -308,10 +312,10 @@ def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, ca
     assert "invalid JSON" in capfd.readouterr().err.splitlines()[-1]
     (mark,) = out.glob(".failed-rank-0.*")
     assert "b\\udcff.jsonl:1: invalid JSON" in mark.read_text()
-    peers = Peers(out)
-    peers.tell(1, OSError(5, "broken", os.fsdecode(b"x\xff\ny")))
+    marks = FailureMarks(out)
+    marks.write(1, OSError(5, "broken", os.fsdecode(b"x\xff\ny")))
     mark.with_name(".failed-rank-2.a.1.b.tmp").write_bytes(b"\xff")
     for rank in ("1", "2"):
         with pytest.raises(LostPeerError, match=f"rank {rank} failed: .+; give"):
-            peers.check()
+            marks.check()
         next(out.glob(f".failed-rank-{rank}.*")).unlink()
