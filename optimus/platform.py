@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -22,8 +21,6 @@ from optimus.errors import ConfigError, one_line
 from optimus.launch.environment import available_cores
 
 _IPEX = "intel_extension_for_pytorch"
-_MIN_UPDATES_PER_TRIM = 16
-"""Minimum number of updates between two calls of malloc_trim, which take a tenth of a second."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -197,43 +194,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class MallocTrim:
-    """Returns free memory of glibc's fragmented heap to the operating system between updates, with
-    malloc_trim. Does nothing without glibc's malloc or without /proc.
-
-    oneDNN allocates small, long-lived blocks between the tensors of an update. They fragment the
-    heap, so it grows during a run. docs/benchmarks/step.md has the memory with and without trims.
-    """
-
-    def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._limit = 0
-        self._updates = _MIN_UPDATES_PER_TRIM
-        """Updates since the last trim. The initial value allows a trim after the first update."""
-
-    def after_update(self) -> None:
-        """Trim the heap if the memory of this process has grown by more than an eighth since the
-        last trim. At least _MIN_UPDATES_PER_TRIM updates pass between two trims."""
-        if self._trim is None or not (used := private_bytes()):
-            return
-        self._updates += 1
-        if self._updates == 1:  # the update after a trim requests new pages for its tensors
-            self._limit = used + used // 8
-        if used > self._limit and self._updates > _MIN_UPDATES_PER_TRIM:
-            self._trim(0)
-            self._updates = 0
-
-
-def private_bytes() -> int:
-    """Return the resident bytes of this process except file-backed and shared pages; 0 if
-    unknown."""
-    try:
-        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * resource.getpagesize()
 
 
 def device_name(device: torch.device) -> str:

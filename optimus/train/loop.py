@@ -57,6 +57,7 @@ from optimus.train.autotune import (
 )
 from optimus.train.load import load_start
 from optimus.train.loss_scale import LossScale
+from optimus.train.malloc_trim import MallocTrim
 from optimus.train.resolve import (
     ResolvedStart,
     RunInputs,
@@ -223,7 +224,7 @@ class Run:
             self.groups.data.size,
             config.data.document_mask,
         )
-        self.malloc_trim = platform.MallocTrim()
+        self.malloc_trim = MallocTrim()
         self.health = TrainingHealth(config.model)
         self._start_up = start_up
         if start_up is not None:

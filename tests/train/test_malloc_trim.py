@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from optimus.platform import MallocTrim
+from optimus.train.malloc_trim import MallocTrim
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import run_tree
 
 BROKEN = """
-from optimus.platform import MallocTrim, private_bytes
+from optimus.train.malloc_trim import MallocTrim, private_bytes
 
 def update(blocks=0):
     "Allocate blocks of 120 KB, which glibc takes from the heap, and free 3 of every 4."
@@ -44,7 +44,7 @@ def test_fragmented_heap_shrinks_and_a_stable_heap_is_kept():
 
 
 def test_no_op_with_another_c_library_or_without_proc(monkeypatch):
-    monkeypatch.setattr("optimus.platform.Path", lambda name: Path("/nowhere"))
+    monkeypatch.setattr("optimus.train.malloc_trim.Path", lambda name: Path("/nowhere"))
     MallocTrim().after_update()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     MallocTrim().after_update()
