@@ -21,7 +21,7 @@ from optimus.chunks.buffers import (
     StateShard,
     count_bytes,
 )
-from optimus.chunks.grad_reducer import GradReducer, by_first_use
+from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.norm import exact_norm, fast_norm
@@ -106,10 +106,11 @@ class ChunkEngine:
             if residency.divides_gradients and chunk.reduce_size > 1:
                 memory.free(self.chunks[-1].grads)
         self.params = ParamStore(self.chunks, memory)
-        self._by_first_use = by_first_use(self.chunks, named)
+        position = {name: number for number, name in enumerate(named)}
+        self._by_first_use = sorted(self.chunks, key=lambda s: position[s.chunk.slots[0].name])
         self.gradients = GradReducer(
             named,
-            self.chunks,
+            self._by_first_use,
             self.stage_groups,
             memory,
             deterministic=deterministic,

@@ -10,6 +10,7 @@ therefore launched in the reverse order of first use, in which backward complete
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -211,7 +212,7 @@ class GradReducer:
 
     Args:
         named: Trained parameters in order of first use, views of the chunks.
-        chunk_states: The chunks.
+        chunk_states: The chunks in order of first use.
         stage_groups: For each parameter that several pipeline stages have, the ranks of these
             stages. Each has the whole gradient of one use, and all receive the sum.
         memory: Frees and allocates gradients if `frees_buffers`.
@@ -263,10 +264,9 @@ class GradReducer:
         self._num_launched: dict[int, int] = {}
         for state in chunk_states:
             self._strategy.add(state)
-        for state in by_first_use(chunk_states, named):
             self._add_bucket(state, named)
-        self._segment_buffers: list[tuple[GradBuffer, ...]] = []
-        self._segment_stages: list[int] = []
+        self._segments: list[tuple[int, tuple[GradBuffer, ...]]] = []
+        """Stage and buffers of each segment."""
         self._first_segment: dict[GradBuffer, int] = {}
         self._frees_early = False
         self._allocated: dict[GradBuffer, None] = {}
@@ -296,15 +296,13 @@ class GradReducer:
         """
         if not self._frees_buffers:
             return
-        buffer_of: dict[str, GradBuffer] = {
-            name: state for name, (state, _) in self._by_name.items()
-        }
-        buffer_of |= {buffer.use.name: buffer for buffer in self._uses}
+        all_buckets = itertools.chain.from_iterable(self._buckets.values())
+        buffer_of = {name: bucket.buffer for bucket in all_buckets for name in bucket.leaves}
         for index, segment in enumerate(segments):
-            buffers = (buffer_of[name] for name in segment.parameters if name in buffer_of)
-            self._segment_buffers.append(tuple(dict.fromkeys(buffers)))
-            self._segment_stages.append(segment.stage)
-            for buffer in self._segment_buffers[-1]:
+            of_params = (buffer_of[name] for name in segment.parameters if name in buffer_of)
+            buffers = tuple(dict.fromkeys(of_params))
+            self._segments.append((segment.stage, buffers))
+            for buffer in buffers:
                 self._first_segment.setdefault(buffer, index)
         self._frees_early = early
 
@@ -359,8 +357,8 @@ class GradReducer:
     def before_backward(self, stage: int) -> None:
         """Prepare for a backward of the stage, or for the part that computes weight gradients."""
         if not self._frees_early:
-            for index, buffers in enumerate(self._segment_buffers):
-                if self._segment_stages[index] == stage:
+            for segment_stage, buffers in self._segments:
+                if segment_stage == stage:
                     self._allocate(buffers)
 
     def before_segment_backward(self, segment: int) -> None:
@@ -368,7 +366,7 @@ class GradReducer:
         if self._frees_early and self._in_step:
             later = [b for b in self._allocated if self._first_segment[b] > segment]
             self._reduce_allocated(later)
-            self._allocate(self._segment_buffers[segment])
+            self._allocate(self._segments[segment][1])
 
     @contextmanager
     def last_backward(
@@ -402,16 +400,17 @@ class GradReducer:
     def reduce(self, stage: int) -> None:
         """Reduce the rest of a stage: after each backward in deterministic mode or if buffers are
         freed, otherwise after the last backward of a step."""
-        for bucket in self._buckets.get(stage, []):
+        buckets = self._buckets.get(stage, [])
+        for bucket in buckets:
             self._check_views(bucket)
         if self._frees_buffers:
             self._reduce_allocated([b for b in self._allocated if b.groups.stage == stage])
             return
-        for bucket in self._buckets.get(stage, []):
+        for bucket in buckets:
             bucket.is_ready = True
         self._launch_ready(stage)
         self._num_launched[stage] = 0
-        for bucket in self._buckets.get(stage, []):
+        for bucket in buckets:
             bucket.is_ready = False
 
     def finish(self) -> None:
@@ -490,11 +489,3 @@ class GradReducer:
         all_reduce_sum(total, group)
         if (local := state.local_slice(state.grad, slot)) is not None:
             local[0].copy_(total.flatten()[local[1]])
-
-
-def by_first_use(
-    chunk_states: Sequence[ChunkState], named: Mapping[str, Tensor]
-) -> list[ChunkState]:
-    """Return the chunks in the order in which a forward pass first uses them."""
-    position = {name: number for number, name in enumerate(named)}
-    return sorted(chunk_states, key=lambda state: position[state.chunk.slots[0].name])
