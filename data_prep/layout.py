@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-"""Version of file formats, except those of PLAN_VERSION. Readers refuse later versions."""
+"""Version of all file formats, except that plans and sidecars of units may have PLAN_VERSION.
+Readers refuse later versions."""
 PLAN_VERSION = 2
-"""Version of plans and sidecars of units with keys that version 1 does not have."""
+"""Version of a plan, or of the sidecar of a unit, if it has keys that version 1 lacks."""
 
 MANIFEST = "manifest.json"
 ORDER = "order.json"
@@ -36,24 +37,24 @@ SHARDS_DIR = "shards"
 EVAL_DIR = "eval"
 
 SPLITS = ("train", "held-out")
-"""The splits of a data set. Each of them is a data set."""
+"""The splits of the documents. Each split is a data set."""
 DTYPES = ("uint16", "uint32")
 """The dtypes of stored token ids."""
 MAX_CONTEXT = 1 << 31
 """Tokens of an instance."""
 MAX_COUNT = 1 << 56
-"""Above every count of tokens, bytes or instances, so that products with 64 do not wrap."""
+"""Counts of tokens, bytes or instances are below this, so that 64 times a count fits into int64."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
-"""Largest files that are read whole: tables of a unit, tokenizers, JSON (a million inputs)."""
+"""Largest files that are read whole: a table of a unit, a tokenizer, JSON with a million inputs."""
 HEADER_BYTES = 128
 """Length of the .npy headers that are written here, so that data is aligned to 64 bytes."""
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Return the path of the tokenizer of a data set, which depends on its kind.
+    """Return the path of the tokenizer of a data set. The kind of the tokenizer decides its name.
 
-    A sentencepiece model in a data set of an earlier version is also named `tokenizer.json`.
+    A data set of an earlier version may have a sentencepiece model named `tokenizer.json`.
     """
     file, model = folder / TOKENIZER, folder / SENTENCEPIECE
     return model if model.exists() and not file.exists() else file
@@ -146,8 +147,7 @@ def read_checked_json(
         path: The file.
         forms: The formats that it may have.
         newest: The largest version that it may have.
-        xxh3: The hash that the file must have. It is compared before the file is parsed, because
-            the name of the file may come from another file.
+        xxh3: The hash that order.json has of the file. A file with another hash is not parsed.
 
     Raises:
         DataError: the file is missing, or of another format or version.
@@ -197,11 +197,12 @@ def read_record(
 
 
 def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLike) -> _Record:
-    """Return the object `value` of a JSON file as `kind`, each key of the type annotated there.
+    """Return the object `value` of a JSON file as a `kind`. Each key has the type of its field.
 
     Args:
-        kind: A dataclass, or a TypedDict, of str, int, float, bool, lists, tuples and such classes.
-            A field with a default may be missing. Keys that it lacks are ignored.
+        kind: A dataclass or TypedDict. Its fields are str, int, float, bool, lists, tuples or such
+            classes. A field with a default may be missing in `value`. Keys without a field are
+            ignored.
         value: The object, from `read_checked_json`.
         path: The file, for the message.
 
@@ -246,13 +247,16 @@ def is_relative_path(text: str) -> bool:
 
 
 def _not_ours(path: str | os.PathLike, problem: object) -> DataError:
-    return DataError(f"{path}: {problem}; optimus-data did not write this, copy or make it again")
+    return DataError(
+        f"{path}: {problem}; optimus-data did not write this file: copy it again or make it again"
+    )
 
 
 def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
-    """Return the values of `key` of a list of objects as `kind`.
+    """Return `values`, those of `key` in a list of objects, as objects of type `kind`.
 
-    The values are checked together, because a data set may list a million files. Raises ValueError.
+    All values are checked in one call, because a data set may list a million files. Raises
+    ValueError.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # of a scalar and None

@@ -1,7 +1,7 @@
 """The process of `optimus-data`: signals, a closed output, exit status.
 
-`main` imports other modules after it has set the handlers of signals. Before that, Python prints a
-traceback for an interrupt.
+`main` sets the handlers of signals before it imports other modules. Without the handlers, Python
+prints a traceback for an interrupt.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Args:
-        argv: The arguments. None: those of this process, which Ctrl-C and SIGTERM then end with one
-            line.
+        argv: The arguments. None: those of this process. Ctrl-C or SIGTERM then ends the process
+            with a message of one line.
 
     Returns:
         The exit status. docs/formats/dataset.md lists them.
@@ -104,7 +104,7 @@ class _StopSignals:
 
     It kills the workers, removes temporary files, prints one line and exits. It raises no
     exception, because imports, destructors and exit functions would ignore it or print a traceback.
-    Complete files are safe: a file is renamed to its name when it is complete.
+    No incomplete output remains: a file gets its final name when it is complete.
     """
 
     def take_over(self) -> None:

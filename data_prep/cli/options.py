@@ -255,7 +255,7 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the options for this process among those that share the work."""
+    """Add the options for the rank of this process and the number of ranks that share the work."""
     parser.add_argument(
         "--rank",
         type=whole(0),

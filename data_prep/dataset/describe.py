@@ -1,7 +1,7 @@
 """Descriptions of a finished data set: a report, statistics, and the text of an instance.
 
 Losses are in nats. The bigram model is p(b | a) = (count(a, b) + 1) / (count(a) + V). Its counts
-and its loss are over the C-1 targets of each instance, as the training loss.
+and its loss, like the training loss, include the C - 1 targets of each instance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_EPOCHS = 4
 """Up to four epochs of a text are nearly as good as new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
-"""With less, the held-out loss is mostly noise: docs/formats/dataset.md, "Documents"."""
+"""With fewer, the held-out loss is mostly noise: see docs/formats/dataset.md, "Documents"."""
 _EXAMPLE_BATCH_TOKENS = 4096
 """`train.global_batch_tokens` of configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
@@ -126,8 +126,8 @@ def _is_small(held_out: Manifest) -> bool:
 
 
 def _small_warning(train: Manifest, held_out: Manifest) -> str:
-    """Return the warning that the held-out part is small, with a fraction that holds out 1.5 times
-    the minimum."""
+    """Return the warning that the held-out part is small. It suggests a fraction that holds out 1.5
+    times the minimum."""
     documents, tokens = train.documents + held_out.documents, train.tokens + held_out.tokens
     needed = max(MIN_HELD_OUT_DOCUMENTS / documents, MIN_HELD_OUT_TOKENS / tokens) * 1.5
     digits = 1 - math.floor(math.log10(needed))
@@ -144,10 +144,12 @@ def _small_warning(train: Manifest, held_out: Manifest) -> str:
 
 
 MAX_BIGRAM_CELLS = 64_000_000
-"""Limit of vocabulary^2, above which bigrams are not counted: 256 MB of uint32."""
+"""Largest number of possible bigrams, vocabulary^2, for which bigrams are counted. The counts take
+up to 256 MB."""
 
 MAX_IDS = 1 << 22
-"""Limit of ids, above those of any tokenizer: 34 MB of counts. A manifest may have 2^32."""
+"""Limit of the ids that are counted, above the ids of any tokenizer. The counts take up to 34 MB. A
+manifest may permit ids up to 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -165,7 +167,7 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 
     Raises:
         DamageError: A data set is damaged.
-        DataError: A data set cannot be read, or has another tokenizer than the other.
+        DataError: A data set cannot be read, or the two have different tokenizers.
     """
     manifest = read_manifest(dataset)
     result: dict[str, Any] = {
@@ -206,10 +208,12 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
     """Yield blocks of the ids of all instances.
 
+    An instance that is longer than a block is divided into several blocks. Consecutive blocks share
+    a column, so that no pair is lost.
+
     Yields:
-        int64 [n, c] with at most _BLOCK_TOKENS ids, and the number of first columns that are also
-        the last columns of the block before: 1 within an instance that is longer than a block, so
-        that no pair is lost, else 0.
+        int64 [n, c] with at most _BLOCK_TOKENS ids, and the number of columns that it shares with
+        the block before, 0 or 1.
     """
     reader, context = ShardReader(dataset, manifest), manifest.context
     step = max(1, _BLOCK_TOKENS // context)
@@ -284,9 +288,10 @@ def default_held_out(dataset: Path) -> Path | None:
 
 
 MAX_TOKENS = 1 << 20
-"""Largest context of an instance that is shown: its ids and its text take 100 MB."""
+"""Largest context for which `inspect` shows an instance. The ids and text of such an instance take
+100 MB of memory."""
 MAX_CHARACTERS = 16 * MAX_TOKENS
-"""Longest text of an instance that is shown."""
+"""Longest text that `inspect` shows, in characters."""
 
 
 def inspect(dataset: Path, number: int) -> dict[str, Any]:
@@ -360,15 +365,18 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
         )
         if length > MAX_CHARACTERS:
             raise DataError(
-                f"{tokenizer_path}: makes a text of {length:,} characters of the instance, and "
+                f"{tokenizer_path}: the text of the instance has {length:,} characters, and "
                 f"inspect shows at most {MAX_CHARACTERS:,}; use a tokenizer with shorter tokens"
             )
         return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
-    """Return the documents of source instance `source`: its tokens [first, stop) begin at token
-    `document_token` of the document in line `line` (0: the whole file) of `input`."""
+    """Return the documents in source instance `source`, in order.
+
+    The tokens [first, stop) of the instance come from the document in line `line` (0: the whole
+    file) of `input`. The first of them is token `document_token` of that document.
+    """
     if isinstance(order, BlendOrder):
         number, _, numbers = next(order.split(np.array([source])))
         order, source = order.sources[number], int(numbers[0])

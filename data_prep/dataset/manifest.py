@@ -266,8 +266,9 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
         manifest: Its manifest.
 
     Returns:
-        The rule. For a blend, that of its first source, with which the other sources agree; None if
-        the order of the blend is missing, or if the source is missing or has another plan.
+        The rule. All sources of a blend have the same rule, which is read from the first source. It
+        is None if the order of the blend is missing, or if that source is missing or has another
+        plan.
 
     Raises:
         DataError: The order of a blend is damaged.

@@ -21,8 +21,8 @@ _OPEN_SHARDS = 64
 class ShardReader:
     """Reader of rows of the shards in their stored order. Threads may share it.
 
-    A shard is mapped when a row of it is read first. At most 64 shards are mapped at a time, so
-    that the number of descriptors and the mapped memory do not grow with the number of shards.
+    A shard is mapped at the first read of one of its rows. At most 64 shards are mapped at a time,
+    so that the number of descriptors and the mapped memory do not grow with the number of shards.
 
     Args:
         dataset: Directory of the data set.

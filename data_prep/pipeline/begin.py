@@ -34,7 +34,7 @@ def begin(
         tokenizer_file: The tokenizer.
         plan: The plan of tokenization.
         quarantine: Leave out documents that cannot be used, instead of raising an error.
-        limits: Memory and bytes that a document may take.
+        limits: The largest memory and size of a document.
 
     Raises:
         DataError: `out` has another plan, order or tokenizer. The message names the difference.
@@ -67,8 +67,8 @@ def _check_output(
         expected = (tokens_dir.name, plan_xxh3)
         if not isinstance(order, Order) or (order.tokens_dir, order.plan) != expected:
             raise DataError(
-                f"{dataset} holds a data set whose token arrays are elsewhere, a blend or what "
-                "`shuffle --to` made; choose another --out"
+                f"{dataset} has an order of other token arrays, as after blend or `shuffle --to`; "
+                "choose another --out"
             )
     check_tokenizer(tokenizer_file, dataset)
 
@@ -89,9 +89,10 @@ def check_tokenizer(source: Path, folder: Path) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a tokenizer into a data set, under the name of its kind, unless the copy exists.
+    """Copy a tokenizer into a data set, unless the copy exists.
 
-    A sentencepiece model that an earlier version named tokenizer.json keeps its name.
+    The kind of the tokenizer decides the name of the copy, but a sentencepiece model that an
+    earlier version named tokenizer.json keeps its name.
     """
     content, name = _read(source), layout.TOKENIZER
     if is_sentencepiece(source):

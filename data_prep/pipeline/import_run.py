@@ -106,7 +106,7 @@ def _make_plan(
 
 
 class _ImportTask(UnitTask):
-    """Units of token files."""
+    """The import of units, each of which is a token file."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
@@ -144,7 +144,7 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Return the indices of the documents, uint32 each, of each split that has any."""
+    """Return the indices in `block` of the documents of each split. Empty splits are left out."""
     if not below:
         return {layout.SPLITS[0]: list(range(len(block)))}
     by_split: dict[str, list[int]] = {}
@@ -156,8 +156,10 @@ def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
 
 
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
-    """Yield blocks of documents, uint32 each, without EOS. A document ends at an end in the token
-    file and at EOS."""
+    """Yield blocks of documents. Each document is a uint32 array without EOS.
+
+    A document ends at EOS, and at each end that the token file lists.
+    """
     ids, seen_eos = foreign.ids, len(foreign.ends) > 0 or len(foreign.ids) == 0
     unfinished: list[np.ndarray] = []
     for start in range(0, len(ids), _BLOCK_TOKENS):
@@ -184,7 +186,7 @@ def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list
 
 
 def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndarray:
-    """Return a block of ids as uint32. They are compared with the vocabulary in their dtype."""
+    """Return a block of ids as uint32. Ids outside the vocabulary are refused before the cast."""
     block = ids[start : start + _BLOCK_TOKENS]
     wrong = (block < 0) | (block >= vocab_size)
     if wrong.any():

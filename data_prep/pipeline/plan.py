@@ -1,7 +1,7 @@
 """`optimus-data plan`: an estimate of the tokens, disk, memory and time of a run.
 
-It is based on a few MB of the inputs and on the present speed of this machine. Counts are usually
-within some per cent if the inputs are similar.
+It is based on a few MB of the inputs and on the present speed of this machine. If the inputs are
+similar, the error of counts is usually a few percent.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
 """Bytes of each sampled file that are tokenized."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Bytes of each sampled file that are read, to measure its text per byte."""
+"""Bytes of each sampled file that are read, to measure the ratio of its text to its size."""
 _LARGEST_WHOLE = 64 << 20
-"""Size of a text file, which is read whole, above which it is not sampled."""
+"""Text files above this size are not sampled, because a text file is read whole."""
 _DOC_BYTES = 40
-"""Bytes of a document: its row, 24, and the hash of its id."""
+"""Bytes of a document without its tokens: 24 for its row in the table and 16 for its id."""
 _PROBE_BYTES = 32 << 20
 
 
 @dataclass
 class Sample:
-    """Sums over the inputs. Each stratum is extrapolated from its sampled file."""
+    """Sums over the inputs, estimated from one sampled file of each stratum of similar files."""
 
     text_bytes: float = 0.0
     documents: float = 0.0
@@ -161,7 +161,7 @@ def _resolve_strategy(strategy: str, world: int, shard_bytes: int) -> str:
 
 
 def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
-    """Return the packed bytes of token arrays of `token_bytes` bytes."""
+    """Return the expected size in bytes, if packed, of token arrays of `token_bytes` bytes."""
     require_zstd()
     ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
     return round(token_bytes * packed_share(ids)) if len(ids) else 0
@@ -170,7 +170,7 @@ def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
 def take_sample(
     inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
 ) -> Sample:
-    """Divide the inputs into strata by suffix and size, and read the start of a file of each.
+    """Divide the inputs into strata by suffix and size. Read the start of a file of each stratum.
 
     Documents that cannot be used are left out. Raises DataError if no text can be sampled, or a
     document exceeds `limits`.
@@ -189,7 +189,7 @@ def take_sample(
             _sample_stratum(similar[first:stop], text_field, tokenizer, sample, limits)
     if not sample.encoded_bytes:
         raise DataError(
-            f"nothing of {counted(len(inputs), 'input')} can be sampled: {_why(known, sample)}"
+            f"no text of {counted(len(inputs), 'input')} can be sampled: {_why(known, sample)}"
         )
     left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
     sample.text_bytes *= left_out
@@ -208,7 +208,7 @@ def _why(known: Sequence[InputFile], sample: Sample) -> str:
 def _sample_stratum(
     stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample, limits: Limits
 ) -> None:
-    """Read the middle one of similar files and add an estimate of all to the sample."""
+    """Read the middle file of a stratum, and add an estimate of the whole stratum to `sample`."""
     file = stratum[len(stratum) // 2]
     encoder = shared_encoder(tokenizer)
     read = text = documents = encoded = tokens = 0
@@ -293,7 +293,7 @@ def describe(value: dict[str, Any]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """`90` as `1.5 min`."""
+    """Return seconds as text: 90 becomes `1.5 min`."""
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -73,7 +73,7 @@ class TokenizeRequest:
     """None: half of the memory of the machine."""
     max_document: int | None = None
     id_field: str | None = None
-    """None: "id", or "" if `out` was started without ids."""
+    """Field of the ids of documents. None: "id", or "" if `out` was started without ids."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
     Args:
         request: The parameters of tokenization.
         group: The ranks.
-        packed: Write packed arrays, which do not stay.
+        packed: Write packed arrays, for a run with `--fused`, which removes them at its end.
 
     Raises:
         ConfigError: a parameter is wrong, or the memory is not enough.
@@ -167,7 +167,7 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
-    """Return the workers at once and the limits of a document. Raises ConfigError."""
+    """Return the number of workers, and the limits of a document. Raises ConfigError."""
     return memory_to_tokenize(
         request.memory_bytes, request.workers, tokenizer, request.max_document
     )
@@ -194,7 +194,7 @@ def plan_of(
 
 
 def shard(out: Path, request: ShardRequest, group: WorkerGroup = ALONE) -> list[Manifest]:
-    """Write shards and manifest of each split that has an order. The training split is last.
+    """Write shards and manifest of each split that has an order. The held-out split is done first.
 
     Args:
         out: The data set.
@@ -239,9 +239,9 @@ def _shard_split(dataset: Path, request: ShardRequest, group: WorkerGroup) -> Ma
 def drop_arrays(out: Path) -> None:
     """Remove the token arrays of a finished data set, for `--fused`.
 
-    All folders are marked before the first removal. The mark of the training split, which
-    `find_finished` reads, is written first and removed last. Raises DataError if an array is
-    damaged.
+    Before the first removal, each folder of arrays gets a mark that its arrays are removed.
+    `find_finished` reads the mark of the training split, so it is written first and removed last.
+    Raises DataError if an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:
@@ -259,8 +259,8 @@ def find_finished(
     """Return the manifests of request.out if a run with `--fused` has finished it, else [].
 
     The inputs are hashed again; each rank hashes its share. If a file of the data set is missing or
-    damaged, the mark of the removal is removed, so that the run makes the arrays again. Raises
-    DataError as the steps do.
+    damaged, the marks that arrays were removed are deleted, so that the run makes the arrays again.
+    Raises the errors of `tokenize` and `shuffle`.
     """
     out = request.out
     if not removed(out / layout.TOKENS_DIR):

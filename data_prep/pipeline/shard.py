@@ -54,10 +54,10 @@ from optimus.io import files
 
 FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20
-"""Memory of a process without data: the interpreter, numpy and its indices."""
+"""Memory of a process without data: the interpreter, numpy and indices of arrays."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""Copies of a row that is larger than the block: read, gathered and written."""
+"""If a row is larger than the block, memory has three copies: as read, gathered and written."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that a process never uses."""
 _GOOD_BLOCK_BYTES = 28 << 20
@@ -76,7 +76,7 @@ class ShardWork:
     spill: Spill | None = None
     """The sorted runs to read. None: read the token arrays."""
     sample: frozenset[int] = frozenset()
-    """Shards of an earlier run whose hashes are compared (`token_set.sample`)."""
+    """Shards whose files are hashed again if an earlier run wrote them; see `token_set.sample`."""
 
 
 class ShardRecord(TypedDict):
@@ -129,8 +129,8 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
 def memory_for(workers: int) -> int:
     """Return the default of `--memory` of sharding, in bytes.
 
-    It is 2 GB, or more if the workers need it, up to half of the memory of the machine. It depends
-    only on the workers, so that ranks agree on the size of runs.
+    It is 2 GB. If the workers need more, it is what they need, but at most half of the memory of
+    the machine. Only `workers` and the machine decide it, so that ranks agree on the size of runs.
     """
     needed = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
     return max(2 * 10**9, min(needed, usable_memory() // 2))

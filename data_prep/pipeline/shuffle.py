@@ -32,7 +32,7 @@ class ShuffleRequest:
 
 
 def data_sets(out: Path) -> list[Path]:
-    """Return the data set of the training split and, if it has a plan, of the held-out split."""
+    """Return the data set of the training split, and that of the held-out split if there is one."""
     held_out = out / layout.EVAL_DIR
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
@@ -42,7 +42,8 @@ def shuffle(
 ) -> list[Order]:
     """Write the orders of the token arrays of both splits. Rank 0 does it for all ranks.
 
-    Tails of the held-out split are always carried, because all units have few of its documents.
+    For the held-out split, tails are always carried: a unit has few held-out documents, so that
+    its tail may be most of them.
 
     Args:
         source: The output directory with the token arrays.
@@ -57,7 +58,7 @@ def shuffle(
         DataError: the training split has no instance, or `target` has another order.
     """
     if not (source / layout.TOKENS_DIR / layout.PLAN).exists():
-        raise DataError(f"{source} has no token arrays; give what tokenize, run or import wrote")
+        raise DataError(f"{source} has no token arrays; give the output of tokenize, run or import")
     with working_in(target, group.rank), failure_scope(group, target) as group:
         pairs = [(split, target / split.relative_to(source)) for split in data_sets(source)]
         for split, _ in pairs:
@@ -93,9 +94,9 @@ def _order_of(split: Path, dataset: Path, request: ShuffleRequest, held_out: boo
         tokens = sum(unit.tokens for unit in order.units)
         raise DataError(
             f"{split}: {counted(tokens, 'token')} in {counted(len(order.units), 'array')} "
-            "make no instance of "
-            f"{request.context}; give more text, a smaller --context"
-            + ("" if request.carry_tails else " or --carry-tails")
+            f"make no instance of {request.context} tokens; give more text, "
+            + ("or " if request.carry_tails else "--carry-tails or ")
+            + "a smaller --context"
         )
     return order
 
@@ -109,7 +110,7 @@ def _follows(dataset: Path, tokens_dir: Path) -> bool:
 
 
 def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool) -> Order:
-    """Read an order and compare it with the request. Another rank may have another request.
+    """Read an order and check that it is of this request, which may differ from that of rank 0.
 
     Args:
         dataset: The data set.
@@ -131,7 +132,7 @@ def _check_request(
     carry_tails: bool,
     **more: Any,
 ) -> None:
-    """Raise DataError if an order is not of this request, or has other values than `more`."""
+    """Raise DataError if an order does not have the values of the request and of `more`."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
     values = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
     for key, now in {**values, "instances_per_shard": length}.items():
@@ -190,7 +191,7 @@ def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 
 
 def _remove_manifest_of_another(dataset: Path, order_xxh3: str) -> None:
-    """Remove the manifest of an order that was removed: its shards are not those of this order."""
+    """Remove a manifest of another order. The new shards are not those that it lists."""
     try:
         if read_manifest(dataset).order_xxh3 != order_xxh3:
             (dataset / layout.MANIFEST).unlink()
@@ -263,8 +264,8 @@ def _parse(sources: Sequence[str], out: Path) -> tuple[list[Path], list[str]]:
 def _check_together(folders: Sequence[Path]) -> list[str]:
     """Return the hash of the plan of each source.
 
-    Raises DataError if tokenizers or the rules of held-out documents differ, or a source is a
-    held-out split: no source may contain a text that another source holds out.
+    Raises DataError if the sources have different tokenizers or rules of held-out documents, or if
+    a source is a held-out split. With these checks, no source has a text that another holds out.
     """
     plans = []
     first = None
@@ -274,12 +275,12 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         plan = read_plan(tokens_dir)
         if split_of(tokens_dir) != layout.SPLITS[0]:
             raise DataError(
-                f"--source {folder} is the held-out part of a data set, which is not trained on; "
-                f"its training part is {folder.parent}"
+                f"--source {folder} is the held-out part of a data set and must not be trained on; "
+                f"give its training part, {folder.parent}"
             )
         first = first or plan
         if plan.tokenizer != first.tokenizer:
-            raise DataError(f"{folder} was made by another tokenizer or --eos than {folders[0]}")
+            raise DataError(f"{folder} was made with another tokenizer or --eos than {folders[0]}")
         check_held_out(folders[0], held_out_rule(first), folder, held_out_rule(plan))
         plans.append(files.xxh3_file(tokens_dir / layout.PLAN))
     return plans

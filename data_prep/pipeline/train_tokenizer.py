@@ -1,4 +1,4 @@
-"""Training of a byte-level BPE tokenizer. Its bytes do not depend on the number of cores."""
+"""Training of a byte-level BPE tokenizer. The result does not depend on the number of cores."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _texts(file: InputFile, text_field: str, progress: Progress) -> Iterator[str
 
 
 def _damage(file: InputFile, text_field: str) -> Problem | None:
-    """Read a whole file and return the reason if it is damaged, so that it is not used at all."""
+    """Read a whole file and return the problem if it is damaged. No text of it is used then."""
     try:
         for _ in InputReader(file, text_field, lambda count: None):
             pass

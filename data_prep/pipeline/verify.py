@@ -118,8 +118,8 @@ class Repairs:
     def of_tokens(self, source: Order, *paths: Path) -> str:
         """Return the repair of token arrays and of the other files of their folder.
 
-        A folder outside the data set may be any folder of the user. The repair removes no file of
-        it.
+        The repair removes no file from a folder outside the data set, because it may be any folder
+        of the user.
         """
         if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)
@@ -133,7 +133,7 @@ class Repairs:
         return _again(makers, self._out)
 
     def _is_inside(self, source: Order | BlendOrder) -> bool:
-        """Return whether the token arrays are in the data set. A link may lead to another one."""
+        """Return whether the token arrays are in the data set, and not in the target of a link."""
         if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
             return False
         return not (self._dataset / layout.TOKENS_DIR).is_symlink()
@@ -159,7 +159,7 @@ def _makers(dataset: Path) -> str:
 
 
 def _is_fused(tokens_dir: Path) -> bool:
-    """Return whether `--fused` removed the arrays: the mark exists, or no array does."""
+    """Return whether `--fused` removed the arrays: its mark exists, or there is no array."""
     if not tokens_dir.is_dir():
         return False
     return (tokens_dir / MARK).exists() or not has_any_array(tokens_dir)

@@ -21,11 +21,11 @@ from optimus.launch.signals import STOP_SIGNALS
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _RETURNED, _RAISED = b"r", b"e"
 _MESSAGE_BYTES = 4096
-"""Longest message of an exception; a pipe takes this many bytes at once."""
+"""Longest message of an exception, in bytes. A pipe accepts it in a single write."""
 
 _PID = struct.Struct("q")
-"""Process id of the child, which the child writes first: the parent does not know it if a handler
-of a signal, which another thread received, raises before `fork` returns."""
+"""Format of the process id of the child, which the child writes first. The parent reads it if a
+signal handler raises an exception before `fork` returns the id."""
 
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""
@@ -38,17 +38,19 @@ class CrashError(Exception):
 
 
 class UnfinishedError(Exception):
-    """The process did not start, or ended for a reason that is not the call's. The message gives
-    the reason."""
+    """The child process did not start, or had no result for a reason outside the call.
+
+    The message gives the reason.
+    """
 
 
 def run(
     call: Callable[[], object], *, limit_s: float, cpu_s: int = 0, memory_bytes: int = 0
 ) -> str | None:
-    """Call `call` in a forked child process, whose standard error is dropped.
+    """Call `call` in a forked child process, whose standard error is discarded.
 
     Args:
-        call: It may not use locks that other threads of this process may hold.
+        call: The function. It must not use locks that other threads of this process may hold.
         limit_s: Limit of the time in seconds.
         cpu_s: Limit of the processor time in seconds. 0: none.
         memory_bytes: Limit of the memory that the child allocates. 0: none.
@@ -101,7 +103,7 @@ def run(
     if not ended:
         raise UnfinishedError(f"no result within {limit_s:.0f} s")
     if not os.WIFSIGNALED(status):
-        raise UnfinishedError("something ended the process that reads it, or memory was short")
+        raise UnfinishedError("the child process ended without a result, or memory was short")
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
         raise CrashError(f"it takes more than {cpu_s} s of processor time")
@@ -109,12 +111,15 @@ def run(
         raise CrashError(f"signal {number}")
     if number in STOP_SIGNALS:
         time.sleep(_STOP_S)
-    raise UnfinishedError(f"signal {number} ended the process that reads it, or memory was short")
+    raise UnfinishedError(f"signal {number} ended the child process; perhaps memory was short")
 
 
 def _pipe() -> tuple[int, int]:
-    """Return the ends of a pipe. The number of the second end is above 2, since a child closes its
-    standard error, which this process may not have."""
+    """Return the descriptors to read from and to write to a new pipe.
+
+    The second one is above 2. If this process has no standard error, it could otherwise be
+    descriptor 2, which the child replaces.
+    """
     reader, writer = os.pipe()
     try:
         return reader, fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -127,11 +132,11 @@ def _pipe() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _child_statuses() -> Iterator[None]:
-    """Return a context in which the system keeps the status of an ended child process.
+    """Return a context in which the system keeps the exit status of a child process.
 
-    It does not if this process inherited that SIGCHLD is ignored. Only the main thread can change
-    that; elsewhere a crash is reported as a lack of memory. Another child that ends in the context
-    stays a zombie.
+    The system discards it if this process ignores SIGCHLD, so the context restores the default
+    action. Only the main thread can do this. In other threads a crash is then reported as a lack of
+    memory. Any other child that ends in the context remains a zombie.
     """
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if not is_ignored or threading.current_thread() is not threading.main_thread():
@@ -146,8 +151,10 @@ def _child_statuses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[set[int]]:
-    """Return a context in which this thread receives no signals, and the mask that it had. A forked
-    child could otherwise call a handler of its parent."""
+    """Return a context in which this thread receives no signals. Its value is the previous mask.
+
+    A forked child could otherwise call a signal handler of its parent.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield mask
@@ -206,7 +213,10 @@ def _isolate(cpu_s: int, memory_bytes: int) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Lower a limit. Its hard limit stays, so that SIGXCPU comes before SIGKILL."""
+    """Lower the soft limit of a resource.
+
+    The hard limit is not changed, so that SIGXCPU precedes SIGKILL.
+    """
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)

@@ -1,7 +1,7 @@
-"""Memory of this process, and the size of a document that fits in it.
+"""The memory of this machine, and the memory that a worker has for a document.
 
-`usable_memory` is the machine's memory, or less in a container or a Slurm job. `Limits` says what
-`--memory` leaves a worker for a document: docs/formats/dataset.md, "Memory".
+A container or a Slurm job may allow less than the memory of the machine. `Limits` has the memory
+that `--memory` leaves for a document: docs/formats/dataset.md, "Memory".
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def usable_memory() -> int:
-    """Bytes of physical memory, or the least of the limits of the control groups it is in."""
+    """Return the bytes of physical memory that the control groups of this process allow."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_limits()])
 
 
 def _limits() -> Iterator[int]:
-    """Limits of version 2 (`0::/PATH`) and version 1 (`N:memory:/PATH`), of it and those above."""
+    """Yield the memory limits of the control group of this process and of all groups above it.
+
+    A line of /proc/self/cgroup is `0::/PATH` for control groups v2 and `N:memory:/PATH` for v1.
+    """
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:
@@ -47,9 +50,10 @@ def _limits() -> Iterator[int]:
 
 _PARENT_BYTES = 64 << 20
 _BASE_BYTES = 192 << 20
-"""A worker with its memory of pieces (90 MB), a batch and a checkpoint, measured 150 to 170 MB."""
+"""Memory of a worker without its tokenizer and document: measured 150 to 170 MB, of which 90 MB are
+a cache of pieces."""
 _TOKENIZER_FACTOR = 16
-"""A loaded tokenizer.json, its merges once more as JSON, by bytes of the file."""
+"""Bytes of memory per byte of tokenizer.json, for the loaded tokenizer and a copy of its merges."""
 _LEAST_ROOM_BYTES = 32 << 20
 _DEFAULT_BYTES = 2 * 10**9
 _LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quarantine"
@@ -57,12 +61,13 @@ _LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quara
 
 @dataclass(frozen=True)
 class Limits:
-    """Memory and bytes that a document may take. None: any amount."""
+    """Limits of the memory for a document and of its size. None: no limit."""
 
     room_bytes: int | None = None
-    """Memory of a worker for one document."""
+    """Bytes of memory that a worker has for one document."""
     max_document: int | None = None
-    """`--max-document`: bytes of a line, of a value of a table, of an unpacked text file."""
+    """`--max-document`: largest size of a line, of a value of a table, or of a text file (after
+    it is unpacked)."""
 
     def refuse(self, where: str, label: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
         """Raise DataError if `needs` bytes are more than a worker has for a document."""
@@ -70,16 +75,16 @@ class Limits:
             return
         least = (needs + self.reserve_bytes) / 1e6 + 1
         raise DataError(
-            f"{where}: {label} needs {needs / 1e6:,.0f} MB of memory, a worker has "
+            f"{where}: {label} needs {needs / 1e6:,.0f} MB of memory, but a worker has only "
             f"{self.room_bytes / 1e6:,.0f} MB for it; give --workers 1 --memory {least:.0f}MB, or "
             + or_else
         )
 
     reserve_bytes: int = 0
-    """Memory that a worker needs in addition."""
+    """Bytes of memory that a worker needs in addition to `room_bytes`."""
 
     def too_long(self, size: int) -> str | None:
-        """Return the reason to set a document of `size` bytes aside, or None."""
+        """Return the reason to leave out a document of `size` bytes, or None if there is none."""
         if self.max_document is None or size <= self.max_document:
             return None
         return f"{size} bytes, above --max-document {self.max_document}"
@@ -88,10 +93,16 @@ class Limits:
 def divide_memory(
     memory_bytes: int | None, workers: int, tokenizer: Path, max_document: int | None
 ) -> tuple[int, Limits]:
-    """Workers that may tokenize at once within `memory_bytes`, and what each has for a document.
+    """Return the number of workers that can tokenize at once, and their limits for a document.
 
-    None: half of this machine's memory, but at least 2 GB. Raises ConfigError where not even one
-    worker fits.
+    Args:
+        memory_bytes: Memory of all workers. None: that of `default_bytes`.
+        workers: Largest number of workers.
+        tokenizer: The tokenizer file.
+        max_document: Value of `--max-document`.
+
+    Raises:
+        ConfigError: the memory is too small for one worker.
     """
     memory_bytes = default_bytes() if memory_bytes is None else memory_bytes
     reserve = _reserve(tokenizer)
@@ -106,7 +117,7 @@ def divide_memory(
 
 
 def default_bytes() -> int:
-    """Half of the memory that there is, but at least 2 GB."""
+    """Return half of the usable memory, but at least 2 GB."""
     return max(_DEFAULT_BYTES, usable_memory() // 2)
 
 
@@ -116,16 +127,17 @@ def _reserve(tokenizer: Path) -> int:
 
 
 def bytes_for(workers: int, tokenizer: Path) -> int:
-    """Return the memory with which `workers` workers tokenize at once."""
+    """Return the smallest memory with which `workers` workers can tokenize at once."""
     return workers * (_reserve(tokenizer) + _LEAST_ROOM_BYTES) + _PARENT_BYTES + 10**6
 
 
 def bytes_of_line(line: bytes) -> int:
-    """Memory that reading this JSON line takes: the line, it decoded, and its text.
+    """Return the bytes of memory that it takes to read a JSON line.
 
-    A string takes 1, 2 or 4 bytes a character, by its largest one; an escape may be such a
-    character in a line without any. The decoder of strings grows its result by a quarter and copies
-    it once when a wider character comes.
+    The line, its decoded string and the text in it are in memory at the same time. A string takes
+    1, 2 or 4 bytes per character, depending on its widest character. A line of ASCII may contain
+    wide characters as escapes. The decoder enlarges the text by a quarter at a time, and copies it
+    once when a wider character follows.
     """
     width = _width(line)
     text = max(width, 4) if b"\\u" in line else width
@@ -133,12 +145,12 @@ def bytes_of_line(line: bytes) -> int:
 
 
 def bytes_of_text(data: bytes) -> int:
-    """Memory of the text that this UTF-8 is, and of a copy of its bytes."""
+    """Return the bytes of memory of a text in UTF-8: the decoded string and a copy of `data`."""
     return len(data) * (1 + _width(data))
 
 
 def _width(data: bytes) -> int:
-    """Bytes of a character of this text."""
+    """Return the bytes per character of this UTF-8 after it is decoded to a string."""
     if data.isascii():
         return 1
     beyond_basic_plane = any(bytes([lead]) in data for lead in range(0xF0, 0xF5))

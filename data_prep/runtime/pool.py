@@ -1,4 +1,4 @@
-"""Independent jobs over local processes: in this process for one worker, forked ones for more."""
+"""Independent jobs in local processes. A single worker runs in this process, others are forked."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a
 
 
 class _Cancelled(Exception):
-    """Ends a job whose result nobody waits for any more."""
+    """Ends a job whose result is no longer needed."""
 
 
 def cores_of_this_rank() -> int:
-    """Its part of the cores, where a launcher started several ranks here and bound none."""
+    """Return the number of cores for this rank.
+
+    If a launcher started several ranks on this machine and did not bind them to cores, each rank
+    uses an equal share.
+    """
     cores = available_cores()
     unbound = cores == (os.cpu_count() or 1)
     return max(1, cores // read_local_size()) if unbound else cores
@@ -38,10 +42,16 @@ def cores_of_this_rank() -> int:
 def run_jobs(
     job: Job, context: Any, order: Sequence[int], workers: int, progress: Progress
 ) -> dict[int, Any]:
-    """`job(context, index, ...)` for every index in `order`, started in that order.
+    """Call `job(context, index, advance)` for every index in `order`. Jobs start in that order.
 
-    `context` reaches each worker once. The first error ends the others and is raised here; what
-    they had completed stays on disk. Raises OptimusError when a worker is killed from outside.
+    `context` is sent to each worker once. The first error of a job ends the other jobs, and is
+    raised here. Files that the jobs completed remain.
+
+    Returns:
+        The result for each index.
+
+    Raises:
+        OptimusError: a worker was killed from outside.
     """
     if workers == 1 or len(order) <= 1:
         return {index: job(context, index, progress.advance) for index in order}
@@ -72,10 +82,10 @@ def run_jobs(
 
 
 def _end_with_each_other(workers: Sequence[Any]) -> None:
-    """Kill the workers that are left once one was killed, until all have ended.
+    """Wait until all workers have ended. If a worker was killed, kill the other workers.
 
-    The executor waits for them without a limit. A worker that is killed while it takes its last
-    message holds a lock that the others wait for, though they have no more work.
+    The other workers might never end: a worker that is killed while it receives a message holds a
+    lock for which they wait. The executor would wait for them without a limit.
     """
     while alive := [worker for worker in workers if worker.is_alive()]:
         if any(worker.exitcode not in (None, 0) for worker in workers):
@@ -85,7 +95,7 @@ def _end_with_each_other(workers: Sequence[Any]) -> None:
 
 
 def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
-    """Show progress until every future is done or one has failed, whose error is raised."""
+    """Show progress until every future is done. If a future fails, raise its error."""
     shown = 0
     while waiting:
         done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
@@ -105,7 +115,7 @@ def _start_worker(context: Any, counter: Any, stop: Any, parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this process soon after its parent is killed: nobody would take its results."""
+    """End this process soon after its parent ends. Nothing would then read its results."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, a plain line now and then in a log."""
+"""Progress of a command: a bar on a terminal, or a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short(value: float) -> str:
-    """`value` with three digits and a decimal prefix: 31.5M."""
+    """Return `value` with three digits and a decimal prefix, such as 31.5M."""
     for size, prefix in _UNITS:
         if value >= size:
             digits = ".3g" if value < 999.5 * size else ".0f"
@@ -37,7 +37,7 @@ def _print(line: str) -> None:
 
 
 class Progress:
-    """Counts up to `total` of `unit` on standard error. A context manager."""
+    """Shows on standard error how much of `total` is done, in `unit`. A context manager."""
 
     def __init__(self, label: str, total: int, unit: str):
         self._label, self._total, self._unit = label, total, unit
@@ -59,7 +59,7 @@ class Progress:
             self._line()
 
     def advance(self, amount: int) -> None:
-        """Count `amount` more."""
+        """Add `amount` to the count."""
         self._done += amount
         if self._bar is not None:
             self._bar.update(amount)
@@ -67,7 +67,7 @@ class Progress:
             self._line()
 
     def note(self, text: str) -> None:
-        """Print the present activity, where counting does not show it."""
+        """Print the present activity. Use this while the count does not change."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:

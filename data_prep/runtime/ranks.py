@@ -40,7 +40,7 @@ class FailureMarks:
         return {name for name in names if name.startswith(_PREFIX)}
 
     def check(self) -> None:
-        """Raise LostPeerError if a rank has failed since these marks were listed."""
+        """Raise LostPeerError if a rank has failed since this object was made."""
         for name in sorted(self._marks() - self._old):
             with contextlib.suppress(OSError):  # the mark is removed or is not a regular file
                 reason = files.read_regular(self._out / name, _MARK_BYTES).decode(
@@ -48,7 +48,7 @@ class FailureMarks:
                 )
                 rank = name.removeprefix(_PREFIX).partition(".")[0]
                 raise LostPeerError(
-                    f"rank {rank} failed: {reason}; give the command again on all ranks then"
+                    f"rank {rank} failed: {reason}; then give the command again on all ranks"
                 )
 
     def write(self, rank: int, error: Exception) -> None:
@@ -69,19 +69,20 @@ class FailureMarks:
 
 
 _SILENCE_S = 120.0
-"""Longer than file systems take to show another machine's files."""
+"""Default of `WorkerGroup.silence_s`: longer than file systems need to show the files of other
+machines."""
 _RANK_0_FACTOR = 30
-"""Factor of the limit while rank 0 works for all ranks. Such work may write no files, for example
-the comparison of ids."""
+"""Factor of the time limit while rank 0 works for all ranks. Such work, for example the comparison
+of ids, may write no files for a long time."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
-"""Number of ranks per second of the polling interval: all ranks together list a directory 50 times
-per second."""
+"""The polling interval has one second for this number of ranks, so that all ranks together list a
+directory about 50 times per second."""
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """This process and the number of processes that share the work."""
+    """The rank of this process, and the number of processes that share the work."""
 
     rank: int = 0
     world: int = 1
@@ -101,7 +102,7 @@ class WorkerGroup:
             self.marks.check()
 
     def say(self, line: str) -> None:
-        """Print a line as rank 0, for all ranks."""
+        """Print a line on rank 0. Other ranks print nothing."""
         if self.rank == 0:
             say(line)
 
@@ -115,10 +116,10 @@ ALONE = WorkerGroup()
 
 @contextlib.contextmanager
 def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
-    """Return a context with the group for a command that writes to `out`.
+    """Return a context for a command that writes to `out`. Its value is the group to use.
 
-    If a rank fails in the context, the other ranks finish their shares, which a later run uses, and
-    raise LostPeerError instead of waiting.
+    If a rank fails in the context, the other ranks finish their shares, which a later run can use.
+    They then raise LostPeerError instead of waiting for the failed rank.
     """
     if group.world == 1 or group.marks is not None:
         yield group
@@ -157,10 +158,10 @@ class PrepTask(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Return the directory of the items, in which unfinished files show progress."""
+        """Return the directory of the items. Unfinished files in it grow while a rank works."""
 
     def plan(self) -> Sequence[int]:
-        """Return the size of each item, by which items are divided; the same on all ranks."""
+        """Return the size of each item. The sizes decide the shares, so all ranks need the same."""
 
     def missing(self) -> list[int]:
         """Return the indices of items that are not done, as cheaply as possible."""
@@ -169,7 +170,7 @@ class PrepTask(Protocol):
         """Do the items with these indices."""
 
     def verify(self) -> list[int]:
-        """Return the indices of incorrect items. No item may be missing."""
+        """Return the indices of incorrect items. It is called only if no item is missing."""
 
 
 def run_task(group: WorkerGroup, task: PrepTask) -> None:
@@ -178,8 +179,8 @@ def run_task(group: WorkerGroup, task: PrepTask) -> None:
     Rank 0 also verifies the items of all ranks.
 
     Raises:
-        LostPeerError: another rank failed, or no item was completed and no file grew in
-            `task.folder` for `group.silence_s` to twice that.
+        LostPeerError: another rank failed, or there was no progress for one to two times
+            `group.silence_s`: no item was completed, and no file in `task.folder` grew.
     """
 
     def missing() -> list[int]:
@@ -218,7 +219,7 @@ def growth(folder: Path) -> tuple[int, int]:
 
 
 def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], object]) -> None:
-    """Call `do` on rank 0; wait on the other ranks until `done` returns True.
+    """Call `do` on rank 0. On the other ranks, wait until `done` returns True.
 
     Raises LostPeerError if another rank failed or rank 0 takes too long.
     """
@@ -235,6 +236,6 @@ def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], obje
 
 def _silent(awaited: str, waited_s: float) -> LostPeerError:
     return LostPeerError(
-        f"waited {waited_s:g} s without progress for {awaited}; a rank was lost or has "
+        f"waited {waited_s:g} s for {awaited} and saw no progress; a rank was lost or has "
         "not started: run the same command again on all ranks"
     )

@@ -1,4 +1,7 @@
-"""Runs that share an output directory: they may overlap, and none may sweep another's work away."""
+"""Output directories that several runs may use at once.
+
+No run removes the unfinished files of another run that is still working.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,37 @@ from optimus.io import files
 _ABANDONED_S = 86_400.0
 _LOCK = ".lock"
 _LOCK_S, _POLL_S = 60.0, 0.05
-"""How long a run waits for another that sweeps, and how often it asks."""
+"""Seconds that a run waits while another run holds the exclusive lock, and seconds between two
+attempts to take the lock."""
 _in_use: list[Path] = []
 """Directories that this process is working in."""
 
 
 def make_folder(folder: Path, out: Path) -> None:
-    """Make the folder that `--out` needs. Raises DataError where nothing can be written there."""
+    """Make a folder for the output directory `out`.
+
+    Raises:
+        DataError: the folder cannot be made or is not writable.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"--out {str(out)!r} cannot be made: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise DataError(f"--out {str(out)!r} may not be written to; choose another")
+        raise DataError(f"--out {str(out)!r} is not writable; choose another directory")
 
 
 @contextlib.contextmanager
 def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
     """Make `directory`, and remove the incomplete files of killed runs in it.
 
-    Several runs at once are allowed: every commit is atomic and all write the same bytes. Leftovers
-    of killed runs of this user and machine are removed while no other run of both is there, which a
-    lock shows; it need not reach other machines. Other leftovers stay until nobody has written into
-    them for a day and rank 0 passes. Raises DataError where the directory cannot be made or written
-    to, or the lock cannot be had.
+    Several runs at once are allowed: every commit is atomic, and all runs write the same bytes. A
+    lock shows whether another run of this user works in the directory. If none does, incomplete
+    files of this user and machine are removed. The lock need not work across machines: rank 0
+    removes other incomplete files only if nobody has written to them for a day.
+
+    Raises:
+        DataError: the directory cannot be made, is not writable or stays locked.
     """
     directory = Path(directory)
     make_folder(directory, directory)
@@ -57,9 +67,10 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 
 
 def remove_temporaries(pids: Collection[int]) -> list[Path]:
-    """Remove what these processes of this machine, all ended or stopped, left half-written.
+    """Remove the temporary files of processes of this machine, which have all ended or stopped.
 
-    Return the directories in use, each once.
+    Returns:
+        The directories in which this process is working, each once.
     """
     directories = list(dict.fromkeys(_in_use))
     for directory in directories:
@@ -72,11 +83,11 @@ def remove_temporaries(pids: Collection[int]) -> list[Path]:
 
 
 class _Lock:
-    """A file that every run of this user locks while it works: shared, or alone to sweep.
+    """A file that every run of this user locks while it works.
 
-    Other users may read the directory, so a lock on that would let them stop a run: the file has
-    mode 0600. Where it cannot be made or belongs to someone else, there is no lock, and `is_alone`
-    returns False.
+    The lock is shared, but exclusive while a run removes leftovers. The file has mode 0600, because
+    users that can read a file can lock it and so stop a run. If the file cannot be made or belongs
+    to another user, there is no lock, and `is_alone` returns False.
     """
 
     def __init__(self, path: Path):
@@ -84,11 +95,11 @@ class _Lock:
         self._open()
 
     def is_alone(self) -> bool:
-        """Return whether no other run has the lock; none can take it then."""
+        """Take the exclusive lock if no other run has the lock. Return whether this succeeded."""
         return bool(self._flock(fcntl.LOCK_EX)) and self._is_named()
 
     def share(self) -> None:
-        """Take the lock together with other runs. Raises DataError where one sweeps too long."""
+        """Take the shared lock. Raises DataError if a process keeps the exclusive lock too long."""
         until = time.monotonic() + _LOCK_S
         while (has_lock := self._flock(fcntl.LOCK_SH)) is not None:
             if has_lock and self._is_named():
@@ -98,14 +109,14 @@ class _Lock:
                 self._open()
             elif time.monotonic() > until:
                 raise DataError(
-                    f"{self._path}: another process has locked it for {_LOCK_S:g} s; end that, or "
-                    "remove the file"
+                    f"{self._path}: another process has locked it for {_LOCK_S:g} s; end that "
+                    "process or remove the file"
                 )
             else:
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Release the lock; the last run removes the file."""
+        """Release the lock. The last run removes the lock file."""
         if self._fd < 0:
             return
         if self.is_alone():
@@ -115,7 +126,7 @@ class _Lock:
         self._fd = -1
 
     def _open(self) -> None:
-        """Open the file, or leave -1 where it is not a file of this user alone."""
+        """Open the lock file. The descriptor is -1 if this fails or another user owns the file."""
         self._fd = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with contextlib.suppress(OSError):
@@ -128,7 +139,10 @@ class _Lock:
                 os.close(fd)
 
     def _flock(self, mode: int) -> bool | None:
-        """Return whether the lock could be had at once; None where there are no locks."""
+        """Try to take the lock without waiting. Return whether this succeeded.
+
+        The result is None if there is no lock file or the file system has no locks.
+        """
         if self._fd < 0:
             return None
         try:
@@ -142,7 +156,7 @@ class _Lock:
         return True
 
     def _is_named(self) -> bool:
-        """Return whether the open file is the one under the name."""
+        """Return whether the path of the lock still refers to the open file."""
         try:
             return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
         except OSError:
@@ -167,7 +181,7 @@ def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
 
 
 def _is_ours(path: str) -> bool:
-    """Return whether a file belongs to this user: the lock of another cannot be seen."""
+    """Return whether this user owns a file. The lock shows no runs of other users."""
     try:
         return os.lstat(path).st_uid == os.geteuid()
     except OSError:
@@ -182,7 +196,10 @@ def _modified(path: str, otherwise: float) -> float:
 
 
 def _file_system_time(directory: Path) -> float:
-    """Now, by the clock that stamps files there, which need not be this machine's."""
+    """Return the present time of the clock that sets the modification times in `directory`.
+
+    It may be the clock of a file server.
+    """
     path = files.temporary_name(directory / "now")
     try:
         with open(path, "xb", buffering=0) as file:

@@ -35,7 +35,7 @@ MIXING_ALGORITHM = "largest-deficit"
 """Name of the algorithm. A change of the algorithm needs another name."""
 
 MAX_PERIOD = 1 << 20
-"""Largest sum of the weights. One period is computed at the start, in 2 seconds at most."""
+"""Largest sum of the weights, which is the period of a mix. A period is computed in 2 s or less."""
 
 
 def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[int, ...]:
@@ -62,17 +62,20 @@ def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[in
     whole = [weight // divisor for weight in whole]
     if sum(whole) > MAX_PERIOD:
         raise ConfigError(
-            f"weights {', '.join(map(str, weights))} are {sum(whole)} parts in whole numbers, more "
-            f"than {MAX_PERIOD}; round them to fewer digits"
+            f"weights {', '.join(map(str, weights))} as whole numbers have the sum {sum(whole)}, "
+            f"more than {MAX_PERIOD}; round them to fewer digits"
         )
     return tuple(whole)
 
 
 class Mixing:
-    """The infinite sequence of sources for whole weights. Immutable."""
+    """An infinite, periodic sequence of sources, for weights that are whole numbers. Immutable."""
 
     def __init__(self, weights: Sequence[int]):
-        """Compute a period. `weights` are from `integer_weights`; source i has weights[i] of it."""
+        """Compute a period, which has source i weights[i] times.
+
+        `weights` are from `integer_weights`.
+        """
         assert weights and min(weights) > 0 and sum(weights) <= MAX_PERIOD, weights
         assert len(weights) <= 1 << 16, len(weights)
         self.weights = tuple(weights)
@@ -96,9 +99,9 @@ class Mixing:
         return picks
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each of the instances [start, stop), and its number in the source.
+        """Return the source of each instance in [start, stop), and its number in that source.
 
-        Numbers in a source are consecutive, and continue through its epochs.
+        The instances of a source have consecutive numbers, which continue in its next epoch.
 
         Returns:
             Sources and numbers, both int64 [n].
@@ -109,7 +112,7 @@ class Mixing:
         return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """Return the number of instances until a source of available[i] instances has to repeat."""
+        """Return the largest number of instances without repeats. Source i has available[i]."""
         ends = []
         for source, (weight, count) in enumerate(zip(self.weights, available, strict=True)):
             rounds, rest = divmod(count, weight)
@@ -129,7 +132,7 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _PASS_KEYS = 1 << 32
-"""Epoch key of pass p of source s: (s + 1) * 2^32 + p. No epoch of training is so large."""
+"""Pass p of source s is permuted with epoch (s + 1) * 2^32 + p, above all epochs of training."""
 
 
 def parse_weight(text: str) -> Fraction:
@@ -146,7 +149,7 @@ def mixing_of(weights: Sequence[str]) -> Mixing:
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend. Its order only decides the division into instances."""
+    """A source of a blend. `order` gives its instances, but not their permutation."""
 
     weight: str
     quota: int
@@ -189,7 +192,7 @@ class BlendOrder(InShards):
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
-        """Return the number of such tokens of each unit, source by source."""
+        """Return the number of tokens in no instance, for each unit of each source."""
         return tuple(tail for order in self.sources for tail in order.tails())
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -199,7 +202,8 @@ class BlendOrder(InShards):
             instances: int64 [R].
 
         Yields:
-            A source, the positions in `instances` that it has, and their instances of the source.
+            The number of a source, the positions of its instances in `instances`, and the numbers
+            of these instances in the source.
         """
         starts = np.concatenate([[0], np.cumsum([source.quota for source in self.blended])])
         owner = np.searchsorted(starts, instances, side="right") - 1
@@ -208,7 +212,10 @@ class BlendOrder(InShards):
             yield int(number), rows, self._of_source(number, instances[rows] - starts[number])
 
     def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Return instances of a source: in order in whole passes, permuted in the last pass."""
+        """Return the instances of source `number` at these indices of its quota.
+
+        Whole passes have the order of the source. The last, partial pass is permuted.
+        """
         source = self.blended[number]
         size = source.order.num_instances
         whole = source.quota // size * size

@@ -58,7 +58,8 @@ class Gatherer:
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Fill `out` [R, C] with the instances int64 [R], in their order, and return it.
 
-        A buffer that is used again saves a tenth of the time: the kernel clears no new pages.
+        Callers pass the same `out` again, which saves a tenth of the time: the kernel has to clear
+        no new pages.
         """
         for number, rows, of_source in self._order.split(instances):
             self._sources[number].fill(out, rows, of_source)
@@ -169,7 +170,7 @@ class Spill:
             run_jobs(_do_run, self, runs, self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return no run: the reader compares the hash of each piece."""
+        """Return no run. `SpillReader` compares the hash of each piece when it reads the piece."""
         return []
 
 
@@ -198,7 +199,10 @@ def open_spill(
 
 
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
-    """Return the rows of a run, a power of two: small differences of memory do not matter."""
+    """Return the number of rows of a run.
+
+    It is a power of two, so that small differences of memory do not change it.
+    """
     fit = max(1, block_bytes * 3 // 4 // (order.row_bytes + 2 * INDEX_BYTES))
     return 1 << (fit.bit_length() - 1)
 
@@ -293,10 +297,12 @@ class SpillReader:
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
-"""Least rows of a piece: reads of fewer rows are random reads, after twice the writing."""
+"""Fewest rows of a piece with which `bucket` is faster. Reads of smaller pieces are as slow as
+random reads, and `bucket` writes twice as much as `gather`."""
 _WORTH_IT = 3.0
-"""`gather` moves 2 V bytes and `bucket` 4 V, of which 3 V in long reads and writes. `bucket` is
-faster if a byte of a random read costs more than three times a byte of a sequential read."""
+"""For V bytes of tokens, `gather` reads V in random reads and writes V. `bucket` moves 4 V in long
+reads and writes. It is faster if a random read takes more than three times as long as a sequential
+read of as many bytes."""
 
 
 def choose_strategy(
@@ -331,7 +337,8 @@ def choose_strategy(
 
 
 def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
-    """Return the time to read rows at random positions over that for as many consecutive bytes."""
+    """Return the time to read rows at random positions, divided by the time of one read of as many
+    consecutive bytes."""
     row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes

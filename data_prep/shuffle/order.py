@@ -177,11 +177,11 @@ class Order(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """Return the orders of all sources: this order. A blend has several."""
+        """Return this order, which is its only source. A blend has several sources."""
         return (self,)
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Divide instances over the sources, as an order of a blend does: all have one source."""
+        """Yield all instances for source 0. `BlendOrder.split` yields those of several sources."""
         yield 0, np.arange(len(instances)), instances
 
     @property
@@ -201,7 +201,7 @@ class Order(InShards):
         return tuple(tails)
 
     def starts(self) -> np.ndarray:
-        """Return the offset of each unit in the kept tokens, and their end: int64 [U + 1]."""
+        """Return the offset of each unit in all kept tokens, then their number: int64 [U + 1]."""
         return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
 
     def to_json(self) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
     Args:
         num_instances: The number of instances of the data set.
         row_bytes: Bytes of an instance.
-        shard_bytes: Bytes of a shard. 0: a 64th of the data, but from 4 MiB to 1 GiB.
+        shard_bytes: Bytes of a shard. 0: a 64th of the data, at least 4 MiB and at most 1 GiB.
     """
     shard_bytes = shard_bytes or min(max(num_instances * row_bytes // 64, 4 << 20), 1 << 30)
     return max(1, shard_bytes // row_bytes)

@@ -73,8 +73,8 @@ def _megatron(path: Path) -> Foreign:
     version, code, sequences, documents = _IDX_HEAD.unpack_from(data, len(_IDX_MAGIC))
     if version != 1 or code not in _IDX_TYPES:
         raise DataError(
-            f"{idx}: version {version}, type {code} of ids is not read; it must hold "
-            "version 1 and whole numbers"
+            f"{idx}: has version {version} and type {code} of ids; write version 1 with ids that "
+            "are whole numbers"
         )
     if size != head + 12 * sequences + 8 * documents:  # before all of it is read
         raise DataError(
@@ -122,7 +122,7 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(f"{path}: is {ids.dtype} {list(ids.shape)}, not one row of whole numbers")
     if dtype is not None and ids.dtype != np.dtype(dtype):
-        raise DataError(f"{path}: holds {ids.dtype}, not --dtype {dtype}; leave that out")
+        raise DataError(f"{path}: holds {ids.dtype}, not --dtype {dtype}; leave out --dtype")
     return Foreign(ids, no_ends)
 
 

@@ -1,8 +1,8 @@
 """Input files of a command, their kinds, and their division into units of work.
 
-The result depends only on names and sizes, so that all workers and all later runs agree. `**` of
-the module glob follows links repeatedly: two links to their own directory are 2^40 names. Here each
-directory is read once, under its shortest path.
+The units depend only on names and sizes, so that all workers and all later runs have the same
+units. Each directory is read once, under its shortest path. `**` of the module glob would read a
+directory again through each link: a directory with two links to itself would have 2^40 names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class _Skipped:
 
 
 def _expand(pattern: str, skipped: _Skipped) -> Iterator[str]:
-    """Yield the names that match `pattern`, with directories and broken links, maybe repeatedly."""
+    """Yield the names that match `pattern`, which may be directories and broken links. A name may
+    be yielded several times."""
     if os.path.isdir(pattern):
         names = _match_below(pattern, "*", skipped)
     elif os.path.isfile(pattern):
@@ -60,7 +61,8 @@ def _match_below(top: str, tail: str, skipped: _Skipped) -> Iterator[str]:
 
 
 def _folders(top: str, skipped: _Skipped) -> Iterator[str]:
-    """Yield `top` and the directories below it, each once, under its shortest path: by levels."""
+    """Yield `top` and the directories below it, level by level. Each is yielded once, under its
+    shortest path."""
     seen: set[tuple[int, int]] = set()
     level = [top]
     while level:
@@ -92,8 +94,8 @@ def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
 
 
 UNIT_BYTES = 4 << 20
-"""Default `--unit-size`: 3 seconds of tokenizing. A larger file is a unit. Smaller files share a
-unit, so that a million source files do not become a million arrays, each with a tail."""
+"""Default `--unit-size`: bytes that take 3 seconds to tokenize. A larger file is a unit by itself.
+Smaller files share a unit, so that a million source files do not become a million token arrays."""
 
 _JSON_LINES = (
     *(".jsonl", ".ndjson"),
@@ -134,8 +136,8 @@ def find_inputs(
     Args:
         patterns: Paths, globs and `@FILE`, as the help of `--input` describes.
         exclude: Patterns of names to leave out. They match whole names; `*` also matches `/`.
-        out: The output directory. Files below it are no input.
-        say: Called with a line that has the number of names with a leading dot, if there are any.
+        out: The output directory. Files below it are not inputs.
+        say: Called with a line about names with a leading dot, if any were left out.
 
     Raises:
         DataError: a pattern matches nothing, a link is broken, a directory cannot be read, or a
@@ -206,12 +208,15 @@ def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
         lines = (_COMMENT.sub("", line).strip() for line in text.splitlines())
         listed = [line for line in lines if line]
         if not listed:
-            raise DataError(f"--input {pattern!r}: the list names nothing; one path or glob a line")
+            raise DataError(
+                f"--input {pattern!r}: the list names nothing; write one path or glob per line"
+            )
         yield from listed
 
 
 def _each_file_once(names: Sequence[str], out: str | os.PathLike | None) -> list[str]:
-    """Return a name for each file that is not below `out`: the one with the fewest directories."""
+    """Return one name for each file that is not below `out`. If a file has several names, this is
+    the name with the fewest directories."""
     output = os.path.join(os.path.realpath(out), "") if out is not None else None
     real_folder = functools.cache(os.path.realpath)  # a million files share few folders
     first: dict[str, str] = {}
@@ -249,7 +254,8 @@ def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
 def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int, int], ...]:
     """Divide the inputs into units of consecutive files.
 
-    A unit ends before the file with which it would exceed `unit_bytes`. A larger file is a unit.
+    A unit ends before the file with which it would exceed `unit_bytes`. A file above that size is a
+    unit by itself.
 
     Returns:
         The range [first, stop) of the inputs of each unit.

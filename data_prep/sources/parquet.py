@@ -1,7 +1,8 @@
 """A column of text of a Parquet file, a few rows at a time, in bounded memory. Needs pyarrow.
 
-The bound holds per row group, by the sizes in the metadata of the file: no value and no page is
-larger than its column in the row group, but a dictionary or shared beginnings repeat values.
+The bound is computed for each row group from the sizes in the metadata of the file. A value or a
+page is at most as large as its column in the row group. Several values together may be larger,
+because the file stores repeated values, or repeated beginnings of values, once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TEXT_FACTOR = 2
 """Memory of an ASCII text and of its copy as UTF-8, as a multiple of its bytes."""
 _NO_LIMITS = Limits()
 _CHECK_S = 300.0
-"""Limit of the check of descriptions; those of a million columns take some seconds."""
+"""Limit of the time to check the descriptions of columns. A million columns take a few seconds."""
 
 
 class DamagedTable(Exception):
@@ -46,9 +47,9 @@ class RowGroup:
     def needs(self, rows: int) -> int:
         """Return the bytes of memory to read `rows` rows at a time, without their texts.
 
-        These are the pages, packed and unpacked, and the values while their array grows: arrays of
-        several values were measured at up to 4 times their bytes, because the allocator does not
-        reuse all that an array frees.
+        The memory is for packed and unpacked pages, and for an array of values while it grows. An
+        array of several values was measured to take up to 4 times the bytes of the values, because
+        the allocator does not reuse all memory that the array frees.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)
@@ -130,10 +131,10 @@ def _read_group(
 
 
 def _rows_at_once(name: str, group: RowGroup, limits: Limits) -> int:
-    """Return the number of rows to read at a time, so that any rows of the group fit in memory.
+    """Return the number of rows of the group to read at a time, so that they fit in memory.
 
-    With --max-document, a larger value is read to get its size, but not converted to text. Raises
-    DataError if one row may not fit.
+    A value that is larger than --max-document is read to get its size, but not converted to text.
+    Raises DataError if a single row may not fit.
     """
     size = group.sizes[0]
     rows = max(1, min(_ROWS, group.rows * _BATCH_BYTES // max(1, size)))
@@ -175,9 +176,9 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
 def _check_columns(name: str, metadata: Any) -> None:
     """Raise DamagedTable if the description of a column cannot be read.
 
-    A child process tries it: pyarrow throws C++ exceptions for some damaged statistics that end the
-    process, because nothing between them and Python catches them. Raise OptimusError if the child
-    cannot be started, or ends without a result for another reason.
+    A child process reads the descriptions. For some damaged statistics, pyarrow throws a C++
+    exception that nothing catches, which ends the process. Raise OptimusError if the child cannot
+    be started, or ends without a result for another reason.
     """
 
     def read_all() -> None:
@@ -200,7 +201,8 @@ def _check_columns(name: str, metadata: Any) -> None:
 
 
 def _check_counts(metadata: Any) -> None:
-    """Raise DamagedTable if the row groups are not the table, which pyarrow does not check."""
+    """Raise DamagedTable if the row groups do not add up to the rows of the table. pyarrow does not
+    check this."""
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
         raise DamagedTable(

@@ -1,7 +1,7 @@
 """Bytes of an input file: as stored on disk, and unpacked from gzip or zstd.
 
-A damaged or truncated file raises DamagedStream. No reader here ends early without an error, as the
-stream reader of `zstandard` does at a truncated frame.
+A damaged or truncated file raises DamagedStream. The stream reader of `zstandard` is not used,
+because it ends without an error at a truncated frame.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class DamagedStream(Exception):
 class HashingFile(io.RawIOBase):
     """Reads a file, hashes its bytes and calls `advance` with the number of bytes of each read.
 
-    `expected` are a number of bytes and their hash. When they have been read, another hash raises
-    DataError.
+    `expected` is a number of bytes at the start of the file, and their hash. DataError is raised if
+    these bytes have another hash.
     """
 
     def __init__(
@@ -88,12 +88,13 @@ class HashingFile(io.RawIOBase):
 class _ZstdReader(io.RawIOBase):
     """The content of consecutive zstd frames as one stream.
 
-    The library unpacks all its input at once, and four bytes may contain 128 KiB. It therefore gets
-    one block at a time, which contains at most 128 KiB; the file has the length of each block
-    (RFC 8878).
+    `zstandard` unpacks all input of a call at once, and four bytes may become 128 KiB. A call
+    therefore gets one block, because the content of a block has at most 128 KiB. The file has the
+    length of each block (RFC 8878).
 
-    `backports.zstd` limits its output, but an error discards the content that precedes the damage.
-    539 of 600 damaged files ended at an earlier line than here, and quarantine.jsonl has the line.
+    `backports.zstd` is not used. It limits its output, but at an error it discards content before
+    the damage. With it, 539 of 600 damaged files ended at an earlier line than with this reader,
+    and quarantine.jsonl would list that line.
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -207,7 +208,7 @@ def unpack(file: IO[bytes], name: str) -> IO[bytes]:
 
 
 def damage_of_gzip(name: str) -> tuple[int, str]:
-    """Return the line at which a damaged gzip file ends for the standard library, and the reason.
+    """Return the line at which the standard library stops in a damaged gzip file, and the reason.
 
     Other libraries stop at another line with another message. The list of quarantined files must
     not depend on the installed library.

@@ -1,8 +1,8 @@
-"""The stage after which token arrays contain no id twice: it excludes the later documents.
+"""Exclusion of documents that have the id of an earlier document.
 
-The ids are compared after tokenization, from 16 bytes a document, in bounded memory. Of two
-documents, that with the larger input or line is the later one, so that the result does not depend
-on the ranks. Files and hashes: docs/formats/dataset.md, "Duplicate ids".
+The ids are compared after tokenization, by hashes of 16 bytes and in bounded memory. Documents are
+ordered by input and then by line, so that the result does not depend on the ranks. Files and
+hashes: docs/formats/dataset.md, "Duplicate ids".
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _FORM = "optimus-duplicates"
 _MARK = "duplicates.json"
 _TABLE = "duplicates.npy"
 _ROW_BYTES = 120
-"""Memory of a document while a bucket is sorted: its row, the sort, and copies."""
+"""Bytes of memory for each document while the hashes of a bucket are sorted."""
 _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80
 
 
 def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) -> None:
-    """Tokenize all units, without documents whose id an earlier document has.
+    """Tokenize all units without documents that have the id of an earlier document.
 
-    One rank compares the ids for all. If documents are not quarantined, a duplicate is an error. A
-    unit with duplicates is tokenized again without them.
+    Rank 0 compares the ids of all units. If `work.quarantine` is set, units with duplicates are
+    then tokenized again without them. Otherwise a duplicate is an error.
 
     Raises:
-        DataError: a document cannot be used or has the id of another; an input has changed.
+        DataError: a document cannot be used or is a duplicate, or an input has changed.
     """
     make_units(_DistinctTask, work, workers, group, "tokenize")
     if not work.plan.id_field:
@@ -63,13 +63,16 @@ def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) ->
 
 @dataclass(frozen=True)
 class _Duplicates:
-    """The duplicates of a unit. Each has the input and line of the first document with its id."""
+    """The duplicates of a unit.
+
+    `documents` maps the input and line of a duplicate to those of the first document with its id.
+    """
 
     plan: TokenPlan
     documents: Mapping[tuple[int, int], tuple[int, int]]
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the message for a duplicate, or None."""
+        """Return the reason to exclude a duplicate, or None for any other document."""
         first = self.documents.get((source, document.line))
         return _reason(self.plan, document.id, *first) if first else None
 
@@ -80,7 +83,7 @@ def _duplicates_of(work: TokenizeWork, unit: int, rows: np.ndarray | None) -> _D
 
 
 class _DistinctTask(UnitTask):
-    """Units that leave out the duplicates that are known when the unit is made."""
+    """The task to make units, each without the duplicates that are known at that time."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
@@ -107,7 +110,7 @@ class _DistinctTask(UnitTask):
 
 
 class _RepeatTask(_DistinctTask):
-    """Units that contain duplicates. They are tokenized again without them."""
+    """The task to tokenize units with duplicates again, without the duplicates."""
 
     def missing(self) -> list[int]:
         """Return the units that still contain duplicates."""
@@ -135,10 +138,13 @@ def _compare(work: TokenizeWork) -> None:
 
 
 def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
-    """Compare the ids of a unit with those of its complete neighbours. Raises DataError.
+    """Compare the ids of a unit and of the units before and after it, if these are complete.
 
-    All ids are compared when all units are complete, which may take hours. This comparison finds
-    early that a field is no id, or that files count from the same number.
+    The comparison of all ids needs all units, which may take hours. This one detects early that a
+    field is not an id, or that the ids of each file start with the same number.
+
+    Raises:
+        DataError: two documents have the same id.
     """
     neighbours = {unit - 1, unit + 1} & set(range(len(work.plan.units)))
     rows = _find(work, [unit, *(other for other in neighbours if complete(work, other))])
@@ -152,7 +158,7 @@ def _find(work: TokenizeWork, units: Sequence[int]) -> np.ndarray:
 
 
 def find(folders: Sequence[Path], units: Sequence[int], memory_bytes: int) -> np.ndarray:
-    """Find the documents whose id an earlier document of the same units has.
+    """Find the documents that have the id of an earlier document of these units.
 
     Args:
         folders: The folders of token arrays of all splits.
@@ -161,7 +167,8 @@ def find(folders: Sequence[Path], units: Sequence[int], memory_bytes: int) -> np
             less memory needs more buckets.
 
     Returns:
-        int64 [n, 4], ascending: input and line of each, and of the first document with its id.
+        int64 [n, 4], sorted by input and line. A row has the input and line of such a document and
+        then the input and line of the first document with its id.
     """
     unit_files = [(folder, unit) for folder in folders for unit in units]
     total = sum(len(read_docs(folder, unit)) for folder, unit in unit_files)
@@ -198,7 +205,7 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
 
 
 def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int) -> DataError:
-    """Return the error for a duplicate. The file is read again to show the id."""
+    """Return the error for a duplicate. The id in its message is read from the file again."""
     file, document_id = plan.inputs[source], None
     with contextlib.suppress(DamagedFile):
         reader = InputReader(file, plan.text_field, lambda count: None, id_field=plan.id_field)
@@ -207,14 +214,14 @@ def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int)
                 document_id = document.id
                 break
     return DataError(
-        f"{file.name}:{line}: {_reason(plan, document_id, first, first_line)}; skip later ones "
+        f"{file.name}:{line}: {_reason(plan, document_id, first, first_line)}; skip duplicates "
         f"with --on-error quarantine, or, if {plan.id_field!r} need not be unique, start "
         "again with --id-field ''"
     )
 
 
 def _reason(plan: TokenPlan, document_id: object, source: int, line: int) -> str:
-    """Return the problem of a document whose id the document at `source` and `line` has."""
+    """Return the reason for a duplicate. The document at `source` and `line` has the same id."""
     shown = "" if document_id is None else f" {document_id!r}"
     shown = shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."
     return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"
@@ -227,7 +234,7 @@ class _Mark(TypedDict):
 
 
 def duplicates_files(tokens_dir: Path) -> list[Path]:
-    """Return the paths of the list of duplicates: its mark and its table."""
+    """Return the paths of the list of duplicates, which is a JSON file and a table."""
     return [tokens_dir / _MARK, tokens_dir / _TABLE]
 
 
@@ -235,15 +242,15 @@ def read_duplicates(tokens_dir: Path, plan_xxh3: str) -> np.ndarray:
     """Read the list of duplicates of a folder of token arrays.
 
     Returns:
-        The rows as from `find`.
+        Rows like those of `find`.
 
     Raises:
-        DataError: the list is missing, or of another plan than `plan_xxh3`.
+        DataError: the list is missing or belongs to another plan.
         DamageError: the list is damaged.
     """
     mark = layout.read_record(tokens_dir / _MARK, _Mark, _FORM)
     if mark["plan"] != plan_xxh3:
-        raise DataError(f"{tokens_dir / _MARK}: belongs to other work than {layout.PLAN}")
+        raise DataError(f"{tokens_dir / _MARK}: was not made with the plan in {layout.PLAN}")
     if not mark["count"]:
         return np.empty((0, 4), np.int64)
     path = tokens_dir / _TABLE
@@ -257,7 +264,7 @@ def read_duplicates(tokens_dir: Path, plan_xxh3: str) -> np.ndarray:
 
 
 def _read(work: TokenizeWork) -> np.ndarray | None:
-    """Return the list of duplicates; None if ids are not compared yet or at all."""
+    """Return the list of duplicates, or None if no ids have been compared."""
     try:
         return read_duplicates(work.tokens_dir, work.plan_xxh3) if work.plan.id_field else None
     except DataError:
@@ -265,15 +272,15 @@ def _read(work: TokenizeWork) -> np.ndarray | None:
 
 
 def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return (input, line) of the duplicates in inputs [first, stop), each with its first."""
+    """Return the duplicates in a range of inputs, as the `documents` of _Duplicates."""
     low, high = np.searchsorted(rows[:, 0], inputs)
     return {(a, b): (c, d) for a, b, c, d in rows[low:high].tolist()}
 
 
 def require_distinct(tokens_dir: Path) -> None:
-    """Check that token arrays contain no id twice, if their ids have to be compared.
+    """Check that token arrays contain no document id twice, if the plan requires unique ids.
 
-    The folder of the training split has the list of duplicates. Other splits are not checked.
+    Only the folder of the training split is checked, which has the list of duplicates.
 
     Raises:
         DataError: tokenization did not reach its end.
@@ -299,6 +306,6 @@ def require_distinct(tokens_dir: Path) -> None:
         if [record.get("dropped", 0) for record in records] == list(dropped.values()):
             return
     raise DataError(
-        f"{tokens_dir}: tokenizing did not come to its end: the ids of its documents are not "
-        "compared, or some are there twice; give that command again"
+        f"{tokens_dir}: tokenization is not complete: document ids were not compared, or documents "
+        "with the same id remain; give the tokenize or run command again"
     )

@@ -1,6 +1,7 @@
 """The plan of a set of token arrays: the inputs, tokenizer, rules and units of tokenization.
 
-The content of a unit depends only on the plan. `import` has a plan, too (`is_import`).
+The content of a unit depends only on the plan. `optimus-data import` also writes a plan, which
+`is_import` recognizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from data_prep.tokenizer.tokenizer import TokenizerFacts
 
 _FORM_PLAN = "optimus-token-plan"
 IMPORT_FIELD = "import "
-"""Start of `text_field` in a plan of `import`; the dtype of the ids follows it."""
+"""Prefix of `text_field` in a plan of `optimus-data import`. The dtype of the ids follows it."""
 _SINCE_2 = ("max_document", "id_field")
 """Keys of a plan of version 2. A plan without them is of version 1."""
 
@@ -33,7 +34,7 @@ class TokenPlan:
     units: tuple[tuple[int, int], ...]
     """Ranges [first, stop) of the inputs, one for each unit."""
     id_field: str = ""
-    """Field of the id of a document, which must be unique. "": ids are not compared."""
+    """Field with the id of a document. Ids must be unique. "": ids are not compared."""
     max_document: int | None = None
     """Bytes of the largest document that can be used. None: no limit, and no key in the JSON."""
 
@@ -43,7 +44,7 @@ class TokenPlan:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the splits that the plan makes: "train", and "held-out" if it holds out any."""
+        """Return the splits of the data set: "train", and "held-out" if documents are held out."""
         return layout.SPLITS if self.eval_fraction > 0 else layout.SPLITS[:1]
 
     def unit_bytes(self, unit: int) -> int:
@@ -64,7 +65,7 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
 
     Args:
         tokens_dir: The folder.
-        xxh3: The hash that the file must have, if another file names the folder.
+        xxh3: The hash that the file must have. None: any hash.
 
     Raises:
         DataError: the plan is missing, damaged or not as optimus-data writes it.
@@ -104,13 +105,19 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
 
 
 def is_import(text_field: str) -> bool:
-    """Return whether the token arrays of a plan or manifest with this `text_field` were made from
-    token files and not from text."""
+    """Return whether token arrays were imported from token files instead of made from text.
+
+    Args:
+        text_field: The `text_field` of their plan or manifest.
+    """
     return text_field.startswith(IMPORT_FIELD)
 
 
 def held_out_below(eval_fraction: float) -> int:
-    """Return f * 2^64. A document is held out if the xxh3-64 of its text is below that."""
+    """Return eval_fraction * 2^64, rounded up.
+
+    A document is held out if the xxh3-64 of its text is below this number.
+    """
     return math.ceil(eval_fraction * 2.0**64)
 
 

@@ -5,10 +5,11 @@ Shapes: T tokens of a unit, D documents. `unit-*.npy` is [T] in the dtype of the
 EOS, the number of its input in the plan, and its line in that input (0: the whole file). If any
 document has an id, `unit-*.ids.npy` is uint8 [D, 16], the hashes of the ids.
 
-With `--fused`, `unit-*.packed` replaces `unit-*.npy`: zstd frames of BLOCK_TOKENS tokens each
-(fewer after a checkpoint was restored); int64 [frames + 1, 2], first token and offset of each frame
-and their ends; _FOOT. A file with this name is complete. The size and hash in a sidecar are for
-the .npy file that it replaces, so that no other file depends on the storage of tokens.
+With `--fused`, `unit-*.packed` replaces `unit-*.npy`. It contains zstd frames, an index and _FOOT.
+A frame has BLOCK_TOKENS tokens; the last one may have fewer. The index is int64 [frames + 1, 2]:
+the first token and the offset of each frame, then the number of tokens and the offset of the index.
+A file with this name is complete. The size and hash in a sidecar are those of a .npy file with the
+same tokens, so that no other file depends on the storage of tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from optimus.errors import ConfigError, DamageError, DataError
 from optimus.io import files
 
 BLOCK_TOKENS = 8192
-"""Tokens of a frame. Unpacking takes 30 us for a row of 2048; smaller frames compress less."""
+"""Tokens of a zstd frame. A row of 2048 tokens is read and unpacked in 30 us. Smaller frames would
+compress less well."""
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
 _FOOT = struct.Struct("<8sQQ16s")  # magic, frames, tokens, xxh3 of the index
@@ -70,20 +72,20 @@ def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int | None = None
 
     try:
         if tokens is not None and zstandard.frame_content_size(data) != tokens * dtype.itemsize:
-            raise ValueError("a frame does not hold the tokens that its index says")
+            raise ValueError("the number of tokens in a frame differs from its index")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), dtype)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
 
 
 def packed_share(ids: np.ndarray) -> float:
-    """Return the packed bytes of ids as a share of their bytes in `ids`."""
+    """Return the packed size of `ids` divided by their size in memory."""
     frames = (ids[first : first + BLOCK_TOKENS] for first in range(0, len(ids), BLOCK_TOKENS))
     return sum(len(_pack(frame)) for frame in frames) / ids.nbytes
 
 
 class PackedStore:
-    """Writes the ids of a TokenArrayWriter to a packed array. `file` is at its start."""
+    """Writes the ids of a TokenArrayWriter to a packed array. `file` is empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
@@ -91,7 +93,7 @@ class PackedStore:
         self._open = np.empty(0, self._dtype)  # less than a frame
 
     def append(self, ids: np.ndarray) -> None:
-        """Add ids of the array's dtype."""
+        """Append ids, which have the dtype of the array."""
         ids = np.concatenate([self._open, ids])
         whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
         for first in range(0, whole, BLOCK_TOKENS):
@@ -114,7 +116,7 @@ class PackedStore:
         self._open = kept
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """Read the ids [first, stop), which were appended."""
+        """Return the ids [first, stop) of all ids that were appended."""
         self._file.flush()
         frame = bisect.bisect_right(self._starts, first) - 1
         frames, begin = [], self._starts[frame]
@@ -132,13 +134,13 @@ class PackedStore:
         return _pack(self.read(first, stop))
 
     def restore(self, saved: bytes | memoryview) -> int:
-        """Append the ids that `save` returned. Returns their number."""
+        """Append the ids in a result of `save`. Return their number."""
         ids = _unpack(saved, self._dtype)
         self.append(ids)
         return len(ids)
 
     def finish(self) -> dict[str, Any]:
-        """Complete the file. Returns size and hash of the .npy file that it replaces."""
+        """Complete the file. Return the size and hash of a .npy file with the same ids."""
         if len(self._open):
             self._write(self._open)
         index = np.array([self._starts, self._offsets], "<i8").T.tobytes()
@@ -162,7 +164,7 @@ class PackedArray:
             end = os.fstat(self._fd).st_size - _FOOT.size
             foot = os.pread(self._fd, _FOOT.size, max(end, 0))
             if end < 0 or foot[: len(_MAGIC)] != _MAGIC:
-                raise self._damaged("has no end")
+                raise self._damaged("is incomplete")
             _, frames, self.tokens, xxh3 = _FOOT.unpack(foot)
             size = 16 * (frames + 1)
             index = os.pread(self._fd, min(size, end), max(end - size, 0))
@@ -172,7 +174,7 @@ class PackedArray:
             edges = (self._starts[0], self._starts[-1], self._offsets[0], self._offsets[-1])
             ascending = (np.diff(self._starts) > 0).all() and (np.diff(self._offsets) > 0).all()
             if edges != (0, self.tokens, 0, end - size) or not ascending:
-                raise self._damaged("its index does not describe it")
+                raise self._damaged("the offsets in its index are wrong")
         except BaseException:
             self._file.close()
             raise
@@ -191,7 +193,10 @@ class PackedArray:
         return DamageError(f"{self._path}: {why}; remove it and give the command again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` [n], in the dtype of the array, with the ids from `start`."""
+        """Fill `out` [n] with the n ids that begin at `start`.
+
+        `out` has the dtype of the array.
+        """
         frame = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < len(out):
@@ -202,7 +207,7 @@ class PackedArray:
             filled, frame = filled + len(ids), frame + 1
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Set out[rows[i]] to the ids from starts[i], for all i."""
+        """Fill each row out[rows[i]] with the ids that begin at starts[i]."""
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             self.read_into(out[row], start)
 
@@ -220,7 +225,7 @@ class PackedArray:
         return self._last[1]
 
     def describe(self) -> dict[str, Any]:
-        """Return size and hash of the .npy file that it replaces. Raises DamageError."""
+        """Return the size and hash of a .npy file with the same ids. Raises DamageError."""
         digest = xxhash.xxh3_64(npy_header((self.tokens,), self._name))
         for frame in range(len(self._starts) - 1):
             digest.update(self._frame(frame).data)
@@ -251,12 +256,15 @@ def ids_path(tokens_dir: Path, unit: int) -> Path:
 
 
 def sidecar_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the completion mark of a unit, which is written last."""
+    """Return the path of the sidecar of a unit. It is written last and marks the unit complete."""
     return tokens_dir / f"{unit_name(unit)}.json"
 
 
 def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
-    """Return the .npy files of units. Packed arrays are left out: reading them checks them."""
+    """Return the path of the .npy array of each unit that has one.
+
+    Packed arrays are not included, because they are checked whenever they are read.
+    """
     paths = {unit: array_path(tokens_dir, unit) for unit in units}
     return {unit: path for unit, path in paths.items() if path.exists()}
 
@@ -276,7 +284,7 @@ def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
 def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
     """Check that the token array of a unit exists, packed or not, and has `tokens` tokens.
 
-    `size` is that of the .npy file. Raises errors as `layout.require_npy`.
+    `size` is the size of the .npy file. Raises the errors of `layout.require_npy`.
     """
     path = array_path(tokens_dir, unit)
     if not path.exists():
@@ -288,7 +296,7 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
 
 
 def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -> None:
-    """Read the token array of a unit, packed or not, and compare it with size and hash.
+    """Read the token array of a unit, packed or not, and compare it with `size` and `xxh3`.
 
     Raises:
         DataError: the array cannot be read.
@@ -313,14 +321,14 @@ def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -
 
 
 class PlainStore:
-    """Writes the ids of a TokenArrayWriter to a .npy file. `file` is at its start."""
+    """Writes the ids of a TokenArrayWriter to a .npy file. `file` is empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._dtype, self._itemsize = file, dtype, little_endian(dtype).itemsize
         file.write(bytes(HEADER_BYTES))  # replaced by `finish`, when the length is known
 
     def append(self, ids: np.ndarray) -> None:
-        """Add ids of the array's dtype."""
+        """Append ids, which have the dtype of the array."""
         self._file.write(ids.data)
 
     def truncate(self, tokens: int) -> None:
@@ -342,12 +350,12 @@ class PlainStore:
         return ids
 
     def restore(self, saved: bytes | memoryview) -> int:
-        """Append the ids that `save` returned. Returns their number."""
+        """Append the ids in a result of `save`. Return their number."""
         self._file.write(saved)
         return len(saved) // self._itemsize
 
     def finish(self) -> dict[str, Any]:
-        """Write the header. Returns size and hash of the file, for the sidecar."""
+        """Write the header. Return the size and hash of the file, for the sidecar."""
         tokens = (self._file.tell() - HEADER_BYTES) // self._itemsize
         self._file.seek(0)
         self._file.write(npy_header((tokens,), self._dtype))
@@ -356,7 +364,7 @@ class PlainStore:
 
 
 class TokenArrayWriter:
-    """Appends documents to the token array of a unit. `file` is at its start."""
+    """Appends documents to the token array of a unit. `file` is empty."""
 
     def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool):
         self._store = PackedStore(file, dtype) if packed else PlainStore(file, dtype)
@@ -379,7 +387,8 @@ class TokenArrayWriter:
     ) -> None:
         """Append documents, each with EOS after it.
 
-        All ids are checked before they are narrowed: numpy wraps 70000 to 4464 without an error.
+        All ids are checked before they are converted to the stored dtype: in a conversion to
+        uint16, numpy changes 70000 to 4464 without an error.
 
         Args:
             encoded: The ids of each document, uint32 [T], without EOS.
@@ -404,7 +413,10 @@ class TokenArrayWriter:
         self._store.append(flat.astype(little_endian(self._dtype)))
 
     def extend(self, ids: np.ndarray, where: str = "") -> None:
-        """Append ids of a document that `close` ends. They are checked as in `append`."""
+        """Append some ids of a document. They are checked as in `append`.
+
+        `close` ends the document.
+        """
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise DataError(self._outside(int(ids.max())))
         if np.any(ids == self._eos_id):
@@ -426,7 +438,7 @@ class TokenArrayWriter:
         )
 
     def drop_input(self, source: int) -> None:
-        """Remove all documents of the input that was appended last."""
+        """Remove all documents of an input. No document of a later input has been appended."""
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
         self.tokens = self._docs[-3] if self._docs else 0
@@ -435,7 +447,7 @@ class TokenArrayWriter:
         self._store.truncate(self.tokens)
 
     def checkpoint(self) -> list[bytes]:
-        """Return the ids, rows of documents and id hashes since the last checkpoint."""
+        """Return the ids, document rows and id hashes that were added since the last checkpoint."""
         tokens, values = self._saved
         ids = self._store.save(tokens, self.tokens)
         self._saved = (self.tokens, len(self._docs))
@@ -452,7 +464,7 @@ class TokenArrayWriter:
         self._saved = (self.tokens, len(self._docs))
 
     def finish(self) -> dict[str, Any]:
-        """Complete the file. Returns size and hash of the array, for the sidecar."""
+        """Complete the file. Return the size and hash of the array, for the sidecar."""
         return self._store.finish()
 
     def docs_bytes(self) -> bytes:
@@ -461,14 +473,17 @@ class TokenArrayWriter:
         return npy_header((self.documents, 3), "int64") + table.tobytes()
 
     def ids_bytes(self) -> bytes:
-        """Return the hashes of document ids as a .npy file, or nothing if no document has an id."""
+        """Return the hashes of document ids as the content of a .npy file.
+
+        The result is empty if no document has an id.
+        """
         if not any(self._id_hashes):
             return b""
         return npy_header((self.documents, ID_BYTES), "uint8") + bytes(self._id_hashes)
 
 
 def hash_of_id(value: Any) -> bytes:
-    """Return the stored hash of a document id; zeros for none (missing, null, NaN or "")."""
+    """Return the hash of a document id, or zeros if the id is missing, null, NaN or ""."""
     if value is None or value == "" or value != value:
         return bytes(ID_BYTES)
     if isinstance(value, str):
@@ -500,7 +515,7 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
         raise DamageError(f"{path}: is damaged; optimus-data verify names the repair")
     table = np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
     if (np.diff(table[:, 0], prepend=0) <= 0).any():  # a document has at least EOS
-        raise DamageError(f"{path}: its documents do not follow one another")
+        raise DamageError(f"{path}: the ends of its documents do not increase")
     return table
 
 
@@ -524,7 +539,10 @@ class _PlainArray:
         self._file.close()
 
     def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fill `out` [n], contiguous, in the dtype of the array, with the ids from `start`."""
+        """Fill `out` [n] with the n ids that begin at `start`.
+
+        `out` is contiguous and has the dtype of the array.
+        """
         view = out.view(np.uint8).data
         offset = HEADER_BYTES + start * self._itemsize
         while view:
@@ -534,9 +552,9 @@ class _PlainArray:
             view, offset = view[count:], offset + count
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Set out[rows[i]] to the ids from starts[i], for all i.
+        """Fill each row out[rows[i]] with the ids that begin at starts[i].
 
-        The loop is lean: a row costs little more than its read.
+        A row takes little more time than its read.
         """
         fd, size = self._file.fileno(), out.shape[1] * self._itemsize
         offsets = (HEADER_BYTES + starts * self._itemsize).tolist()
@@ -546,9 +564,9 @@ class _PlainArray:
 
 
 class TokenArrayReader:
-    """Reads ranges of token arrays, packed or not, into memory of the caller.
+    """Reads ranges of token arrays, packed or not.
 
-    Files are not mapped, and at most 256 files are open at a time.
+    Files are not memory-mapped. At most 256 files are open at a time.
     """
 
     def __init__(self, tokens_dir: Path, dtype: str):
@@ -560,7 +578,10 @@ class TokenArrayReader:
             self._open.popitem()[1].close()
 
     def read_into(self, out: np.ndarray, unit: int, start: int) -> None:
-        """Fill `out` [n], contiguous, in the dtype of the arrays, with T_unit from `start`."""
+        """Read T_unit[start : start + n] into `out` [n].
+
+        `out` is contiguous and has the dtype of the arrays.
+        """
         self._opened(unit).read_into(out, start)
 
     def read(self, unit: int, start: int, stop: int) -> np.ndarray:
@@ -570,7 +591,7 @@ class TokenArrayReader:
         return out
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, unit: int, starts: np.ndarray) -> None:
-        """Set out[rows[i]], of `out` [R, C], to T_unit[starts[i] : starts[i] + C], for all i."""
+        """Read T_unit[starts[i] : starts[i] + C] into out[rows[i]] for each i. `out` is [R, C]."""
         self._opened(unit).read_rows(out, rows, starts)
 
     def _opened(self, unit: int) -> _PlainArray | PackedArray:

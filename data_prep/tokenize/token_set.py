@@ -1,15 +1,16 @@
-"""A set of token arrays: the sidecars that complete its units, their check and their removal.
+"""Sets of token arrays: their sidecars, their check and their removal.
 
 A unit is complete when the sidecars of all splits exist. They are written after its other files.
 
 A run with existing output checks the sizes and headers of all token arrays and shards. It compares
-the hashes of all files up to HASH_BYTES, or of a random sample of that size; `optimus-data verify`
-reads the others. Cost: docs/formats/dataset.md, "Commit and resume".
+the hashes of all these files if they have at most HASH_BYTES, and otherwise of a random sample of
+that size. `optimus-data verify` compares all hashes. Cost: docs/formats/dataset.md, "Commit and
+resume".
 
 With `--fused`, arrays are removed when the shards are complete. Tables of documents and sidecars
 stay, so that `inspect` can name sources. A mark shows that the arrays were removed on purpose. It
-is written after the manifest, so that nothing is lost, and before the first removal, so that no
-array seems to be missing.
+is written after the manifest, when the arrays are no longer needed, and before the first array is
+removed. A run that is killed in between therefore reports no missing array.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from optimus.errors import DamageError, DataError, counted
 from optimus.io import files
 
 HASH_BYTES = 1 << 30
-"""Bytes of token arrays, and as many of shards, whose hashes a run compares when it starts."""
+"""Limit of the bytes whose hashes a run compares when it starts. It applies to token arrays and to
+shards separately."""
 _SEED = os.urandom(8)
 """Seed of the sample, different in each process."""
 
@@ -50,8 +52,8 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
         seed: The seed of the sample. Ranks that must agree use the same seed.
 
     Returns:
-        The indices of all files, if they have at most HASH_BYTES in sum; else of a random sample of
-        that size, or of one larger file.
+        The indices of all files if they have at most HASH_BYTES in total. Otherwise those of a
+        random sample of at most that size, or of a single file that is larger.
     """
     chosen, left = list(range(len(sizes))), HASH_BYTES
     if sum(sizes) > left:
@@ -83,12 +85,12 @@ def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset:
 
 
 def damaged(promised: Mapping[Path, str]) -> list[Path]:
-    """Return the files whose hash is not that of `promised`, which has the hash of each file."""
+    """Return the files whose hash differs from their hash in `promised`."""
     return [path for path, xxh3 in promised.items() if files.xxh3_file(path) != xxh3]
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return whether `damaged` finds no file, and print the name of each damaged file."""
+    """Return whether `damaged` returns no files. Print a line for each file that it returns."""
     paths = damaged(promised)
     for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
@@ -110,7 +112,7 @@ class _Repairs(TypedDict, total=False):
 
 
 class _EveryUnit(TypedDict):
-    """The keys that all sidecars of units have. Only keys that are read again are listed."""
+    """The keys of all sidecars of units. Keys that no code reads are not listed."""
 
     plan: str
     part: str
@@ -124,7 +126,7 @@ class _EveryUnit(TypedDict):
 
 
 class _UnitRecord(_EveryUnit, total=False):
-    """The sidecar of a unit, with the keys that only some sidecars have."""
+    """The sidecar of a unit, including keys that only some sidecars have."""
 
     ids: layout.FileRecord
     dropped: int
@@ -141,7 +143,9 @@ def write_unit(
     more: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Complete a unit whose arrays exist: write documents, ids and sidecars, "train" last.
+    """Complete a unit whose arrays exist: write its tables of documents, ids and sidecars.
+
+    The files of the training split are written last.
 
     Args:
         folders: The folder of token arrays of each split.
@@ -150,8 +154,8 @@ def write_unit(
         writers: The writer of the array of each split.
         inputs: The hashes of the inputs of the unit.
         set_aside: The quarantined documents of the unit.
-        more: Further keys of the sidecar of each split, such as `dropped`, the number of excluded
-            documents, which version 1 does not have.
+        more: Further keys of the sidecar of each split. The key `dropped`, the number of excluded
+            documents, makes the sidecar one of version 2.
         arrays: Size and hash of the array of each split.
     """
     for split in reversed(list(folders)):
@@ -207,7 +211,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
         (record["part"] in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
     )
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
-        raise DataError(f"{path}: belongs to other work than {tokens_dir / layout.PLAN}")
+        raise DataError(f"{path}: was not made with the plan in {tokens_dir / layout.PLAN}")
     documents = record["documents"]
     if has_array:
         require_array(tokens_dir, unit, record["tokens"], record["array"]["size"])
@@ -220,7 +224,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the files of a unit with the hashes in its sidecar, without a packed array."""
+    """Return the existing files of a unit, except packed arrays, with the hashes in its sidecar."""
     paths = {"array": array_path, "docs": docs_path, "ids": ids_path}
     return {
         path(tokens_dir, unit): record[key]["xxh3"]
@@ -230,7 +234,7 @@ def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Pat
 
 
 def split_of(tokens_dir: Path) -> str:
-    """Return the split, one of layout.SPLITS, of a folder of token arrays. Raises DataError."""
+    """Return the split of a folder of token arrays: "train" or "held-out". Raises DataError."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     return read_unit(tokens_dir, 0, plan_xxh3, has_array=False)["part"]
 
@@ -273,7 +277,7 @@ def removed(tokens_dir: Path) -> bool:
 
 
 def mark_removed(tokens_dir: Path) -> None:
-    """Write the mark that the arrays of a finished data set are removed."""
+    """Write the mark which shows that the arrays of a finished data set are removed on purpose."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     if not removed(tokens_dir):
         value = {"format": FORM, "version": layout.VERSION, "plan": plan_xxh3}
@@ -281,9 +285,13 @@ def mark_removed(tokens_dir: Path) -> None:
 
 
 def check_arrays(tokens_dir: Path) -> None:
-    """Compare the hashes of arrays before they are removed: only they prove that shards are right.
+    """Compare the hashes of plain arrays before the arrays are removed.
 
-    The blocks of packed arrays have been checked when they were read. Raises DamageError.
+    Without the arrays, nobody could check that the shards are correct. Packed arrays need no
+    comparison here, because they are checked whenever they are read.
+
+    Raises:
+        DamageError: the hash of an array differs.
     """
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     paths = plain_arrays(tokens_dir, range(len(read_plan(tokens_dir).units)))
@@ -292,8 +300,8 @@ def check_arrays(tokens_dir: Path) -> None:
             if files.xxh3_file(path) != read_unit(tokens_dir, unit, plan_xxh3)["array"]["xxh3"]:
                 shards = tokens_dir.parent / layout.SHARDS_DIR
                 raise DamageError(
-                    f"{path}: its content is damaged (hash differs), and with it shards made of "
-                    f"it; remove it and {shards} and {tokens_dir.parent / layout.MANIFEST}, and "
+                    f"{path}: its content is damaged (hash differs), and shards made of it may be "
+                    f"wrong; remove it and {shards} and {tokens_dir.parent / layout.MANIFEST}, and "
                     "give the command again"
                 )
             bar.advance(path.stat().st_size)
@@ -307,7 +315,7 @@ def remove_arrays(tokens_dir: Path) -> None:
 
 
 def unmark_removed(tokens_dir: Path) -> None:
-    """Remove the mark, so that the arrays are made again."""
+    """Remove the mark of removed arrays, so that the arrays are made again."""
     (tokens_dir / MARK).unlink(missing_ok=True)
 
 

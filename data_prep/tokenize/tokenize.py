@@ -1,7 +1,8 @@
-"""Tokenization: a unit of input files becomes a token array T_i, its held-out documents another.
+"""Tokenization of units of input files.
 
-The content of a unit depends only on the plan and on the excluded documents. Any process may
-therefore make any unit, in any order, and again.
+Unit i becomes the token array T_i of the training split. Its held-out documents become a second
+array. The content of a unit depends only on the plan and on the excluded documents. Any process
+may therefore make any unit, in any order, and may make a unit again.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from optimus.io import files
 
 
 class Exclusions(Protocol):
-    """Documents that a unit leaves out although they can be read."""
+    """Readable documents that a unit leaves out."""
 
     @property
     def documents(self) -> Mapping[tuple[int, int], tuple[int, int]]:
-        """Return input and line of each document, with a value that decides its reason."""
+        """Return a map from the input and line of each document to a value for its reason."""
 
     def reason(self, source: int, document: Document) -> str | None:
         """Return the reason to leave out a document of the input `source`, or None."""
@@ -59,7 +60,7 @@ class Exclusions(Protocol):
 
 @dataclass(frozen=True)
 class TokenizeWork:
-    """The values with which a worker can make any unit."""
+    """All values that a worker needs to make any unit."""
 
     plan: TokenPlan
     plan_xxh3: str
@@ -68,7 +69,7 @@ class TokenizeWork:
     quarantine: bool
     limits: Limits = NO_LIMITS
     packed: bool = False
-    """Write packed arrays, for `--fused`. Complete arrays may then be packed or not."""
+    """Write packed arrays, for `--fused`. Arrays that exist already may be packed or not."""
     sample: frozenset[int] = frozenset()
     """Units of an earlier run whose hashes are compared (`token_set.sample`)."""
 
@@ -80,7 +81,7 @@ class TokenizeWork:
 
 @dataclass(frozen=True)
 class UnitTask(ABC):
-    """Units of token arrays. Indices of items are those of `units`."""
+    """A PrepTask that makes token arrays. Item i of the task is the unit `units[i]`."""
 
     work: TokenizeWork
     workers: int
@@ -109,7 +110,7 @@ class UnitTask(ABC):
         ]
 
     def do(self, items: Sequence[int]) -> None:
-        """Make the units that are not complete, largest first, and check the complete ones."""
+        """Make these units, largest first. A unit that is complete already is only checked."""
         sizes = {self.units[i]: self.work.plan.unit_bytes(self.units[i]) for i in items}
         order = sorted(sizes, key=lambda unit: -sizes[unit])
         with Progress(self.label, sum(sizes.values()), "B") as progress:
@@ -146,7 +147,7 @@ def make_units(
 def make_unit(
     work: TokenizeWork, unit: int, exclusions: Exclusions, advance: Callable[[int], None]
 ) -> None:
-    """Tokenize a unit without the excluded documents, or check that it is complete.
+    """Tokenize a unit without the excluded documents. If it is complete already, only check it.
 
     Args:
         work: The work.
@@ -169,16 +170,19 @@ def make_unit(
 
 
 def _checkpoints(work: TokenizeWork, unit: int, exclusions: Exclusions) -> Segments:
-    """Return the checkpoints without the excluded documents. Other checkpoints are ignored."""
+    """Return the checkpoints of a unit. Those of runs with other exclusions are ignored."""
     values = json.dumps([work.plan_xxh3, work.packed, sorted(exclusions.documents.items())])
     return Segments(work.tokens_dir, unit, files.xxh3_bytes(values.encode()))
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
-    """Compare the hashes of the inputs of units, whose arrays may be removed.
+    """Compare the hashes of the inputs of units with those in the sidecars.
+
+    The arrays of the units may be missing.
 
     Raises:
-        DataError: an input has changed, or a document was quarantined and this run must not do so.
+        DataError: an input has changed, or an earlier run quarantined a document and this run has
+            no quarantine.
     """
     with Progress("check inputs", sum(map(work.plan.unit_bytes, units)), "B") as progress:
         for unit in units:
@@ -189,7 +193,7 @@ def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
 def check_inputs_of(
     work: TokenizeWork, unit: int, record: Mapping[str, Any], advance: Callable[[int], None]
 ) -> None:
-    """Compare the hashes of the inputs of a unit.
+    """Compare the hashes of the inputs of a unit with those in its sidecar.
 
     Args:
         work: The work.
@@ -198,7 +202,7 @@ def check_inputs_of(
         advance: Called with the number of input bytes that were read.
 
     Raises:
-        DataError: as `check_inputs`.
+        DataError: for the reasons of `check_inputs`.
     """
     first, stop = work.plan.units[unit]
     for source, xxh3 in zip(range(first, stop), record["inputs"], strict=True):
@@ -207,7 +211,7 @@ def check_inputs_of(
 
 
 def _check_quarantined(work: TokenizeWork, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DataError for a document that an earlier run quarantined, if this run must not."""
+    """Raise DataError if an earlier run quarantined a document and this run has no quarantine."""
     if entries and not work.quarantine:
         first = entries[0]
         problem = Problem(first["line"], first["reason"])
@@ -229,10 +233,9 @@ def _check_unchanged(
 def complete_and_whole(
     work: TokenizeWork, unit: int, num_excluded: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return the sidecar of a complete unit whose files are not damaged.
+    """Return the result of `complete`, or None if the hash of a file of the unit differs.
 
-    The hashes of the files are compared only if the unit is in `work.sample`. Arguments and result
-    are those of `complete`; it is also None if a hash differs.
+    Hashes are compared only if the unit is in `work.sample`.
     """
     record = complete(work, unit, num_excluded)
     if record is None or unit not in work.sample:
@@ -244,11 +247,10 @@ def complete_and_whole(
 
 
 def complete(work: TokenizeWork, unit: int, num_excluded: int = 0) -> Mapping[str, Any] | None:
-    """Return the sidecar of the training split of a complete unit.
+    """Return the sidecar of the training split of a unit, or None if the unit is not complete.
 
-    Returns:
-        None if a split of the unit is not complete, an array is packed and has to stay, or the
-        number of excluded documents is not `num_excluded`.
+    A unit is also not complete if it has a packed array where this run needs a plain one, or if its
+    number of excluded documents is not `num_excluded`.
     """
     records = {}
     for split, folder in tokens_dirs(work.out, work.plan).items():
@@ -329,7 +331,11 @@ def _read_input(
     exclusions: Exclusions,
     advance: Callable[[int], None],
 ) -> str:
-    """Write the documents of an input from `start`. Returns the hash of the whole input."""
+    """Write the documents of an input that begin at `start` or later.
+
+    Returns:
+        The hash of the whole input.
+    """
     file = work.plan.inputs[source]
     reader = InputReader(
         file,

@@ -1,8 +1,8 @@
 """The writer of a unit: batches of documents, their ids, and checkpoints.
 
-A checkpoint contains what was written since the last one, so that a kill costs seconds:
-docs/formats/dataset.md, "Commit and resume". Its end depends only on the text, so that two runs at
-the same time write the same checkpoints.
+A checkpoint contains the data since the previous one, so that a killed run loses only seconds of
+work: docs/formats/dataset.md, "Commit and resume". The text alone decides where checkpoints are
+saved. Two runs at the same time therefore write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from optimus.io import files
 SEGMENT_BYTES = 16 << 20
 """Bytes of text between checkpoints: two seconds of tokenizing, 10 MB of tokens."""
 _VERSION = 2
-"""Version of checkpoints; those of another version are ignored. Version 1 had no hashes of ids."""
+"""Version of checkpoints. Checkpoints of another version are ignored. Version 1 has no hashes of
+document ids."""
 _HASH_BYTES = 16
 
 
@@ -37,7 +38,10 @@ class Segments:
     """The checkpoints of one unit."""
 
     def __init__(self, tokens_dir: Path, unit: int, work: str):
-        """`work` identifies everything that decides the content of the checkpoints."""
+        """Start without checkpoints.
+
+        `work` is a hash of everything that decides the content of the checkpoints.
+        """
         self._dir, self._unit = tokens_dir, unit
         self._identity = {"version": _VERSION, "work": work, "unit": unit}
         self._next = 0
@@ -46,7 +50,10 @@ class Segments:
         return self._dir / f"{layout.unit_name(self._unit)}.part-{number:04d}"
 
     def read(self) -> Iterator[tuple[dict[str, Any], list[memoryview]]]:
-        """Yield state and blobs of each valid checkpoint, in order. `save` then appends to them."""
+        """Yield the state and blobs of each checkpoint in order, up to the first invalid one.
+
+        `save` then writes the checkpoints that follow.
+        """
         while (checkpoint := self._read(self._next)) is not None:
             self._next += 1
             yield checkpoint
@@ -75,7 +82,12 @@ class Segments:
         return head["state"], blobs
 
     def save(self, state: dict[str, Any], blobs: Sequence[bytes]) -> None:
-        """Write the next checkpoint: the blobs since the last one, and the state after them."""
+        """Write the next checkpoint.
+
+        Args:
+            state: The state of the writer of the unit at the checkpoint.
+            blobs: The data since the previous checkpoint.
+        """
         identity = {**self._identity, "number": self._next}
         head = {"identity": identity, "blobs": [len(blob) for blob in blobs], "state": state}
         text = json.dumps(head).encode()
@@ -88,7 +100,7 @@ class Segments:
         self._next += 1
 
     def remove(self) -> None:
-        """Remove all checkpoints, the last one first, so that a kill leaves no gap."""
+        """Remove all checkpoints, the last one first, so that a killed run leaves no gap."""
         number = self._next
         while self._path(number).exists():
             number += 1
@@ -104,7 +116,10 @@ _BATCH_DOCUMENTS = 1024
 
 
 class UnitWriter:
-    """Encodes documents of a unit in batches, writes them to their split, and checkpoints."""
+    """Encodes the documents of a unit, writes them to token arrays, and saves checkpoints.
+
+    Each split has an array. Short documents are encoded in batches.
+    """
 
     def __init__(
         self,
@@ -165,7 +180,7 @@ class UnitWriter:
             self.flush()
 
     def add_long(self, source: int, long: LongText, reader: InputReader, where: str) -> None:
-        """Add a long text, with checkpoints inside it."""
+        """Add a long text. Checkpoints may be saved between its sections."""
         self.flush()
         array = self._array_of(long.xxh3)
         if self._encoder.cutter is None:
@@ -189,7 +204,10 @@ class UnitWriter:
     def _write_sections(
         self, array: TokenArrayWriter, blocks: Iterable[str], where: str
     ) -> Iterator[str]:
-        """Write a text in sections, and yield each. A text without cuts is one section."""
+        """Encode and write a text in sections, and yield each section after it is written.
+
+        A text without a position where it may be cut is one section.
+        """
         assert self._encoder.cutter is not None
         needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
         most = None if room is None else room // needs
@@ -200,19 +218,19 @@ class UnitWriter:
         except NoCut as error:
             (size,) = error.args
             self._limits.refuse(where, f"a stretch of {size} bytes without a cut", size * needs)
-            raise AssertionError("more than there is room for was refused") from error
+            raise AssertionError("a section above the memory limit was not refused") from error
 
     def _array_of(self, xxh3: int) -> TokenArrayWriter:
-        """Return the array of the split of a document with this hash."""
+        """Return the array for a document. The hash of its text decides the split."""
         return self._writers[xxh3 < self._below]
 
     @property
     def due(self) -> bool:
-        """Return whether the text since the last checkpoint is enough for the next one."""
+        """Return whether enough text was added since the last checkpoint to save another one."""
         return self._unsaved_bytes >= SEGMENT_BYTES
 
     def save(self, source: int, start: Position | None) -> None:
-        """Write a checkpoint, after which reading continues at `start` in this input."""
+        """Write a checkpoint. A later run then continues at `start` in the input `source`."""
         self.flush()
         state = {
             "source": source,
@@ -240,7 +258,7 @@ class UnitWriter:
         self._pending, self._pending_bytes = [], 0
 
     def quarantine_input(self, source: int, problem: Problem) -> None:
-        """Remove the documents of an input that turned out to be damaged, and quarantine it."""
+        """Remove the documents of a damaged input, and quarantine the input."""
         self._pending = [entry for entry in self._pending if entry[0] != source]
         self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
         for writer in self._writers:

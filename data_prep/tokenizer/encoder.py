@@ -1,12 +1,12 @@
 """Byte-level BPE with a cache of pieces of text, for tokenizers that are recognised.
 
-A recognised tokenizer divides a text into pieces and encodes each piece separately. Text has few
-distinct pieces: 18.9 M pieces of documentation and code have 0.3 M. A pre-tokenizer is recognised
-by its configuration if Python's `re` reproduces it exactly. The patterns are those in
-tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`, three digits)
-and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white space come from the
-tokenizers library, whose Unicode version may differ from Python's. The library encodes all other
-text.
+A recognised tokenizer divides a text into pieces and encodes each piece separately. Few pieces
+are distinct: 0.3 M of the 18.9 M pieces of documentation and code. A pre-tokenizer is recognised by
+its configuration, if a pattern for Python's `re` finds exactly the same pieces. The patterns are
+those in tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`,
+three digits) and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white space come
+from the tokenizers library, whose Unicode version may differ from Python's. The library encodes all
+other text.
 
 A long text is cut into sections whose ids are together the ids of the text. A cut is a position
 where every normalizer and pre-tokenizer starts again and that no added token can cross. Cuts depend
@@ -46,14 +46,14 @@ letters, numbers and white space."""
 NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
 """Characters that are not white space in any version of Unicode, before and after NFC."""
 CUT = re.compile(f" (?={NOT_SPACE})")
-"""Positions where every template begins a piece and where the text before has the same pieces
-without the text after. The last space of a run is in one piece with the following letter, number or
-sign, or is a piece alone. White space before it is divided as at the end of a text. NFC joins no
-character to a space."""
+"""Positions before the last space of a run. Every template begins a piece there: the space is in
+one piece with the following letter, number or sign, or is a piece alone. The pieces before the
+position do not depend on the text after it, and NFC joins no character to a space."""
 
 _ASCII = {"L": "A-Za-z", "N": "0-9", "S": "\t-\r "}
 _LAST = 0x1FFFF
-"""Last code point of the classes. The library encodes texts with later ones (rare ideographs)."""
+"""Last code point in the classes of characters. The library encodes texts that have later code
+points (rare ideographs)."""
 BEYOND = re.compile("[\U00020000-\U0010ffff]")
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")
 """Code points outside the basic plane. `re` looks up a class of the basic plane in a table, and
@@ -72,7 +72,7 @@ class Recipe:
     added: tuple[str, ...]
     """Contents of added tokens that are not special. They are removed from the text first."""
     special: tuple[str, ...]
-    """Contents of special tokens, which are plain text here."""
+    """Contents of special tokens, which are encoded as plain text."""
 
 
 def recognise(config: Mapping[str, Any]) -> Recipe | None:
@@ -118,7 +118,7 @@ def _template(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 
 
 def pattern_for(template: str, text: str) -> re.Pattern[str]:
-    """Return the pattern that finds the pieces of `text`, which has no match of BEYOND."""
+    """Return the pattern that finds the pieces of `text`, whose code points are at most _LAST."""
     if text.isascii():
         return _compile(template, tuple(_ASCII.items()))
     return _compile(template, _classes(_ASTRAL.search(text) is not None))
@@ -151,10 +151,11 @@ def _class_of(runs: Iterable[tuple[int, int]]) -> str:
 
 
 def may_change_by_nfc(text: str) -> bool:
-    """Return whether NFC may change `text`, which has no match of BEYOND.
+    """Return whether NFC may change `text`, whose code points are at most _LAST.
 
-    If not, the text is in NFC in every Unicode version: code points that Python's tables do not
-    have count as changed, and assigned code points keep their normalization (UAX 15, stability).
+    If the result is False, the text is in NFC in every Unicode version. Assigned code points keep
+    their normalization (UAX 15, stability), and the result is True for code points that Python's
+    tables do not have.
     """
     if text.isascii():
         return False
@@ -164,8 +165,8 @@ def may_change_by_nfc(text: str) -> bool:
 
 @functools.cache
 def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return patterns of the code points of the basic plane, and of those outside, that NFC changes
-    or joins to others."""
+    """Return two patterns of the code points that NFC changes or joins to others: those of the
+    basic plane, and those of other planes."""
     changed = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
     for code in range(0xC0, _LAST + 1):
         char = chr(code)
@@ -193,24 +194,27 @@ SECTION_CHARS = 1 << 18
 """A section ends at the first cut after half of this number of characters."""
 
 _LETTERS = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
-"""Kana, ideographs and Hangul: letters that join no character before them."""
+"""Kana, ideographs and Hangul: letters that NFC joins to no character before them."""
 _SIGNS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
 _CUT = re.compile(
     f"(?={CUT.pattern})"
     f"|(?<={NOT_SPACE}\n)(?={NOT_SPACE})"
     f"|(?<=[{_LETTERS}])(?=[{_SIGNS}][{_LETTERS}])"
 )
-"""Positions where a piece begins in every template: before the last space of a run (CUT); after a
-single newline, which is a piece or the end of the piece of the sign before it, and to which NFC
-joins no character; and before a single sign between letters of scripts without spaces, which is a
-piece or the start of a piece."""
+"""Positions where every template begins a piece and NFC joins no characters:
+
+- Before the last space of a run (CUT).
+- After a single newline. The newline is a piece, or ends the piece of the sign before it.
+- Before a single sign between letters of scripts without spaces. The sign is a piece, or begins a
+  piece.
+"""
 
 _TO_ASCII = re.compile("[\u037e\u1fef\u212a]")
 """All characters that NFC replaces by an ASCII character. NFC joins none of them to another."""
 
 
 class NoCut(Exception):
-    """A section would exceed the limit of memory. The argument is the bytes up to the next cut."""
+    """A section would exceed the limit of memory. The argument is its size in bytes."""
 
 
 class Cutter:
@@ -258,8 +262,8 @@ class Cutter:
             yield pending
 
     def _until_cut(self, pending: str, blocks: Iterator[str]) -> int:
-        """Return the bytes of `blocks`, which follow `pending`, up to the next cut. Only one block
-        is in memory at a time."""
+        """Return the number of bytes from the end of `pending` to the next cut. `blocks` is the
+        text after `pending`, of which one block is in memory at a time."""
         size, around = 0, 2 * self._reach + 2
         for block in blocks:
             tail = pending[-around:]
@@ -296,7 +300,7 @@ REFERENCE_ONLY = "OPTIMUS_DATA_ENCODER"
 """Environment variable; with the value `reference`, the library encodes all texts."""
 
 _MEMO_PIECES = 1 << 19
-"""Limit of the pieces in the cache of a process, which take 90 MB."""
+"""Largest number of pieces in the cache of a process. A full cache takes 90 MB."""
 _MEMO_CHARS = 64
 _WINDOW_CHARS = 1 << 18
 _BATCH_CHARS = 1 << 16
@@ -319,7 +323,7 @@ SAMPLES = (
 def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the library's ids of each text, uint32 [T].
 
-    The texts are encoded in batches: the library takes 100 times the memory of a text.
+    The texts are encoded in batches, because the library takes 100 times the memory of a text.
     """
     ids: list[np.ndarray] = []
     first = chars = 0
@@ -350,7 +354,12 @@ class _Memo(dict[str, bytes]):
 
 
 class MemoEncoder:
-    """Encoder with the same ids as `tokenizer`, from the recipe of `tokenizer`."""
+    """Encoder with a cache of pieces. It returns the same ids as `tokenizer`.
+
+    Args:
+        tokenizer: A recognised tokenizer.
+        recipe: The rules that `recognise` returned for it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe):
         self._tokenizer, self._recipe = tokenizer, recipe

@@ -13,19 +13,23 @@ from typing import Any
 import numpy as np
 
 MAX_GROWTH = 32
-"""Largest factor of the bytes of a text. The bound of usual tokenizers is at most 16, for a
-sentencepiece model with its character map, its space and a prefix."""
+"""Largest accepted factor by which a text may grow, in bytes. The largest bound of usual tokenizers
+is 16, that of a sentencepiece model."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
-"""Regular expression that matches some characters, of which the last may be repeated."""
+"""Recognises a regular expression that is plain text. `+` or `{n,}` may repeat its last
+character."""
 _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")
-"""Regular expression that matches one or more characters of a class."""
+"""Recognises a regular expression that is a class of characters, such as `[a-z]`. `+` or `{n,}` may
+repeat it."""
 _MAP_KEY_BYTES = 5
-"""The library looks up characters, and clusters of characters with fewer than 6 bytes."""
+"""Bytes of the longest key that the tokenizers library looks up. It looks up single characters, and
+clusters of characters that have fewer than 6 bytes."""
 _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
-"""Limits of a character map: bytes of a key, and nodes of the trie, where a node with two parents
-counts twice. The maps that sentencepiece has have keys of up to 12 bytes."""
+"""Limits of a character map: bytes of a key, and nodes of the trie. A node with two parents counts
+twice. In the maps of the sentencepiece package, keys have up to 12 bytes."""
 _UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5}
-"""Largest growth of a character in UTF-8: U+1D1C0, U+0DDD, U+FDFA (18 characters), U+023E."""
+"""Largest factor by which the UTF-8 of a character grows. These characters reach it: U+1D1C0 (NFC),
+U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E (Lowercase)."""
 _NEVER_LONGER = frozenset(
     ("Strip", "StripAccents", "ByteFallback", "Fuse", "Split", "Punctuation", "Digits")
 ).union(
@@ -33,9 +37,9 @@ _NEVER_LONGER = frozenset(
     ("BertPreTokenizer",),
 )
 _CHINESE = ((0x3400, 0xA000), (0xF900, 0xFB00), (0x20000, 0x2FA20))
-"""Ranges with all characters around which BertNormalizer puts spaces."""
+"""Ranges of code points that include all characters around which BertNormalizer puts spaces."""
 _CHANGED = ((0, 0x3400), (0xA000, 0xD7A4), (0xF900, 0x20000), (0x2F800, 0x2FA20))
-"""Ranges with all characters that the steps of `_UNICODE_GROWTH` change."""
+"""Ranges of code points that include all characters that the steps of `_UNICODE_GROWTH` change."""
 
 
 def max_growth(component: dict[str, Any]) -> float:
@@ -59,7 +63,7 @@ def max_growth(component: dict[str, Any]) -> float:
 
 def max_growth_by_map(charsmap: bytes) -> float:
     """Return the largest factor by which a character map of a sentencepiece model lengthens a text.
-    It includes the longer character that the model writes for a space.
+    The model also replaces each space by a longer character, which the factor includes.
 
     Raises:
         ValueError: The map is too large.
@@ -80,16 +84,17 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Weights:
-    """Bytes that a byte of each character can become in the steps after the current step.
+    """Weight of each character: the bytes that one byte of it can become in the steps added so far.
 
-    A step that replaces a pattern adds up the weights of what it writes and divides them by the
-    bytes of the pattern; the result is the weight of the pattern's characters before the step. So
-    replacements multiply only if one writes characters that another replaces.
+    Steps are added from the last to the first. If a step replaces a pattern, the weight of the
+    pattern's characters is the number of bytes that the replacement can become, divided by the
+    bytes of the pattern. So replacements multiply only if one writes characters that another
+    replaces.
     """
 
     def __init__(self) -> None:
         self._by_character = np.zeros(0x110000)
-        """Weights of characters, where they are larger than `_of_all`."""
+        """Weight of each code point, unless `_of_all` is larger."""
         self._of_all = 1.0
         self.top = 1.0
         """Largest weight of a character."""
@@ -97,7 +102,8 @@ class _Weights:
         """Bytes that steps put before a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Add the step before those added so far. `first`: it is the first step of all."""
+        """Add the step that precedes those added so far. `first` is True for the first step of the
+        component, which is added last."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -132,7 +138,7 @@ class _Weights:
             raise ValueError(f"its step {kind} is not known")
 
     def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
-        """Add a sentencepiece character map, whose keys are looked up by `key_bytes` bytes."""
+        """Add the keys of at most `key_bytes` bytes of a sentencepiece character map."""
         text = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
         sums = np.concatenate(([0.0], np.cumsum(self._of_bytes(text))))
         ends = np.append(np.flatnonzero(np.frombuffer(text, np.uint8) == 0), len(text))
@@ -165,8 +171,8 @@ class _Weights:
             self.top = max(self._of_all, float(self._by_character.max()))
 
     def _compose(self) -> None:
-        """Add the composition of a character and marks, or of Hangul letters, to one character.
-        Each mark of the sequence gets the weight of the character."""
+        """Add the composition of a character and its marks, or of Hangul letters, into one
+        character. Each mark, and each letter after the first, can become the composed character."""
         codes = np.flatnonzero(self._by_character > self._of_all)
         for start, stop in _CHINESE:  # these compose with no character
             codes = codes[(codes < start) | (codes >= stop)]
@@ -193,8 +199,13 @@ class _Weights:
         return weights
 
     def _replace(self, characters: str | None, size: int, content: str) -> None:
-        """Add the replacement of a pattern of at least `size` bytes; its characters are unknown
-        if `characters` is None. A pattern of 0 bytes also matches between two characters."""
+        """Add the replacement of a pattern by `content`.
+
+        Args:
+            characters: Characters of the pattern, None if they are unknown.
+            size: Fewest bytes that the pattern matches. 0: also matches between two characters.
+            content: The replacement.
+        """
         weight = self._of(content)
         if size == 0:
             self._raise_all(self.top + weight)
@@ -229,7 +240,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _code_point(key: int, size: int) -> int | None:
-    """Return the character whose UTF-8 is a big-endian integer of `size` bytes, None if none is."""
+    """Return the character whose UTF-8 is a big-endian integer of `size` bytes, or None."""
     if size > 4:
         return None
     try:
@@ -246,8 +257,12 @@ def _sizes(codes: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the characters that a normalization of the library changes, the characters that they
-    become, and the index of the first of these for each. Takes 0.2 s."""
+    """Return the changes that a normalization of the library makes. Takes 0.2 s.
+
+    Returns:
+        The code points that it changes; the joined texts that they become, as code points; and the
+        index at which the text of each changed code point begins.
+    """
     from tokenizers import normalizers
 
     separator = "zjq"  # joins with no character, and no character becomes it
@@ -264,12 +279,19 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the number of bytes of keys of a sentencepiece character map, the keys as big-endian
-    integers (0 for keys of more than 4 bytes), and the offsets of their texts.
+    """Read a sentencepiece character map, the shortest keys first.
 
     A map is the size of a trie in bytes (4 bytes, little-endian), the trie as a double array
-    (github.com/s-yata/darts-clone) of units of 4 bytes, and texts that end with NUL; a value of the
+    (github.com/s-yata/darts-clone) of units of 4 bytes, and texts that end with NUL. A value of the
     trie is the offset of a text. Nodes of the trie may have common children.
+
+    Args:
+        charsmap: The map.
+        key_bytes: Number of bytes of the longest keys to read.
+
+    Yields:
+        A number of bytes, all keys that have this number of bytes, and the offsets of their texts.
+        Keys are big-endian integers, or 0 if they have more than 4 bytes.
 
     Raises:
         ValueError: Keys have `_MAX_KEY_BYTES` or more, or the trie has more than `_MAX_NODES`.

@@ -20,12 +20,12 @@ from optimus.errors import DataError, one_line
 from optimus.io import files
 
 _NORMALIZER, _DENORMALIZER, _CHARSMAP = 3, 5, 2
-"""Numbers of fields in sentencepiece_model.proto: of ModelProto, and of NormalizerSpec."""
+"""Field numbers in sentencepiece_model.proto: two of ModelProto, then one of NormalizerSpec."""
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
-    """Return whether a file is a sentencepiece model. It begins with a list of pieces, as no JSON
-    does. A file that cannot be read is none."""
+    """Return whether a file is a sentencepiece model, by its first bytes. Return False if it cannot
+    be read."""
     try:
         with files.open_regular(path) as file:
             head = file.read(65)

@@ -41,15 +41,17 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
 """Limits of the check of a tokenizer: time, and memory in addition to that of the file."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
-"""Limits of processor time: of the check of a small file, and of each of two loads of a large
-one."""
+"""Limits of the check: its processor time for a small file, and the speed at which it must load a
+large file. It loads a file twice."""
 _BYTES_PER_BYTE = 32
-"""Memory that the library takes to load a byte of a tokenizer.json; measured: 11."""
+"""Limit of the memory to load a tokenizer.json, as a multiple of its bytes. The library was
+measured to take 11 times its bytes."""
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
 _OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decoder"')
 _COMPONENT = re.compile(rb"\s*:\s*[{\[]")
 _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
-"""With these, a key may have another spelling. Writers of JSON do not escape letters."""
+"""Escaped letters. The search for keys finds no key with an escaped letter. Writers of JSON do not
+escape letters."""
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
@@ -178,12 +180,12 @@ def _without_model(content: bytes) -> bytes:
 
 
 def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
-    """Raise DataError if a component makes a text much longer: a few steps, each of which replaces
-    a letter by a thousand, take all memory."""
+    """Raise DataError if a component may make a text more than MAX_GROWTH times as long. A few
+    steps that each replace a letter by a thousand letters would take all memory."""
     try:
         growth = 1.0 if component is None else max_growth(json.loads(component.__getstate__()))
     except ValueError as error:
-        raise DataError(f"{path}: {error}, in its {name}; use another tokenizer") from None
+        raise DataError(f"{path}: {name}: {error}; use another tokenizer") from None
     if growth > MAX_GROWTH:
         raise DataError(
             f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "

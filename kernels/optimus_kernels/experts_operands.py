@@ -107,5 +107,6 @@ def dense(op: str, operands: Operands) -> Operands:
 def dense_backward(
     op: str, grad: Tensor, operands: Operands, h: Tensor | None
 ) -> tuple[Tensor, Operands, Tensor | None]:
-    """Return contiguous `grad`, the result of `dense` for `operands`, and contiguous `h`."""
+    """Return the arguments of a backward pass as kernels need them: `operands` as `dense` returns
+    them, `grad` and `h` as contiguous tensors."""
     return grad.contiguous(), dense(op, operands), None if h is None else h.contiguous()

@@ -14,7 +14,7 @@ _MOVED = {
     "moe": "python scripts/bench/moe.py",
     "optimizer": "python scripts/bench/optimizer.py or, for --ranks, scripts/bench/sharding.py",
 }
-"""Names of earlier versions, and the commands that replace them in a checkout."""
+"""Names of benchmarks in earlier versions, and the commands in a checkout that replace them."""
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:

@@ -1,9 +1,9 @@
 """`optimus bench step --nproc N`: time, traffic and pipeline bubble of an update on several ranks.
 
 Times are those of the slowest rank. Traffic is the payload of the rank with the most bytes. The
-pipeline bubble is measured from the actions of the executor, and simulated with the same schedule:
-with the mean measured times, and with equal stages whose backward takes twice as long as forward.
-The latter gives (p-1)/(m*v) for 1F1B.
+pipeline bubble is measured from the actions of the executor. It is also simulated twice with the
+same schedule: with the mean measured times, and with equal stages whose backward takes twice as
+long as their forward. The latter gives (p-1)/(m*v) for 1F1B.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
 
 
 def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
-    """Return the figures on every rank."""
+    """Time the updates. Return the result of `bench_layout` on every rank."""
     mesh, plan = divide(config, world.size)
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, world.launch.local_world_size
@@ -129,8 +129,9 @@ def _total_bytes(traffic: Traffic) -> int:
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
     """Return the ratio of idle time to compute time in a step.
 
-    The span is that from the first action of a pipeline rank to its last, without reductions and
-    the update. The slowest pipeline rank counts. The compute time is the mean over pipeline ranks.
+    The duration of a step is measured from the first action of a pipeline rank to its last, without
+    reductions and the update. The slowest pipeline rank counts. The compute time is the mean over
+    pipeline ranks. The idle time is the difference between both.
     """
     others = (Kind.REDUCE_GRAD, Kind.OPT_STEP)
     busy = sum(event.busy_ns for event in events if Kind[event.kind] in COMPUTE)

@@ -64,8 +64,8 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the least, the median and the greatest ratio ours / theirs of a round. If a contestant
-    has fewer rounds, because it is slow, only these rounds count."""
+    """Return the least, the median and the greatest ratio ours / theirs of a round. A slow
+    contestant may have fewer rounds than the other. Then only the rounds of both count."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=False))
     return [ratios[0], statistics.median(ratios), ratios[-1]]
 
@@ -105,8 +105,8 @@ def clear_gradients(block: nn.Module, x: Tensor) -> None:
 
 
 def saved_bytes(block: nn.Module, x: Tensor) -> int:
-    """Return the bytes that autograd saves for backward in `block(x)`. Parameters are not counted;
-    `x` is."""
+    """Return the bytes that autograd saves for backward in `block(x)`, including `x`, but without
+    parameters."""
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     saved: dict[int, Tensor] = {}
 

@@ -1,11 +1,11 @@
 """`optimus bench step --profile`: time of an update by phase and by component of the model.
 
 Phases are the actions of the executor, timed without a profiler. The times of components come from
-one more update under torch's profiler. An event belongs to the component whose module ran it; in
-backward, to the component whose forward made the node of the graph. The bound of a component is the
-time of its matrix products at the peak FLOP/s, or the time to read and write its data at the
-bandwidth of a triad. Peak and bandwidth are measured in the same run. The measurement needs a CPU
-and one process.
+one more update under torch's profiler. In forward, an event belongs to the component whose module
+ran it. In backward, it belongs to the component whose forward made the node of the autograd graph.
+The bound of a component is the time of its matrix products at the peak FLOP/s. For components
+without matrix products, it is the time to read and write their data at the bandwidth of a triad.
+Peak and bandwidth are measured in the same run. The measurement needs a CPU and one process.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ _MODULES: tuple[tuple[type, str], ...] = (
     (nn.Linear, "projections"),
     (Attention, "rotary"),
 )
-"""Component of an op, by the type of the innermost module around it."""
+"""Component of an op, by the type of the module that runs it. The innermost module counts."""
 _OPS = {
     "aten::_scaled_dot_product": "attention",
     "_CrossEntropySum": "cross-entropy",
     "optimus::adamw_": "AdamW",
     "torch::autograd::AccumulateGrad": "gradients added",
 }
-"""Component of an op and of the ops that it calls, by its name. It overrides _MODULES."""
+"""Component of an op whose name contains the key, and of all ops that this op calls. These entries
+override _MODULES."""
 _PHASES = {"F": "forward", "REDUCE_GRAD": "checks and reduction", "OPT_STEP": "norm and update"}
 _DISPATCH, _NORM = "Python and dispatch", "norm of gradients"
 _PREFIX = "component: "
@@ -191,7 +192,7 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
 
 @contextlib.contextmanager
 def _named_modules(model: Transformer) -> Iterator[None]:
-    """Return a context in which the forward of each module of a component is a named range."""
+    """Return a context in which the profiler marks the forward of modules with their component."""
     handles = []
     for module in model.modules():
         name = next((name for kind, name in _MODULES if isinstance(module, kind)), None)
@@ -236,7 +237,7 @@ def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any
 
 
 def _components_of_nodes(events: Iterable[Any]) -> dict[int, str]:
-    """Return the component whose forward made each node of the graph, by the node's number."""
+    """Return, by sequence number, the component whose forward made a node of the autograd graph."""
     # If several ops have the same number, the last of them made the node.
     return {
         event.sequence_nr: name

@@ -1,7 +1,8 @@
 """`optimus bench step`: an update of Optimus against a plain torch loop.
 
 Both train copies of one model on the same tokens in this process, in turn, so that other load on
-the machine affects both. The result to quote is the median ratio of a pair of updates.
+the machine affects both. The result to quote is the median ratio over all pairs
+of updates.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class TrainingRank(NamedTuple):
     states: ChunkEngine
 
     def updater(self) -> Updater:
-        """Return an Updater. From this call on, experts add their gradients to the chunks."""
+        """Return an Updater. After this call, the backward of experts and embeddings adds gradients
+        directly to the chunks."""
         return Updater(
             self.config, self.groups, self.local, self.states, self.plan, self.world.device
         )
@@ -96,15 +98,15 @@ class PlainLoop:
         )  # fmt: skip
 
     def objective(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the share of a microbatch, tokens [B, S], in the objective, and the sum of its
-        cross-entropies in nats."""
+        """Return the contribution of a microbatch to the objective, and the sum of its
+        cross-entropies in nats. `tokens` is [B, S]."""
         terms, settings = self._model.losses(tokens), self._config.model
         routers = settings.aux_loss_coef * terms.aux + settings.z_loss_coef * terms.z
         loss = terms.ce_sum / self._plan.targets + routers / self._plan.num_microbatches
         return loss, terms.ce_sum.detach()
 
     def run(self, microbatches: list[Microbatch]) -> float:
-        """Run an update. Return the sum of cross-entropies divided by the targets of the plan."""
+        """Run an update. Return the sum of cross-entropies, divided by the number of targets."""
         self._model.zero_grad()
         total = 0.0
         for microbatch in microbatches:

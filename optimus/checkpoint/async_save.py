@@ -4,10 +4,10 @@ The state machine is `State` with the table TRANSITIONS. All ranks are in the sa
 between two updates, they agree on the greatest `Status` of their threads, which selects the next
 state.
 
-Threads call no collectives. A backend needs one order of its collectives on all ranks, and a
-process group for the threads would connect all ranks once more (gloo) or could not use host memory
-(nccl). The cost is that the commit starts one update after the last byte is durable, and that its
-success is known one update after it.
+Threads call no collectives. All ranks must call the collectives of a process group in the same
+order. A separate group for the threads would need more connections between all ranks (gloo) or
+could not use host memory (nccl). Therefore the commit starts one update after the last byte is
+durable, and the ranks know of its success one update after it has ended.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Status(IntEnum):
 
     DONE = 0
     COMMITTED = 1
-    """The directory has its final name, although the thread has not ended or came late."""
+    """The directory has its final name, although the thread has exceeded its time limit."""
     BUSY = 2
     FAILED = 3
 
@@ -76,7 +76,7 @@ class Failure(NamedTuple):
 
     message: str
     nonfinite: bool = False
-    """True for a NaN or an infinity in the states."""
+    """True if the states contained a NaN or an infinity."""
 
 
 class Outcome(NamedTuple):
@@ -175,7 +175,7 @@ class AsyncSave:
         A collective of all ranks.
 
         Returns:
-            The outcome, as of `poll`.
+            The outcome that `poll` returned.
         """
         outcome, pause = None, _PAUSES_S[0]
         while not self.is_over:
@@ -224,7 +224,8 @@ class AsyncSave:
 
     @staticmethod
     def _failure_of(task: Task) -> Failure | None:
-        """Return the failure of an ended thread; raise an error that is no OptimusError."""
+        """Return the OptimusError of an ended thread as a Failure; None if the thread succeeded.
+        Raises any other exception of the thread."""
         try:
             task.value()
         except OptimusError as error:

@@ -55,7 +55,7 @@ def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.checkpoint.inspect import verify
 
     if args.threads < 0:
-        raise ConfigError(f"--threads {args.threads} must be at least 1, or 0")
+        raise ConfigError(f"--threads {args.threads} must not be negative; 0 selects two per core")
     result = verify(args.path, args.threads)
     print(json.dumps(result) if args.json else _format_verify(result))
     return 0 if result["valid"] else 1
@@ -71,7 +71,8 @@ def _show(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `export`, as `optimus convert to-hf`. The exit status is 1 if it is damaged."""
+    """Run `export`, as `optimus convert to-hf`. The exit status is 1 if the checkpoint
+    is damaged."""
     from optimus.checkpoint.convert import to_hf
     from optimus.checkpoint.inspect import find
 

@@ -123,9 +123,14 @@ def _write_hf(path: Path, out: Path, dtype: str | None) -> None:
 
 
 def _copy_sidecars(source: Path, target: Path) -> None:
-    """Copy the sidecar files without changes. Raises CheckpointError for a file that is not of the
-    type that its name implies, or that links out of `source`: a link in a downloaded directory may
-    lead to any file of this user, and the copies may be published."""
+    """Copy the sidecar files without changes.
+
+    A link in a downloaded directory may refer to any file of this user, and the copies may be
+    published. Therefore links to files outside `source` are refused.
+
+    Raises:
+        CheckpointError: A file is such a link, or is not of the type that its name implies.
+    """
     _resolve_inside(source / TEMPLATES, source)
     copied_bytes = 0
     for name in sidecars(source):
@@ -143,7 +148,8 @@ def _copy_sidecars(source: Path, target: Path) -> None:
 
 
 def _check_links(source: Path) -> None:
-    """Raise CheckpointError for a configuration or a file of weights that links out of `source`."""
+    """Raise CheckpointError if a configuration or a file of weights is a link to a file outside
+    `source`."""
     for name in ("config.json", CONFIG, MODEL, INDEX):
         _resolve_inside(source / name, source)
     if (source / MODEL).is_file() or not (source / INDEX).is_file():
@@ -153,9 +159,11 @@ def _check_links(source: Path) -> None:
 
 
 def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
-    """Return `path` without links, and the directory that contains it: `source` or, for a snapshot
-    in the hub's cache, the folder of its repository. Raises CheckpointError for a link to anything
-    else."""
+    """Return `path` with all links resolved, and the directory that contains the file.
+
+    The directory is `source`. If `source` is a snapshot in the hub's cache, it may also be the
+    folder of the repository. Raises CheckpointError for a file in any other directory.
+    """
     # path.resolve() raises RuntimeError for a loop of links; a read of it is refused in one line.
     real, home = Path(os.path.realpath(path)), source.resolve()
     if real.is_relative_to(home):
@@ -194,11 +202,10 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the ids of the tokens that end a text of a model; () if they are not known.
 
-    The first id is that of the token which ended the documents of the training data. The manifest
-    records it. For a checkpoint of an earlier version, it comes from the data set, if that still
-    exists with the same tokenizer, or else from the names in the tokenizer, if
-    `model.eos_token_ids` is empty. For a converted Hugging Face directory, its configuration
-    decides.
+    The first id is that of the token that ended the documents of the training data, and the ids of
+    `model.eos_token_ids` follow. The manifest records the first id. Earlier versions did not record
+    it: then it is read from the data set, if that still exists with the same tokenizer. A converted
+    Hugging Face directory has no such id. If no id is known, the tokenizer files determine it.
 
     Args:
         path: A checkpoint or a Hugging Face directory.
@@ -227,8 +234,11 @@ def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
 
 
 def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
-    """Return the end token of the first data set in a checkpoint's configuration that is readable
-    and has the checkpoint's tokenizer; None if there is none."""
+    """Return the id of the end token of the data set that a checkpoint was trained on.
+
+    It is the first data set in the checkpoint's configuration that has the checkpoint's tokenizer.
+    The result is None if there is none, or if a data set before it cannot be read.
+    """
     try:
         data = load_saved_config(path / CONFIG).data
         for dataset in (data.path, *(source.path for source in data.mix)):
@@ -241,7 +251,8 @@ def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
 
 
 def _eos_of_tokenizer(file: Path) -> int | None:
-    """Return the end token that tokenizer_config.json names, or else one with a known name."""
+    """Return the id of the end token that tokenizer_config.json names. If it names none, search the
+    vocabulary for the usual names of end tokens."""
     try:
         named = _read_object(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
@@ -251,12 +262,12 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
-    """Add the missing configurations of tokenizer and generation to a Hugging Face directory, and
-    remove ids outside the vocabulary from the existing ones.
+    """Add the missing tokenizer and generation configurations to a Hugging Face directory. Replace
+    tokens outside the vocabulary in existing ones.
 
     Args:
         directory: A directory with config.json and a tokenizer.
-        config: The model. Its `eos_token_ids` are those that `eos_token_ids` returns.
+        config: The model, with the result of `eos_token_ids()` in `config.eos_token_ids`.
 
     Returns:
         Warnings, one line each.

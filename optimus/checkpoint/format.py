@@ -52,8 +52,8 @@ DTYPE = "float32"
 ITEMSIZE = 4
 ADAMW_STATES = ("master", "exp_avg", "exp_avg_sq")
 KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
-"""For each optimizer, the names of the states of an element, in the order of their columns in the
-index: the master and the moments that the optimizer declares."""
+"""Names of the states of an element, one tuple for each supported optimizer: the master weight,
+then the moments. The columns of the index have the same order."""
 _MOST = 1 << 56
 """Maximum number of elements or bytes: int64 can count their bits."""
 _MOST_BLOCK_BYTES = 64 << 20
@@ -68,7 +68,7 @@ class ShardReport(NamedTuple):
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
-    """Each parameter and box in the file, once."""
+    """Names and boxes of the parameters in the file, without duplicates."""
     rows: list[tuple[int, ...]]
     """A row for each slice of a parameter: number in `boxes`, start and stop of the elements in the
     box, and for each state the byte offset in the file (-1: not stored)."""
@@ -82,7 +82,7 @@ class Index:
     step: int
     block_bytes: int
     states: tuple[str, ...]
-    """One of KNOWN_STATES."""
+    """An element of KNOWN_STATES."""
     shards: tuple[ShardFile, ...]
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the whole parameters, by name."""
@@ -114,35 +114,35 @@ class Index:
         start, stop = offsets + rows[:, 2], offsets + rows[:, 3]
         if start[0] != 0 or (start[1:] != stop[:-1]).any() or stop[-1] != stops[-1]:
             raise CheckpointError(
-                f"the index holds only a part of parameter {name}, or a part of it twice"
+                f"the index does not locate every element of parameter {name} exactly once"
             )
         return StoredParam(name, boxes, rows)
 
     def _check_rows(self, rows: numpy.ndarray, box_sizes: numpy.ndarray) -> None:
-        """Check that the rows of a parameter have values that `encode` can write. Raises
-        ValueError."""
+        """Check the index rows of a parameter. Raises ValueError for values that `encode` never
+        writes."""
         shard, box, start, stop = rows[:, :4].T
         for kind, number, count in (("shard file", shard, len(self.shards)),
                                     ("box", box, len(box_sizes))):  # fmt: skip
             if number.min() < 0 or number.max() >= count:
-                raise ValueError(f"a row names another {kind} than 0 to {count - 1}")
+                raise ValueError(f"a row has a {kind} number outside 0 to {count - 1}")
         if start.min() < 0 or (start >= stop).any() or (stop > box_sizes[box]).any():
-            raise ValueError("a row leads out of its box")
+            raise ValueError("a row is not a range of elements inside its box")
         offsets = rows[:, 4:]
         last = self._shard_sizes[shard] - (stop - start) * ITEMSIZE
         right = (offsets >= HEADER_BYTES) & (offsets <= last[:, None])
         if not (right | (offsets == -1)).all():
-            raise ValueError("a row leads out of its shard file")
+            raise ValueError("a row refers to bytes outside its shard file")
         if (offsets[offsets >= 0] % ALIGNED_BYTES).any():
-            raise ValueError(f"a row begins at a byte that is no multiple of {ALIGNED_BYTES}")
+            raise ValueError(f"a row begins at a byte that is not a multiple of {ALIGNED_BYTES}")
         # A frozen parameter has a master alone.
         if (offsets[:, 0] < 0).any() or (
             (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
         ).any():
-            raise ValueError(f"a row without some of {', '.join(self.states)}")
+            raise ValueError(f"a row lacks some of {', '.join(self.states)}")
         full = offsets[(offsets >= 0).all(1)]
         if (full[:, 1:] <= full[:, :-1]).any():  # a writer writes state by state
-            raise ValueError(f"a row whose states are not in the order {', '.join(self.states)}")
+            raise ValueError(f"the states of a row are not in the order {', '.join(self.states)}")
 
     @functools.cached_property
     def _shard_sizes(self) -> numpy.ndarray:
@@ -152,9 +152,9 @@ class Index:
         """Check the rows of all parameters against each other.
 
         Every parameter is stored completely, with all states unless a pattern of `frozen` matches
-        its name. The rows are where `write_shard` places them: they do not overlap, they leave out
-        only the padding of the shard files, and the states of neighboring rows are equally far
-        apart.
+        its name. The rows are where `write_shard` places them: they do not overlap, and they cover
+        all bytes of the shard files except headers and padding. The distance in bytes between two
+        states is the same in neighboring rows.
 
         Args:
             frozen: `optim.frozen` of the run.
@@ -168,7 +168,7 @@ class Index:
             rows = self.stored(name).rows
             is_partial = (rows[:, 4:] < 0).any()
             if is_partial and not any(match(name) for match in matchers):
-                raise CheckpointError(f"{INDEX}: parameter {name} has not all of its states")
+                raise CheckpointError(f"{INDEX}: parameter {name} lacks some of its states")
             rows_of_params.append(rows)
         rows = numpy.concatenate(rows_of_params)
         length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
@@ -184,9 +184,9 @@ class Index:
         shard, start, stop = all_ranges[numpy.lexsort((all_ranges[:, 1], all_ranges[:, 0]))].T
         gap = (start[1:] - stop[:-1])[shard[1:] == shard[:-1]]
         if (gap < 0).any():
-            raise CheckpointError(f"{INDEX}: two rows lead to the same bytes of a shard file")
+            raise CheckpointError(f"{INDEX}: two rows refer to the same bytes of a shard file")
         if (gap >= ALIGNMENT * ITEMSIZE).any():
-            raise CheckpointError(f"{INDEX}: a shard file has bytes to which no row leads")
+            raise CheckpointError(f"{INDEX}: a shard file has bytes to which no row refers")
         # Frozen rows have a master alone. They change the distance from the masters to the first
         # moment, but not those between moments.
         rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
@@ -200,7 +200,7 @@ class Index:
         )
         if differs[compared].any() or wrong[same_shard].any():
             raise CheckpointError(
-                f"{INDEX}: the states of two neighboring rows are not equally far apart"
+                f"{INDEX}: the distance between two states differs in two neighboring rows"
             )
 
     def open(self, directory: Path, number: int) -> ShardReader:
@@ -223,7 +223,7 @@ def encode(
     Args:
         generation: Random name of the save.
         step: Number of completed updates.
-        states: Names of the states, one of KNOWN_STATES.
+        states: Names of the states, an element of KNOWN_STATES.
         reports: The reports of all writers.
         shapes: Shapes of the whole parameters, by name.
     """
@@ -256,7 +256,7 @@ def encode(
 
 
 def decode(data: bytes) -> Index:
-    """Return the index with this content, whose hash has been compared.
+    """Return the index with this content. The caller has checked its hash.
 
     Raises:
         CheckpointError: The content is invalid.
@@ -265,13 +265,13 @@ def decode(data: bytes) -> Index:
         head, *lines = data.decode().splitlines()
         raw = json.loads(head)
         if raw["states"] not in map(list, KNOWN_STATES) or raw["dtype"] != DTYPE:
-            raise CheckpointError(f"states {raw['states']} of {raw['dtype']} are unknown here")
+            raise CheckpointError(f"cannot read states {raw['states']} of type {raw['dtype']}")
         by_name = {line.split('"', 4)[3]: line for line in lines}
         shards = tuple(ShardFile(*fields) for fields in raw["shards"])
         shapes = {name: tuple(shape) for name, shape in raw["shapes"].items()}
         _check_head(raw, shards, shapes)
         if by_name.keys() != shapes.keys() or len(lines) != len(shapes):
-            raise ValueError("its lines are not one for each shape")
+            raise ValueError("it does not have exactly one line for each shape")
         sizes = raw["step"], raw["block_bytes"]
         return Index(raw["generation"], *sizes, tuple(raw["states"]), shards, shapes, by_name)
     except (*_UNREADABLE, AttributeError) as error:
@@ -284,27 +284,27 @@ def _check_head(
     """Check the types and ranges of an index's first line. Raises ValueError and TypeError."""
     block_bytes, generation = raw["block_bytes"], raw["generation"]
     if not _is_count(block_bytes, 1, _MOST_BLOCK_BYTES) or not _is_count(raw["step"]):
-        raise ValueError(f"block_bytes = {block_bytes!r:.40}, step = {raw['step']!r:.40}")
+        raise ValueError(f"invalid block_bytes = {block_bytes!r:.40} or step = {raw['step']!r:.40}")
     if type(generation) is not str or len(generation) > 100:
-        raise ValueError(f"generation = {generation!r:.40}")
+        raise ValueError(f"invalid generation = {generation!r:.40}")
     for writer, size, hashes in shards:
         if not (_is_count(writer) and _is_count(size, HEADER_BYTES) and type(hashes) is str):
-            raise ValueError(f"shard file of writer {writer!r:.40} and size {size!r:.40}")
+            raise ValueError(f"invalid shard file of writer {writer!r:.40} and size {size!r:.40}")
         if len(hashes) != -(-size // block_bytes) * HASH_CHARS:
-            raise ValueError(f"hashes of shard file {writer} are not those of {size} bytes")
+            raise ValueError(f"wrong number of hashes of shard file {writer} with {size} bytes")
     if len({shard.writer for shard in shards}) != len(shards):
         raise ValueError("a shard file is listed twice")
     for name, shape in shapes.items():
         sizes = 0 < len(shape) <= _MOST_DIMS and all(_is_count(size, 1) for size in shape)
         if not sizes or math.prod(shape) >= _MOST or len(name) > _MOST_NAME_CHARS:
-            raise ValueError(f"shape of {name:.200} = {list(shape)!r:.80}")
+            raise ValueError(f"invalid shape of {name:.200} = {list(shape)!r:.80}")
 
 
 def _parse_rows(text: str, columns: int) -> numpy.ndarray:
     """Return the rows at the end of a line, int64 [n, columns]. Raises ValueError.
 
-    The json module would create an object for every number: with all checks, this function takes
-    0.8 of its time for a whole index.
+    The json module creates an object for every number. With all checks of a whole index, this
+    function takes 0.8 of the time of the json module.
     """
     text = text.replace(" ", "")
     numbers = text[2:-3].replace("],[", ",")
@@ -317,7 +317,7 @@ def _parse_rows(text: str, columns: int) -> numpy.ndarray:
 
 
 def _refuse_float(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no integer")
+    raise ValueError(f"{text} is not an integer")
 
 
 def _is_count(value: object, least: int = 0, most: int = _MOST - 1) -> bool:
@@ -337,22 +337,22 @@ def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
                 raise ValueError("a box is not made of ranges of integers")
             steps = zip([0, *ends], [*ends, size], strict=True)
             if not all(low < high if n % 2 else low <= high for n, (low, high) in enumerate(steps)):
-                raise ValueError("a box leads out of the parameter")
+                raise ValueError("a box is not inside the shape of the parameter")
     sizes = [math.prod(sum(b - a for a, b in dim) for dim in box) for box in boxes]
     if sum(sizes) != math.prod(shape) or (len(boxes) > 1 and _overlap(boxes, shape)):
-        raise ValueError("its boxes leave out elements or hold some twice")
+        raise ValueError("its boxes omit elements or contain some twice")
     return numpy.array(sizes, dtype=numpy.int64)
 
 
 def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Return whether two boxes have an element in common. Raises ValueError for boxes that are cut
-    at more places than any layout does."""
+    """Return whether two boxes have an element in common. Raises ValueError if the boxes have more
+    boundaries than any layout produces."""
     cuts = [
         sorted({0, size, *(end for box in boxes for interval in box[dim] for end in interval)})
         for dim, size in enumerate(shape)
     ]
     if math.prod(map(len, cuts)) > _MOST_CELLS:
-        raise ValueError("its boxes are cut at too many places")
+        raise ValueError("its boxes have too many boundaries")
     number = [{cut: n for n, cut in enumerate(dim)} for dim in cuts]
     covered = numpy.zeros([len(dim) - 1 for dim in cuts], dtype=bool)
     for box in boxes:
@@ -386,14 +386,15 @@ _TOKENIZER_FILES = (
 )
 GENERATION_CONFIG = "generation_config.json"
 SIDECARS = (*_TOKENIZER_FILES, GENERATION_CONFIG)
-"""Files and a folder of Hugging Face directories that a checkpoint may have, too."""
+"""Files of Hugging Face directories, and a folder, that a checkpoint may also contain."""
 _READ_BY_NAME = (tensor_file.INDEX, *_CONFIGS)
-"""Other files that readers open by name. Weights are recognised by their suffix."""
+"""Files that readers open by name, in addition to SIDECARS. Readers find files of weights by their
+suffix."""
 FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
 """The key of `settings` with the token that ends each document of the run's data."""
 _BLOCKS_A_TASK = 16
-"""Blocks that a call in a thread verifies: 64 MiB, so that opening the file costs little."""
+"""Number of blocks that a thread verifies after it has opened a shard file: 64 MiB."""
 _READ_SETTINGS = {
     **dict.fromkeys((f"parallel.{axis}" for axis in AXES), int),
     **dict.fromkeys(("train.batch_tokens", "train.seq_len", "train.max_steps"), int),
@@ -409,12 +410,14 @@ _MOST_RANKS = 1 << 22
 _MANIFEST_BYTES = 4 << 20
 """Maximum size of a manifest. Saves write a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
-"""Maximum sizes of files except weights, and of an index: 40 times that of 400,000 slices."""
+"""Maximum size of a file that is neither weights nor an index, and of an index. The second is 40
+times the size of an index with 400,000 slices."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
 def _plain_name(name: str) -> str:
-    """Refuse the name of a file that may not be in the checkpoint's directory."""
+    """Return a file name. Raises ValueError unless it is a relative path inside the directory of
+    the checkpoint."""
     if "\0" in name or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError("must be a file of the checkpoint, named relative to its directory")
     os.fsencode(name)
@@ -438,7 +441,8 @@ class FileEntry:
 
 
 class _Fields(BaseModel):
-    """The types and ranges of the fields of manifest.json. A hash does not prove them."""
+    """The types and ranges of the fields of manifest.json. A file with a valid hash may have
+    invalid fields."""
 
     kind: Literal["full", "model"]
     step: _Int
@@ -456,9 +460,10 @@ class _Fields(BaseModel):
 class Manifest:
     """The content of manifest.json.
 
-    `step` counts the updates of the run, `updates` those of this optimizer (fewer after a restart
-    from weights alone), and `tokens` the tokens of the run. `origin` is the `checkpoint.load` with
-    which the run was started. `settings` maps "section.key" to its value.
+    `step` and `tokens` are the numbers of updates and tokens of the run. `updates` is the number of
+    updates since the optimizer states were zero; a restart from weights alone sets them to zero.
+    `origin` is the `checkpoint.load` with which the run was started. `settings` maps "section.key"
+    to its value.
     """
 
     kind: str
@@ -472,7 +477,8 @@ class Manifest:
     loss_scale: Mapping[str, float] | None = None
     """State of dynamic loss scaling (fp16); None without it."""
     ranks: Mapping[str, int] | None = None
-    """Sizes of the mesh of the writers, and `per_node`, the number of ranks of a node."""
+    """Sizes of the axes of the mesh that wrote the checkpoint, and `per_node`, the number of ranks
+    on a node."""
     first_step: int | None = None
     """The step at which the run was started; None if unknown."""
 
@@ -482,10 +488,9 @@ class Manifest:
         return any(entry.name == INDEX for entry in self.files)
 
     def check(self, hashed_bytes: float = math.inf, weights: bool = True) -> None:
-        """Check the files as far as that is quick.
+        """Check the sizes and hashes of the files, but only the sizes and headers of shard files.
 
-        Files are compared with their sizes and hashes; shard files with their sizes and headers.
-        Readers compare the hashes of the other bytes.
+        The readers of shard files check the hashes of the blocks that they read.
 
         Args:
             hashed_bytes: Files larger than this are compared with their sizes only.
@@ -515,7 +520,8 @@ class Manifest:
         for name in sorted([*read, *sidecars(self.path)]):
             if name not in listed and name.split("/")[0] not in may_be_added:
                 raise CheckpointError(
-                    f"{self.path / name}: its manifest does not list it; remove it"
+                    f"{self.path / name}: the checkpoint's manifest does not list this file; "
+                    "remove it"
                 )
 
     def check_shards(self) -> None:
@@ -604,7 +610,7 @@ class Manifest:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if index.step != self.step:
-            raise CheckpointError(f"{self.path}: its index is of step {index.step}")
+            raise CheckpointError(f"{self.path}: its index has another step, {index.step}")
         return index
 
     def index_bytes(self) -> bytes:
@@ -612,7 +618,7 @@ class Manifest:
         for entry in self.files:
             if entry.name == INDEX:
                 return _read_checked(self.path / INDEX, entry, wanted=True)
-        raise CheckpointError(f"{self.path}: its manifest lists no {INDEX}, so no states")
+        raise CheckpointError(f"{self.path}: its manifest lists no {INDEX} of its states")
 
 
 def _problem(check: Callable[[], object]) -> str:
@@ -691,8 +697,8 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
         raw = files.parse_checked_json(data) if is_hashed else json.loads(data)
         if raw["format"] != FORMAT if is_hashed else (raw["format"], raw["kind"]) != (1, "model"):
             raise CheckpointError(
-                f"{path}: {raw.get('kind')} checkpoint of format {raw['format']}, this version "
-                f"reads {FORMAT}"
+                f"{path}: {raw.get('kind')} checkpoint of format {raw['format']}; this version "
+                f"reads format {FORMAT}"
             )
         fields = _Fields.model_validate(raw)
         _check_dependent(fields)
@@ -712,10 +718,10 @@ def _check_dependent(fields: _Fields) -> None:
     """Check conditions on several fields or entries. Raises ValueError."""
     names = {entry.name for entry in fields.files}
     if len(names) != len(fields.files):
-        raise ValueError("files has a name twice")
+        raise ValueError("files lists a name twice")
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
-            raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} is of another type")
+            raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} has a wrong type")
     frozen = fields.settings.get(FROZEN) or ()
     if len(frozen) > MAX_PATTERNS or not all(
         isinstance(pattern, str) and len(pattern) <= MAX_PATTERN_CHARS for pattern in frozen
@@ -726,9 +732,9 @@ def _check_dependent(fields: _Fields) -> None:
         )
     # The files must include those that every save of the kind writes.
     if fields.kind == "full" and INDEX not in names:
-        raise ValueError(f"files of a full checkpoint lists no {INDEX}")
+        raise ValueError(f"files lists no {INDEX}, which every full checkpoint has")
     if fields.kind == "model" and INDEX in names:
-        raise ValueError(f"files of a model lists {INDEX}, which only a full checkpoint has")
+        raise ValueError(f"files lists {INDEX}, which no model-only checkpoint has")
     if fields.kind == "model" and names.isdisjoint((tensor_file.MODEL, tensor_file.INDEX)):
         raise ValueError(f"files lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}")
     if names.isdisjoint(_CONFIGS):
@@ -739,9 +745,9 @@ def _check_dependent(fields: _Fields) -> None:
             raise ValueError(f"files: {entry.name} is larger than {most:,} bytes")
     scale, ranks = fields.loss_scale, fields.ranks
     if scale is not None and scale.keys() != {"scale", "good_steps", "skipped"}:
-        raise ValueError(f"loss_scale has only {', '.join(scale) or 'no field'}")
+        raise ValueError(f"loss_scale lacks fields: it has {', '.join(scale) or 'none'}")
     if ranks is None:
         return
     sizes = [ranks.get(axis, 1) for axis in AXES]
     if not {"pp", "per_node"} <= ranks.keys() or math.prod(sizes) > _MOST_RANKS:
-        raise ValueError(f"ranks = {ranks} is no mesh of at most {_MOST_RANKS:,} ranks")
+        raise ValueError(f"ranks = {ranks} is not a mesh of at most {_MOST_RANKS:,} ranks")

@@ -22,7 +22,7 @@ _HEADER_BYTES = 100_000_000
 """Maximum size of the header of a safetensors file, as in the safetensors library."""
 _MOST = 1 << 56
 _HASHED_BYTES = 64 << 20
-"""Only `optimus checkpoint verify` hashes larger files."""
+"""Maximum size of a file that `describe` hashes."""
 _UNKNOWN = (
     *("kind", "step", "tokens", "updates", "origin", "layout", "ranks"),
     *("params", "bytes_per_param", "saved_at", "age_s"),
@@ -57,11 +57,11 @@ def find(path: str | os.PathLike) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return a description of a checkpoint. Of large files, only sizes and headers are compared.
+    """Return a description of a checkpoint. Of large files, only the sizes and headers are checked.
 
-    `state` is "valid", "damaged" or "unsealed", and `problem` has the reason. Unknown values are
-    None. `bytes` is the size of the directory, and `bytes_per_param` its ratio to the number of
-    parameters.
+    `state` is "valid", "damaged" or "unsealed" (the save has not committed the directory), and
+    `problem` has the reason. Unknown values are None. `bytes` is the size of the directory, and
+    `bytes_per_param` is `bytes` divided by the number of parameters.
     """
     about: dict[str, Any] = {
         "name": path.name,
@@ -149,7 +149,7 @@ def _count_elements(path: Path) -> int:
             header = json.loads(file.read(length))
         shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
         if any(type(n) is not int or not 0 <= n < _MOST for shape in shapes for n in shape):
-            raise ValueError("a shape is no list of sizes")
+            raise ValueError("a shape is not a list of sizes")
         params = sum(map(math.prod, shapes))
         if params >= _MOST:
             raise ValueError(f"more than {_MOST} parameters")
@@ -204,7 +204,7 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     paths = [Path(path)] if is_checkpoint(path) else store.find_all(path)
     if not paths:
         find(path)
-        raise CheckpointError(f"{path}: no sealed checkpoint; only unsealed or set aside ones")
+        raise CheckpointError(f"{path}: has only unfinished saves, or checkpoints in {QUARANTINE}/")
     results = [(checkpoint, _verify_path(checkpoint, threads)) for checkpoint in paths]
     checked = [result for checkpoint, result in results if checkpoint.is_dir()]  # not removed
     if not checked:
@@ -266,10 +266,10 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return how evenly ranks and nodes wrote.
+    """Return how evenly the bytes of the shard files are distributed over ranks and over nodes.
 
-    The pipeline stages have different parameters. Therefore the ratio of maximum to mean is
-    computed for the ranks and for the nodes of each stage, and the greatest ratio counts.
+    The measure is the ratio of maximum to mean. Since pipeline stages have different parameters, it
+    is computed for each stage, and the result is the greatest ratio of all stages.
 
     Args:
         sizes: Bytes of the shard files, by rank.

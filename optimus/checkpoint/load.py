@@ -49,7 +49,7 @@ from optimus.io import files
 from optimus.io.safetensors import as_bytes, check_shapes
 
 HOST_BYTES = 1 << 30
-"""Maximum host memory for reading states of another device."""
+"""Maximum host memory for loading states that are not in host memory."""
 Distribute = Literal["broadcast", "all_reduce"]
 """Values of `checkpoint.distribute`."""
 
@@ -63,13 +63,15 @@ class ReadRequest(NamedTuple):
 
 
 class Readers(files.Closing):
-    """The shard files of a checkpoint. The last `limit` files that were used stay open, each with
-    the last block that was read in part, so that later requests do not read it again."""
+    """The shard files of a checkpoint. The last `limit` files that were used stay open.
+
+    An open file keeps the last block that was read in part. Later requests do not read it again.
+    """
 
     def __init__(self, directory: Path, index: Index, limit: int) -> None:
         self._directory, self._index, self._limit = directory, index, limit
         self._open: dict[int, ShardReader] = {}
-        """In order of use."""
+        """Open shard files by number, the least recently used first."""
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill the memory of all requests. Each file is opened once, and each block read once.
@@ -106,7 +108,7 @@ def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
         memory, length; in bytes, sorted by file and offset.
 
     Raises:
-        CheckpointError: The checkpoint does not have everything.
+        CheckpointError: The checkpoint lacks requested elements.
     """
     names = {param.name for request in requests for param, _ in request.params}
     stored = {name: index.stored(name) for name in names}
@@ -162,8 +164,11 @@ def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str
 
 
 def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
-    """Read this rank's share. Host memory is filled in place; states of other devices pass through
-    at most HOST_BYTES of host memory. Raises CheckpointError."""
+    """Read this rank's share of the states. Raises CheckpointError.
+
+    States in host memory are filled in place. States on an accelerator are first read to host
+    memory, in batches of HOST_BYTES.
+    """
     index, groups = manifest.index(data), states.groups
     check_shapes(manifest.path, index.shapes, states.shapes)
     if index.states != states.names:
@@ -188,8 +193,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
         for (state, state_slice), host in zip(batch, hosts, strict=True):
             if nonfinite := find_nonfinite(host.numpy(), state_slice):
                 raise CheckpointError(
-                    f"{manifest.path}: {state} of {nonfinite}, and it was saved so: its hash is "
-                    "right"
+                    f"{manifest.path}: {state} of {nonfinite}; the hash matches, so the save wrote "
+                    "this value"
                 )
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:

@@ -1,7 +1,7 @@
 """Saves of full checkpoints: every rank writes its shard file, and the first rank commits them.
 
-`Saver` is the common sequence of full and model-only saves; optimus/checkpoint/weights.py has the
-model-only one.
+`Saver` is the base class of `FullSaver` and of `ModelSaver` (optimus/checkpoint/weights.py), which
+saves model-only checkpoints.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def staging_bytes(
 
 
 class Staging:
-    """Host memory for the states that a rank writes, so that training can continue. Reused."""
+    """Host memory to which each save copies the states that a rank writes, so that training can
+    continue."""
 
     def __init__(
         self,
@@ -219,7 +220,7 @@ class Saver(ABC):
     """Saves checkpoints of one kind, one at a time. The sizes of the states do not change."""
 
     bytes: int
-    """Bytes of the files with states of all ranks."""
+    """Total size of the files that the ranks write."""
     _report: Any
     """Type of the value that `_write` returns."""
 
@@ -262,8 +263,8 @@ class Saver(ABC):
         """Start a save. A collective of all ranks; the previous save of this Saver has ended.
 
         The first rank creates a directory, every rank writes its file there, and then the first
-        rank writes the other files, checks all and commits. Staged states may change when this
-        function returns; others may change when the save has ended.
+        rank writes the other files, checks all and commits. If the states are staged, training may
+        change them after this function has returned, otherwise after the save has ended.
 
         Args:
             states: The states of this rank.
@@ -315,8 +316,8 @@ class Saver(ABC):
     def _stage(
         self, states: RankStates, final: Path, reserve: Callable[[], int]
     ) -> tuple[RankStates, Generation]:
-        """Copy the states if they are staged, while the first rank creates the directory. Raises
-        OptimusError on all ranks if it cannot."""
+        """Copy the states if they are staged, while the first rank creates the directory. If the
+        directory cannot be created, all ranks raise OptimusError."""
         everyone, device = states.groups.everyone, states.device
         creating = Task(lambda: self._create(final, reserve)) if everyone.rank == 0 else None
         if self._staging is not None:
@@ -339,8 +340,9 @@ class Saver(ABC):
         return states, created
 
     def unwritten(self) -> int:
-        """Return the bytes of the latest save that the disk has not allocated yet: all, if that
-        save has ended. Called on the first rank."""
+        """Return the bytes that the latest save may still write: its size minus the disk blocks of
+        its temporary directory, or the whole size if that directory no longer exists. Called on the
+        first rank."""
         allocated = 0
         if self._directory is not None:
             with contextlib.suppress(FileNotFoundError), os.scandir(self._directory) as entries:
@@ -380,8 +382,11 @@ class Saver(ABC):
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
-        """Return arguments for `store.commit`, on the first rank, from the reports of all ranks
-        (None for a rank without slices). Raises as `_write`."""
+        """Return arguments for `store.commit`. Called on the first rank.
+
+        `reports` are the results of `_write` on all ranks, None for a rank without slices. Raises
+        OSError and OptimusError.
+        """
 
 
 class FullSaver(Saver):
@@ -424,10 +429,10 @@ class FullSaver(Saver):
             values = numpy.frombuffer(content, dtype=numpy.float32)
             if nonfinite := find_nonfinite(values, state_slice):
                 raise NonFiniteError(
-                    f"non-finite values on rank {rank} ({socket.gethostname()}) in the copy of "
-                    f"step {step} for its checkpoint: {state} of {nonfinite}; no checkpoint has "
-                    "them; the copy is damaged: give the same command again to resume from the "
-                    "last one, and suspect the host's memory"
+                    f"non-finite values on rank {rank} ({socket.gethostname()}) in the copy of the "
+                    f"states of step {step} in host memory: {state} of {nonfinite}; no checkpoint "
+                    "contains them; check the host's memory, and give the same command again to "
+                    "resume from the last checkpoint"
                 )
             return content
 

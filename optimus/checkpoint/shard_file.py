@@ -84,7 +84,8 @@ class Task:
 
 
 class Stop:
-    """A request to stop threads. Unlike `threading.Event`, it can be refused from a point on."""
+    """A request to stop threads. Unlike `threading.Event`, it has a method `claim`, after which no
+    stop can be requested."""
 
     def __init__(self) -> None:
         self._lock, self._set, self._claimed = threading.Lock(), False, False
@@ -197,7 +198,7 @@ class _BlockQueue:
         self._filled.put(block)
 
     def finish(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all submitted buffers are written, and raise an error of the writes."""
         self.close()
         self._task.value()
 
@@ -216,8 +217,8 @@ class _BlockQueue:
 
 
 def _allocate(size: int) -> memoryview:
-    """Return page-aligned memory, in huge pages if the system has them. A direct write takes a few
-    hundred pages at a time: 4 MiB of huge pages at once, which is twice as fast."""
+    """Return page-aligned memory, in huge pages if the system has them. The system splits a direct
+    write into a few hundred pages each. With huge pages it writes 4 MiB at once, twice as fast."""
     whole = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
@@ -227,11 +228,11 @@ def _allocate(size: int) -> memoryview:
 
 
 class ShardWriter(files.Closing):
-    """Writes a shard file through two buffers: one is hashed and filled while one is written.
+    """Writes a shard file with two buffers: the caller fills and hashes one while a thread writes
+    the other.
 
-    If the file system supports it, each block is written to the disk directly. The page cache would
-    cost a copy and memory of other programs, and a later check would read the cache instead of the
-    disk.
+    If the file system supports it, writes bypass the page cache. The cache would require another
+    copy, and memory that other programs need. A later check would read the cache, not the disk.
     """
 
     def __init__(
@@ -325,7 +326,7 @@ class ShardWriter(files.Closing):
 
     def _write_block(self, block: memoryview) -> None:
         if self._stop is not None and self._stop.is_set():
-            raise OptimusError(f"{shard_name(self._identity.writer)}: no longer wanted")
+            raise OptimusError(f"{shard_name(self._identity.writer)}: the save was stopped")
         while block:
             if len(block) % DIRECT_BYTES:
                 self._use_cache()

@@ -74,8 +74,8 @@ class ChunkShard(NamedTuple):
     copy_axes: tuple[str, ...]
     """Mesh axes along which ranks have copies of the same shard."""
     is_later_copy: bool
-    """True if an earlier pipeline stage also has the parameters. The chunk layouts of the two may
-    differ."""
+    """True if an earlier pipeline stage also has the parameters of this shard. The chunk layouts of
+    the two stages may differ."""
 
 
 class Share(NamedTuple):
@@ -146,9 +146,9 @@ def slices_to_write(
         mesh: The mesh of all ranks.
         coordinate: The rank's coordinate.
         scatter: `balanced`: all ranks that have a copy of a shard write equal shares of it, and the
-            stages that have a parameter write stripes of it in turn. `paper`: of the copies of
-            model-parallel shard m, the rank with data-parallel index m mod dp writes all; the first
-            of several stages writes all.
+            stages that have a parameter write stripes of it in turn. `paper`: one rank writes a
+            whole shard: for model-parallel shard m, the rank with data-parallel index m mod dp. The
+            first stage that has a parameter writes it.
         turns: For each parameter that several pipeline stages have, the turn of this rank's stage.
     """
     slices: list[StateSlice] = []
@@ -172,8 +172,9 @@ def slices_to_read(
 ) -> list[StateSlice]:
     """Return the slices that a rank reads: an equal share of each shard.
 
-    The other shares come from the ranks that have the same shard, and later copies come from the
-    first stage that has the parameter. The arguments are those of `slices_to_write`.
+    It receives the other shares from the ranks that have the same shard. It reads nothing of a
+    shard with `is_later_copy`, which it receives from the first stage that has the parameters. The
+    arguments are those of `slices_to_write`.
     """
     slices: list[StateSlice] = []
     for number, shard in enumerate(shards):
@@ -184,8 +185,8 @@ def slices_to_read(
 
 
 def writer_in_paper(mesh: Mesh, coordinate: Coordinate) -> int:
-    """Return the data-parallel index m mod dp that writes model-parallel shard m, that of
-    `coordinate`, with `checkpoint.scatter = "paper"`."""
+    """Return the data-parallel index of the rank that writes the model-parallel shard of
+    `coordinate` with `checkpoint.scatter = "paper"`: m mod dp for shard m."""
     return mesh.number_of(coordinate, MODEL) % mesh.dp
 
 
@@ -197,8 +198,8 @@ def _slice_shard(
     stop: int,
     turns: Mapping[str, Share],
 ) -> Iterator[StateSlice]:
-    """Yield the slices of [start, stop) of a shard, without the stripes of parameters that other
-    stages write in their turns. A gap of such a stripe ends a slice."""
+    """Yield the slices that contain elements [start, stop) of a shard. Stripes that other pipeline
+    stages write are omitted, and each omitted stripe ends a slice."""
     params: list[tuple[ParamSlice, int]] = []
     first = end = start
     for slot in shard.chunk.slots_in(shard.first + start, shard.first + stop):
@@ -265,7 +266,7 @@ class StoredParam:
                 cuts.append(_cut(ranges, self.rows[rows, 2:4], rows.start))
         ranges = numpy.concatenate(cuts)
         if ranges[:, 3].sum() != param.stop - param.start:
-            raise CheckpointError(f"the index holds only a part of parameter {self.name}")
+            raise CheckpointError(f"the index lacks elements of parameter {self.name}")
         return ranges
 
     def byte_ranges(self, ranges: ndarray, state: int, itemsize: int) -> ndarray:
@@ -285,7 +286,7 @@ class StoredParam:
         """
         start = self.rows[ranges[:, 0], 4 + state]
         if (start < 0).any():
-            raise CheckpointError(f"the index holds not every state of parameter {self.name}")
+            raise CheckpointError(f"the index lacks a state of parameter {self.name}")
         shard = self.rows[ranges[:, 0], 0]
         offset, target, length = (ranges[:, column] * itemsize for column in (1, 2, 3))
         return numpy.stack([shard, start + offset, target, length], 1)

@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 KEPT_FULL = 2
 """Number of full checkpoints that retention keeps."""
 QUARANTINE = "set-aside"
-"""Folder among the checkpoints of a run. A start moves the checkpoints there that do not precede
-it. Nothing removes them."""
+"""Folder in `checkpoints/`. When a run starts, it moves the checkpoints that do not precede its
+start to this folder. Nothing removes them."""
 _REMOVED = "removed-"
-"""Prefix in the temporary names of directories that are in removal. No save writes to them."""
+"""Prefix of the temporary names of directories that are being removed. No save writes to them."""
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -90,7 +90,7 @@ def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int =
         The temporary directory, next to `path`.
 
     Raises:
-        OptimusError: The disk has less free space than both sizes.
+        OptimusError: The disk has less free space than the sum of both sizes.
         OSError: The directory cannot be created.
     """
     final = Path(path)
@@ -100,12 +100,13 @@ def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int =
     if free < needed_bytes + reserved_bytes:
         aside = final.parent / QUARANTINE
         size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
-        hint = f", say in {aside.name}/: {size / 1e9:.3f} GB that no start reads" if size else ""
+        hint = f", for example in {aside.name}/ ({size / 1e9:.3f} GB)" if size else ""
         reserved = reserved_bytes / 1e9
-        due = f", and the full one of its step {reserved:.3f} GB" if reserved_bytes else ""
+        due = f", and the full one of this step needs {reserved:.3f} GB" if reserved_bytes else ""
         raise OptimusError(
-            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but it needs "
-            f"{needed_bytes / 1e9:.3f} GB before it removes older checkpoints{due}; make room{hint}"
+            f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but the "
+            f"checkpoint needs {needed_bytes / 1e9:.3f} GB before older checkpoints are "
+            f"removed{due}; make room{hint}"
         )
     temporary = files.temporary_name(final)
     temporary.mkdir()
@@ -162,7 +163,7 @@ def commit(
     if final.exists():
         raise CheckpointError(f"{final} exists already; remove it or choose another place")
     if stop is not None and not stop.claim():
-        raise OptimusError(f"{final.name}: no longer wanted")
+        raise OptimusError(f"{final.name}: the save was stopped")
     try:
         files.commit(temporary, final)
     except OSError:  # the fsync after the rename may have failed
@@ -178,19 +179,21 @@ def commit(
 def newest_valid(
     run_dir: str | os.PathLike, thorough: bool = True, excluded: Mapping[Path, str] = NOTHING
 ) -> Manifest | None:
-    """Return the valid full checkpoint of the highest step. Log each read that failed.
+    """Return the manifest of the valid full checkpoint of the highest step; None if there is none.
+
+    A failed read is logged and tried once more.
 
     Args:
         run_dir: The run directory.
-        thorough: True to compare every byte. False to leave the states to the caller, who excludes
-            a checkpoint that turns out to be damaged, and calls again.
+        thorough: True to compare every byte. False if the caller checks the states when it reads
+            them. If they are damaged, it adds the checkpoint to `excluded` and calls again.
         excluded: Checkpoints to skip, with reasons.
     """
     for path in reversed(_of_kind(run_dir, "step")):
         if path in excluded:
             continue
         # A read error may be temporary, and an older checkpoint would cost the updates since then.
-        for action in ("reading again, for", "passing over a damaged checkpoint:"):
+        for action in ("reading again after an error:", "passing over a damaged checkpoint:"):
             try:
                 return _check(path, thorough)
             except CheckpointError as error:
@@ -235,7 +238,8 @@ def _check(path: Path, thorough: bool) -> Manifest:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run: after `step`, from the weights or the full states at `path`, if any."""
+    """The state from which a run starts: the weights or the full states at `path`, after `step`
+    updates. Without a path, the run starts with initial weights."""
 
     origin: str
     """The `checkpoint.load` with which the run was started."""
@@ -254,9 +258,9 @@ def decide_start(
 ) -> Start:
     """Return the start that `checkpoint.load` selects.
 
-    The same command, given again after a failure, continues from the newest checkpoint of the run:
-    a checkpoint has the `origin` of its run. The states of a full checkpoint are checked when they
-    are loaded.
+    If the newest valid full checkpoint of the run directory has `load` as its `origin`, the run
+    continues from it. Therefore the same command continues a run after a failure. The states of a
+    full checkpoint are not checked until they are loaded.
 
     Args:
         run_dir: The run directory.
@@ -264,8 +268,8 @@ def decide_start(
         excluded: Checkpoints that proved to be damaged, with reasons.
 
     Raises:
-        CheckpointError: There is no such checkpoint. Also if the run has saved full checkpoints and
-            none is valid: the user decides whether to start again.
+        CheckpointError: There is no such checkpoint, or the run has saved full checkpoints and none
+            is valid. The user decides whether to start again.
     """
     if load == "none":
         return Start("none")
@@ -296,7 +300,7 @@ def decide_start(
         return _start_at(load, manifest, manifest.step)
     if _is_in_run(path, run_dir):
         raise CheckpointError(
-            f"checkpoint.load = {load!r} is a model of this very run; go back to it with "
+            f"checkpoint.load = {load!r} is a model of this run itself; go back to it with "
             f"checkpoint.load=model@{manifest.step}, or start a new run in another train.run_dir"
         )
     return Start(load, path=path)
@@ -309,8 +313,11 @@ def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
 
 
 def _may_come_from(load: str, path: Path) -> bool:
-    """Return whether a run with this `checkpoint.load`, in any spelling of its path, made the
-    checkpoint at `path`. True if its manifest is damaged."""
+    """Return whether the checkpoint at `path` may be of a run with this `checkpoint.load`.
+
+    Paths are compared after links are resolved. The result is True if `load` is "auto" or if the
+    manifest is damaged.
+    """
     try:
         origin = read_manifest(path).origin
     except CheckpointError:
@@ -319,8 +326,8 @@ def _may_come_from(load: str, path: Path) -> bool:
 
 
 def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> None:
-    """Raise CheckpointError if the run, which has no valid full checkpoint, has saved one since
-    `first_step`, the step of its start."""
+    """Raise CheckpointError if the run has saved a full checkpoint since its start at `first_step`.
+    The caller has found no valid one."""
     directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
     candidates = [*_of_kind(run_dir, "step"), *directory.glob(f"{QUARANTINE}/step-[0-9]*")]
     for model in models:
@@ -337,12 +344,12 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
     saved = [path for path in candidates if _may_come_from(load, path)]
     if saved:
         newest = max(saved, key=_step_of)
-        other = f"from a model: checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
+        other = f"resume with checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
             f"{directory}: none of {counted(len(_of_kind(run_dir, 'step')), 'full checkpoint')} "
-            "is valid, but "
-            f"there is {newest.relative_to(directory)}; start {other}over with "
-            "checkpoint.load=none, in another train.run_dir, or once you have moved that away"
+            "is valid, but the run has saved some: "
+            f"there is {newest.relative_to(directory)}; {other}start over with "
+            "checkpoint.load=none or in another train.run_dir, or move that checkpoint away"
         )
 
 
@@ -350,7 +357,7 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
 
 
 def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
-    """Remove the directories of unfinished saves, and move the checkpoints to QUARANTINE that do
+    """Remove the directories of unfinished saves, and move to QUARANTINE the checkpoints that do
     not precede the start of the run.
 
     Call this after the start has been loaded, so that a failed start changes nothing. A warning
@@ -369,7 +376,7 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     if left := remove_all(unfinished):
         for path, reason in left.items():
             logger.warning("cannot remove %s: %s", path, reason)
-        logger.warning("%s; remove them by hand", space_left(run_dir))
+        logger.warning("%s; remove these directories by hand", space_left(run_dir))
     is_own = start.path is not None and _is_in_run(start.path, run_dir)
     kept = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
     kept = [path for path in kept if is_own and _step_of(path) <= start.step]
@@ -384,17 +391,17 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
             files.commit(path, target)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; it does not precede "
-                "this start: move it away by hand and give the same command again"
+                f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; move it away "
+                "by hand, since it does not precede this start, and give the same command again"
             ) from None
-        logger.info("set aside %s, which does not precede this start", path.name)
+        logger.info("moved %s to set-aside/: it does not precede this start", path.name)
     files.fsync_dir(directory)
 
 
 def remove_old(
     run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0
 ) -> dict[Path, str]:
-    """Remove the checkpoints that retention does not keep, and the rest of earlier removals.
+    """Remove the checkpoints that retention does not keep, and what failed removals left.
 
     Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` models (0: all)
     and the models of steps that are multiples of `keep_every` (0: none of those). A failed removal
@@ -410,7 +417,8 @@ def remove_old(
 
 
 def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
-    """Return the paths older than the newest `count` that have a readable manifest."""
+    """Return the paths before the last `count` paths with a readable manifest. `paths` are in the
+    order of steps."""
     for number in reversed(range(len(paths))):
         with contextlib.suppress(CheckpointError):
             read_manifest(paths[number])
@@ -424,7 +432,7 @@ def remove_all(paths: Iterable[Path]) -> dict[Path, str]:
     """Remove directories in `checkpoints/`.
 
     Returns:
-        The reason for each directory of which something remains.
+        For each directory that is not completely removed, the reason.
     """
     left = {}
     for path in paths:
@@ -462,7 +470,7 @@ def space_left(run_dir: str | os.PathLike) -> str:
 
 
 def _is_in_run(path: Path, run_dir: str | os.PathLike) -> bool:
-    """Return whether a checkpoint is in the run directory, in any spelling of its path."""
+    """Return whether `path` is a checkpoint of the run, after links are resolved."""
     return any(path.samefile(checkpoint) for checkpoint in find_all(run_dir))
 
 
@@ -472,7 +480,8 @@ def find_all(run_dir: str | os.PathLike) -> list[Path]:
 
 
 def _of_kind(run_dir: str | os.PathLike, kind: str) -> list[Path]:
-    """Return the directories with names of saves, by step. Copies with other names are ignored."""
+    """Return the checkpoints of one kind, "step" or "model", in the order of steps. Directories
+    with other names, such as copies, are ignored."""
     directory = checkpoints_dir(run_dir)
     if not directory.is_dir():
         return []

@@ -3,8 +3,9 @@
 Weights are read in the order in which the files contain them, a few elements at a time. A
 model-only save has no shard files: every rank writes its master weights in bf16 into common
 safetensors files, at positions that follow from the model. No rank needs the whole model, and
-nothing is sent. The first rank creates the files before, and reads them once after all ranks have
-written, to compute the hashes and to compare the content with the reports of the writers.
+nothing is sent. The first rank creates the files before any rank writes. After all ranks have
+written, it reads the files once, to compute their hashes and to compare their content with the
+reports of the ranks.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ class Weights(files.Closing, ABC):
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the parameters, by name."""
     slices: Sequence[ParamSlice]
-    """Slices of whole parameters, of at most BATCH_ELEMENTS elements. Together they contain each
-    element of every parameter once."""
+    """Ranges of the parameters, each of at most BATCH_ELEMENTS elements. Together they contain
+    every element of every parameter exactly once."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]: ...
@@ -208,7 +209,7 @@ class FileWeights(Weights):
         self._located = sorted(located, key=lambda entry: (entry[0].path, entry[1]))
         for file, *_ in located:
             if manifest and file.path.name not in self._hashes:
-                raise CheckpointError(f"{file.path}: its checkpoint's manifest does not know it")
+                raise CheckpointError(f"{file.path}: the manifest does not list this file")
         self.slices = [param for *_, param in self._located]
 
     def __iter__(self) -> Iterator[tuple[ParamSlice, Tensor]]:
@@ -227,8 +228,8 @@ class FileWeights(Weights):
         for file, _, dtype, param in self._located:
             if dtypes.setdefault(param.name, dtype) is not dtype:
                 raise CheckpointError(
-                    f"{file.path.parent}: parts of {param.name} are of several types ({dtype} and "
-                    f"{dtypes[param.name]}); bring them to one type first"
+                    f"{file.path.parent}: {param.name} is stored in several types ({dtype} and "
+                    f"{dtypes[param.name]}); convert its tensors to the same type first"
                 )
         return dtypes
 
@@ -368,7 +369,7 @@ class ModelSaver(Saver):
             for state, state_slice in self._slices:
                 for param, offset in _params_of(state_slice):
                     if stop.is_set():
-                        raise OptimusError(f"model of step {step}: no longer wanted")
+                        raise OptimusError(f"model of step {step}: the save was stopped")
                     selected = slice(offset, offset + param.stop - param.start)
                     if memory is None:
                         assert self._staging is not None
@@ -398,8 +399,8 @@ class ModelSaver(Saver):
 
 
 def _params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
-    """Yield the slices of parameters in a slice, of at most BATCH_ELEMENTS elements, each with its
-    offset in the slice."""
+    """Yield the parameter slices in `state_slice`, cut to at most BATCH_ELEMENTS elements each,
+    with their offsets in `state_slice`."""
     for param, offset in state_slice.params:
         for start in range(param.start, param.stop, BATCH_ELEMENTS):
             batch = param._replace(start=start, stop=min(start + BATCH_ELEMENTS, param.stop))
@@ -409,8 +410,11 @@ def _params_of(state_slice: StateSlice) -> Iterator[tuple[ParamSlice, int]]:
 def _check_file(
     path: Path, header: bytes, size: int, checksums: Sequence[Checksum], stop: Stop
 ) -> FileEntry:
-    """Compare a file on the disk with its header, its size and the checksums of its writers, and
-    return its entry for the manifest. Raises OptimusError if it differs."""
+    """Check a file on the disk, and return its entry for the manifest.
+
+    Raises OptimusError if the file differs from the given header and size, or from the checksums of
+    what the ranks wrote to it.
+    """
     digest, content = xxhash.xxh3_64(header), Checksum()
     with open(path, "rb") as file:
         files.sync_to_disk(file.fileno())  # what all local ranks have written
@@ -419,7 +423,7 @@ def _check_file(
         has_header = file.read(len(header)) == header
         while block := file.read(_BLOCK_BYTES):
             if stop.is_set():
-                raise OptimusError(f"{path.name}: no longer wanted")
+                raise OptimusError(f"{path.name}: the save was stopped")
             digest.update(block)
             content = content.plus(memoryview(block), len(header) + content.nbytes)
     written = Checksum(size - len(header), sum(entry.weighted_sum for entry in checksums))
@@ -428,5 +432,5 @@ def _check_file(
         or content != written
         or sum(entry.nbytes for entry in checksums) != written.nbytes
     ):
-        raise OptimusError(f"{path.name} does not hold what was to be written")
+        raise OptimusError(f"{path.name} does not contain what the ranks wrote")
     return FileEntry(path.name, size, digest.hexdigest())

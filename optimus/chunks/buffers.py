@@ -20,9 +20,9 @@ from optimus.chunks.layout import Chunk, ChunkLayout, Parameter, Slot, lay_out
 from optimus.distributed.collectives import ALONE, all_gather
 
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
-"""Uses of states: parameters in the training dtype; gradients, of chunks and of shards; masters;
-moments of the optimizer; sums in microbatch order (deterministic mode); "tied",
-gradients of further uses of parameters."""
+"""Kinds of states. "parameters" are in the training dtype; "gradients" are those of chunks and of
+shards; "deterministic" are the sums in microbatch order of deterministic mode; "tied" are gradients
+of further uses of parameters."""
 
 
 class StateTensor(NamedTuple):
@@ -38,8 +38,8 @@ class StateTensor(NamedTuple):
 class Memory:
     """Frees and allocates the memory of flat buffers.
 
-    To read a freed buffer crashes the process. With `poison`, for tests, a freed buffer keeps its
-    memory and is filled with NaN, so that results show a read of it.
+    A read of a freed buffer crashes the process. With `poison`, which tests set, a freed buffer
+    keeps its memory and is filled with NaN. A read of it then causes NaN in the results.
     """
 
     def __init__(self, poison: bool = False) -> None:
@@ -63,12 +63,12 @@ class Memory:
             storage.resize_(flat.numel() * flat.itemsize)
 
     def has(self, flat: Tensor) -> bool:
-        """Return whether a buffer has memory (with `poison`: would have it)."""
+        """Return False if a buffer is freed, even if it keeps its memory because of `poison`."""
         return flat.untyped_storage()._cdata not in self._freed
 
 
 class ZeroedMemory(Memory):
-    """Memory that is kept: to free a buffer sets it to zero."""
+    """Memory that is never freed. `free` sets a buffer to zero instead."""
 
     def free(self, flat: Tensor) -> None:
         flat.zero_()
@@ -85,9 +85,9 @@ class GradBuffer(Protocol):
 
     groups: ParamProcessGroups
     grads: Tensor
-    """[L] to which backward adds."""
+    """Flat buffer of L elements, to which backward adds."""
     grad: Tensor
-    """fp32 [L / shards]: the sum for the update; `grads` itself if it is not sharded."""
+    """Sum for the update, fp32 [L / shards]; `grads` itself if the states are not sharded."""
     grad_views: dict[str, Tensor]
     """Views of `grads` by parameter, in order of first use. They are valid whenever `grads` has
     memory."""
@@ -109,7 +109,7 @@ class ChunkState:
             its own if `is_sharded`.
         master: fp32 [L / shards]; `shard` itself in fp32 training.
         moments: [L / shards] each, the moments of the optimizer by name.
-        grad: fp32 [L / shards], the summed gradient; `grads` itself if it is not sharded.
+        grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded.
     """
 
     def __init__(
@@ -194,11 +194,11 @@ class ChunkState:
 
 @dataclass(frozen=True)
 class FurtherUse:
-    """A further use of a parameter, such as the output head that uses the embedding."""
+    """A further use of a parameter, such as by an output head with the weight of the embedding."""
 
     name: str
     leaf: Tensor
-    """A leaf of its own over the parameter's memory, so that each use has its own gradient."""
+    """Leaf tensor of this use. It shares the parameter's memory, but has a separate gradient."""
     owner: str
     """Name of the parameter."""
     stage: int = 0
@@ -252,7 +252,7 @@ class ShardSlice(NamedTuple):
 
 class FrozenParams:
     """Frozen parameters in flat chunks of the training dtype, whole on every rank. They have no
-    gradients, and their values are their masters."""
+    gradients and no separate masters."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class FrozenParams:
 
 
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
-    """Return the bytes by kind, their "total", and the share of "padding", rounded up by chunk.
+    """Return the bytes of each kind, their sum ("total"), and the bytes of "padding" among them.
 
     Storage that several tensors share counts once, for the first tensor.
     """

@@ -38,10 +38,10 @@ class ChunkEngine:
     Args:
         named: Parameters by name in order of first use. They become views of chunks.
         groups_of: Returns the process groups of a parameter, or None if it has none.
-        optimizer: Updates the shards, which have the moments that it declares.
+        optimizer: Updates the shards. Each shard has the moments that the optimizer declares.
         initial: Returns the initial value of a parameter, on any device. By default, parameters
-            keep their values. Chunks are created one after the other, and each asks for the values
-            of its parameters, so that no more than one value is needed at a time.
+            keep their values. The engine copies each value to a chunk before it asks for the next
+            one, so that only one value needs memory at a time.
         dtype: The training dtype.
         chunk_length: Target length of a chunk, in elements.
         deterministic: `train.deterministic`.
@@ -51,7 +51,8 @@ class ChunkEngine:
         everyone: All ranks.
         compiled: True if torch.compile will trace the module.
         overlap: Reduce gradients during the last backward of a step.
-        residency: The buffers that are not always whole; `attach` makes them so when needed.
+        residency: Determines the buffers that are whole only while they are needed. Such an engine
+            needs a call of `attach`.
 
     Raises:
         ConfigError: A parameter has no groups, or ranks that add up gradients have different
@@ -144,15 +145,15 @@ class ChunkEngine:
         regions: Sequence[range] = (),
         overlap: bool = False,
     ) -> None:
-        """Provide the segments of the model with their parameters and gradient buffers when they
-        compute.
+        """Register the hooks that provide each segment of the model with its parameters and its
+        gradient buffers when it computes.
 
         Args:
             segments: All segments in order of first use. They contain all parameters and uses.
             passes: The passes of this rank in a training step.
             early: As for `GradReducer.attach`.
             regions: Segments that are recomputed together.
-            overlap: Gather updated parameters until their first use.
+            overlap: Let the gathers of updated parameters continue until their first use.
         """
         if overlap:
             self.params.overlap(self._needs(segments))
@@ -192,8 +193,8 @@ class ChunkEngine:
         return chunk_of | {use: chunk_of[name] for use, name in self.gradients.owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
-        """Make parameters whole for a use outside of any segment, until the next use of a segment.
-        A collective of the ranks that shard them."""
+        """Gather parameters for a use outside of any segment. They stay whole until the next use of
+        a segment. A collective of the ranks that shard them."""
         self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
     def wait(self) -> None:
@@ -230,7 +231,7 @@ class ChunkEngine:
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """Update this rank's shards from the gradients times `grad_scale`, and gather the updated
-        parameters: until their first use if `attach` was called with `overlap`."""
+        parameters. With `overlap` in `attach`, the gathers continue until the first use."""
         self.wait()  # for parameters that no forward pass has read since the last update
         self.optimizer.num_updates += 1
         for state in self._by_first_use:
@@ -337,6 +338,6 @@ class ChunkEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache of sharded parameters, if it contains the largest chunks."""
+        """Greatest number of bytes in the cache of sharded parameters."""
         sizes = sorted(state.params.nbytes for state in self.chunks if state.is_sharded)
         return sum(sizes[-self.residency.slots :])

@@ -1,11 +1,11 @@
 """Gradients of a rank from backward to the update: accumulation, and reduction over ranks.
 
 The loss contains the global scale, so every reduction is a plain sum. If the states are sharded,
-each of the n ranks of the reduce group receives 1/n of the summed chunk, and these pieces are
-gathered over the replica group to the shard that the rank updates.
+each of the n ranks of the reduce group receives 1/n of the summed chunk. The ranks of the replica
+group then gather these pieces to the shard that they update.
 
 The collectives of a group must be launched in the same order on all ranks. Buckets of a stage are
-therefore launched in the reverse order of first use, in which backward completes them.
+therefore launched in the reverse order of first use. Backward completes them in the same order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from optimus.distributed.collectives import (
 _WIDENS_NATIVELY = hasattr(torch.Tensor, "grad_dtype")
 """True for torch 2.9 and later, where a bf16 parameter may have an fp32 `.grad`."""
 _MAX_IN_FLIGHT = 2
-"""Buffers that are reduced at the same time: a backend may have a copy of each."""
+"""Number of buffers that may be reduced at the same time. A backend may keep a copy of each."""
 
 
 @dataclass(eq=False)
@@ -55,17 +55,17 @@ class GradBucket:
     leaves: dict[str, Tensor]
     """Leaves by name, in order of first use."""
     missing: set[str] = field(default_factory=set)
-    """Leaves whose last gradient of the step has not come. Empty outside of `last_backward`."""
+    """Leaves without their last gradient of the step yet. Empty outside of `last_backward`."""
     is_ready: bool = False
     is_launched: bool = False
 
 
 class _ReduceOnce:
-    """Microbatches add up locally, and each buffer is reduced once per step. With `overlap` the
-    reductions continue during backward, until `finish`.
+    """Adds up microbatches locally, and reduces each buffer once per step. With `overlap`, backward
+    continues while buffers are reduced, and `finish` waits for the last of them.
 
-    A buffer without shards is reduced in place. Only another dtype, or a shard of several pieces,
-    takes memory for the transfer.
+    A reduction needs additional memory only to convert to another dtype, or if a shard consists of
+    several pieces.
     """
 
     def __init__(self, dtype: torch.dtype, overlap: bool) -> None:
@@ -127,13 +127,16 @@ class _ReduceOnce:
 
 
 class _ReducePerMicrobatch:
-    """Each backward's gradient is reduced as soon as it is complete. A rank keeps 1/n of the sum
-    over n ranks, and `memory` frees the buffer until the next backward (ZeRO-2) or clears it.
+    """Reduces the gradients of each backward as soon as they are complete. Each of n ranks keeps
+    1/n of the sum. After a reduction, `memory` frees the buffer until the next backward (ZeRO-2) or
+    sets it to zero.
 
-    With `is_ordered`, the contributions are exchanged and added in the order of microbatch numbers,
-    so that no layout changes a bit: microbatch i of data rank d of w has number i * w + d, so after
-    each backward every rank adds the contributions of ranks 0, 1, ..., w-1 in this order. Otherwise
-    the collective adds them, in `dtype`. Buffers that only one rank adds to stay as they are.
+    With `is_ordered`, microbatches are added in the order of their numbers, so that the bits do not
+    depend on the layout. Microbatch i of data rank d of w has the number i * w + d. Therefore every
+    rank receives the contributions of ranks 0 to w-1 after each backward, and adds them in this
+    order. Without `is_ordered`, the collective adds the contributions in `dtype`.
+
+    A buffer to which only one rank adds is not reduced.
     """
 
     def __init__(self, is_ordered: bool, dtype: torch.dtype, memory: Memory) -> None:
@@ -196,7 +199,7 @@ class _ReducePerMicrobatch:
             all_reduce_sum(buffer.grad, buffer.groups.partial_group)
 
     def release(self) -> None:
-        """Free buffers that are whole for the update."""
+        """Free the buffers that `finish` made whole for the update."""
         for buffer in self._pieces:
             if self.memory.has(buffer.grads):
                 self.memory.free(buffer.grads)
@@ -214,13 +217,14 @@ class GradReducer:
         named: Trained parameters in order of first use, views of the chunks.
         chunk_states: The chunks in order of first use.
         stage_groups: For each parameter that several pipeline stages have, the ranks of these
-            stages. Each has the whole gradient of one use, and all receive the sum.
+            stages. Each stage computes the gradient of one use, and all receive the sum.
         memory: Frees and allocates gradients if `frees_buffers`.
         deterministic: `train.deterministic`.
         reduce_dtype: The dtype of reductions; deterministic mode always uses fp32.
         grad_dtype: The dtype of accumulation.
-        compiled: True if torch.compile traces the model. It supports no gradient of another dtype
-            than its parameter, so a hook widens gradients, as on torch before 2.9.
+        compiled: True if torch.compile traces the model. torch.compile requires that a gradient has
+            the dtype of its parameter. Hooks then convert gradients to `grad_dtype`, as with torch
+            before 2.9.
         overlap: `optim.overlap`.
         frees_buffers: True if gradients have memory only between a backward and its reduction.
     """
@@ -240,8 +244,8 @@ class GradReducer:
         frees_buffers: bool,
     ) -> None:
         self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
-        """Called with each buffer before its sum over ranks, which would hide the origin of a
-        NaN."""
+        """Called with each buffer before it is reduced. The sum over ranks would hide which rank
+        has a NaN."""
         self._by_name: dict[str, tuple[ChunkState, Slot]] = {
             slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
         }
@@ -284,11 +288,11 @@ class GradReducer:
     def attach(self, segments: Sequence[ModelSegment], early: bool) -> None:
         """Free and allocate buffers as segments are used, if this reducer frees them.
 
-        Before the backward of a segment, the gradients of all later segments are complete: buffers
-        that no earlier segment adds to are reduced and freed, and those of the segment are
-        allocated. Without `early`, the buffers of a stage have memory from its backward to
-        `reduce`; this is necessary if weight gradients come after the backward of their segment,
-        or if uses cannot be observed.
+        Before the backward of a segment, the gradients of all later segments are complete. With
+        `early`, buffers to which only later segments add are then reduced and freed, and the
+        buffers of the segment are allocated. Without `early`, the buffers of a stage have memory
+        from its backward to `reduce`. This is necessary if weight gradients are computed after the
+        backward of their segment, or if hooks cannot observe the uses.
 
         Args:
             segments: All segments in order of first use.
@@ -362,7 +366,8 @@ class GradReducer:
                     self._allocate(buffers)
 
     def before_segment_backward(self, segment: int) -> None:
-        """Reduce what is complete before the backward of a segment, and allocate its buffers."""
+        """Reduce the buffers that are complete before the backward of a segment, and allocate those
+        of the segment."""
         if self._frees_early and self._in_step:
             later = [b for b in self._allocated if self._first_segment[b] > segment]
             self._reduce_allocated(later)
@@ -372,14 +377,13 @@ class GradReducer:
     def last_backward(
         self, stage: int, expected: Collection[Tensor] | None = None
     ) -> Iterator[None]:
-        """Return a context for the last backward of a stage in a step: with overlap, a bucket is
+        """Return a context for the last backward of a stage in a step. With overlap, a bucket is
         reduced as soon as its gradients are complete.
 
         Args:
             stage: The stage.
-            expected: The leaves that receive a gradient in this context; None if all may. Buckets
-                without any of them are complete at once. (The hooks of other leaves may have run
-                when their gradients were deferred.)
+            expected: The leaves that receive a gradient in this context; None if all may. A bucket
+                without any of them is complete at once.
         """
         buckets = self._buckets.get(stage, []) if self._overlaps else []
         wanted = None if expected is None else set(map(id, expected))
@@ -480,8 +484,8 @@ class GradReducer:
             del self._allocated[buffer]
 
     def _add_other_stages(self, name: str, group: Group) -> None:
-        """Add the gradients of a parameter's uses on other stages, each of which has all of its
-        gradient."""
+        """Add the gradients of a parameter's uses on other stages. Each stage has the whole
+        gradient of its use."""
         uses = [buffer.total for buffer in self._uses if buffer.use.owner == name]
         state, slot = self._by_name[name]
         gradient = uses[0] if uses else state.view(state.gather(state.grad), slot)

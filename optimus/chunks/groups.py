@@ -31,20 +31,20 @@ class ParamProcessGroups:
     replica_group: Group = ALONE
     """Ranks of `reduce_group` that have the same shard of the states."""
     partial_group: Group = ALONE
-    """Tensor-parallel ranks whose gradients of a copied parameter, such as a norm, are addends of
-    one gradient."""
+    """Tensor-parallel ranks that have copies of a parameter, such as a norm. Each computes a part
+    of the gradient, and these parts are added up."""
     copy_axes: tuple[str, ...] = ()
     """Mesh axes along which ranks have the same shard of the states."""
     stage_group: Group = ALONE
-    """Ranks of the pipeline stages that have the parameter and add up the gradients of their uses.
-    The copy of the first stage counts."""
+    """Ranks of the pipeline stages that have a copy of the parameter. They add up the gradients of
+    their uses. In the gradient norm, only the copy of the first stage counts."""
     options: ParamOptions = DEFAULT_OPTIONS
     is_first_copy: bool = field(default=True, compare=False)
     """True on the first of the ranks that have the same shard of the states."""
 
     @property
     def counts(self) -> bool:
-        """True on the one rank of all copies whose shard counts in the gradient norm."""
+        """True if this rank's shard counts in the gradient norm. Of all copies, one counts."""
         return self.is_first_copy and not self.is_later_copy
 
     @property
@@ -54,8 +54,8 @@ class ParamProcessGroups:
 
     @property
     def of_chunk(self) -> ParamProcessGroups:
-        """Groups of the parameter's chunk, which on the first stage that has the parameter also has
-        parameters of that stage alone."""
+        """Groups of the parameter's chunk. On the first stage that has the parameter, the chunk may
+        also contain parameters that only this stage has, so `stage_group` is removed."""
         return self if self.is_later_copy else replace(self, stage_group=ALONE)
 
 
@@ -68,8 +68,8 @@ def groups_of_params(
         groups = groups_of(name)
         if groups is None:
             raise ConfigError(
-                f"parameter {name} has no groups: nothing says which ranks add up its gradient and "
-                "share its optimizer state; give it a placement"
+                f"parameter {name} has no groups, so it is unknown which ranks add up its gradient "
+                "and share its optimizer state; give it a placement"
             )
         result[name] = groups
     return result
@@ -129,11 +129,11 @@ def _refuse(label: str, of_ranks: list[list[str] | None]) -> None:
             ours, theirs = (some[index : index + 1] for some in (reference, lines))
             if ours != theirs:
                 raise ConfigError(
-                    f"parameter {(ours or theirs)[0]}: of rank {first}, and rank {rank} has "
-                    f"{theirs[0] if ours and theirs else 'none'} in its place, although both "
+                    f"parameters differ: rank {first} has {ours[0] if ours else 'none'} where "
+                    f"rank {rank} has {theirs[0] if theirs else 'none'}, although these ranks "
                     f"add up gradients ({label}); {remedy}",
                 )
     raise ConfigError(
-        f"parameter {reference[0]}: of rank {first}, but not all ranks that should add up its "
-        f"gradient have it ({label}); {remedy}",
+        f"parameter {reference[0]} exists on rank {first}, but not on all ranks that should add "
+        f"up its gradient ({label}); {remedy}",
     )

@@ -117,8 +117,8 @@ class ChunkLayout:
 def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
     """Return chunks of about `target_length` elements, at least as long as the largest parameter.
 
-    The length is chosen for each class so that little is padding. The last chunk of a class, and
-    the only chunk of a class below the target, has just the length that its parameters need.
+    The length is chosen for each class so that there is little padding. The last chunk of a class
+    is only as long as its parameters need.
 
     Args:
         parameters: The parameters in order of first use, each name once.
@@ -147,8 +147,9 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
     """Return the length of the chunks of a class: a multiple of `reduce_size` * ALIGNMENT near
     `target` with the least padding.
 
-    The lengths that are tried fit a run of consecutive parameters, which begins with one of the
-    first, exactly. Models repeat their layers, so a length that fits once fits again.
+    In addition to `target`, this tries lengths that fit a run of consecutive parameters. The run
+    begins with one of the first parameters. Models repeat their layers, so a length that fits once
+    fits again.
     """
     step = reduce_size * ALIGNMENT
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
@@ -166,16 +167,15 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
 
 
 _FIRSTS = 64
-"""Number of parameters with which a tried run may begin: those of several layers."""
+"""Number of parameters with which a run in `best_length` may begin: those of several layers."""
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:
-    """Return the padding of a class in chunks of `length`, coarsely: differences below a percent of
-    the whole count as none, so that of equally good lengths the nearest to the target is taken.
+    """Return the padding of a class in chunks of `length`, in coarse units. Lengths with about the
+    same padding have the same result, and the caller takes the one nearest to the target.
 
-    `ends` has the sum of the padded sizes up to each parameter. A search in it for the last
-    parameter that fits into a chunk takes time for the chunks instead of the parameters, which
-    matters for models of a thousand layers.
+    `ends` contains the sum of the padded sizes up to the end of each parameter. A binary search in
+    it finds the last parameter of a chunk, which is fast for models of a thousand layers.
     """
     total = start = 0
     while ends[-1] - start > length:

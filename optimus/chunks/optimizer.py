@@ -1,9 +1,9 @@
 """Optimizers over shards of chunks. Chunks have memory for the moments that an optimizer declares.
 
-An optimizer whose state is not a number for each element (Adafactor and SM3 keep statistics of rows
-and columns) would need shards that begin with a row, so a layout in which the start and the length
-of a slot are multiples of its row. It would reduce its statistics of columns over the shard group,
-as a sum (Adafactor) or a maximum (SM3).
+Adafactor and SM3 keep statistics of rows and columns instead of a number for each element. Such an
+optimizer would need shards that begin with a row, and therefore slots whose start and length are
+multiples of a row. It would reduce its statistics of columns over the shard group, as a sum
+(Adafactor) or a maximum (SM3).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Optimizer(Protocol):
     """An element-wise update rule."""
 
     moments: Mapping[str, torch.dtype]
-    """States for each element in addition to the master: names, as in checkpoint files, and
-    dtypes."""
+    """Dtype of each state that an element has in addition to the master. The names are those in
+    checkpoint files."""
     num_updates: int
     """Number of updates, including the current one, for a bias correction."""
 
@@ -38,7 +38,7 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """AdamW with decoupled weight decay (arXiv 1711.05101), one formula for every element."""
+    """AdamW with decoupled weight decay (arXiv 1711.05101)."""
 
     moments: Mapping[str, torch.dtype] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 

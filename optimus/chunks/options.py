@@ -17,7 +17,7 @@ class ParamOptions:
     """Options of the optimizer for a parameter, the same for all parameters of a chunk."""
 
     weight_decay: float | None = None
-    """None: `optim.weight_decay`."""
+    """Weight decay; None for that of `optim.weight_decay`."""
     lr_scale: float = 1.0
     """Factor of the learning rate."""
     frozen: bool = False
@@ -52,7 +52,7 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
     for pattern in optim.frozen:
         if not any(_matches(pattern, name) for name in names):
             raise ConfigError(
-                f"optim.frozen names {pattern!r}, which matches no parameter; they are called "
+                f"optim.frozen names {pattern!r}, which matches no parameter; the parameters are "
                 f"{known}"
             )
         left = [name for name in left if not _matches(pattern, name)]
@@ -60,12 +60,12 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
     for index, group in enumerate(optim.groups):
         key = f"optim.groups[{index}].pattern = {group.pattern!r}"
         if not any(_matches(group.pattern, name) for name in names):
-            raise ConfigError(f"{key} matches no parameter; they are called {known}")
+            raise ConfigError(f"{key} matches no parameter; the parameters are {known}")
         rest = [name for name in left if not _matches(group.pattern, name)]
         if len(rest) == len(left):
             raise ConfigError(
-                f"{key}: optim.frozen or groups before it take all that it matches; leave it out, "
-                "or put it first"
+                f"{key} has no effect: optim.frozen or earlier groups match all of its parameters; "
+                "remove it, or put it first"
             )
         left = rest
     if not trained:
@@ -80,5 +80,5 @@ def _matches(pattern: str, name: str) -> bool:
 
 @functools.lru_cache(maxsize=4 * MAX_PATTERNS)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern. fnmatch itself keeps only 256 of them."""
+    """Return the regular expression of a pattern. The cache of fnmatch keeps only 256 of them."""
     return re.compile(fnmatch.translate(pattern))

@@ -1,4 +1,4 @@
-"""Parameters of chunks: which are gathered, which are on their way, and when they are freed."""
+"""Parameters of chunks: when they are gathered, and when they are freed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ParamStore:
     and freed later.
 
     In a training step the uses of sharded chunks follow the plan; any other use is a bug. Outside
-    of a step, forward passes are assumed to follow each other, and the chunk that such a pass needs
-    last is freed first. A use is a collective of the ranks that shard the missing chunks, in the
-    same order on each of them.
+    of a step, each forward pass is assumed to be followed by another one, and the chunk that will
+    be needed last is freed first. A use is a collective of the ranks that shard the missing chunks.
+    All of them must have the same order of uses.
 
     Args:
         chunk_states: All chunks of this rank.
@@ -37,11 +37,11 @@ class ParamStore:
         self.plan: ResidencyPlan | None = None
         """Plan of a training step; None if no chunk is sharded."""
         self._next = 0
-        """Index of the next planned use; the number of planned uses outside of a step."""
+        """Index of the next planned use. Outside of a step, it is the number of planned uses."""
         self._cached: set[int] = set()
 
     def overlap(self, needs: Sequence[frozenset[int]]) -> None:
-        """Let gathers after an update continue until `use` or `wait`.
+        """Let the gathers after each update run in the background until `use` or `wait`.
 
         Args:
             needs: All chunks that each segment reads.
@@ -86,7 +86,7 @@ class ParamStore:
         assert self._cached == step.resident, "the cache differs from its plan"
 
     def gather(self, numbers: Collection[int], segment: int = 0) -> None:
-        """Make chunks whole until the next use, outside of a training step.
+        """Gather chunks outside of a training step. They stay whole until the next use.
 
         Args:
             numbers: The chunks.
@@ -128,8 +128,8 @@ class ParamStore:
                 transfer.wait()
 
     def _distance(self, chunk: int, segment: int) -> int:
-        """Return the number of segments until a forward pass that is at `segment`, and is followed
-        by another one, needs a chunk."""
+        """Return the number of segments between `segment` and the next one that needs a chunk. The
+        first segment follows the last one, as if another forward pass came next."""
         count = len(self._needs)
         users = [index for index, need in enumerate(self._needs) if chunk in need]
         return min(((index - segment - 1) % count for index in users), default=count)

@@ -11,11 +11,11 @@ Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks
     one microbatch                                         2n - min(B, n)
     k microbatches, forward and backward in turn           2kn - (2k-1)B, B <= n
     recomputed regions of m > 1 segments, B = 1            3n - 1
-      the same without a use before a region's last one    3n - n/m
+      no backward use of the last segment of a region      3n - n/m
     recomputed regions, B >= m                             2n - B
 
-A gather begins as soon as its slot is free, not when the chunk is needed, for one use at a time.
-With B >= 2, gathers overlap with the computation before the use, and their number is the same.
+Gathers begin early, for one use at a time: those of the next use with missing chunks begin as soon
+as slots are free. With B >= 2, they overlap with computation. Their number is the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Residency:
-    """The buffers of sharded chunks that are always whole on a rank."""
+    """Settings that determine when a rank has whole gradients and whole parameters."""
 
     divides_gradients: bool = False
     """True if gradients are whole during one backward only (ZeRO-2)."""
@@ -66,8 +66,8 @@ class Use(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Actions for one use: free `evict`, and gather `gather` and wait for it. While the segment
-    computes, free `evict_early` and begin to gather `prefetch`."""
+    """Actions for one use. First, the chunks `evict` are freed and `gather` are gathered. While the
+    segment computes, `evict_early` are freed, and gathers of `prefetch` begin."""
 
     use: Use
     evict: tuple[int, ...] = ()
@@ -130,8 +130,8 @@ def fewest_slots(needs: Iterable[Collection[int]]) -> int:
 
 
 def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
-    """Return Belady's replacement over the known uses, with gathers that begin as early as their
-    slots allow."""
+    """Return the plan with the fewest gathers (Belady's rule). Each gather begins as soon as there
+    is a slot for it."""
     assert slots >= fewest_slots(use.need for use in uses), "a use needs more slots"
     future = Future(uses)
     on_demand: list[_Demand] = []
@@ -173,8 +173,8 @@ class Future:
 
 @dataclass
 class _Demand:
-    """For one use, without early gathers: chunks that are not needed any more, chunks to gather,
-    and chunks to free for them."""
+    """Chunks that one use frees and gathers if no gather begins early. `dead` are not needed again.
+    `victims` are needed again, but are freed to make room for `missing`."""
 
     dead: tuple[int, ...]
     missing: list[int]
@@ -184,8 +184,11 @@ class _Demand:
 def _begin_early(
     uses: Sequence[Use], on_demand: list[_Demand], future: Future, slots: int
 ) -> Iterable[Step]:
-    """Move each gather to the first use, after the gather before it, at which a slot is free or
-    contains a victim that is not needed in between."""
+    """Yield the steps of the plan, in which gathers begin early.
+
+    Gathers begin early only for the next use with missing chunks. Each begins as soon as there is a
+    slot for it: a free slot, or the slot of a victim that is not needed before that use.
+    """
     waiting = [index for index, demand in enumerate(on_demand) if demand.missing]
     resident: set[int] = set()
     for now, (use, demand) in enumerate(zip(uses, on_demand, strict=True)):

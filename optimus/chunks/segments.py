@@ -40,7 +40,8 @@ def register_module(module: nn.Module, before_forward: Hook, before_backward: Ho
     """Register the hooks of a segment that is one module.
 
     Backward starts with the first gradient of the module's outputs. A recomputation inside the
-    module is part of its backward. Modules that are recomputed together report a forward each.
+    module is part of its backward. If several modules are recomputed together, `before_forward` of
+    each runs again.
     """
     module.register_forward_pre_hook(lambda *_: before_forward())
     if before_backward is not None:
@@ -51,7 +52,7 @@ def on_gradient(outputs: Any, hook: Hook) -> None:
     """Call `hook` once, before the backward of the operations that made `outputs`.
 
     Autograd runs operations in the reverse order of their creation. Therefore the backward of all
-    later modules has ended by then, and none of it follows.
+    later modules is complete when `hook` runs.
     """
     if not torch.is_grad_enabled():
         return

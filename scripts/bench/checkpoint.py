@@ -53,8 +53,8 @@ _STEP = "step-00000001"
 
 
 class Method(NamedTuple):
-    """Two collectives of all ranks: `save` writes the states to an empty folder, and `load` reads
-    them from there into the same tensors."""
+    """Functions that save states to an empty folder, and load them from this folder into the same
+    tensors. Both are collectives of all ranks."""
 
     save: Callable[[Path], None]
     load: Callable[[Path], None]
@@ -91,7 +91,7 @@ class SaveFolder:
 
 
 class SaveStall:
-    """The two functions of the comparison `stall`."""
+    """Functions that the comparison `stall` times: the start of a save, and a copy in memory."""
 
     def __init__(self, states: RankStates) -> None:
         self._states, self._saver = states, FullSaver(states, "balanced", staged=True)
@@ -103,7 +103,7 @@ class SaveStall:
         self._save = self._saver.begin(self._states, folder / _STEP, _write_config, step=1)
 
     def copy(self) -> None:
-        """Copy the same memory."""
+        """Copy the states of this rank to other memory."""
         for flat, memory in self._copies:
             memory.copy_(flat)
 
@@ -223,7 +223,8 @@ def _blocks(flats: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def _dcp(flats: Sequence[Tensor], world: World) -> Method:
-    """On several ranks, each flat tensor is the local shard of a DTensor."""
+    """Return the functions of torch.distributed.checkpoint. On several ranks, each flat tensor is
+    the local shard of a DTensor."""
     from torch.distributed import checkpoint
 
     tree: dict[str, Any] = {str(number): flat for number, flat in enumerate(flats)}
@@ -248,7 +249,7 @@ def _dcp(flats: Sequence[Tensor], world: World) -> Method:
 
 
 def _torch_save(flats: Sequence[Tensor], world: World) -> Method:
-    """With an fsync, which torch.save leaves out."""
+    """Return functions that call torch.save and torch.load. `save` also calls fsync."""
 
     def save(folder: Path) -> None:
         with open(folder / f"{world.everyone.rank}.pt", "xb") as file:
@@ -275,8 +276,8 @@ def _compare(
     rounds: int,
     world: World,
 ) -> dict[str, Any]:
-    """Return the seconds of each contestant, and for each other contestant the least, median and
-    greatest ratio of our speed to its speed in the same round."""
+    """Return the seconds of each contestant, `ours` among them. For each other contestant, also
+    return the least, median and greatest ratio of its time to our time in the same round."""
     seconds = common.race(contestants, rounds, world, before=before)
     ours_by = {name: paired(s, seconds["ours"]) for name, s in seconds.items() if name != "ours"}
     return {"s": seconds, "ours_by": ours_by}

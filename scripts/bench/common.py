@@ -118,8 +118,8 @@ def _start_rank(
 def measure_on_rank(
     launch: LaunchEnv, folder: Path, measure: Callable[..., dict[str, Any]], arguments: Any
 ) -> None:
-    """Call `measure`, as `run_ranks` describes, on one rank. Rank 0 writes the result to
-    `folder`/result.json.
+    """Call `measure` on one rank, with the arguments that `run_ranks` describes. Rank 0 writes the
+    result to `folder`/result.json.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises it.

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Count the files that common operations enter, and the frames from backward to reduce-scatter.
+"""Count the files that common operations use, and the frames from backward to reduce-scatter.
 
     python scripts/bench/frames.py [--files] [--json]
 
-A file counts if one of its functions runs, in any thread of the first rank. The operations run on
-two local ranks with a small model: an update with ep = 2, a save and a load of a full checkpoint,
-and, on one process, `optimus-data tokenize` with one document.
+A file of Optimus counts if a thread of the first rank calls one of its functions. Three operations
+run on two local ranks with a small model: an update with ep = 2, a save of a full checkpoint, and
+a load of it. The fourth is `optimus-data tokenize` with one document, in one process. The frames
+are the functions of Optimus on the stack of a reduce-scatter in backward.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TEXT = "A document of a few words, which the tokenizer divides into tokens.\n"
 
 @contextlib.contextmanager
 def entered_files() -> Iterator[set[str]]:
-    """Return a context that adds to a set the files of Optimus whose functions run in it."""
+    """Return a context that yields a set of the files of Optimus that run functions in it."""
     files: set[str] = set()
 
     def enter(frame: FrameType, event: str, argument: Any) -> None:
@@ -60,8 +61,8 @@ def entered_files() -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def reduce_scatter_frames() -> Iterator[list[list[str]]]:
-    """Return a context that adds to a list, for each reduce-scatter in a backward, the functions of
-    Optimus between torch's backward and torch's reduce-scatter."""
+    """Return a context that yields a list. Each reduce-scatter in a backward adds an element to it:
+    the functions of Optimus on the stack between torch's autograd and torch's reduce-scatter."""
     stacks: list[list[str]] = []
     name = "reduce_scatter_single"
     if not hasattr(distributed, name):
@@ -90,7 +91,8 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
     """Run the operations of two ranks. A collective of all ranks.
 
     Returns:
-        The entered files by operation, and the functions under "reduce-scatter".
+        `files`: The files that each operation uses. `reduce-scatter`: The functions of Optimus from
+        backward to a reduce-scatter, for the one with the most functions.
     """
     rank = make_rank(common.mula_config(64, world.size, ep=2, sharding="epso"), world)
     updater, microbatches = rank.updater(), rank.microbatches()
@@ -124,7 +126,7 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 
 def measure_tokenize(folder: Path) -> list[str]:
-    """Return the files that `optimus-data tokenize` enters for one document."""
+    """Return the files whose functions `optimus-data tokenize` calls for one document."""
     text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
     text.write_text(_TEXT)
     source = ["--input", str(text)]

@@ -3,9 +3,9 @@
 
     python scripts/bench/moe.py [--case SHAPE-DTYPE] [--peers A,B] [--threads N] [--json]
 
-A pass is forward and backward. All blocks have the same weights and input and take turns. Before,
-the result of each is compared with a loop over the experts. If our block differs, the script ends.
-A peer that differs or fails is reported. The peers are in moe_peers.py.
+First, the result of each block is compared with a loop over the experts. If our block differs, the
+script ends. A peer that differs or fails is reported. Then all blocks are timed in turn, with the
+same weights and input. A pass is forward and backward. The peers are in moe_peers.py.
 """
 
 from __future__ import annotations
@@ -308,8 +308,8 @@ def _check(
 
 
 def _seconds(block: nn.Module, x: Tensor, grad: Tensor) -> float:
-    """Return the seconds of a pass, in CPU time on a CPU. In the first pass Triton may compile, so
-    call this after it."""
+    """Return the seconds of a pass: CPU time on a CPU, otherwise wall-clock time. Call this after a
+    first pass, in which Triton may compile kernels."""
     return clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
 
 
@@ -344,8 +344,9 @@ def _race(
     """Time all blocks and a large matrix product in turn.
 
     Returns:
-        For each block and round, the pairs (wall-clock seconds, CPU seconds) of forward and of the
-        whole pass. Then the FLOPs of the matrix product, and its pair for each round.
+        The times of the blocks by name, and a list with the FLOPs of the matrix product and its
+        times. A time is a pair (wall-clock seconds, CPU seconds) for each round. A block has two
+        such pairs: of forward, and of the whole pass.
     """
     # Each timed pass has a new batch and follows an untimed pass with another batch. oneDNN
     # compiles products for each shape, and in training each step has other numbers of rows. With
@@ -377,8 +378,8 @@ def _summary(
     peak: Sequence,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the figures of each block: in CPU time for one thread on a CPU, else in wall-clock
-    time."""
+    """Return the results of each block. They are in CPU time on a CPU with one thread, otherwise in
+    wall-clock time."""
     clock = int(device.type == "cpu" and torch.get_num_threads() == 1)
     flops, peaks = peak
     peak_flops = flops / min(seconds[clock] for seconds in peaks)

@@ -101,14 +101,14 @@ class ThreeGrouped(Peer):
 
 class HuggingFace(Peer):
     """Experts module of the Hugging Face library `transformers`, which stores the weights of all
-    experts in one tensor. `implementation` is the name of its experts implementation."""
+    experts in one tensor. `implementation` selects one of the library's ways to compute them."""
 
     implementation = "grouped_mm"
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         olmoe = _library("transformers.models.olmoe.modeling_olmoe")
         if not hasattr(olmoe, "OlmoeExperts"):
-            raise common.Absent("transformers is older than version 5, which merged the experts")
+            raise common.Absent("it needs transformers 5 or later")
         experts, hidden, inner = down.shape
         config = _library("transformers").OlmoeConfig(
             hidden_size=hidden, intermediate_size=inner, num_experts=experts
@@ -144,7 +144,7 @@ class Liger(Peer):
 
 
 class ScatterMoE(Peer):
-    """GLUMLP of scattermoe. It needs the rows of up before those of gate, so gate_up is copied."""
+    """GLUMLP of scattermoe. It needs a copy of gate_up in which the rows of up come first."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:

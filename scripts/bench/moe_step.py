@@ -133,8 +133,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the median times of each library. Also return the speed-up of a pass if our experts
-    replace those of the library: the measured speed-up and the predicted one."""
+    """Return, for each library, its median times and the speed-up of a pass if our experts replace
+    its experts. The speed-up is both measured and predicted."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

@@ -4,13 +4,14 @@
     python scripts/bench/optimizer.py [--size N] [--threads N] [--rounds N] [--peers A,B] [--json]
 
 A step reads bf16 gradients and updates fp32 states and bf16 parameters, on one flat chunk. The
-contestants update the same states in turn. Before, the result of each is compared with AdamW in
-fp64, on a small chunk.
+contestants update the same states in turn. First, the result of each contestant on a small chunk is
+compared with AdamW in fp64.
 
-`ours` is the fused op of Optimus. `torch` is torch's fused AdamW between the two casts, and
-`deepspeed` is DeepSpeed's cpu_adam between them.
+`ours` is the fused op of Optimus. `torch` is torch's fused AdamW, and `deepspeed` is DeepSpeed's
+cpu_adam. Both need two separate casts, of the gradients to fp32 and of the parameters to bf16.
 
-`bound` reads and writes the same number of bytes by the faster of two plain passes of torch.
+`bound` reads and writes the same number of bytes with a simple in-place op of torch. Two such ops
+are timed, and the faster counts.
 
 The exact norm of gradients is measured, too.
 """
@@ -47,7 +48,7 @@ SIZES = (1 << 16, 1 << 26)
 """Numbers of parameters. They need 1 MiB, which fits in the cache of a core, and 1 GiB, which fits
 in no cache."""
 _PARAMETERS_PER_SAMPLE = 1 << 22
-"""Number of parameters that a timed sample processes at least. For small sizes, a sample repeats
+"""Least number of parameters that are updated in a timed sample. For small sizes, a sample repeats
 the update, because one update is short compared with the resolution of the clock."""
 _HYPERPARAMETERS: dict[str, Any] = {
     "lr": 1e-4,
@@ -62,13 +63,13 @@ _CLASS_HYPERPARAMETERS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }
-"""The same, as arguments of the optimizer classes of torch and DeepSpeed."""
+"""_HYPERPARAMETERS, as arguments of the optimizer classes of torch and DeepSpeed."""
 PEERS = ("ours", "torch", "deepspeed", "bound")
 
 
 @dataclass
 class Chunk:
-    """Flat states of n parameters, and an fp32 gradient for peers that do not cast."""
+    """Flat states of n parameters. `grad32` is for peers that need the gradient in fp32."""
 
     master: Tensor
     exp_avg: Tensor
@@ -92,7 +93,7 @@ def ours(chunk: Chunk) -> Callable[[], Any]:
 
 
 def torch_adamw(chunk: Chunk) -> Callable[[], Any]:
-    """The kernel of torch.optim.AdamW(fused=True) between the two casts."""
+    """Return an update with the kernel of torch.optim.AdamW(fused=True) and both casts."""
     step = torch.tensor(
         10.0, device=chunk.master.device
     )  # AdamW counts the step before it calls the kernel
@@ -109,7 +110,7 @@ def torch_adamw(chunk: Chunk) -> Callable[[], Any]:
 
 
 def deepspeed_adam(chunk: Chunk) -> Callable[[], Any]:
-    """DeepSpeed's cpu_adam between the two casts. Raises Absent if it cannot run here."""
+    """Return an update with DeepSpeed's cpu_adam and both casts. Raises Absent if it cannot run."""
     if chunk.master.device.type != "cpu":
         raise common.Absent("it runs only on the CPU")
     try:
@@ -132,8 +133,8 @@ def deepspeed_adam(chunk: Chunk) -> Callable[[], Any]:
 
 
 def bound(chunk: Chunk) -> list[Callable[[], Any]]:
-    """Two plain passes over memory of the same size, each of which reads and writes 14 bytes per
-    parameter. They are in place, as an update is: each written byte was read before."""
+    """Return two simple passes over memory of the same size. Each reads and writes 14 bytes per
+    parameter in place, as an update does."""
     n = chunk.master.numel()
     memory = torch.zeros(n * _STORED // 4, device=chunk.master.device)
     bytes_each_way = n * BYTES // 2

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the sharded optimizer on several ranks: EPSO by SO, Optimus by FSDP2, peak of memory.
+"""Compare EPSO with SO and Optimus with FSDP2 on several ranks, and measure the peak of memory.
 
     python scripts/bench/sharding.py [--ranks N] [--hidden N] [--rounds N] [--json]
 
@@ -113,8 +113,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
 
 def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int, dict[str, int]]:
-    """Return the peak of resident memory in the last of three updates, and the terms of the
-    formula."""
+    """Run three updates. Return the peak of resident memory in the last one, and the terms of the
+    formula for the peak."""
     ours = make_rank(config, world)
     states, microbatches, updater = ours.states, ours.microbatches(), ours.updater()
     for step in range(1, 1 + _WARMUP):
@@ -136,8 +136,8 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
 
     Returns:
         `update`: CPU seconds of AdamW over the shards. `step`: wall-clock seconds of all work
-        between backward and the next forward: reduction, norm, update and gather. Both with the
-        ratios EPSO / SO. `predicted`: the ratio of the shards' sizes.
+        between backward and the next forward: reduction, norm, update and gather. Both also contain
+        the ratios EPSO / SO. `predicted`: the ratio of the shards' sizes.
     """
     ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
@@ -221,7 +221,7 @@ def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Return a table in Markdown. A cell with ratios has the least, the median and the greatest."""
+    """Return a table in Markdown. Ratios are given as the least, the median and the greatest."""
     lines = [
         "| ranks | dp x ep | EPSO by SO: update alone (predicted) | with collectives | "
         "ours by FSDP2, a step | peak by formula |",

@@ -8,7 +8,7 @@
 
 `random`: SIGKILL of either rank or both at random moments, then the same command again, until the
 run ends. `points`: a kill before and after each file call of a save, and in the middle of each
-write. `errors`: each call of a save fails (ENOSPC, EIO) or is short; the run must continue.
+write. `errors`: each call of a save fails (ENOSPC, EIO) or is a short write; the run must continue.
 `power`: the calls of a run are recorded, and the power is cut after each; all possible states of
 the disk are examined.
 
@@ -104,7 +104,8 @@ def _arguments() -> argparse.Namespace:
 
 @contextmanager
 def _scratch(work: Path) -> Iterator[Path]:
-    """Yield an empty directory. Remove it at the end, and that of an interrupted drill."""
+    """Yield an empty directory and remove it at the end. First remove one that an earlier,
+    interrupted drill left."""
     scratch = work / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -143,7 +144,7 @@ def kill_at_random(
 
 
 def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
-    """Return the seconds of an unbroken run. Make the run if it does not exist."""
+    """Return the duration of the unbroken run in seconds. Make the run if it does not exist."""
     duration = work / "unbroken.json"
     if not duration.exists():
         for _ in range(2):  # the first also starts the pool

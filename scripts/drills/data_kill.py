@@ -92,7 +92,7 @@ def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]
     Args:
         out: The output.
         expected: The content of all files, by name.
-        whole: True if the output is complete; missing files are also returned.
+        whole: If true, also return the names of files that the output lacks.
     """
     files = tree(out) if out.exists() else {}
     wrong = [
@@ -119,8 +119,8 @@ def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
 
 
 def start_and_kill(drill: Drill, out: Path, limit_s: float, rng: random.Random) -> str:
-    """Start all ranks and kill each at a random moment. Return the target of the last kill, "" if
-    all ranks ended before."""
+    """Start all ranks and kill each at a random moment. Return the target of the last kill, or
+    "" if all ranks ended before they were killed."""
     ranks = [drill.start(out, rank) for rank in range(drill.world)]
     target = ""
     for process in ranks:

@@ -54,7 +54,7 @@ class Drill:
         return [*words, "--unit-size", "50KB", "--shard-size", "40KB", "--eval-fraction", "0.1"]
 
     def submit(self, out: Path, *how: str) -> str:
-        """Return the number of the job that the job script submits, with its options `how`."""
+        """Submit a job with the options `how` of the job script. Return its number."""
         return jobs.submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
     def half_way(self, out: Path, job: str) -> bool:
@@ -69,8 +69,8 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """Return a job of two nodes that `how` disturbed half-way. Repeat a job that ended
-        before."""
+        """Submit a job of two nodes, and call `how` when it is half-way. If it ends before, submit
+        another one, `tries` in all. Return the disturbed job."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
             if self.half_way(out, job):
@@ -193,7 +193,7 @@ CASES = {case.__name__: case for case in (nodes, tasks, array, cancel, requeue, 
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Make text, tokenizer, and the data set of one process."""
+    """Make the text and the tokenizer, and the expected data set with one process."""
     program = install(base / "optimus-data", "data_prep.cli")
     os.environ["OPTIMUS_DATA"] = str(program)
     write_corpus(base / "text", args.files, 2000, random.Random(0))

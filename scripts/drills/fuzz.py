@@ -5,8 +5,8 @@
 
 tests/kit/faults/fuzz.py draws the cases. Results are appended to --out; the same command continues
 after the last result. A case that fails is reduced to a simpler case that fails, and the command
-that runs only this case is printed. The summary has the number of cases, the number of cases with
-each choice, and the failures. Exit status 0: all promises hold.
+that runs only this case is printed. The summary has the number of cases, how often each setting had
+each value, and the failures. Exit status 0: all promises hold.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _case(text: str) -> Case:
-    """Return the simplest case with these choices."""
+    """Return the case of this JSON text. Axes that it does not name have their simplest choice."""
     chosen = json.loads(text)
     case = {axis: choices[0] for axis, choices in axes().items()}
     if unknown := set(chosen) - set(case):
@@ -88,7 +88,7 @@ def _drill(runner: CaseRunner, args: argparse.Namespace) -> int:
 
 
 def command(case: Case) -> str:
-    """Return the command that runs only this case, with the choices that are not the simplest."""
+    """Return the command that runs only this case. Axes with their simplest choice are omitted."""
     chosen = {axis: case[axis] for axis, choices in axes().items() if case[axis] != choices[0]}
     return f"python scripts/drills/fuzz.py --case {shlex.quote(json.dumps(chosen))}"
 

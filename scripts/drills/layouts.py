@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any]:
-    """Run a case. Return its record. `known` has recent runs of one process."""
+    """Run a case and return its record. `known` is a cache of runs of one process."""
     start = time.monotonic()
     record = {"case": str(case), "exact": case.is_exact}
 
@@ -97,7 +97,7 @@ def _sum_up(records: list[dict[str, Any]]) -> int:
     ran = [record for record in records if "gradient_error" in record]
     exact = [record for record in ran if record["exact"]]
     near = [record for record in ran if not record["exact"]]
-    print(f"{len(exact)} layouts with the promise of bits, {len(near)} with the bound of 1e-5")
+    print(f"{len(exact)} layouts must have equal bits, {len(near)} errors up to 1e-5")
     if near:
         print(f"  largest error of a gradient {max(r['gradient_error'] for r in near):.1e}")
         print(f"  largest error of a loss     {max(r['loss_error'] for r in near):.1e}")
@@ -106,7 +106,7 @@ def _sum_up(records: list[dict[str, Any]]) -> int:
     max_gap = max((r["max_gap"] for r in ran), default=0.0)
     print(f"  near-ties {ties}; rerouted tokens {rerouted}, largest gap {max_gap:.1e}")
     adamw = sum(bool(r.get("by_adamw")) for r in ran)
-    print(f"  layouts with tokens rerouted after an update that hold with eps = 1e-5: {adamw}")
+    print(f"  layouts that hold only with eps = 1e-5 (tokens rerouted after an update): {adamw}")
     print(f"broken: {len(broken)}" + "".join(f"\n  {name}" for name in broken))
     return 1 if broken else 0
 

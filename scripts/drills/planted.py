@@ -36,9 +36,9 @@ TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
 """Time limit of a run of pytest."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Messages of failures due to a fault that cannot run."""
+"""Messages of tests that fail because the changed code is invalid. They do not catch the fault."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
-"""Outcomes by the element of a JUnit file."""
+"""Outcome of a test case by the name of the XML element in its JUnit entry."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def main() -> int:
         for fault in faults:
             count = (copies[0] / fault.file).read_text(encoding="utf-8").count(fault.old)
             if count != 1:
-                print(f"{fault.name}: {fault.file} contains `old` {count} times", file=sys.stderr)
+                print(f"{fault.name}: `old` occurs {count} times in {fault.file}", file=sys.stderr)
                 return 2
         return _drill(faults, copies)
     finally:
@@ -152,7 +152,8 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
 def _in_copies(
     copies: Sequence[Path], tasks: Sequence[T], function: Callable[[T, Path], R]
 ) -> list[R]:
-    """Return `function(task, copy)` of all tasks. Only one call uses a copy at a time."""
+    """Call `function(task, copy)` for all tasks and return the results. Only one call uses a copy
+    at a time."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -179,7 +180,7 @@ def _skipped(nodes: Sequence[str], cases: Sequence[Case]) -> dict[str, str]:
 
 
 def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]:
-    """Return the verdict on a fault and a detail."""
+    """Return the verdict on a fault, and a detail to print after it."""
     tests = [node for node in fault.tests if node not in skipped]
     if not tests:
         return "not decidable here", skipped[fault.tests[0]]
@@ -205,13 +206,13 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
     """Run tests of a copy.
 
-    Python writes no bytecode, which an edit within the same second would not invalidate.
+    Python writes no bytecode files: an edit within the same second would not invalidate them.
 
     Args:
         nodes: The tests.
         copy: The copy of the checkout.
         options: Options of pytest.
-        cache: Cache of compiled kernels; None: that of the user.
+        cache: Cache of compiled kernels; None: the cache of the user.
     """
     report = copy / "planted-report.xml"
     report.unlink(missing_ok=True)

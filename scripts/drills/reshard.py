@@ -3,7 +3,8 @@
 
     python scripts/drills/reshard.py (--all | --row LAYOUT | --sample N) [--first N] [--out FILE]
 
-A layout is a mesh, a sharding of the states, a length of chunks, a schedule and a rule for writing.
+A layout is a mesh, a sharding of the states, a length of chunks, a schedule and a value of
+checkpoint.scatter.
 Ranks are simulated one after the other; shard files, index, plans and reads are real. All elements
 of the master and both moments are compared. `--all`: all pairs of layouts; `--row`: all pairs with
 this layout; `--sample`: N random pairs in addition. Results are appended to --out; the same command
@@ -53,7 +54,7 @@ def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
 
 
 class Saver:
-    """Saves layouts, and keeps the files of the last one."""
+    """Saves a checkpoint under a layout. Consecutive calls with one layout save it once."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch

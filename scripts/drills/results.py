@@ -1,4 +1,4 @@
-"""Results of a drill in a file, so that the same command continues after its last result."""
+"""Results of a drill in a file. The same command continues after the last result in it."""
 
 from __future__ import annotations
 

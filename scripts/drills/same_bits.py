@@ -183,7 +183,8 @@ def _report(name: str, different: list[str]) -> int:
 
 
 def _different_files(old: Path, new: Path) -> list[str]:
-    """Return the names of token files that differ. Manifests contain times and paths."""
+    """Return the names of token files that differ. Manifests are not compared, since they contain
+    times and paths."""
     files = [
         {
             path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -198,7 +199,8 @@ def _different_files(old: Path, new: Path) -> list[str]:
 
 
 def _different_runs(old: Path, new: Path) -> list[str]:
-    """Return the names of files and of states of the last checkpoint that differ."""
+    """Return the names of the files that differ, and of the states that differ in the last
+    checkpoint."""
     different = ["metrics.jsonl"] if metrics_of(old) != metrics_of(new) else []
     evaluations = [read_json_lines(run / "eval.jsonl") for run in (old, new)]
     if evaluations[0] != evaluations[1]:

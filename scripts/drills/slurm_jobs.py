@@ -48,12 +48,12 @@ def ended(job: str) -> None:
 
 
 def field_of(job: str, key: str) -> list[str]:
-    """Return a field of `scontrol show job`, for an array that of each job."""
+    """Return the value of a field of `scontrol show job`, or one value for each job of an array."""
     return re.findall(rf"\b{key}=(\w+)", output_of("scontrol", "--oneliner", "show", "job", job))
 
 
 def _processes(name: str, value: str) -> list[int]:
-    """Return the processes with this environment variable."""
+    """Return the ids of processes whose environment has this value."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -79,14 +79,15 @@ def run_cases(
     prepare: Callable[[Path, argparse.Namespace], Any],
     check: Callable[[Any, Path], str] = lambda drill, out: "",
 ) -> int:
-    """Run the cases of a drill and print a line on each.
+    """Run the cases of a drill and print the result of each.
 
     Args:
         parser: The parser of the command line; it gets the option --cases.
         cases: Functions of the prepared value and a directory for the output. They return a
             description of the result, or raise AssertionError.
-        prepare: Function of a directory and the arguments.
-        check: Function that checks the output of a case in the same way.
+        prepare: Function of a directory and the arguments. It returns the prepared value.
+        check: Function with the same arguments as a case, which checks the output. It returns
+            text that is added to the description.
 
     Returns:
         The exit status.

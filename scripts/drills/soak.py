@@ -7,12 +7,13 @@ The drill runs the configuration of the demo on its data (made in --work by the 
 train.deadline_s. Once a second it samples all processes of the run: resident memory (anonymous and
 shared, without pages of files), open files (without shards of the data, which remain open) and
 threads. It also records the time of each step, as wall-clock time and as processor time of all
-ranks, which other programs affect less. A line is fitted to the medians of twelve windows after the
-first fifth of the run; its rise is printed with an interval of 95 %. Memory rises for some hundred
-updates until the caches of libraries are full, so a run should have thousands of updates.
-Exit status 0: the rises of memory, files, threads and processor time of a step are not above noise
-and 1 %; the run ended with status 3, as after any deadline, with a valid checkpoint; no process and
-no temporary file remains.
+ranks, which other programs affect less. The time after the first fifth of the run is divided into
+twelve windows. A line is fitted to the medians of each quantity in the windows; its rise is printed
+with a 95 % confidence interval. Memory rises for some hundred updates until the caches of libraries
+are full, so a run should have thousands of updates.
+Exit status 0: no rise of memory, files, threads or processor time of a step is larger than both
+noise and 1 %; the run ended with status 3, as after any deadline, with a valid checkpoint; no
+process and no temporary file remains.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OPTIMUS = (sys.executable, "-P", "-m", "optimus.cli")
 CONFIG = ROOT / "configs" / "run" / "demo.toml"
 WINDOWS = 12
 GROWTH = 0.01
-"""Accepted rise of a line that is larger than noise, as a fraction of the mean."""
+"""A rise above noise is accepted up to this fraction of the mean."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -78,20 +79,20 @@ class Process(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """A line fitted to the windows of a run."""
+    """A line fitted to samples of a run over time."""
 
     mean: float
     rise: float
-    """Difference between the first and the last window."""
+    """Rise of the line from the first to the last window."""
     error: float
-    """Half of the interval of 95 % of `rise`."""
+    """Half the width of the 95 % confidence interval of `rise`."""
 
     @property
     def grows(self) -> bool:
         return self.rise - self.error > 0 and self.rise > GROWTH * self.mean
 
     def describe(self, scale: float, unit: str) -> str:
-        """Return mean and rise in units of `scale`."""
+        """Return mean and rise as text, divided by `scale`, with the unit."""
         rise, error = self.rise / scale, self.error / scale
         return f"{self.mean / scale:.4g} {unit}, rise {rise:+.3g} +- {error:.2g}"
 
@@ -137,7 +138,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _demo_data(work: Path) -> Path:
-    """Make the data set of the demo, as scripts/demo.sh does, if it does not exist."""
+    """Return the data set of the demo. If it does not exist, make it as scripts/demo.sh does."""
     data, tokenizer = work / "data", work / "tokenizer.json"
     text = ["--input", f"{os.path.dirname(os.__file__)}/**/*.py", "--exclude", "*/site-packages/*"]
     text += ["--on-error", "quarantine"]
@@ -154,10 +155,10 @@ def _demo_data(work: Path) -> Path:
 def _watch(
     run: subprocess.Popen[bytes], metrics: Path, data: Path
 ) -> tuple[dict[Process, History], list[Progress]]:
-    """Return samples of all processes and the progress of the run, until its end.
+    """Sample all processes of the run until it ends. Return the samples and the progress.
 
-    Ranks have other sessions than the command. A process belongs to the run if it is the command or
-    the child of a process of the run.
+    The session does not identify the processes, since ranks have new sessions. A process belongs
+    to the run if it is the command or a child of a process of the run.
     """
     samples: dict[Process, History] = {}
     progress = [Progress(0.0, 0, 0.0)]
@@ -209,8 +210,8 @@ def _sample(pid: int, data: Path) -> Sample | None:
 
 
 def _open_files(pid: int, data: Path) -> int:
-    """Return the number of open files without the first descriptor of each shard of `data`, which
-    remains open after the first read."""
+    """Return the number of open files. One descriptor of each shard of `data` is not counted, since
+    shards remain open after the first read."""
     paths = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # the file was closed
@@ -219,7 +220,8 @@ def _open_files(pid: int, data: Path) -> int:
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """Fit a line to the medians of windows after the first fifth."""
+    """Fit a line to the medians of the values in WINDOWS windows of time. The windows begin after
+    the first fifth of the time."""
     start = min(times) + (max(times) - min(times)) / 5
     width = (max(times) - start) / WINDOWS
     windows: list[list[float]] = [[] for _ in range(WINDOWS)]
@@ -234,7 +236,8 @@ def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
 
 
 def _memory(samples: dict[Process, History]) -> list[str]:
-    """Print the trends of all processes that ran during the whole run. Return those that grow."""
+    """Print the trends of each process that ran during the whole run. Return a message for each
+    value that grows."""
     longest = max(len(history) for history in samples.values())
     wrong = []
     for number, history in enumerate(samples.values()):
@@ -255,7 +258,8 @@ def _memory(samples: dict[Process, History]) -> list[str]:
 
 
 def _steps(run_dir: Path, progress: list[Progress]) -> list[str]:
-    """Print the trends of the time of a step. Return a message if its processor time grows."""
+    """Print the trends of the wall-clock time and the processor time of a step. Return a message if
+    the processor time grows."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["step_time_s"] for line in lines]
     clock = _trend(list(itertools.accumulate(seconds)), seconds)

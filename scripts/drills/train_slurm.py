@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a tiny model under a real Slurm with two nodes, with the job script, and with errors.
+"""Train a tiny model with the job script under a real Slurm with two nodes, and cause errors.
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/train_slurm.py [--cases nodes,rank]
 
@@ -36,7 +36,7 @@ LAYOUT = ("parallel.pp=2", "parallel.dp=2")
 
 @dataclass
 class Drill:
-    """A configuration, and the metrics of one process."""
+    """Configuration of the jobs, and the metrics of a run on one process for comparison."""
 
     base: Path
     config: Path
@@ -115,7 +115,7 @@ CASES = {case.__name__: case for case in (nodes, world, address, rank)}
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Install the command, and make a data set, a configuration, and the run of one process."""
+    """Install the command. Make data and a configuration, and train with it on one process."""
     program = install(base / "optimus", "optimus.cli")
     os.environ["OPTIMUS"] = str(program)
     data, config = make_tiny_data(base / "tiny"), base / "run.toml"

@@ -10,7 +10,7 @@ import frames
 from optimus.distributed.world import start_world
 
 MOST_FRAMES = 5
-"""Frames of Optimus from torch's backward to torch's reduce-scatter of a bucket."""
+"""Most stack frames of Optimus between torch's backward and its reduce-scatter of a bucket."""
 
 
 def measure(folder: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_mistakes_are_refused(tmp_path):
 
 
 def test_only_files_of_an_earlier_run_are_removed(tmp_path):
-    """With too little time for all benchmarks: the files of an earlier run are removed."""
+    """The time is too short for any benchmark. Files of an earlier run are removed nevertheless."""
     for name in ("notes.json", "train.log", "build.log", "step.json", "step.err.log", "parts.tsv"):
         (tmp_path / name).write_text("old\n")
     done = run("--rehearse", "--budget", "1", "--out", str(tmp_path))

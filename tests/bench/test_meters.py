@@ -1,4 +1,4 @@
-"""Meters give known figures."""
+"""Tests of meters with inputs whose results are known."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 
 def event(key: str, device_type, cpu: float, device: float) -> SimpleNamespace:
-    """Return the fields that are read of an average of the profiler."""
+    """Return an average of the profiler, with the fields that are read."""
     return SimpleNamespace(
         key=key, device_type=device_type, self_cpu_time_total=cpu, self_device_time_total=device
     )
 
 
 def test_time_on_a_device_counts_once():
-    """On a GPU, an op and its kernel both have the time of the kernel; our kernels have no op."""
+    """On a GPU, the profiler gives the time of a torch kernel to the kernel and to its op. It gives
+    the time of an Optimus kernel to the kernel only."""
     events = [
         event("aten::mm", CPU, 5, 60),
         event("nvjet_gemm", CUDA, 0, 60),

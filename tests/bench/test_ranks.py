@@ -13,7 +13,7 @@ from optimus.launch.environment import read_launch_env
 
 
 def refuse(folder: str) -> bool:
-    """Fail as all ranks do; return whether this rank prints the line."""
+    """Raise the same error on all ranks. Return whether this rank has to print it."""
 
     def measure(*arguments: object) -> dict:
         raise ConfigError("no such size")

@@ -100,7 +100,7 @@ def test_all_states_are_reached_and_transitions_never_go_back():
 
 @pytest.mark.parametrize(("state", "status"), TRANSITIONS, ids=lambda value: value.name)
 def test_a_transition_assigns_the_state_of_the_table(state, status, monkeypatch):
-    """Each row of the table, in a save whose ranks report this status."""
+    """Test each row of the table, with a save whose ranks report the status of the row."""
     save = Save()
     save.write.set()
     save.save._task.wait(10)
@@ -215,7 +215,7 @@ def test_a_rename_that_ends_just_after_the_limit_is_reported_as_committed():
 
 
 def test_a_rename_that_ends_after_the_failure_is_reported_as_committed(monkeypatch):
-    """The disk hung for long in the rename."""
+    """The rename hangs until after the save is reported as failed."""
     monkeypatch.setattr(async_save, "_GRACE_S", 0.2)
     save = Save(limit_s=0.2, claims=True)
     save.write.set()

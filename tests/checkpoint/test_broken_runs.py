@@ -21,7 +21,7 @@ from tests.kit.faults.power_loss import Disk
 from tests.kit.ranks.pool import RankPool
 
 DEATHS = (2, 1)
-"""Number of kills of each rank, of about 250."""
+"""Number of kills of the first and of the second rank, chosen from about 250 cases."""
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def test_only_models_of_format_1_are_read(tmp_path, kind):
         assert read_manifest(committed.path) == committed
     else:
         with pytest.raises(
-            CheckpointError, match="full checkpoint of format 1, this version reads"
+            CheckpointError, match="full checkpoint of format 1; this version reads"
         ):
             read_manifest(committed.path)
     (committed.path / MANIFEST).write_text(json.dumps(raw))
@@ -117,13 +117,13 @@ def test_only_models_of_format_1_are_read(tmp_path, kind):
 
 
 def test_create_without_enough_space_is_refused(tmp_path):
-    needs = r"c not written: .* GB free, but it needs 1000000000.000"
+    needs = r"c not written: .* GB free, but the checkpoint needs 1000000000.000"
     with pytest.raises(OptimusError, match=needs):
         create(tmp_path / "c", needed_bytes=10**18)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "set-aside" / "old").mkdir(parents=True)
     (tmp_path / "set-aside" / "old" / "data").write_bytes(bytes(2_000_000))
-    with pytest.raises(OptimusError, match=r"make room, say in set-aside/: 0.002 GB that no start"):
+    with pytest.raises(OptimusError, match=r"make room, for example in set-aside/ \(0.002 GB\)"):
         create(tmp_path / "c", needed_bytes=10**18)
 
 
@@ -143,7 +143,7 @@ def test_a_commit_that_fails_after_the_rename_reverts_it(tmp_path, monkeypatch):
 
 
 def test_a_stop_after_the_rename_is_refused(tmp_path, monkeypatch):
-    """Nothing that can fail follows the rename."""
+    """After the rename, the manifest is not read, since this may fail, and a stop has no effect."""
     plain = store.read_manifest
 
     def read(path):
@@ -160,6 +160,6 @@ def test_a_stop_after_the_rename_is_refused(tmp_path, monkeypatch):
 def test_a_stopped_save_is_not_committed(tmp_path):
     stop = Stop()
     assert stop.set()
-    with pytest.raises(OptimusError, match="c: no longer wanted"):
+    with pytest.raises(OptimusError, match="c: the save was stopped"):
         write_checkpoint(tmp_path / "c", write_files, kind="model", stop=stop)
     assert list(tmp_path.iterdir()) == []

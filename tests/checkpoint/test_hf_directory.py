@@ -1,4 +1,4 @@
-"""Tests that exported directories are complete: transformers pads and ends texts with them."""
+"""Tests that exported directories have all that transformers needs to pad texts and to end them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def old(run_dir, tmp_path) -> Path:
 
 
 def rewrite_manifest(path: Path) -> None:
-    """List the current files of a checkpoint, without the setting."""
+    """Rewrite a manifest with the files that exist, and without `data.eos_token_id`."""
     tree = json.loads((path / MANIFEST).read_text())
     del tree["self_xxh3"]
     tree["settings"].pop("data.eos_token_id", None)
@@ -173,7 +173,7 @@ def test_a_sentencepiece_model_is_exported_too(
 def test_an_earlier_versions_checkpoint_is_exported_complete(
     old, tiny_data, tmp_path, capsys, monkeypatch, how, data_is_there
 ):
-    """The token comes from the data set or, without it, from the names in the tokenizer."""
+    """The end token comes from the data set or, without a data set, from names in the tokenizer."""
     from optimus.checkpoint import convert
 
     absent = "_eos_of_data_sets" if not data_is_there else "_eos_of_tokenizer"
@@ -280,7 +280,8 @@ def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, cap
     ],
 )
 def test_a_sidecar_file_of_another_type_is_not_copied(tmp_path, name, content):
-    """A file outside a downloaded directory could be published with the model."""
+    """The file may be a link out of a downloaded directory. Its target must not be published with
+    the model."""
     secret, source, target = tmp_path / "secret", tmp_path / "source", tmp_path / "target"
     secret.write_bytes(content)
     (source / name).parent.mkdir(parents=True)
@@ -303,7 +304,7 @@ def test_a_sidecar_file_of_another_type_is_not_copied(tmp_path, name, content):
 
 @pytest.mark.parametrize("name", SIDECARS)
 def test_a_link_out_of_the_directory_is_not_copied(tmp_path, name):
-    """A JSON object of the user could be a key, a session or a password."""
+    """The target of a link may be a JSON file of the user with a key, a session or a password."""
     secrets, source, target = tmp_path / "secrets", tmp_path / "source", tmp_path / "target"
     for folder in (secrets, source, target):
         folder.mkdir()
@@ -387,7 +388,7 @@ def test_large_templates_are_copied_singly_up_to_a_limit(tmp_path, monkeypatch):
 
 
 def test_links_of_the_hubs_cache_are_copied_as_files(run_dir, tmp_path):
-    """Its snapshots link into ../../blobs."""
+    """A snapshot in the cache of the Hugging Face Hub has links to files in ../../blobs."""
     source, target = tmp_path / "snapshots" / "1", tmp_path / "target"
     for path in (source, target, tmp_path / "blobs"):
         path.mkdir(parents=True)

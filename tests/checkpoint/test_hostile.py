@@ -47,7 +47,8 @@ ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))
 
 def write_full(path: Path, frozen: str = "", order: Sequence[int] = range(4)) -> Path:
     """Write a full checkpoint of one writer, state by state: embed.weight in two boxes, head.weight
-    in two rows. The parameter `frozen` has a master alone. `order`: of the four in the file."""
+    in two rows. The parameter `frozen` has a master alone. In the file, each state has the four
+    slices in `order`."""
 
     def write(directory: Path) -> None:
         slices = [
@@ -225,7 +226,7 @@ def test_only_format_1_has_no_hash(checkpoint):
     raw.pop("self_xxh3")
     text = json.dumps(raw)[1:]
     (checkpoint / MANIFEST).write_text('{"format": 1, ' + text)  # the key occurs twice
-    with pytest.raises(CheckpointError, match="of format 2, this version reads"):
+    with pytest.raises(CheckpointError, match="of format 2; this version reads"):
         read_manifest(checkpoint)
 
 
@@ -262,51 +263,51 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
         (set_head(shapes="ab"), "not readable"),
         (set_head(shapes={"embed.weight": "ab", "head.weight": [4, 4]}), "shape of embed.weight"),
         (set_head(shapes={"embed.weight": [1 << 50] * 2, "head.weight": [4, 4]}), "shape of embed"),
-        (set_head(shapes={"embed.weight": [6, 4]}), "its lines are not one for each shape"),
-        (set_head(shapes={"embed.weight": [6, 5], "head.weight": [4, 4]}), "its boxes leave out"),
+        (set_head(shapes={"embed.weight": [6, 4]}), "exactly one line for each shape"),
+        (set_head(shapes={"embed.weight": [6, 5], "head.weight": [4, 4]}), "its boxes omit"),
         (set_head(shapes={"e" * 501: [6, 4], "head.weight": [4, 4]}), "shape of eee"),
         (set_rows(), "rows are not lists"),
         (set_rows(FIRST, SECOND[:-1]), "parameter embed.weight"),
         (set_rows([0.5, *FIRST[1:]], SECOND), "rows are not lists of 7 integers"),
-        (set_rows([1 << 100, *FIRST[1:]], SECOND), "another shard file"),
-        (set_rows([*FIRST[:4], -1 << 70, *FIRST[5:]], SECOND), "out of its shard file"),
-        (set_rows([*FIRST[:4], 1 << 70, *FIRST[5:]], SECOND), "out of its shard file"),
+        (set_rows([1 << 100, *FIRST[1:]], SECOND), "a shard file number outside"),
+        (set_rows([*FIRST[:4], -1 << 70, *FIRST[5:]], SECOND), "outside its shard file"),
+        (set_rows([*FIRST[:4], 1 << 70, *FIRST[5:]], SECOND), "outside its shard file"),
         (set_rows(["0", *FIRST[1:]], SECOND), "rows are not lists of 7 integers"),
-        (set_rows([1, *FIRST[1:]], SECOND), "another shard file than 0 to 0"),
-        (set_rows([-1, *FIRST[1:]], SECOND), "another shard file"),
-        (set_rows(FIRST, [0, 2, *SECOND[2:]]), "another box"),
-        (set_rows([0, 0, -10, *FIRST[3:]], SECOND), "a row leads out of its box"),
-        (set_rows([0, 0, 0, 13, *FIRST[4:]], SECOND), "a row leads out of its box"),
-        (set_rows([0, 0, 12, 12, *FIRST[4:]], SECOND), "a row leads out of its box"),
-        (set_rows(FIRST, [0, 1, 1, *SECOND[3:]]), "only a part of parameter embed.weight"),
-        (set_rows(FIRST, [0, 1, 0, 11, *SECOND[4:]]), "only a part of parameter embed.weight"),
-        (set_rows(FIRST), "only a part of parameter embed.weight"),
-        (set_rows(SECOND, FIRST), "only a part of parameter embed.weight"),
-        (set_rows(FIRST, FIRST, SECOND), "only a part of parameter embed.weight"),
-        (set_rows([*FIRST[:4], 4848, *FIRST[5:]], SECOND), "out of its shard file"),
-        (set_rows([*FIRST[:4], 0, *FIRST[5:]], SECOND), "out of its shard file"),
-        (set_rows([*FIRST[:4], 4097, *FIRST[5:]], SECOND), "no multiple of 64"),
-        (set_rows([*FIRST[:4], -2, *FIRST[5:]], SECOND), "out of its shard file"),
-        (set_rows([*FIRST[:4], -1, -1, -1], SECOND), "a row without some of master, exp_avg"),
-        (set_rows([*FIRST[:5], -1, FIRST[6]], SECOND), "a row without some of master, exp_avg"),
-        (set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]), "has not all of its states"),
-        (set_rows([*FIRST[:4], 4100, *FIRST[5:]], SECOND), "no multiple of 64"),
-        (set_rows([*FIRST[:4], 4112, *FIRST[5:]], SECOND), "no multiple of 64"),
-        (set_rows([*FIRST[:4], 4160, 4416, 4672], SECOND), "two rows lead to the same bytes"),
-        (set_rows([*FIRST[:4], 4160, *FIRST[5:]], SECOND), "two rows lead to the same bytes"),
+        (set_rows([1, *FIRST[1:]], SECOND), "a shard file number outside 0 to 0"),
+        (set_rows([-1, *FIRST[1:]], SECOND), "a shard file number outside"),
+        (set_rows(FIRST, [0, 2, *SECOND[2:]]), "a box number outside"),
+        (set_rows([0, 0, -10, *FIRST[3:]], SECOND), "a row is not a range of elements"),
+        (set_rows([0, 0, 0, 13, *FIRST[4:]], SECOND), "a row is not a range of elements"),
+        (set_rows([0, 0, 12, 12, *FIRST[4:]], SECOND), "a row is not a range of elements"),
+        (set_rows(FIRST, [0, 1, 1, *SECOND[3:]]), "every element of parameter embed.weight"),
+        (set_rows(FIRST, [0, 1, 0, 11, *SECOND[4:]]), "every element of parameter embed.weight"),
+        (set_rows(FIRST), "every element of parameter embed.weight"),
+        (set_rows(SECOND, FIRST), "every element of parameter embed.weight"),
+        (set_rows(FIRST, FIRST, SECOND), "every element of parameter embed.weight"),
+        (set_rows([*FIRST[:4], 4848, *FIRST[5:]], SECOND), "outside its shard file"),
+        (set_rows([*FIRST[:4], 0, *FIRST[5:]], SECOND), "outside its shard file"),
+        (set_rows([*FIRST[:4], 4097, *FIRST[5:]], SECOND), "not a multiple of 64"),
+        (set_rows([*FIRST[:4], -2, *FIRST[5:]], SECOND), "outside its shard file"),
+        (set_rows([*FIRST[:4], -1, -1, -1], SECOND), "a row lacks some of master, exp_avg"),
+        (set_rows([*FIRST[:5], -1, FIRST[6]], SECOND), "a row lacks some of master, exp_avg"),
+        (set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]), "lacks some of its states"),
+        (set_rows([*FIRST[:4], 4100, *FIRST[5:]], SECOND), "not a multiple of 64"),
+        (set_rows([*FIRST[:4], 4112, *FIRST[5:]], SECOND), "not a multiple of 64"),
+        (set_rows([*FIRST[:4], 4160, 4416, 4672], SECOND), "two rows refer to the same bytes"),
+        (set_rows([*FIRST[:4], 4160, *FIRST[5:]], SECOND), "two rows refer to the same bytes"),
         (set_rows([*FIRST[:4], 4160, *FIRST[5:]], [*SECOND[:4], 4096, *SECOND[5:]]),
-         "not equally far apart"),
-        (set_rows([*FIRST[:5], 4416, 4608], [*SECOND[:5], 4352, 4672]), "not equally far apart"),
-        (set_rows([*FIRST[:6], 4672], [*SECOND[:6], 4608]), "not equally far apart"),
+         "differs in two neighboring rows"),
+        (set_rows([*FIRST[:5], 4416, 4608], [*SECOND[:5], 4352, 4672]), "differs in two neigh"),
+        (set_rows([*FIRST[:6], 4672], [*SECOND[:6], 4608]), "differs in two neighboring rows"),
         (set_rows([*FIRST[:4], 4352, 4096, 4608], [*SECOND[:4], 4416, 4160, 4672]),
-         "a row whose states are not in the order master, exp_avg"),
+         "the states of a row are not in the order master, exp_avg"),
         (set_rows([*FIRST[:4], 4096, 4608, 4352], [*SECOND[:4], 4160, 4672, 4416]),
-         "a row whose states are not in the order master, exp_avg"),
+         "the states of a row are not in the order master, exp_avg"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 4]]]] * 2), "its boxes"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 2]]], [[[0, 3]], [[0, 4]]]]),
-         "its boxes leave out elements or hold some twice"),
+         "its boxes omit elements or contain some twice"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, 3]]]]), "a box of 1 dim"),
-        (lambda head, embed, rest: embed.update(boxes=[[[[0, 7]], [[0, 4]]]]), "out of the param"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, 7]], [[0, 4]]]]), "inside the shape"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, "x"]], [[0, 4]]]]), "of integers"),
         (lambda head, embed, rest: embed.pop("boxes"), "boxes"),
     ],
@@ -318,7 +319,7 @@ def test_an_index_that_no_save_wrote_is_refused(checkpoint, capsys, change, mess
     with pytest.raises(CheckpointError, match=message.partition("exp_avg")[0]):
         ShardWeights(read_manifest(checkpoint))  # reads every row, for conversions
     # A load reads a single parameter and state: it cannot see faults across several.
-    if any(text in message for text in ("two rows", "not all", "not equally")):
+    if any(text in message for text in ("two rows", "lacks some of its", "differs in")):
         return
     with pytest.raises(CheckpointError, match=r"^/[^\n]*$"):
         load(checkpoint)
@@ -333,12 +334,13 @@ def test_bytes_that_belong_to_no_parameter_are_refused(checkpoint, capsys):
     """The index has the masters of a frozen parameter, and the file also has its other states."""
     rewrite_index(checkpoint, set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]))
     rewrite_manifest(checkpoint, settings={"optim.frozen": ["embed.*"]})
-    assert "bytes to which no row leads" in problem_of(checkpoint, capsys)
+    assert "bytes to which no row refers" in problem_of(checkpoint, capsys)
 
 
 @pytest.mark.parametrize("columns", [(5,), (5, 6)])
 def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys, columns):
-    """A frozen row changes the distance to the masters, not that of the other states."""
+    """In the file, frozen masters are between the masters of the two rows of head.weight, but its
+    other states are consecutive."""
     path = write_full(tmp_path / "c", frozen="embed.weight", order=(2, 0, 1, 3))
     read_manifest(path).verify()
 
@@ -348,7 +350,7 @@ def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys
             first[column], second[column] = second[column], first[column]
 
     rewrite_index(path, change)
-    assert "not equally far apart" in problem_of(path, capsys)
+    assert "differs in two neighboring rows" in problem_of(path, capsys)
 
 
 def write_model(directory: Path, num_files: int) -> None:
@@ -408,8 +410,8 @@ def test_files_that_readers_open_by_name_must_be_listed(checkpoint, capsys, name
     rewrite_manifest(checkpoint, files=entries)
     (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
     (checkpoint / name).write_text("{}")
-    assert f"{name}: its manifest does not list it" in problem_of(checkpoint, capsys)
-    with pytest.raises(CheckpointError, match="does not list it"):
+    assert f"{name}: the checkpoint's manifest does not list" in problem_of(checkpoint, capsys)
+    with pytest.raises(CheckpointError, match="does not list this file"):
         read_manifest(checkpoint).check()
 
 

@@ -48,7 +48,7 @@ def test_a_frozen_chunk_without_moments_is_saved_and_loaded(tmp_path):
             for state, flat in shard.states.items():
                 assert torch.equal(flat[elements], other.states[state][elements])
     problem = load_full(saves.make_states(0), manifest, "broadcast")
-    assert problem == f"{tmp_path}/c: the index holds not every state of parameter a"
+    assert problem == f"{tmp_path}/c: the index lacks a state of parameter a"
 
 
 def test_device_states_are_read_in_bounded_batches(monkeypatch):
@@ -74,7 +74,7 @@ def test_parameters_of_another_model_are_named(tmp_path):
 
 @pytest.mark.parametrize("harm", ["cut", "another"])
 def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
-    """The header and size are compared before the commit, and both checkpoints stay."""
+    """The header and size of each file are checked before the commit. Earlier checkpoints stay."""
     for step in (1, 2):
         saves.save(tmp_path, step)
 

@@ -159,7 +159,7 @@ def test_lost_writes_are_detected_before_the_commit(ranks, tiny_data, tmp_path, 
     ended = ranks(2, run_with_damage, tree, how, start_world=False)
     assert [rank[:2] for rank in ended] == [(0, "")] * 2
     (warning,) = ended[0].warnings()
-    word = " bytes, not " if how in ("odd", "longer") else " does not hold what was to be written"
+    word = " bytes, not " if how in ("odd", "longer") else " does not contain what the ranks wrote"
     assert "step 3 is not saved: model.safetensors" in warning and word in warning
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000006", "model-00000009", "step-00000009"]
@@ -204,7 +204,7 @@ def test_a_file_that_is_not_in_the_manifest_is_refused(tmp_path):
     with open_weights(config, tmp_path / "several") as weights:
         assert len(list(weights)) == len(weights.slices)
     shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "several")
-    with pytest.raises(CheckpointError, match=r"model.safetensors: .* manifest does not know it"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: .* manifest does not list this"):
         open_weights(config, tmp_path / "several")
 
 
@@ -244,7 +244,7 @@ def test_all_ranks_together_write_each_element_once(monkeypatch):
 
 
 def test_staged_states_may_be_freed_while_they_are_written(tmp_path, monkeypatch):
-    """The fp32 copies of frozen parameters must be freed."""
+    """A staged save keeps no reference to the states, such as fp32 copies of frozen parameters."""
     config = make_config(tiny_tree("d", "r")).model
     shapes = {name: tuple(p.shape) for name, p in whole_model(config).named_parameters()}
     states, gate, plain = masters_of(shapes), threading.Event(), ModelSaver._write
@@ -278,7 +278,8 @@ def test_checksums_add_up_and_depend_on_positions():
 
 @pytest.mark.parametrize("file_system", [0x6969, 0xEF53])
 def test_only_nfs_writes_synchronously(tmp_path, monkeypatch, file_system):
-    """On NFS, cached pages would overwrite bytes of other writers. No writer creates a file."""
+    """On NFS, cached pages would overwrite bytes of other writers. On all file systems, a writer
+    opens an existing file only."""
     assert safetensors._file_system(tmp_path) not in (0, 0x6969)
     monkeypatch.setattr(safetensors, "_file_system", lambda path: file_system)
     plan = plan_files([PlannedTensor("a", "a", 0, torch.bfloat16, (100,))])

@@ -85,7 +85,8 @@ def test_a_finished_file_is_durable_with_all_its_bytes(tmp_path, monkeypatch, di
 
 
 def broken_at(block, error, seen):
-    """Return an os.write that writes half at each first call, and raises `error` at a block."""
+    """Return an os.write that needs two calls for each block. The second call for block number
+    `block`, counted from 1, raises `error`."""
     plain, count = os.write, [0]
 
     def write(fd, data):
@@ -103,7 +104,7 @@ def broken_at(block, error, seen):
 def test_an_error_of_the_writing_thread_is_raised_by_the_writer(
     tmp_path, monkeypatch, block, error
 ):
-    """In the first block, a middle block and the last, partial block; no thread is left."""
+    """The error is in the first block, a middle block or the last block. No thread is left."""
     seen, before = [], threading.active_count()
     monkeypatch.setattr(os, "write", broken_at(block, error, seen))
     with pytest.raises(OSError) as raised:

@@ -35,7 +35,10 @@ def paint(counts, param):
 
 
 def assert_each_element_once(config, mesh, slices_of, alternates=False):
-    """Check also that each shard has one slice, unless stripes of tied parameters alternate."""
+    """Check that the slices of all ranks have each element once.
+
+    Each shard of a rank has one slice, unless stripes of tied parameters alternate.
+    """
     holdings, counts = Holdings(config, mesh), {}
     for rank in range(mesh.world_size):
         holding = holdings.of(rank)
@@ -87,7 +90,7 @@ def test_each_element_is_written_once(mesh, sharding, scatter, monkeypatch):
 @pytest.mark.parametrize("sharding", ["none", "epso"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_each_element_is_read_once(mesh, sharding):
-    """The copy of tied embeddings comes from the first stage."""
+    """The last stage does not read its copy of tied embeddings: the first stage sends it."""
     config = layout_config(
         mesh, optim__sharding=sharding, model__num_layers=4, model__tie_embeddings=True
     )

@@ -77,7 +77,7 @@ def test_a_temporary_read_error_does_not_skip_the_newest_checkpoint(tmp_path, ca
 
     monkeypatch.setattr(files, "xxh3_file", read)
     assert store.decide_start(tmp_path, "auto").step == 10
-    assert "reading again, for" in capsys.readouterr().err
+    assert "reading again after an error: " in capsys.readouterr().err
     failures += [errno.EIO] * 2
     assert store.decide_start(tmp_path, "auto").step == 5
 
@@ -104,7 +104,7 @@ def test_retention_keeps_models_of_multiples(tmp_path):
 
 
 def test_remove_old_tries_all_checkpoints_and_returns_those_that_stay(tmp_path):
-    """A checkpoint and a file of another cannot be removed at first."""
+    """At first, a checkpoint and a file of another checkpoint cannot be removed."""
     for step in range(1, 7):
         save(tmp_path, step)
         save(tmp_path, step, "model")
@@ -149,11 +149,11 @@ def test_an_unfinished_save_that_cannot_be_removed_is_named_and_the_run_starts(t
         assert names(tmp_path) == [unfinished[0].name, "step-00000005"]
     message = capsys.readouterr().err.splitlines()
     assert f"cannot remove {unfinished[0]}: shard-00000.bin: Operation not permitted" in message[0]
-    assert "GB free; remove them by hand" in message[1] and len(message) == 2
+    assert "GB free; remove these directories by hand" in message[1] and len(message) == 2
 
 
 def test_a_checkpoint_that_cannot_be_moved_to_quarantine_ends_the_start(tmp_path):
-    """Otherwise the next start would load the newest checkpoint of the run."""
+    """If the run started, the next start would load this checkpoint, which is newer."""
     later = save(tmp_path, 8).path
     words = f"{later}: cannot be moved to set-aside/: Operation not permitted"
     with immutable(later), pytest.raises(CheckpointError, match=words):
@@ -309,7 +309,8 @@ def test_a_damaged_run_may_start_from_another_runs_checkpoint(tmp_path, weights)
 
 @pytest.mark.parametrize("then", ["auto", "the first command"])
 def test_a_run_that_went_back_to_a_model_does_not_start_again_unasked(tmp_path, weights, then):
-    """It was killed before its first save, and the user gives another command."""
+    """The run went back to model@10 and was killed before its next save. Then the user starts it
+    with another checkpoint.load."""
     run, load = tmp_path / "run", str(weights)
     save(run, 10, "model", origin=load)
     save(run, 20, origin=load)
@@ -344,7 +345,8 @@ def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
 
 
 def test_a_model_has_the_first_step_of_its_run(tmp_path):
-    """The run that it was started from has continued since, so that its newest step differs."""
+    """The run starts from step 10,000 of another run, which later saves step 10,150. The first step
+    of the run stays 10,000."""
     run, other = tmp_path / "run", tmp_path / "other"
     save(other, 10_000)
     assert store.decide_start(run, str(other)).first_step == 10_000

@@ -183,8 +183,8 @@ def test_frozen_parameters_put_after_shards_keep_the_new_values():
 
 
 def test_initial_values_do_not_exist_together():
-    """The engine asks for the values chunk by chunk, and keeps none of them. Frozen parameters
-    included, every value is asked for once."""
+    """The engine asks once for the value of each parameter, also of frozen parameters. Each value
+    is freed before the engine asks for the next one."""
     model = make_model()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     frozen = [name for name in values if name.endswith("norm.weight")]
@@ -219,7 +219,7 @@ def test_initial_values_do_not_exist_together():
 
 
 def test_sharded_chunks_do_not_exist_together(monkeypatch):
-    """While a chunk is filled, the whole buffers of the chunks before it have no memory."""
+    """While a chunk is filled, the unsharded buffers of earlier chunks have no memory."""
     made: list[ChunkState] = []
     create = ChunkState.__init__
 

@@ -74,9 +74,8 @@ def make_reducer(
 
 
 def test_buckets_are_launched_in_the_last_backward_as_soon_as_they_are_complete():
-    """Run a backward, and then the last backward of a step. Only the last one launches buckets, in
-    the order of backward, and the first two before it has computed all gradients. `reduce` then
-    launches no bucket again."""
+    """Run two backwards of a step. Only the last one launches buckets, in the order of backward. It
+    launches the first two before all gradients are computed. `reduce` launches no bucket again."""
     net = Net()
     reducer, launched = make_reducer(net)
     run_backward(net)
@@ -95,9 +94,9 @@ def test_buckets_are_launched_in_the_last_backward_as_soon_as_they_are_complete(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_bucket_without_gradient_is_launched_at_the_end_and_delays_later_buckets(overlap):
-    """A weight of the middle layer receives no gradient, in two steps. In the last backward, only
-    the bucket before it in the order is launched, and only with overlap. `reduce` launches the
-    other buckets."""
+    """In each of two steps, a weight of the middle layer receives no gradient. With overlap, the
+    last backward launches only the bucket of the last layer. Without overlap, it launches none.
+    `reduce` launches the other buckets."""
     net = Net(has_unused=True)
     reducer, launched = make_reducer(net, overlap)
     for _ in range(2):  # a bucket that was ready in a step is not ready in the next step
@@ -128,8 +127,8 @@ def run_backward_of(layer: nn.Linear) -> None:
 
 
 def test_a_gradient_after_the_launch_of_its_bucket_is_an_error():
-    """Run another backward after the last one. It is an error that names the parameter. In the next
-    step, it is allowed again."""
+    """Run a backward after the last backward of a step. It raises an error that names a parameter.
+    A backward in the next step raises no error."""
     net = Net()
     reducer, _ = make_reducer(net)
     with reducer.last_backward(0):

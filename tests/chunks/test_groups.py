@@ -62,11 +62,11 @@ ORDER = {name: SHAPES[name] for name in ("first", "third", "second")}
 @pytest.mark.parametrize(
     ("other", "options", "message"),
     [
-        (ORDER, None, r"parameter second \[64\].* rank 2 has third \[64\].* in its place"),
-        (SHAPES | {"second": (65,)}, None, r"parameter second \[64\].* has second \[65\]"),
-        ({"first": (4, 8)}, None, r"parameter second \[64\].* rank 2 has none in its place"),
-        (SHAPES | {"more": (1,)}, None, r"parameter more \[1\].* rank 2 has none|parameter more"),
-        (None, ParamOptions(lr_scale=0.5), r"parameter first .*lr_scale=1.0.* has first .*=0.5"),
+        (ORDER, None, r"has second \[64\].* where rank 2 has third \[64\]"),
+        (SHAPES | {"second": (65,)}, None, r"has second \[64\].* where rank 2 has second \[65\]"),
+        ({"first": (4, 8)}, None, r"has second \[64\].* where rank 2 has none"),
+        (SHAPES | {"more": (1,)}, None, r"rank 0 has none where rank 2 has more \[1\]"),
+        (None, ParamOptions(lr_scale=0.5), r"has first .*lr_scale=1.0.* has first .*=0.5"),
     ],
 )
 def test_the_first_parameter_that_differs_is_named_on_all_ranks(ranks, other, options, message):
@@ -94,7 +94,7 @@ def test_a_parameter_without_groups_is_named():
 def build_on_different_stages() -> str:
     """Make an engine whose parameters are of another stage on each rank, and return the error.
 
-    A class of parameters contains the stage, so each rank lacks the class of the other rank.
+    Parameters of different stages are in different classes, so the ranks have no common class.
     """
     group = everyone("dp")
     groups = ParamProcessGroups(reduce_group=group, replica_group=group, stage=group.rank)
@@ -106,7 +106,7 @@ def build_on_different_stages() -> str:
 
 
 def test_a_class_that_another_rank_lacks_is_an_error(ranks):
-    """Each of two ranks would wait in the collectives of a class that the other rank lacks. Both
-    raise an error instead."""
+    """Each of two ranks has a class of parameters that the other rank lacks, and would wait forever
+    in its collectives. Both ranks raise an error instead."""
     for text in ranks(2, build_on_different_stages):
-        assert text.startswith("parameter first") and "not all ranks" in text
+        assert text.startswith("parameter first") and "not on all ranks" in text

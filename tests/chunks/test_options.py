@@ -38,28 +38,28 @@ def test_frozen_has_precedence_over_the_first_matching_group():
     [
         (
             optim({"pattern": "*nrom*"}),
-            r"optim.groups\[0\].pattern = '\*nrom\*' matches no parameter; they are called "
+            r"optim.groups\[0\].pattern = '\*nrom\*' matches no parameter; the parameters are "
             r"blocks.N.attention.k_norm.weight, .*, head.weight",
         ),
         (optim(frozen=("*.Norm*",)), r"optim.frozen names '\*.Norm\*', which matches no parameter"),
         (
             optim({"pattern": "*"}, {"pattern": "embed.*"}),
-            r"optim.groups\[1\].pattern = 'embed.\*': optim.frozen or groups before it take all",
+            r"optim.groups\[1\].pattern = 'embed.\*' has no effect: optim.frozen or earlier groups",
         ),
         (optim(frozen=("*",)), r"optim.frozen = \['\*'\] leaves nothing to train"),
     ],
 )
 def test_a_pattern_without_effect_is_an_error(settings, message):
     """A pattern matches no parameter, matches only parameters of earlier entries, or freezes all
-    parameters. The error has its key and value."""
+    parameters. The error has the key and the value of the pattern."""
     with pytest.raises(ConfigError, match=message):
         check_patterns(settings, NAMES)
 
 
 def test_each_pattern_is_compiled_once():
-    """Check a group for each of 528 parameters. Each pattern is compiled once. fnmatch keeps only
-    256 patterns and compiled each pattern again for each name, so that the check of a 33 kB
-    configuration took minutes."""
+    """Check 528 groups, each with the pattern of one parameter. Each pattern is compiled once.
+    fnmatch, which keeps only 256 patterns, compiled them for each name, and the check took
+    minutes."""
     names = [f"blocks.{layer}.weight_{number}" for layer in range(48) for number in range(11)]
     settings = optim(*({"pattern": name, "lr_scale": 0.5} for name in names))
     options._compiled.cache_clear()

@@ -36,8 +36,8 @@ def train_on_two(ranks, *cases: Case) -> list[list[Outcome]]:
 def test_sharded_states_train_to_the_bits_of_whole_states(
     ranks, dtype, slots, microbatches, region
 ):
-    """Train with whole states, with sharded gradients, and with sharded parameters, also with freed
-    buffers that are filled with NaN. Losses and masters have the same bits."""
+    """Train with whole states, with sharded gradients, and also with sharded parameters. Sharded
+    training is repeated with NaN in freed buffers. Losses and masters have the same bits."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
     changes = (
         WHOLE,
@@ -90,8 +90,8 @@ def test_forward_passes_outside_of_a_step_have_the_fewest_gathers(ranks):
 
 @pytest.mark.parametrize("region", [0, 2])
 def test_traffic_equals_table_1_of_the_second_elixir_paper(ranks, region):
-    """Train S = n*C elements in bf16 (L_c = 2 bytes), with all chunks in the cache (rCache-max) and
-    with one (rCache-min). The payload between ranks is 2 L_c S, and at most 4 L_c S."""
+    """Train S = n*C elements in bf16 (L_c = 2 bytes). The payload between ranks is 2 L_c S if all
+    chunks fit into the cache (rCache-max), and at most 4 L_c S if one does (rCache-min)."""
     case = Case(6, 0, region=region, dtype=BF16, deterministic=False)
     largest, least = (
         sum(size for _, size in outcomes[0].traffic.values())
@@ -118,9 +118,9 @@ def test_only_shards_have_memory_between_updates(ranks):
 
 @pytest.mark.parametrize("region", [0, 3])
 def test_a_use_of_an_evicted_chunk_has_nan_results(ranks, region):
-    """Run a forward and a backward with all hooks, without a forward hook, and without a backward
-    hook, where freed buffers are filled with NaN. Outputs and gradients are finite only with the
-    hooks that they need."""
+    """Freed buffers are filled with NaN. Run a forward and a backward with all hooks, without a
+    forward hook, and without a backward hook. Outputs and gradients are finite only with the hooks
+    that they need."""
     case = Case(6, 1, region=region, poison=True)
     missing_hooks = [ALL_HOOKS, (1, False), (1, True)]
     is_finite = ranks(2, run_with_missing_hooks, case, missing_hooks, start_world=False)[0]

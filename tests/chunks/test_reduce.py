@@ -52,8 +52,8 @@ REDUCTIONS = [
 
 
 def pairs() -> tuple[Group, Group]:
-    """Return the group of this rank and its neighbour, {0, 1} or {2, 3}, and the group of this rank
-    and a rank of the other pair, {0, 2} or {1, 3}."""
+    """Return two groups of this rank. The first is {0, 1} or {2, 3}, the second is {0, 2} or
+    {1, 3}."""
     rank = distributed.get_rank()
     groups = {pair: distributed.new_group(pair) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
     near, across = (group for pair, group in groups.items() if rank in pair)
@@ -61,9 +61,11 @@ def pairs() -> tuple[Group, Group]:
 
 
 def make_groups() -> dict[str, ParamProcessGroups]:
-    """Return groups of a parameter that all four ranks have. Its states are replicated, sharded
-    over four ranks or over two; or two ranks reduce its gradients, which are partial sums over two
-    ranks."""
+    """Return process groups of a parameter that all four ranks have.
+
+    In the first three cases, its states are replicated, sharded over four ranks, or sharded over
+    two. In "partial", two ranks add up their gradients, each of which is a sum over two ranks.
+    """
     world, (near, across) = everyone("dp"), pairs()
     return {
         "replicated": ParamProcessGroups(
@@ -153,8 +155,8 @@ def tied_sums() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
     """Train tied embeddings on two stages of two ranks each, {0, 1} and {2, 3}.
 
     Returns:
-        The gradient, the parameter after an update, and the norm; in deterministic mode or not,
-        with sharded or replicated states.
+        The gradient, the parameter after an update, and the norm of each case. The cases are
+        with and without deterministic mode, each with sharded and with replicated states.
     """
     torch.set_num_threads(1)
     (stage, tied), world, results = pairs(), everyone(), []

@@ -36,10 +36,10 @@ def forward_uses(needs: Sequence[Sequence[int]]) -> list[Use]:
 
 
 def fewest_gathers(uses: Sequence[Use], slots: int) -> int:
-    """Return the minimum over all sequences of evictions.
+    """Return the least number of gathers with any sequence of evictions.
 
-    For each set of chunks that can be in the cache after a use, the search keeps the least number
-    of gathers so far.
+    After each use, the search has the least number of gathers for each possible content of the
+    cache.
     """
     reached = {frozenset(): 0}
     for use in uses:
@@ -100,7 +100,7 @@ def test_plan_of_random_uses_has_the_fewest_gathers(seed):
 
 
 def test_gathers_of_microbatches_in_turn_equal_the_formula():
-    """Plan k microbatches, forward and backward in turn, on n segments."""
+    """Plan k microbatches on n segments. Each runs its backward before the next forward."""
     for k, n in itertools.product(range(1, 6), range(1, 9)):
         for slots in range(1, n + 1):
             assert num_gathers(n, slots, [F, B] * k) == 2 * k * n - (2 * k - 1) * slots
@@ -123,8 +123,8 @@ def test_gathers_of_recomputed_regions_equal_the_formulas():
 
 
 def test_gathers_overlap_with_computation():
-    """Plan a forward and a backward. With one slot, each gather is waited for at once. With two or
-    more slots, only the first gather is, and the others begin at an earlier use."""
+    """Plan a forward and a backward. With one slot, each use waits for its gather. With two or more
+    slots, only the first use waits. The other gathers begin at an earlier use."""
     n = 8
     uses = use_order([F, B], [0] * n, tower_needs(n), [True] * n)
     for slots, waited_for in ((1, 2 * n - 1), (2, 1), (n, 1)):
@@ -143,8 +143,8 @@ def test_chunks_that_are_not_needed_again_are_freed():
 
 
 def test_use_order_follows_stages_and_skips_frozen_first_segments():
-    """Two stages of two segments, of which the first segment is frozen. The uses are in the order
-    of the passes, and the frozen segment has no backward."""
+    """Two stages have two segments each, and the first of the four segments is frozen. The uses are
+    in the order of the passes, and the frozen segment has no backward."""
     passes = [Pass(0, False), Pass(1, False), Pass(1, True), Pass(0, True)]
     uses = use_order(passes, [0, 0, 1, 1], tower_needs(4), [False, True, True, True])
     assert [(use.segment, use.backward) for use in uses] == [

@@ -181,9 +181,9 @@ def run_killed_at(arguments: Sequence[str], commit: int, before: bool) -> int:
 def killed_until_done(
     arguments: Sequence[str], observe: Callable[[], int] = lambda: 0, commits: int = 8
 ) -> tuple[int, int]:
-    """Run a command until it ends. Runs are killed at commits 1 to `commits`, before or after the
-    rename. A last run finds all work done. Return the number of killed runs and the largest result
-    of `observe`, which is called after each of them."""
+    """Repeat a command until a run ends without a kill, then run it once more with all work done.
+    Runs are killed at commits 1 to `commits`, before or after the rename. Return the number of
+    killed runs, and the largest result of `observe`, which is called after each killed run."""
     kills = largest = 0
     while status := run_killed_at(arguments, 1 + kills % commits, kills // commits % 2 == 0):
         assert status == -signal.SIGKILL

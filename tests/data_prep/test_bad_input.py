@@ -20,7 +20,7 @@ from tests.kit.ranks.processes import ROOT
 GOOD = json.dumps({"text": "good text"}) + "\n"
 WHOLE_GZ = gzip.compress((GOOD * 50_000).encode(), mtime=0)
 INVERTED_GZ = WHOLE_GZ[:10] + bytes([WHOLE_GZ[10] ^ 255]) + WHOLE_GZ[11:]
-"""Starts with an invalid block of deflate, for which isal raises another exception."""
+"""A gzip file whose first deflate block is invalid. isal raises another exception for it."""
 
 BAD = {
     "bytes.txt": (b"fine\nnot \xff fine", 2, "invalid UTF-8"),
@@ -49,8 +49,8 @@ def arguments(made, tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_depth_limit_of_json_does_not_depend_on_the_process(made, tmp_path, text):
-    """The limit of the standard library, near 1000, includes the stack below, which is deeper in a
-    worker."""
+    """The recursion limit of the standard library, about 1000, also counts the frames of the
+    callers, and a worker has more of them."""
     for name in "ab":
         lines = [
             json.dumps({"text": f'good {d} \\" [[[ ' + "[" * 600})[:-1]
@@ -103,7 +103,7 @@ def test_quarantine_lists_bad_input_and_keeps_good_documents(made, tmp_path, tex
 
 
 def test_documents_of_a_damaged_file_are_removed_from_an_array(made, tmp_path, text, capsys):
-    """Its first documents are written before the damage is detected."""
+    """The first documents of the file are written before the damage is detected."""
     (text / "a.jsonl").write_text(GOOD * 3)
     (text / "b.jsonl.gz").write_bytes(WHOLE_GZ[:-9])
     (text / "c.jsonl").write_text(GOOD * 2)
@@ -138,7 +138,7 @@ def test_unsupported_kinds_of_files_are_refused_by_name(made, tmp_path, text, ca
 
 
 def test_an_input_that_grew_since_it_was_planned_is_refused(tmp_path):
-    """Its size is in the plan, and in the balance of the units."""
+    """The plan contains the sizes of inputs, and units are balanced by them."""
     path = tmp_path / "a.txt"
     path.write_text("text")
     for size in (3, 5):
@@ -195,7 +195,7 @@ MISTAKES = {
     "shard first": (["shard", str(ROOT / "docs")], "order.json: cannot be read"),
     "shuffle first": (
         ["shuffle", str(ROOT / "docs"), "--context", "4", "--to", "TMP"],
-        "has no token arrays; give what",
+        "has no token arrays; give the output",
     ),
 }
 

@@ -50,8 +50,8 @@ def cut(dataset, sidecars: int) -> np.ndarray:
 
 @pytest.mark.parametrize("instances", [0, 9000])
 def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
-    """Complete passes in order, the last pass by P for (seed, (s + 1) * 2^32 + pass), then P over
-    all rows."""
+    """Complete passes over source s have its stored order. The last, incomplete pass takes rows by
+    P for (seed, (s + 1) * 2^32 + pass). Then P for (seed, 0) orders the rows of all sources."""
     out = tmp_path / "blend"
     more = ["--instances", str(instances)] if instances else []
     assert main(blend_arguments(made.data, second, out, *more)) == 0

@@ -1,4 +1,4 @@
-"""Sorted runs of the strategy `bucket`: the same bytes, also after kills and damage."""
+"""The strategy `bucket` writes the bytes of `gather`, also after kills and damage."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_crash_and_end_without_a_result_are_different_errors(is_ignored):
     try:
         with pytest.raises(child.CrashError, match=f"signal {int(signal.SIGSEGV)}"):
             child.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), limit_s=30)
-        with pytest.raises(child.UnfinishedError, match="signal 9 ended the process"):
+        with pytest.raises(child.UnfinishedError, match="signal 9 ended the child process"):
             child.run(lambda: os.kill(os.getpid(), signal.SIGKILL), limit_s=30)
         with pytest.raises(child.UnfinishedError, match="no result within 0 s"):
             child.run(signal.pause, limit_s=0.2)
@@ -39,7 +39,8 @@ def test_crash_and_end_without_a_result_are_different_errors(is_ignored):
 
 @pytest.mark.parametrize("has_pidfd", [False, True])
 def test_call_in_a_thread_with_sigchld_ignored_ends(monkeypatch, has_pidfd):
-    """Only the main thread may set handlers: here the exit status is lost without an exception."""
+    """Only the main thread may set the handler of SIGCHLD, so the exit status of the child is lost
+    here. The call raises UnfinishedError."""
     if not has_pidfd:
         monkeypatch.delattr(os, "pidfd_open", raising=False)
     errors: list[BaseException] = []
@@ -113,8 +114,8 @@ def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_child_ends_if_a_handler_raises_at_the_fork(monkeypatch, by_thread):
-    """The parent runs its handler as soon as its signals are not blocked any more. If another
-    thread received the signal, that is before `run` knows the process id."""
+    """The handler of the parent raises when `run` unblocks signals. With `by_thread`, it raises
+    before `run` has the process id."""
     fork, pids = os.fork, []
 
     def fork_and_send() -> int:

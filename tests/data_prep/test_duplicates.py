@@ -1,4 +1,4 @@
-"""Duplicate ids are refused with both lines, or quarantined, by any number of workers and ranks."""
+"""Duplicate ids are quarantined, or refused in a message with both lines, also by several ranks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_later_steps_refuse_arrays_with_duplicates(made, tmp_path, capsys):
     assert main(tokenize) == 2
     capsys.readouterr()
     for command in (shuffle, blend):
-        refused(capsys, command, "tokenizing did not come to its end")
+        refused(capsys, command, "tokenization is not complete")
     quarantine = [*tokenize, "--on-error", "quarantine"]
     assert main(quarantine) == 0 and main(shuffle) == 0
     sidecar = tmp_path / "out" / "tokens" / "unit-00000.json"
@@ -137,7 +137,7 @@ def test_later_steps_refuse_arrays_with_duplicates(made, tmp_path, capsys):
     capsys.readouterr()
     write_checked_json(sidecar, value)  # as after a kill between the mark and the unit
     for command in (shuffle, blend, ["shard", out, "--workers", "1"]):
-        refused(capsys, command, "tokenizing did not come to its end")
+        refused(capsys, command, "tokenization is not complete")
     assert main(quarantine) == main(blend) == 0
 
 

@@ -22,7 +22,7 @@ def disk(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["gather", "bucket"])
 def test_a_full_disk_leaves_no_wrong_file(made, disk, strategy, capsys):
-    """Each run fails with the message of a full disk, at a later step on a larger disk."""
+    """After each failure the disk is made larger, so that the next run fails at a later step."""
     mount, remount = disk
     out, expected = mount / "data", tree(made.data)
     arguments = run_arguments(made.text, made.tokenizer, out, "--strategy", strategy)
@@ -58,7 +58,7 @@ def test_a_read_only_disk_is_refused(made, disk, capsys):
     remount("ro")
     error = refused(capsys, run_arguments(made.text, made.tokenizer, mount / "data"))
     assert f"--out '{mount / 'data'}' cannot be made: Read-only" in error
-    refused(capsys, run_arguments(made.text, made.tokenizer, mount), "may not be written to")
+    refused(capsys, run_arguments(made.text, made.tokenizer, mount), "is not writable")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")

@@ -128,8 +128,8 @@ def standard_library(count: int) -> list[str]:
 
 
 def written_and_peak(arguments: list[str]) -> tuple[int, int]:
-    """Run a command in a new process. Return the bytes that it writes, and the largest size of its
-    output, which is the size before arrays are removed."""
+    """Run a command in a new process. Return how many bytes it writes, and the largest size of its
+    output directory. This size is measured before token arrays are removed."""
     out = Path(arguments[arguments.index("--out") + 1])
     measured = out.with_name(f"{out.name}.json")
 
@@ -157,8 +157,8 @@ def written_and_peak(arguments: list[str]) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes")
 def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
-    """Measured on 2.3 MB of Python: 0.75 of the written bytes, 0.65 with checkpoints within units;
-    0.75 of the disk space."""
+    """For 2.3 MB of Python code, `--fused` wrote 0.75 of the bytes (0.65 with checkpoints within
+    units) and needed 0.75 of the disk space."""
     texts, tokenizer = standard_library(24), str(tmp_path / "tokenizer.json")
     assert (
         main(["train-tokenizer", "--input", *texts, "--vocab-size", "3000", "--out", tokenizer])
@@ -178,7 +178,7 @@ def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
 
 
 def test_fused_killed_at_each_commit_has_the_same_bytes(made, tmp_path, monkeypatch):
-    """Units have checkpoints."""
+    """Each unit is written with several checkpoints."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     monkeypatch.setattr(store, "BLOCK_TOKENS", 300)
     whole, out = tmp_path / "whole", tmp_path / "data"
@@ -220,7 +220,7 @@ def test_damaged_packed_array_is_named_and_stops_the_shards(made, tmp_path, monk
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_packed_array_has_the_ids_and_hash_of_npy(tmp_path, dtype):
-    """Also in ranges over several frames, after a truncation and after a restore."""
+    """The test also reads a range over several frames, truncates the array and restores a part."""
     rng = np.random.default_rng(0)
     top = np.iinfo(dtype).max
     ids = rng.integers(0, top, 3 * BLOCK_TOKENS + 77, dtype=dtype)
@@ -305,7 +305,8 @@ def test_fused_quarantines_the_same_duplicates(made, tmp_path):
 
 
 def test_packed_array_is_removed_if_a_plain_array_exists(made, tmp_path, monkeypatch):
-    """A run with `--fused` ended, then a run without it ended after it wrote an array."""
+    """A run with `--fused` failed after it had written packed arrays. Then a run without `--fused`
+    failed after it had written a plain array."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out)
     monkeypatch.setattr("data_prep.pipeline.run.shuffle", lambda *_: 1 / 0)

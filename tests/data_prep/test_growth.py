@@ -1,4 +1,4 @@
-"""The bound of the growth of texts is not less than what the tokenizers library does."""
+"""Bound on the growth of texts: the tokenizers library never exceeds it."""
 
 from __future__ import annotations
 
@@ -147,13 +147,14 @@ def test_character_map_with_endless_keys_is_refused():
 
 
 def test_field_number_that_protobuf_would_shorten_is_refused():
-    """The library keeps the low 32 bits of this key: field 3, the normalizer with its map."""
+    """The library keeps only the low 32 bits of this key, and then reads the field as number 3, the
+    normalizer with its character map."""
     with pytest.raises(ValueError, match="number out of range"):
         list(fields(b"\x9a\x80\x80\x80\x10" + b"\x00"))
 
 
 def test_model_with_several_character_maps_is_refused():
-    """Each map takes about a second to follow."""
+    """The computation of the bound takes about a second for each map."""
     spec = b"\x12\x01x"  # NormalizerSpec with a character map
     with pytest.raises(ValueError, match="it has 3 character maps"):
         _max_growth((b"\x1a" + bytes([len(spec)]) + spec) * 3)

@@ -63,10 +63,10 @@ def restored(copied):
 
 
 def write(path: Path, changes: dict) -> None:
-    """Change keys of a checked JSON file, and write a valid hash.
+    """Change keys of a JSON file that contains its hash, and write the new hash.
 
-    Keys of `changes` are paths such as `a.0.b`. The value None removes a key. The text of a string
-    after `raw:` is written without quotes.
+    Keys of `changes` are paths such as `a.0.b`. The value None removes a key. A string `raw:TEXT`
+    writes TEXT without quotes.
     """
     value = json.loads(path.read_text())
     del value["self_xxh3"]
@@ -227,14 +227,14 @@ def test_other_json_with_impossible_values_is_damage(restored, name, changes, pr
 
 
 def test_an_order_of_another_length_is_refused_by_inspect(restored):
-    """The permutation of a position out of its range would not end."""
+    """The permutation would not terminate for a position outside its range."""
     write(restored / "order.json", {"units.0.kept": 0})
     with pytest.raises(DataError, match=r"order.json: is not the order of manifest.json"):
         inspect(restored, 0)
 
 
 def test_inspect_refuses_token_arrays_of_another_plan(restored):
-    """An order may name token arrays of another data set, whose files must not be printed."""
+    """An order may name the token arrays of another data set. Their content must not be printed."""
     write(restored / "order.json", {"plan": "0" * 16})
     with pytest.raises(DamageError, match=r"plan.json: its hash is not the one in order.json"):
         inspect(restored, 0)
@@ -247,7 +247,7 @@ SECRET = files.checked_json({"format": "a-secret", "version": "a-key"})
 def test_commands_do_not_print_files_of_a_folder_in_an_order(
     restored, capsys, monkeypatch, command
 ):
-    """No message proposes to remove them: the folder may be any folder of the user."""
+    """The folder may be any folder of the user, so no message proposes to remove its files."""
     outside = restored.parent / "outside"
     outside.mkdir(exist_ok=True)
     for name in ("plan.json", "removed.json", "unit-00000.json", "unit-00000.docs.npy"):
@@ -369,7 +369,7 @@ with library_panics(sys.argv[1]):
 
 
 def test_output_before_an_exit_during_encoding_is_printed(tmp_path):
-    """Such as the line after a signal, and the message of the library if memory is full."""
+    """For example the line about a signal, or the library's message that memory is full."""
     path = a_tokenizer(tmp_path / "tokenizer.json")
     done = python("-c", EXIT_WHILE_ENCODING, str(path))
     assert (done.returncode, done.stderr) == (3, "last words")
@@ -386,7 +386,7 @@ def test_panic_of_the_library_on_a_text_is_a_data_error(tmp_path):
 
 
 class FakeTable:
-    """Metadata of a table with one column, which calls `read` when it is read."""
+    """Metadata of a table with one column. Access to the column calls `read`."""
 
     num_row_groups, num_columns = 1, 1
 
@@ -450,7 +450,7 @@ def no_memory() -> None:
 @pytest.mark.parametrize(
     ("read", "reason"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "signal 9 ended the process"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "signal 9 ended the child process"),
         (no_memory, "memory was short"),
         (lambda: time.sleep(60), "no result within 0 s"),
     ],
@@ -533,7 +533,7 @@ def test_an_index_is_compared_with_its_size_before_it_is_read(tmp_path):
 
 
 def test_unordered_table_of_documents_is_damage(made, tmp_path, capsys):
-    """The table of documents has the hash in its order."""
+    """The hash of the table in order.json is valid, so only its content shows the damage."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     docs = out / "tokens" / "unit-00000.docs.npy"
@@ -544,4 +544,4 @@ def test_unordered_table_of_documents_is_damage(made, tmp_path, capsys):
     number = json.loads((out / "manifest.json").read_text())["num_instances"]
     codes = {main(["inspect", str(out), str(k)]) for k in range(min(number, 20))}
     assert codes <= {0, 1} and 1 in codes
-    assert "its documents do not follow one another" in capsys.readouterr().err
+    assert "the ends of its documents do not increase" in capsys.readouterr().err

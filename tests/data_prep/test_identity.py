@@ -41,7 +41,8 @@ def test_run_on_a_finished_data_set_changes_nothing(made):
 
 
 def test_kills_at_each_commit_change_no_byte(made, tmp_path):
-    """A unit takes six commits and starts again after a kill, so some runs add no file."""
+    """A unit takes six commits. A run that is killed before the sixth does not complete the unit,
+    and the next run makes it again."""
     out = tmp_path / "data"
 
     def damages() -> int:

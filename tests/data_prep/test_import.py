@@ -1,5 +1,4 @@
-"""Import of token files of other programs, which the tests write by the definition of the
-format."""
+"""Import of token files of other programs. The tests write such files by the format definition."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ CODES = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}
 def write_megatron(
     stem: Path, documents: list[list[list[int]]], code: str = "H", **damage: int
 ) -> Path:
-    """Write the .bin and .idx files of documents, which are lists of sequences, with `struct`."""
+    """Write .bin and .idx files of documents with `struct`. A document is a list of sequences."""
     sequences = [sequence for document in documents for sequence in document]
     size, bounds, offset, pointers = struct.calcsize(f"<{code}"), [0], 0, []
     for sequence in sequences:
@@ -76,7 +75,8 @@ def imported(out: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("code", ["H", "i", "q", "h"])
 def test_import_of_megatron_files(made, tmp_path, monkeypatch, capsys, code):
-    """Documents have several sequences, with EOS or without, across the ends of blocks."""
+    """Half of the documents are single sequences without EOS, the others are several sequences with
+    EOS. Documents cross the ends of the blocks that are read."""
     monkeypatch.setattr(importing, "_BLOCK_TOKENS", 37)
     documents = some_documents(1)
     stored = [
@@ -121,7 +121,7 @@ def test_import_reads_the_dtype_of_a_npy_header(made, tmp_path, capsys):
 
 
 def test_imported_arrays_are_shuffled_sharded_and_repaired(made, tmp_path):
-    """The arrays do not depend on the workers, and a missing unit is made again."""
+    """The arrays do not depend on the number of workers, and a missing unit is made again."""
     for seed in (1, 2, 3):
         write_megatron(tmp_path / f"m{seed}", [[document] for document in some_documents(seed)])
     flat = flatten(some_documents(4))
@@ -142,7 +142,8 @@ def test_imported_arrays_are_shuffled_sharded_and_repaired(made, tmp_path):
 
 
 def test_documents_are_held_out_by_their_ids(made, tmp_path, monkeypatch, capsys):
-    """By xxh3 of the ids, for any file, type and blocks. Each document is stored once."""
+    """The xxh3 hash of a document's ids decides, for all formats, dtypes and sizes of blocks. Each
+    document is stored once."""
     documents = [*some_documents(7, 200), *some_documents(8, 30)]
     write_megatron(tmp_path / "m", [[document] for document in documents[:200]], "i")
     flat = flatten(documents[200:])
@@ -214,7 +215,7 @@ def test_damaged_token_files_are_refused(made, tmp_path, capsys):
 
 @pytest.mark.parametrize("code", ["H", "i", "q"])
 def test_ids_outside_the_vocabulary_are_refused(made, tmp_path, capsys, code):
-    """65541 must not become 5, nor -65530 become 6."""
+    """A conversion to 16 bits would change 65541 to 5 and -65530 to 6."""
     wrong = [VOCAB] if code == "H" else [VOCAB, 65541, -1, -65530]
     for token in wrong:
         path = write_megatron(tmp_path / "a", [[[1, 2, 3]], [[4, token, 5]]], code)

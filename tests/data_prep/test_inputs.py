@@ -124,7 +124,8 @@ def test_unpacking_takes_little_memory_at_a_ratio_of_a_thousand(tmp_path, packin
 
 
 def test_zstd_frames_of_all_kinds_are_read_and_cut_frames_refused(tmp_path):
-    """With checksums, sizes, blocks of one byte, raw blocks and skippable frames, cut anywhere."""
+    """The frames have checksums, sizes, raw blocks and blocks that repeat one byte. Skippable
+    frames are between them. The data is cut at random positions."""
     rng, skipped = random.Random(3), struct.pack("<II", 0x184D2A5B, 5) + b"aside"
     for number in range(64):
         packer = zstandard.ZstdCompressor(

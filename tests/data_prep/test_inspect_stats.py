@@ -188,7 +188,7 @@ def test_stats_refuses_another_tokenizer(made, tmp_path):
 
 
 def test_stats_refuses_held_out_data_with_more_ids(made, tmp_path):
-    """Their pairs have no counts."""
+    """The counts of pairs of ids have no place for the additional ids."""
     shutil.copytree(made.data / "eval", tmp_path / "eval")
     path = tmp_path / "eval" / "manifest.json"
     manifest = parse_checked_json(path.read_bytes())
@@ -280,12 +280,12 @@ def test_inspect_refuses_a_text_that_is_too_long_to_show(made, monkeypatch):
     """A token of a megabyte, repeated, would take all memory."""
     length = len(inspect(made.data, 0)["text"])
     monkeypatch.setattr("data_prep.dataset.describe.MAX_CHARACTERS", length // 2)
-    with pytest.raises(DataError, match=r"tokenizer.json: makes a text of .* characters"):
+    with pytest.raises(DataError, match=r"tokenizer.json: the text of .* characters"):
         inspect(made.data, 0)
 
 
 def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
-    """A manifest may have more ids than the model; the library raises IndexError."""
+    """A manifest may allow ids that the model lacks. The library raises IndexError for them."""
     pytest.importorskip("sentencepiece")
     write_sentencepiece(tmp_path / "tokenizer.model", ["abc def ghi jkl mno"] * 20)
     with pytest.raises(DamageError, match="tokenizer.model: has no piece of id 70000"):

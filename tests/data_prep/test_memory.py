@@ -1,4 +1,4 @@
-"""Long documents have the same ids in sections and stay within `--memory`, or are refused."""
+"""Long documents are encoded in sections with the same ids, within `--memory`, or are refused."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def test_sections_have_the_ids_of_the_text(tmp_path, monkeypatch, family):
 
 
 def test_characters_that_nfc_replaces_by_ascii():
-    """In Python's tables. Assigned code points keep their normalization."""
+    """The characters come from Python's version of Unicode. Later versions do not change the
+    normalization of assigned characters."""
     chars = map(chr, [*range(0x80, 0xD800), *range(0xE000, 0x110000)])
     changed = [char for char in chars if unicodedata.normalize("NFC", char).isascii()]
     assert (
@@ -150,7 +151,8 @@ def test_characters_that_nfc_replaces_by_ascii():
 
 
 def test_character_after_a_cut_is_not_white_space():
-    """Neither in the library, which may have another version of Unicode, nor after NFC."""
+    """It is not white space for the library, which may have another version of Unicode. NFC does
+    not change it to white space."""
     chars = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     allowed = [char for char in chars if re.match(encoder.NOT_SPACE, char)]
     assert len(allowed) > 0x1F000
@@ -266,7 +268,7 @@ def test_invalid_byte_late_in_a_long_text_is_refused_by_line(
 
 
 LONG = "return " * 6_000_000
-"""42 MB of cheap text."""
+"""42 MB of text that is encoded in little time."""
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -372,7 +374,8 @@ print(memory("VmHWM") - before, count)
     ids=["a dictionary", "shared beginnings", "neighbours"],
 )
 def test_memory_limit_is_kept_for_any_row_groups(tmp_path, values, options):
-    """240 MB and more if the mean size of values determined how many are read at a time.
+    """The number of rows in a read depends on the largest values. If it depended on the mean size,
+    a read would take 240 MB or more.
 
     Allocators keep some of the freed memory; a worker has a reserve for it.
     """

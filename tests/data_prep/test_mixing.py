@@ -1,4 +1,4 @@
-"""Mixing by exact integer quotas: definition, period, limits, and vectors of the page."""
+"""Mixing by exact integer quotas: definition, period, limits, and examples of the format page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan`: estimates close to a run, or the reason why there is none."""
+"""`plan`: estimates close to the values of a real run, or the reason why it cannot estimate."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_plan_without_text_is_refused_with_the_reason(made, tmp_path, capsys, ca
     words = run_arguments(tmp_path / "a.jsonl", made.tokenizer, tmp_path / "out")
     error = refused(capsys, ["plan", *words[1:]])
     assert (
-        f"nothing of 1 input can be sampled: {tmp_path / reason if 'a.' in reason else reason}"
+        f"no text of 1 input can be sampled: {tmp_path / reason if 'a.' in reason else reason}"
         in error
     )
 
 
 def test_plan_on_a_read_only_disk_estimates_without_disk_speed(made, tmp_path, capsys, monkeypatch):
-    """Neither a file can be written nor removed."""
+    """Files can be neither written nor removed."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", "plan.tmp")

@@ -58,8 +58,8 @@ def test_shares_are_complete_and_balanced():
 
 
 def test_largest_size_is_assigned_first():
-    """In the order of their numbers, the rank of the large item would also have half of the
-    rest."""
+    """If items were assigned in the order of their numbers, the rank with the large item would also
+    have half of the others."""
     sizes = [1] * 8 + [8]
     assert [sorted(share(sizes, rank, 2)) for rank in (0, 1)] == [[8], list(range(8))]
 
@@ -138,7 +138,7 @@ def test_rank_with_other_options_is_refused(made, tmp_path, capsys):
 
 
 def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
-    """The rank ends when the file stops growing, and does not do the item of the other rank."""
+    """The rank fails when the file stops growing. It does not do the item of the other rank."""
     done: list[int] = []
     other = tmp_path / ".unit.tmp"
     start = time.monotonic()
@@ -164,7 +164,8 @@ def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
 
 
 def test_error_of_a_rank_ends_the_other_ranks(made, tmp_path):
-    """They end with one line. The command continues after the input is corrected."""
+    """The last line of each other rank contains the error of the rank that failed. When the input
+    is corrected, the same command completes the output."""
     text, out = tmp_path / "text", tmp_path / "data"
     shutil.copytree(made.text, text)
     lines = (text / "a.jsonl").read_bytes()
@@ -270,7 +271,8 @@ def test_run_with_a_foreign_lock_file_removes_nothing(tmp_path):
 
 
 def test_waiting_run_locks_the_file_that_has_the_name(tmp_path):
-    """The last run removes the file. A run that waited for it locks the next file."""
+    """The last run that ends removes the lock file. A run that waited for this file then locks a
+    new file of the same name."""
     path = tmp_path / ".lock"
     first, second = workspace._Lock(path), workspace._Lock(path)
     assert first.is_alone()
@@ -303,7 +305,7 @@ def test_rank_comes_from_options_or_environment(monkeypatch):
 
 
 def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, capfd):
-    """The rank reports its error, and the others read it in the mark."""
+    """The rank prints its error and writes it to a hidden file, which the other ranks read."""
     out, text = tmp_path / "out", tmp_path / "text"
     text.mkdir()
     (text / os.fsdecode(b"b\xff.jsonl")).write_text("{bad\n")
@@ -316,6 +318,6 @@ def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, ca
     marks.write(1, OSError(5, "broken", os.fsdecode(b"x\xff\ny")))
     mark.with_name(".failed-rank-2.a.1.b.tmp").write_bytes(b"\xff")
     for rank in ("1", "2"):
-        with pytest.raises(LostPeerError, match=f"rank {rank} failed: .+; give"):
+        with pytest.raises(LostPeerError, match=f"rank {rank} failed: .+; then give"):
             marks.check()
         next(out.glob(f".failed-rank-{rank}.*")).unlink()

@@ -62,9 +62,7 @@ def test_run_into_a_data_set_without_token_arrays_is_refused(made, other, tmp_pa
         assert main(["shard", str(out)]) == 0
     for tokenizer in (other / "t.json", made.tokenizer):
         command = run_arguments(made.text, tokenizer, out)
-        assert_refused_unchanged(
-            command, out, "holds a data set whose token arrays are elsewhere", capsys
-        )
+        assert_refused_unchanged(command, out, "has an order of other token arrays", capsys)
     assert list(verify(out)) == []
 
 

@@ -27,8 +27,8 @@ def damage(path, how: str) -> None:
 
 
 def follow_repairs(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> None:
-    """Do the repairs of `verify` at most twice, until there is no damage: a file that names the
-    others is repaired first. `commands` has the commands that made each directory."""
+    """Run `verify` and do the repairs that it names, twice. The first time, it may name only the
+    repair of a file that lists the others. `commands` has the commands that made each directory."""
     for _ in range(2):
         lines = [line.partition("; repair: ")[2] for line in verify(Path(dataset))]
         elsewhere = [re.fullmatch("optimus-data verify (.+), or the .+", line) for line in lines]
@@ -146,7 +146,7 @@ def test_repair_of_imported_arrays_names_import(made, tmp_path):
 @pytest.mark.parametrize("at", [20, 0.7])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_run_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, workers):
-    """In the header or the content. Tests of kills check wrong sizes."""
+    """The damage is in the header or in the content of the file."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     flip(out / name, at)
@@ -165,7 +165,7 @@ def test_run_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):
 
 
 def test_shards_are_not_made_from_a_damaged_token_array(made, tmp_path, capsys, monkeypatch):
-    """Neither if the check at the start detects the damage, nor if its sample does not have it."""
+    """The check at the start detects the damage in the first run, and misses it in the second."""
     out = tmp_path / "data"
     shutil.copytree(made.data, out)
     shard = out / "shards" / "shard-00001.npy"

@@ -142,7 +142,8 @@ def test_run_without_quarantine_fails_on_quarantined_input(made, text, tmp_path,
 
 
 def test_checkpoints_of_a_damaged_input_are_removed(made, tmp_path):
-    """They may have documents of the input. The next checkpoint has all documents of the others."""
+    """Checkpoints may contain documents of the damaged input. The next checkpoint contains all
+    documents of the other inputs."""
     with open(tmp_path / "array", "wb") as file:
         array = TokenArrayWriter(file, 400, "uint16", 0, packed=False)
         encoder, checkpoints = Encoder(made.tokenizer), Segments(tmp_path, 0, "plan")
@@ -163,7 +164,7 @@ def test_checkpoints_of_a_damaged_input_are_removed(made, tmp_path):
 def test_earlier_input_of_a_unit_changed_after_a_checkpoint_is_refused(
     made, tmp_path, monkeypatch, capfd
 ):
-    """The size is the same, so only the hash has changed."""
+    """The changed input has the same size, so only its hash differs."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
     folder = tmp_path / "text"
     folder.mkdir()
@@ -208,7 +209,7 @@ def test_table_continues_within_a_row_group(made, tmp_path, monkeypatch):
 
 
 def test_removal_of_duplicates_continues_after_kills(made, text, tmp_path):
-    """Each run is killed after 10 commits, far fewer than the unit has checkpoints."""
+    """Each run is killed after 10 commits. The unit has many more checkpoints."""
     lines = [json.loads(line) for line in (text / "a.jsonl").read_text().splitlines()]
     lines = [{**line, "id": number % (len(lines) - 1)} for number, line in enumerate(lines)]
     for path in text.iterdir():

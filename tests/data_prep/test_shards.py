@@ -1,4 +1,4 @@
-"""Shards: the specified instances in the specified order with any memory, and their tails."""
+"""Shards: with any memory, instances and order are as specified, also with carried tails."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_gatherer_reads_the_same_rows_by_any_strategy(
 
 
 def test_instances_may_span_several_arrays(tmp_path, made):
-    """With carried tails, also across empty arrays."""
+    """With `--carry-tails`, an instance may also span empty arrays."""
     for number, text in enumerate(["one two", "", "three", "", "six " * 50, "x", "y", "z " * 50]):
         (tmp_path / f"{number}.txt").write_text(text)
     out = tmp_path / "out"

@@ -72,7 +72,7 @@ def test_signal_ends_all_processes_of_slurm(tmp_path):
 
 @needs_slurm
 def test_cancelled_and_killed_jobs_write_the_same_bytes(tmp_path):
-    """On two nodes, and with a cancelled job that an array of two jobs completes."""
+    """Jobs on two nodes, and a cancelled job whose output an array of two jobs completes."""
     drill = [sys.executable, str(ROOT / "scripts" / "drills" / "data_slurm.py")]
     done = under_slurm(tmp_path, *drill, "--files", "120", "--cases", "tasks,nodes,cancel")
     assert done.returncode == 0, done.stdout + done.stderr

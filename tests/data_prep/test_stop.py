@@ -80,8 +80,8 @@ def assert_stopped(process: subprocess.Popen[str], name: str) -> str:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_signal_at_any_time_ends_a_run_with_a_line(made, tmp_path, name):
-    """During imports, in workers and at the end. Signals are sent to all processes, as by a
-    terminal and a scheduler, or to the first."""
+    """Signals arrive during imports, in workers and at the end. Half of them are sent to all
+    processes, as a terminal or a scheduler does, the others only to the command."""
     out = tmp_path / "data"
     arguments = run_arguments(made.text, made.tokenizer, out, "--workers", "2")
     number, stopped = getattr(signal, name), 0
@@ -112,8 +112,8 @@ def test_signal_during_a_write_leaves_no_temporary_file(made, tmp_path, name, wo
 
 
 def test_signal_during_a_long_call_of_a_library_ends_the_run(made):
-    """As the training of a tokenizer. Python calls no handler in the main thread before the
-    return."""
+    """An example is the training of a tokenizer. Python calls no handler until the call returns to
+    the main thread."""
     code = "import hashlib, sys; from data_prep import cli; "
     code += "from data_prep.cli import commands; "
     # A call of minutes, much longer than the test waits.

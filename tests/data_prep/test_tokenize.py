@@ -1,4 +1,4 @@
-"""Token arrays: the ids of each document are those of the library; the held-out rule."""
+"""Token arrays: the library's ids of each document, and the division by the held-out rule."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from optimus.errors import DataError
 
 
 def write(path: Path, change: object = None, **components: object) -> Path:
-    """Write a tokenizer.json of two letters. `change` changes its tree. No component is set in the
-    library, which would apply it to the added token."""
+    """Write a tokenizer.json of two letters. `change` returns the changed JSON tree. `components`
+    are set in the tree, since the library would apply them to the added token."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.add_tokens([AddedToken("aaa", normalized=True)])
     tree = json.loads(tokenizer.to_str())
@@ -64,7 +64,7 @@ def test_added_token_that_fills_memory_at_loading_is_refused(tmp_path, monkeypat
 
 
 def test_normalizer_with_an_escaped_key_is_checked(tmp_path):
-    """Also a normalizer after the model, which replaces the first."""
+    """A second normalizer at the end of the file, which replaces the first, is also checked."""
     path = write(tmp_path / "tokenizer.json", lambda tree: tree | {"added_tokens": []})
     bomb = json.dumps({"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 99})
     for key in (r"n\u006frmalizer", "normalizer"):

@@ -17,7 +17,7 @@ def train(source: Path, out: Path, *more: str) -> list[str]:
 
 
 def test_memory_of_training_does_not_depend_on_file_sizes(tmp_path):
-    """36 MB of JSON lines take at most 18 MB of memory more than 8 MB."""
+    """The peak memory for 36 MB of JSON lines is at most 18 MB above the peak for 8 MB."""
     lines = [
         json.dumps({"text": f"{number} " + ("abcdefgh" * 40 + " ") * 8}) for number in range(100)
     ]

@@ -185,10 +185,8 @@ def test_cut_restores_lost_lines_from_the_copy(tmp_path, capsys, break_file):
     ],
 )
 def test_cut_without_a_copy_names_missing_steps(tmp_path, capsys, break_file, steps):
-    """The copy is deleted, as in a run of an earlier Optimus version, which wrote no copy.
-
-    A warning names the steps whose lines are lost.
-    """
+    """Lines of metrics.jsonl are lost, and there is no copy of the file: earlier Optimus versions
+    wrote none. A warning names the steps whose lines are lost."""
     path, copy, _ = kept_with_copy(tmp_path)
     copy.unlink()
     break_file(path)

@@ -74,7 +74,7 @@ class Limits:
     idle_s: float = 5.0
     """Seconds without processor time, after which the process counts as hanging."""
     clock_s: float = 60.0
-    """Wall-clock seconds, on a machine with other work."""
+    """Wall-clock seconds, with a margin for a busy machine."""
     memory_bytes: int = 256 << 20
     """Growth of resident memory."""
 
@@ -90,17 +90,18 @@ class Arena:
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.folder, self.samples = folder, folder / "samples"
         self.readers = dict(READERS)
-        """Functions that command lines may name like programs; new workers use the current ones."""
+        """Functions that command lines can call by name, like programs. A change applies to workers
+        that start after it."""
         self._settings = _Settings(self.samples, limits or Limits(), self.readers)
         self.formats: list[Format] = []
         self.sound: dict[tuple[str, str], Any] = {}
-        """By sample and command, the content of the sound sample."""
+        """The content that each command read from the sound samples, by sample and command."""
 
     def prepare(self, formats: Iterable[Format] | None = None, jobs: int = 2) -> None:
         """Read each sound sample with its commands.
 
         Args:
-            formats: Formats whose samples exist; None: make all samples before.
+            formats: Formats whose samples exist; None: make the samples of all formats first.
             jobs: Number of workers.
 
         Raises:
@@ -133,7 +134,8 @@ class Arena:
     def run(self, cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, Verdict]]:
         """Yield cases and their verdicts in the order in which they end.
 
-        The description of a finding that a new worker does not repeat says so.
+        A case with a finding runs again in a new worker. If the second run has no finding, the
+        `kind` of the verdict begins with "only after other cases".
 
         Args:
             cases: The cases.
@@ -272,7 +274,7 @@ class _Watch:
 
 
 def _work_of_group(group: int) -> tuple[int, bool]:
-    """Return the clock ticks of all processes of a group, and True if all of them sleep."""
+    """Return the clock ticks of all processes of a process group, and True if all of them sleep."""
     ticks, sleeps = 0, True
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -416,14 +418,14 @@ def apply_change(case: Case, inside: Path) -> None:
 
 
 def _without_hash(content: bytes) -> bytes:
-    """Return a JSON text without the hash of the text, if this is the last key."""
+    """Return a JSON text without its last key if this is "self_xxh3", the hash of the text."""
     match = re.search(rb',\s*"self_xxh3": "[0-9a-f]{16}"\s*}\s*$', content)
     return content[: match.start()] + b"\n}" if match else content
 
 
 def execute(case: Case, folder: Path, audit: Audit, settings: _Settings) -> dict[str, Any]:
-    """Run the command of a case in `folder`/inside. Return its exit status and content, or the
-    problem."""
+    """Run the command of a case in `folder`/inside. Return a report: the problem, the exit status,
+    and the content that the command read."""
     inside, limits = folder / "inside", settings.limits
     os.chdir(inside)
     _redirect(folder)
@@ -481,7 +483,7 @@ def _redirect(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
-    """Limit processor seconds, address space and file sizes of this process in the block."""
+    """Limit processor seconds, address space and file sizes of this process in a `with` block."""
     if not are_set:
         yield
         return
@@ -504,7 +506,7 @@ def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
 
 
 def _run_lines(lines: Iterable[str], readers: Mapping[str, Reader]) -> Any:
-    """Return the exit status of the first command line that fails, or 0."""
+    """Run command lines until one fails. Return its exit status, or 0."""
     from data_prep.cli import main as optimus_data
     from optimus.cli import main as optimus
     from optimus.observe.log import set_up_logging

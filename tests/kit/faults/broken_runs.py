@@ -34,19 +34,20 @@ from tests.kit.runs.training import run_tree
 RANKS = 2
 NOT_REACHED = "the call was not reached"
 STEPS = 8
-"""Updates of a whole run, which saves a full checkpoint every 2 and a model every 3 updates."""
+"""Number of updates of a run. It saves a full checkpoint every 2 updates, and a model every 3."""
 BASE, BROKEN = 5, 6
-"""The run continues from BASE; its save of step BROKEN, a model and a full one, is broken."""
+"""Steps. The run continues after BASE. Its save of BROKEN, a full checkpoint and a model, is
+broken."""
 
 BLOCK_BYTES = 1 << 14
-"""Block size with which a shard file has about six writes."""
+"""Block size of shard files. With it, about six calls write one shard file."""
 GROWING = ("create", "mkdir", "write", "truncate", "extend", "rename", "link")
 """Calls that fail on a full disk."""
 
 
 @contextmanager
 def breaking_pool(scratch: Path) -> Iterator[RankPool]:
-    """Yield a pool on whose ranks `arm` and `kill_after` work."""
+    """Yield a pool whose ranks preload file_calls.c, which `arm` and `kill_after` need."""
     pool = RankPool(scratch, LD_PRELOAD=str(build_library(scratch)))
     try:
         yield pool
@@ -101,7 +102,7 @@ def run_ranks(
     kills: Mapping[int, float] | None = None,
     grace_s: float = 20.0,
 ) -> list[Outcome]:
-    """Run `run_broken` on RANKS ranks, by default with the calls below the run's checkpoints.
+    """Run `run_broken` on RANKS ranks. By default, `under` is the directory of the checkpoints.
 
     Returns:
         The outcomes of the ranks; [] if all reached the end of the run.
@@ -150,13 +151,13 @@ class RecordedSave(NamedTuple):
     base: Path
     """The run directory after BASE updates."""
     unbroken: Path
-    """The run directory of the whole run."""
+    """The run directory of a run of STEPS updates without interruption."""
     overrides: Mapping[str, Any]
     calls: list[list[Call]]
     """For each rank, its calls of the save that change files."""
 
     def numbers(self, rank: int) -> range:
-        """Return the numbers of all calls of a rank in the save, with those that only read."""
+        """Return the numbers of all calls of a rank in the save, including calls that only read."""
         return range(self.calls[rank][0].number, self.calls[rank][-1].number + 1)
 
     def kills(self) -> list[Breakage]:
@@ -172,8 +173,8 @@ class RecordedSave(NamedTuple):
         return cases
 
     def errors(self) -> list[Breakage]:
-        """Return an error of each call of each rank, a full disk from the call on, and a short
-        write."""
+        """Return the breakages to test. Each call of each rank fails with EIO. Each call that needs
+        space fails with ENOSPC, alone or with all later calls. Each write is shortened."""
         cases = []
         for rank in range(RANKS):
             ops = {call.number: call.op for call in self.calls[rank]}
@@ -200,7 +201,7 @@ def record_save(pool: RankPool, data: Path, scratch: Path, **overrides: Any) -> 
 
 
 def _calls_of_save(calls: Sequence[Call]) -> list[list[Call]]:
-    """Return, by rank, the calls of the save of step BROKEN, which end before the next save."""
+    """Return, by rank, the calls of the save of step BROKEN, without those of the next save."""
     first = next(call.pid for call in calls if call.op == "mkdir")
     start = next(n for n, call in enumerate(calls) if f"-{BROKEN:08d}." in call.path)
     stop = next(n for n, call in enumerate(calls) if f"-{STEPS:08d}." in call.path)
@@ -273,9 +274,15 @@ def _resume(pool: RankPool, tree: dict[str, Any], run_dir: Path, save: RecordedS
 def _run_with_errors(
     pool: RankPool, tree: dict[str, Any], breakage: Breakage
 ) -> tuple[str, bool, int]:
-    """Return the messages of the first rank, True if the run reached its end, and the number of
-    broken calls. A run may only end with an error if its disk is full to the end; then all ranks
-    must report that the last step is not saved."""
+    """Run the training with broken calls.
+
+    The run may only end with an error if the disk remains full. Then all ranks must report that the
+    last step is not saved.
+
+    Returns:
+        The messages of the first rank, True if the run reached its end, and the number of broken
+        calls.
+    """
     arguments = (tree, checkpoints(tree), None, breakage, dict[int, float]())
     try:
         results = pool.run(RANKS, run_broken, *arguments, start_world=False, timeout_s=120)

@@ -42,7 +42,8 @@ def truncate(content: bytearray, generator: random.Random) -> None:
 
 
 def zero(content: bytearray, generator: random.Random) -> None:
-    """Set 512 bytes to zero; most of a shard file's header are spaces, so the content changes."""
+    """Set 512 bytes to zero. This also changes the header of a shard file, which is filled with
+    spaces."""
     at = generator.randrange(max(1, len(content) - 512))
     content[at : at + 512] = bytes(len(content[at : at + 512]))
 
@@ -54,7 +55,7 @@ def lengthen(content: bytearray, generator: random.Random) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """Mount a tmpfs of this size at a new folder. Skip the test without the right to mount.
+    """Mount a tmpfs of this size at a new folder. Skip the test if mounting is not permitted.
 
     Yields:
         A function that remounts the file system with other options, such as "ro".
@@ -78,8 +79,8 @@ def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def immutable(*paths: Path) -> Iterator[None]:
-    """Prevent that anybody, also root, renames, removes or changes the paths. Skip the test without
-    the right to do so."""
+    """Prevent all users, including root, from renaming, removing or changing the paths. Skip the
+    test if chattr is not permitted."""
     names = [str(path) for path in paths]
 
     def chattr(flag: str) -> bool:
@@ -94,7 +95,7 @@ def immutable(*paths: Path) -> Iterator[None]:
 
 
 class Action(IntEnum):
-    """Action on a call, with the numbers of file_calls.c."""
+    """Action on a file call. The values are those of file_calls.c."""
 
     NONE = 0
     KILL_BEFORE = 1
@@ -106,7 +107,7 @@ class Action(IntEnum):
 
 
 class Breakage(NamedTuple):
-    """An action on the calls `first` to `last` of a rank."""
+    """An action on the file calls with the numbers `first` to `last` of a rank."""
 
     rank: int
     action: Action
@@ -122,7 +123,8 @@ class Call(NamedTuple):
     directory)."""
     pid: int
     number: int
-    """Number of the call in its process. Calls that only read and calls that failed count."""
+    """Number of the call in its process. Calls that only read and calls that fail are counted
+    too."""
     path: str
     other: str
     """The new name of a rename or a link."""
@@ -141,7 +143,7 @@ def why_not() -> str:
 
 
 def build_library(directory: Path) -> Path:
-    """Compile file_calls.c. Return the library, whose path is the value of LD_PRELOAD."""
+    """Compile file_calls.c. Return the path of the library, for LD_PRELOAD."""
     library = directory / "file_calls.so"
     source = Path(__file__).with_name("file_calls.c")
     flags = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
@@ -152,13 +154,13 @@ def build_library(directory: Path) -> Path:
 def arm(
     under: Path, log: Path | None = None, breakage: Breakage | None = None, until: str = ""
 ) -> None:
-    """Count, record and break the calls of this process from now on.
+    """Count, record and break the file calls of this process from now on.
 
     Args:
         under: The directory whose calls are counted.
         log: File of the record; None: no record.
         breakage: The broken calls; None: no broken call.
-        until: No call is broken after the first call of a path that contains this text.
+        until: After the first call with this text in its path, no call is broken.
     """
     _, action, first, last = breakage or Breakage(0, Action.NONE, 0, 0)
     ctypes.CDLL(None).file_calls_arm(
@@ -177,7 +179,7 @@ def hits() -> int:
 
 
 def kill_after(seconds: float) -> None:
-    """Kill this process by SIGKILL after a time, also in the middle of a system call."""
+    """Kill this process by SIGKILL after a time. The kill may be in the middle of a system call."""
     assert ctypes.CDLL(None).file_calls_kill_after(ctypes.c_double(seconds)) == 0
 
 

@@ -30,8 +30,8 @@ SOURCE = GOLDEN / "v1"
 _EOS = "<|endoftext|>"
 
 Content = Callable[[str], Any]
-"""Function from the standard output of a command to the content that it read, which may also be in
-files of the working directory; None if the command reports damaged input."""
+"""Function that returns the content that a command read, from the standard output of the command or
+from files in the working directory. It returns None if the command reports damaged input."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Command:
     lines: tuple[str, ...]
     content: Content
     same: str = "intact"
-    """Condition for the content of the sound sample: "always", "intact" (unless hashes were
-    replaced), or "never"."""
+    """Condition under which an accepted file must have the content of the sound sample: "always",
+    "never", or "intact" (if no hashes were replaced)."""
     codes: tuple[int, ...] = (2,)
     """Exit statuses of a refusal."""
     lists: bool = False
@@ -55,7 +55,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Format:
-    """A file of a sample to mutate, and the commands that read it."""
+    """A file that is mutated, its sample, and the commands that read it."""
 
     name: str
     sample: str
@@ -65,13 +65,13 @@ class Format:
     has_hash: bool = True
     """True if a hash in another file or in this file detects changes."""
     names_files: bool = False
-    """True if the file may name files anywhere, as a configuration does, or as the order of a data
-    set names its token arrays (docs/trust.md)."""
+    """True if the file may contain paths of files in other directories. A configuration and the
+    order of a data set do (docs/trust.md)."""
     weight: int = 2
-    """Number of cases relative to other formats."""
+    """Relative frequency of cases of this format."""
     cpu_s: float = 0.0
-    """Limit of processor seconds, if larger than for other formats: the plan of a configuration
-    takes 4 ms for each of at most 4,096 layers."""
+    """Limit of processor seconds, if larger than `Limits.cpu_s`. The plan of a configuration takes
+    4 ms for each layer, and a configuration has up to 4,096 layers."""
 
 
 # Contents of commands.
@@ -158,8 +158,8 @@ def _read_peaks(words: Sequence[str]) -> int:
 
 Reader = Callable[[Sequence[str]], int]
 READERS: Mapping[str, Reader] = {"read-peaks": _read_peaks}
-"""Functions that command lines may name like programs. They receive the other words of the line and
-return the exit status."""
+"""Functions that command lines can call by name, like programs. A function receives the other words
+of the line and returns the exit status."""
 
 # Samples.
 
@@ -358,8 +358,8 @@ def _replace(tree: Any, hashes: dict[str, str], old_size: int, new_size: int) ->
 
 
 def with_self_hash(text: bytes) -> bytes:
-    """Return JSON text of an object with the text's hash as the last key, as files.checked_json
-    writes it."""
+    """Append a hash to the JSON text of an object, as its last key, as files.checked_json does.
+    Return the text."""
     body = text.rstrip()
     if not body.endswith(b"}"):
         return text
@@ -378,7 +378,7 @@ def _checkpoint(path: str, run: bool, tensors: str = "intact") -> tuple[Command,
     Args:
         path: The checkpoint.
         run: True for a checkpoint of the directory `run`.
-        tensors: `Command.same` of its weights.
+        tensors: Value of `Command.same` for commands that read the weights.
     """
     of_run = (
         Command(("optimus checkpoint list run --json",), _listed, "never"),
@@ -565,7 +565,7 @@ FORMATS: tuple[Format, ...] = (
         )
     ),
 )
-"""All formats, with those whose sample needs a package or a compiler that may be missing."""
+"""All formats. Some samples need a package or a compiler that may be missing: see `available`."""
 
 
 def available(samples: Path) -> list[Format]:

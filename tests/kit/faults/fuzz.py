@@ -1,8 +1,8 @@
-"""Random runs: a model, a batch, two layouts, and the end of the first run, drawn axis by axis.
+"""Random training runs. A case has a model, a batch, two layouts, and an end of the first run.
 
-The first run of a case trains under one layout and ends as the case says. The second run continues
-under another layout to the last step. Their result is compared with an uninterrupted run on one
-process, within the bounds of deterministic mode.
+The first run trains under one layout until its end, for example a stop or a kill. The second run
+continues under the other layout to the last step. The result is compared with an uninterrupted run
+on one process: both must agree as deterministic mode promises.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from tests.kit.runs.training import run_tree
 
 STEPS = 5
 _LIMIT_S = 600.0
-"""Time limit of a run, on a machine with other work."""
+"""Time limit of a run, with a margin for a busy machine."""
 _GRACE_S = 60.0
 """Time limit for the end of all ranks after the loss of a rank."""
 Case = dict[str, Any]
-"""A choice for each axis of SHARED, and for each axis of LAYOUT with `first.` and `second.`."""
+"""A choice for each axis of SHARED and, for both runs, for each axis of LAYOUT, such as
+`first.pp`."""
 RUNS = ("first", "second")
 """Names of the runs of a case. `alone` is the run on one process."""
 
@@ -91,7 +92,7 @@ def axes() -> dict[str, tuple[Any, ...]]:
 
 
 def draw(number: random.Random) -> Case:
-    """Draw a legal case. For half of the cases the bits of one process are promised."""
+    """Draw a legal case. Half of the cases must have the same bits as a run on one process."""
     exact = number.choice((True, False))
     sizes = _SIZES[:2] if exact else _SIZES
     worlds = {run: number.choice((1, 2, 2, 4, 4, 8, 8)) for run in RUNS}
@@ -109,8 +110,8 @@ def draw(number: random.Random) -> Case:
 
 
 def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
-    """Draw the other axes of both layouts until both are accepted. Return False if 20 draws were
-    not enough."""
+    """Draw all axes of both layouts except the sizes, until both layouts are accepted. Return False
+    if 20 draws of a layout were not enough."""
     rest = {axis: choices for axis, choices in LAYOUT.items() if axis not in _SIZES}
     if exact:
         rest["deterministic"] = (True,)
@@ -127,7 +128,7 @@ def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
 
 
 def is_legal(case: Case) -> bool:
-    """Return True if both runs are accepted and their results have a promise."""
+    """Return True if both runs are accepted and their result can be compared with one process."""
     if case["dtype"] == "bf16" and not is_exact(case):
         return False
     if case["end"] == "last" and _layout(case, "first") != _layout(case, "second"):
@@ -156,14 +157,14 @@ def world_size(case: Case, run: str) -> int:
 
 
 def is_exact(case: Case) -> bool:
-    """Return True if the bits of one process are promised."""
+    """Return True if the result must have the same bits as a run on one process."""
     return all(
         case[f"{run}.deterministic"] and case[f"{run}.ep"] == case[f"{run}.tp"] == 1 for run in RUNS
     )
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yield legal cases that differ by one step towards the simplest case, large steps first."""
+    """Yield legal cases that are one step closer to the simplest case. Large steps are first."""
     for step in _steps():
         smaller = step(case)
         if smaller != case and is_legal(smaller):
@@ -171,7 +172,8 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def _steps() -> Iterator[Callable[[Case], Case]]:
-    """Yield functions from a case to a case that is simpler in some axes, or to the same case."""
+    """Yield functions that simplify some axes of a case. A function that cannot do this returns the
+    same case."""
     choices_of = axes()
 
     def take(choice: dict[str, Any]) -> Callable[[Case], Case]:
@@ -316,7 +318,7 @@ class CaseRunner:
         self.pool.run(size, run_tree, tree, start_world=False, timeout_s=_LIMIT_S)
 
     def _run_first(self, case: Case, tree: dict[str, Any]) -> None:
-        """Run until the end of the first run that the case has."""
+        """Execute the first run. It ends as the case defines."""
         size = world_size(case, "first")
         if case["end"] == "stop":
             return self._run(size, tree)

@@ -32,11 +32,11 @@ _PROGRAMS = ("g++", "c++", "clang++", "nvcc", "icpx", "gcc", "ldconfig", "ld")
 
 
 class Audit:
-    """Audit hook that records files opened by name outside the folder, started programs, and
-    pickles.
+    """Audit hook that records forbidden accesses: files opened by a name outside the folder,
+    started programs, and pickles.
 
-    The target of a link in the folder may be opened, since users store files in other directories;
-    the canary shows if its content is printed or copied.
+    Links from the folder to other directories may be followed, since users store files there.
+    CANARY shows if a command prints or copies the content of such a file.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,8 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self, inside: Path, names_files: bool) -> Iterator[None]:
-        """Record the accesses of a block. With `names_files`, files anywhere may be read."""
+        """Record the accesses in a `with` block. With `names_files`, files in all directories may
+        be read."""
         self.problem, self._is_on = "", True
         self._inside, self._names_files = os.path.normpath(inside), names_files
         try:
@@ -150,7 +151,7 @@ class Case:
     command: Command
     change: Change
     is_sealed: bool
-    """True if hashes of the file are replaced by those of the changed file."""
+    """True if stored hashes of the file are those of the changed file, not of the sound file."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:
 def _fault_of_output(
     case: Case, report: dict[str, Any], lines: list[str], errors: list[str]
 ) -> str:
-    """Return an error in the output that is independent of the exit status; "" if there is none."""
+    """Return an error in the output, independent of the exit status; "" if there is none."""
     controls = _CONTROLS.search(report["stderr"])
     # Standard output of these commands contains text of the file.
     if not controls and not any(word in case.command.name for word in ("generate", "inspect")):

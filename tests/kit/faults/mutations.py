@@ -19,7 +19,7 @@ from typing import Any
 CANARY = "optimus-canary-5b1e3d"
 """Text of files outside the directory of a case. No command may print or copy it."""
 OUTSIDE = "../outside/secret"
-"""Name of such a file, relative to the directory of the case."""
+"""Name of a file that contains CANARY, relative to the directory of the case."""
 LARGE_BYTES = 1 << 36
 """Length of a sparse file, larger than the memory limit of a command."""
 
@@ -116,7 +116,8 @@ def _change_bytes(number: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def _position(number: random.Random, size: int) -> int:
-    """Draw a byte, often near the start or the end, where headers and footers are."""
+    """Draw the position of a byte, often near the start or the end, where headers and footers
+    are."""
     if not size:
         return 0
     near = min(size, 64)
@@ -133,7 +134,8 @@ def _change_json(number: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def to_json(tree: Any, indent: int | None = None) -> bytes:
-    """Return JSON text of a tree, with the texts of _RAW."""
+    """Return JSON text of a tree. Strings that are keys of _RAW are replaced by their JSON
+    texts."""
     text = json.dumps(tree, indent=indent)
     for mark, raw in _RAW.items():
         text = text.replace(mark, raw)
@@ -203,7 +205,7 @@ def _change_node(
 
 
 def _contains(tree: Any, node: Any) -> bool:
-    """Return True if `node` is `tree` or below it, so that an exchange would make a cycle."""
+    """Return True if `node` is `tree` itself or below it."""
     if tree is node:
         return True
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()

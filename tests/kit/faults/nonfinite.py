@@ -31,7 +31,7 @@ BROKEN_OUTPUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "output": lambda x: x * float("inf"),
     "slope": NanBackward.apply,
 }
-"""Functions of the output of a layer, as a broken device computes it."""
+"""Functions that damage the output of a layer, or only its gradient, as a broken device could."""
 
 
 def poison(
@@ -74,7 +74,7 @@ def poison(
 
 
 def _error_of(run: Run, update: Callable[[int], None]) -> str:
-    """Run with another update. Return the message of the NonFiniteError; "" without an error."""
+    """Run with the function `update`. Return the message of the NonFiniteError; "" without one."""
     with mock.patch.object(run, "update", update):
         try:
             run.go()
@@ -100,9 +100,9 @@ def damage_state(
     Args:
         tree: The configuration.
         bad_rank: The rank of the error.
-        state: The optimizer state of which an element of its shard changes.
-        value: The new value of the element.
-        at: The update after which it changes.
+        state: The optimizer state with the error.
+        value: The new value of one element in the rank's shard of the state.
+        at: The update after which the element changes.
 
     Returns:
         The name of the parameter, "" on other ranks; and the error that this rank raised, or "no
@@ -123,7 +123,8 @@ def damage_state(
 
 
 def break_element(run: Run, state: str, value: float) -> str:
-    """Set the last element of a parameter's state in this rank's shard. Return the parameter."""
+    """Set one element of an optimizer state in this rank's shard. Return the name of its
+    parameter."""
     chunk = run.states.chunks[-1]
     for slot in chunk.chunk.slots:
         if (local := chunk.local_slice(chunk.states[state], slot)) is not None:

@@ -28,10 +28,10 @@ from tests.kit.faults.power_loss import Disk, Tree
 from tests.kit.runs.results import read_whole
 
 RUN = "run"
-"""Name of the run directory, in a durable directory."""
+"""Name of the run directory below the root of the modelled disk."""
 _NAMES = re.compile(r"(step|model)-\d{8}")
 WINDOW = 12
-"""Largest number of pending changes of which all subsets are examined."""
+"""All subsets of the pending changes are examined if there are at most this many changes."""
 
 
 def is_examined(path: PurePath) -> bool:
@@ -71,10 +71,10 @@ class Summary:
     """Number of moments with 1 to WINDOW pending changes."""
     most_pending: int = 0
     states: int = 0
-    """Number of states of the checkpoints after power cuts at all moments."""
+    """Number of examined states of the checkpoints, summed over all moments."""
     different: int = 0
     samples: int = 0
-    """Number of random states of the whole disk from which a run was also started."""
+    """Number of random states of the whole disk on which the start of a run was tested."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -103,7 +103,8 @@ class Loader:
         return self._known[tree]
 
     def start(self, tree: Tree) -> StartState:
-        """Prepare the run directory of a whole disk as a starting run does. Return its state."""
+        """Write a whole disk and prepare its run directory as a starting run does. Return the state
+        from which this run starts."""
         self._write(tree)
         before = self._load()
         if before.fault:
@@ -126,7 +127,7 @@ class Loader:
         self._fill(self._disk, tree)
 
     def _fill(self, path: Path, tree: Tree) -> None:
-        """Write a tree. Files are links to contents that are written once."""
+        """Write a tree. Each different content is written once, and files are hard links to it."""
         if isinstance(tree, tuple):
             path.mkdir()
             for name, below in tree:
@@ -163,8 +164,8 @@ def _states(full: Manifest | None) -> str:
 
 
 class Promise(NamedTuple):
-    """Checkpoints that must exist: the saves of `step` and of `models` have returned, and `fulls`
-    full checkpoints are kept."""
+    """Checkpoints that must exist after a power cut: a full one of `step` or a later step, models
+    of the steps `models`, and at least `fulls` full ones in total."""
 
     step: int = 0
     fulls: int = 0
@@ -172,10 +173,10 @@ class Promise(NamedTuple):
 
 
 def promises(calls: Sequence[Call], asynchronous: bool = False) -> Iterator[Promise]:
-    """Yield the promise after each call.
+    """Yield, for each call, the promise after it.
 
-    A save has returned when the metrics of the next step are written, or when a checkpoint that it
-    replaces is removed. A save in the background has returned only after the latter.
+    A save has returned if the metrics of the next step are written or a checkpoint that it replaces
+    is removed. For saves in the background, only the removal counts.
     """
     step, committed, models = 0, [0], dict[int, bool]()
     for call in calls:
@@ -212,7 +213,7 @@ def replay(
 
     Args:
         calls: The recorded calls.
-        root: The directory of the run directory.
+        root: The directory that contains the run directory.
         samples: Number of random states of the whole disk.
         seed: Seed of the random states.
         asynchronous: True if saves ran in the background.
@@ -245,8 +246,8 @@ def replay(
 def _read_saves(
     calls: Sequence[Call], root: Path, loader: Loader
 ) -> tuple[dict[int, str], list[int]]:
-    """Return the hash of the states that each save wrote, by step, and the number of pending
-    changes after each call."""
+    """Return two results: by step, the hash of the states that its save wrote; and for each call,
+    the number of pending changes after it."""
     disk, saved_states, pending = Disk(str(root)), {0: _states(None)}, []
     for call in calls:
         disk.apply(call)

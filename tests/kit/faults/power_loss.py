@@ -1,9 +1,9 @@
 """Model of a disk: its possible contents after a power cut, from a record of file calls.
 
-The bytes of a file are durable from its fsync on, the entries of a directory (creations, renames,
-removals) from the fsync of the directory on. Any subset of the other changes may be on the disk: of
-a directory any subset of its changes, where a rename within the directory is one change; of a
-written extent all bytes, half of them, zeros, or nothing.
+An fsync of a file makes its bytes durable. An fsync of a directory makes its entries durable:
+creations, renames and removals. After a power cut, the disk may contain any subset of the later
+changes. A rename within a directory is one change. Of a written extent, the disk may contain all
+bytes, the first half, zeros, or nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TypeAlias
 from tests.kit.faults.disk import Call
 
 EXHAUSTIVE = 1 << 12
-"""Number of states of a disk at one moment up to which all are examined. Above it, random states
-are drawn."""
+"""All states of a disk at one moment are examined if there are at most this many. Otherwise random
+states are drawn."""
 
 _LOSSES = ("nothing", "half", "zeros")
 
 Tree: TypeAlias = "bytes | tuple[tuple[str, Tree], ...]"
-"""Content of a file, or pairs of name and Tree of a directory."""
+"""Content of a file; or, for a directory, pairs of name and Tree."""
 PathFilter = Callable[[PurePath], bool]
 """Returns True for relative paths of files and directories that are examined."""
 
@@ -47,7 +47,7 @@ class File:
             yield self._with(fates)
 
     def draw(self, rng: random.Random, probability: float) -> bytes:
-        """Draw one state; each change is complete with this probability."""
+        """Draw one possible content. Each pending change is complete with this probability."""
         fates = ["all" if rng.random() < probability else rng.choice(_LOSSES) for _ in self.pending]
         return self._with(fates)
 
@@ -70,7 +70,8 @@ class File:
 
 
 class Directory:
-    """Durable entries of a directory, and later changes: of one name, or both names of a rename."""
+    """Durable entries of a directory, and later changes: of one name, or of the two names of a
+    rename."""
 
     def __init__(self) -> None:
         self.durable: dict[str, Node] = {}
@@ -87,7 +88,7 @@ class Directory:
         self.durable, self.pending = dict(self.entries), []
 
     def trees(self, path: PurePath, is_examined: PathFilter) -> Iterator[Tree]:
-        """Yield all possible states of the examined paths. States may be equal."""
+        """Yield all possible states of the examined paths, some of them several times."""
         for entries in self._subsets(path, is_examined):
             below = [  # a limit, since the product may be too large
                 itertools.islice(node.trees(path / name, is_examined), EXHAUSTIVE + 1)
@@ -99,7 +100,8 @@ class Directory:
     def _subsets(
         self, path: PurePath, is_examined: PathFilter
     ) -> Iterator[tuple[tuple[str, Node], ...]]:
-        """Yield the different examined entries after the subsets of the pending changes."""
+        """Yield, for each subset of the pending changes, the examined entries. Equal results are
+        yielded once."""
         seen = set()
         touching = [
             names for names in self.pending if any(is_examined(path / name) for name in names)
@@ -114,7 +116,8 @@ class Directory:
                 yield examined
 
     def draw(self, rng: random.Random, probability: float) -> Tree:
-        """Draw one state of all entries; each change is on the disk with this probability."""
+        """Draw one state of all entries. Each pending change is on the disk with this
+        probability."""
         entries = dict(self.durable)
         for names in self.pending:
             if rng.random() < probability:
@@ -161,7 +164,7 @@ class Disk:
             self._write(node or self._renamed(folder, name, call), call)
 
     def _renamed(self, folder: Directory, name: str, call: Call) -> File:
-        """Return a file that a call without a record renamed to `name`."""
+        """Apply a rename to `name` that was not recorded. Return the renamed file."""
         node = self._files[call.inode]
         old = next(entry for entry, other in folder.entries.items() if other is node)
         folder.change({old: None, name: node})
@@ -204,8 +207,8 @@ class Disk:
         return folder, names[-1], folder.entries.get(names[-1])
 
     def trees(self, is_examined: PathFilter, rng: random.Random, draws: int) -> Iterator[Tree]:
-        """Yield all states of the examined paths after a power cut; if there are more than
-        EXHAUSTIVE, `draws` random states of the whole disk."""
+        """Yield all states of the examined paths after a power cut. If there are more than
+        EXHAUSTIVE, yield `draws` random states of the whole disk instead."""
         states = list(itertools.islice(self.top.trees(PurePath(), is_examined), EXHAUSTIVE + 1))
         if len(states) <= EXHAUSTIVE:
             yield from states

@@ -1,5 +1,7 @@
-"""Matrix of layouts: all legal layouts, a sample with all pairs of choices, and the comparison of a
-layout's run with one process, according to the promises of deterministic mode.
+"""Matrix of layouts: all legal layouts, and a sample that contains all pairs of choices.
+
+`check_case` compares the run of a layout with a run on one process. It checks the promises of
+deterministic mode.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from tests.kit.runs.training import local_batch, make_updater
 
 STEPS = 5
 NEAR_TIE = 1e-6
-"""A smaller gap between two probabilities may change its sign with other rounding."""
+"""Gap between two probabilities below which other rounding may exchange their order."""
 TOLERANCE = 1e-5
-"""Bound of gradients (relative norm) and losses (nats) of layouts without the promise of bits."""
+"""Bound for errors of gradients (relative norm) and losses (nats) if equal bits are not
+promised."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {},
@@ -51,7 +54,8 @@ WIDE = {
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 BATCHES = (4, 8)
-"""Microbatches of an update over all data ranks. With 4, some layouts have more stages."""
+"""Numbers of microbatches of an update, over all data ranks. With 4, some layouts have fewer
+microbatches than stages."""
 
 
 class Case(NamedTuple):
@@ -77,7 +81,7 @@ class Case(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """True if the bits of one process are promised."""
+        """True if the run must have the same bits as a run on one process."""
         return self.ep == self.tp == 1
 
     def __str__(self) -> str:
@@ -113,13 +117,15 @@ def with_large_eps(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with an eps of AdamW that does not enlarge rounding errors.
 
     `check_case` uses it if a token was rerouted at a gap above NEAR_TIE after an update. AdamW
-    divides by sqrt(v) + eps: if a gradient is near eps = 1e-8, its rounding error moves a parameter
-    by up to lr. The affected layouts depend on the rounding of the machine: on an Intel CPU,
-    pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8 rerouted one token at a gap of 2.2e-6, with a loss error of
-    1.2e-5; on an AMD CPU, tp8 rerouted two tokens at 7.0e-5, with an error of 2.8e-5, and ep4 and
-    ep8 rerouted one at 1.6e-6. Their first gradients are within 1.2e-6. With eps = 1e-5 and no
-    other change, the same layouts reroute no token and their losses are within 3.1e-7 in all five
-    steps, so the layouts are correct.
+    divides by sqrt(v) + eps. If a gradient is near eps = 1e-8, its rounding error moves a parameter
+    by up to lr.
+
+    The affected layouts depend on the machine. On an Intel CPU, pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8
+    rerouted one token at a gap of 2.2e-6, with a loss error of 1.2e-5. On an AMD CPU, tp8 rerouted
+    two tokens at 7.0e-5, with an error of 2.8e-5, and ep4 and ep8 rerouted one at 1.6e-6. The
+    errors of all first gradients were below 1.2e-6. With eps = 1e-5, the same layouts reroute no
+    token, and the errors of their losses are below 3.1e-7 in all five steps: the layouts are
+    correct.
     """
     return tree | {"optim": tree["optim"] | {"eps": 1e-5}}
 
@@ -157,7 +163,7 @@ def _is_legal(case: Case) -> bool:
 def pairwise(cases: Sequence[Case], seed: int = 0) -> list[Case]:
     """Return a small sample that contains each pair of choices that occurs in a case.
 
-    The next case is the one with the most missing pairs. The mesh is one choice, so the sample
+    The sample grows by the case with the most missing pairs. The mesh is one choice, so the sample
     contains all factorisations.
     """
     order = list(cases)
@@ -197,7 +203,7 @@ class Outcome(NamedTuple):
 
 
 def run_case(tree: dict[str, Any], steps: int = STEPS) -> Outcome:
-    """Run updates on `make_microbatch` on this rank. Return the results."""
+    """Run updates on batches of `make_microbatch` on this rank. Return the results."""
     return _run(start_world(device="cpu"), tree, steps=steps)
 
 
@@ -241,8 +247,8 @@ def _digests(whole: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _record_first_gradients(states: ChunkEngine, whole: WholeModel) -> dict[str, Tensor]:
-    """Return a dictionary that receives the whole gradients before the first computation of the
-    gradient norm."""
+    """Return an empty dictionary. The first computation of the gradient norm fills it with the
+    whole gradients."""
     gradients: dict[str, Tensor] = {}
     grad_norm = states.grad_norm
 
@@ -292,9 +298,9 @@ class Agreement(NamedTuple):
     loss_error: float
     """Largest absolute error of the cross-entropy and of the objective over all steps, in nats."""
     aux_error: float
-    """Largest error of the auxiliary losses without coefficients. It has no bound: AdamW enlarges
-    rounding errors of gradients near its eps, above all in z (with eps 1e-5 the same runs agree to
-    2e-7)."""
+    """Largest error of the auxiliary loss and the z-loss, without their coefficients. It has no
+    bound, since AdamW enlarges rounding errors of gradients near its eps. With eps 1e-5, the same
+    runs agree to 2e-7."""
     near_ties: int
     """Number of tokens with a gap below NEAR_TIE, over steps, layers and microbatches."""
     rerouted: int
@@ -309,13 +315,14 @@ class Agreement(NamedTuple):
 
 
 Run = Callable[[int, dict[str, Any]], Outcome]
-"""Runs a configuration on a number of ranks; `run_case` on ranks of a pool."""
+"""Runs a configuration on a number of ranks, for example with `run_case` on a pool."""
 
 
 def check_case(case: Case, run: Run, run_alone: Callable[[dict[str, Any]], Outcome]) -> Agreement:
     """Run a case, and compare it with one process according to the promise of its layout.
 
-    If tokens were rerouted only after an update, `with_large_eps` decides if the cause is AdamW.
+    If tokens were rerouted only after an update, a second run `with_large_eps` decides if the cause
+    is AdamW.
 
     Args:
         case: The case.
@@ -337,9 +344,10 @@ def check_case(case: Case, run: Run, run_alone: Callable[[dict[str, Any]], Outco
 def max_gap_of_adamw(case: Case) -> float:
     """Return the largest gap at which an enlarged rounding error of AdamW may reroute a token.
 
-    One weight of a router changes by lr. Its input is 1, due to the norm before the router, and a
-    probability near 1 / num_experts changes by this factor of the change of its logit. The value is
-    3.8e-4; the largest observed gap is 7.0e-5, and one token in thirty has a gap below the value.
+    The error changes one weight of a router by lr. The logit changes as much, since the norm before
+    the router keeps its input near 1. A probability near 1 / num_experts then changes by lr /
+    num_experts, which is 3.8e-4. The largest observed gap is 7.0e-5. One token in thirty has a gap
+    below 3.8e-4.
     """
     tree = case.single_process_tree()
     return float(tree["optim"]["lr"] / tree["model"]["num_experts"])
@@ -348,10 +356,11 @@ def max_gap_of_adamw(case: Case) -> float:
 def compare(case: Case, outcome: Outcome, alone: Outcome) -> Agreement:
     """Compare a run with the run of one process, according to the promise of its layout.
 
-    If bits are promised, bits are compared. With tp or ep, errors must be below TOLERANCE: relative
-    norms of gradients, by parameter; and the cross-entropy and the objective of each step, in nats.
-    Losses start at ln(VOCAB) = 5.8, where neighbouring fp32 values differ by 4.8e-7, so the bound
-    is 21 such steps, or 1.7e-6 of the loss. A non-finite value of either run is an infinite error.
+    Without tp and ep, all bits must be the same. With them, errors must be below TOLERANCE: for
+    each parameter, the relative norm of the error of its gradient; for each step, the errors of the
+    cross-entropy and of the objective in nats. Losses start at ln(VOCAB) = 5.8. There the bound is
+    1.7e-6 of the loss, or 21 times the distance of neighbouring fp32 values (4.8e-7). A non-finite
+    value in either run is an infinite error.
     """
     broken = []
     if outcome.initial != alone.initial:
@@ -413,7 +422,7 @@ def _objective(metrics: tuple[float, ...]) -> float:
 
 
 def _rerouted(outcome: Outcome, alone: Outcome) -> tuple[int, list[tuple[int, float]]]:
-    """Return the number of near-ties, and step and gap of each rerouted token."""
+    """Return the number of near-ties, and the step and the gap of each rerouted token."""
     assert outcome.routes.keys() == alone.routes.keys(), "routers received other microbatches"
     near_ties, gaps = 0, []
     for key, (experts, gap) in alone.routes.items():

@@ -59,7 +59,7 @@ class Holdings:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self._layouts: dict[tuple[int, int, int], Any] = {}
-        """Layouts by pp, ep and tp, which ranks of different dp share."""
+        """Layouts by (pp, ep, tp). Ranks that differ only in dp have the same layout."""
 
     def of(self, rank: int) -> Holding:
         """Return the shards of a rank."""
@@ -110,7 +110,7 @@ def whole_states(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> WholeS
 
 
 def take(whole: Array, param: ParamSlice) -> Array:
-    """Return the elements of a slice of a whole parameter, one-dimensional."""
+    """Return the elements of a slice of a whole parameter as a one-dimensional array."""
     for dim, intervals in enumerate(param.box):
         index = numpy.concatenate([numpy.arange(*interval) for interval in intervals])
         whole = whole.take(index, dim)
@@ -124,7 +124,8 @@ def all_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
 
 
 def turns_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, Share]:
-    """Return the turns in which the end stages write tied embeddings."""
+    """Return the share of tied embeddings that the stage of a rank writes. The first and the last
+    stage write half each."""
     tied = config.model.tie_embeddings and mesh.pp > 1
     return {"embed.weight": Share(int(coordinate.pp > 0), 2)} if tied else {}
 
@@ -190,11 +191,12 @@ _MODEL = {
     "model__tie_embeddings": True,
 }
 BLOCK_BYTES = 1 << 13
-"""Size of a block with which ranges start and end inside blocks."""
+"""Size of checksummed blocks, so small that read ranges start and end inside blocks."""
 
 
 class Layout(NamedTuple):
-    """Division of the model and its states over the ranks, and the rule for writing."""
+    """Division of the model and its states over the ranks, and the rule by which ranks divide
+    writes."""
 
     mesh: tuple[int, int, int, int]
     sharding: str
@@ -225,7 +227,8 @@ Pair = tuple[Layout, Layout]
 
 
 def all_layouts() -> list[Layout]:
-    """Return all layouts. Schedules other than interleaved place layers in the same way as 1f1b."""
+    """Return all layouts with the schedules 1f1b and interleaved. Other schedules place layers as
+    1f1b does."""
     layouts = []
     scatters: tuple[Scatter, ...] = ("balanced", "paper")
     for pp, dp, ep, tp in itertools.product((1, 2, 4, 8), repeat=4):
@@ -240,8 +243,8 @@ def all_layouts() -> list[Layout]:
 
 
 def pairwise(seed: int = 0) -> list[Pair]:
-    """Return a small sample of pairs. Each mesh saves and loads in a pair, and each other choice
-    for the saving layout occurs with each choice for the loading layout."""
+    """Return a small sample of pairs. Each mesh occurs in a saving layout and in a loading layout.
+    Each other choice of a saving layout occurs with each choice of a loading layout."""
     generator, layouts = random.Random(seed), all_layouts()
     drawn = [(generator.choice(layouts), generator.choice(layouts)) for _ in range(2000)]
     features = {pair: set(_features(pair)) for pair in drawn}

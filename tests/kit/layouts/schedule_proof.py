@@ -25,17 +25,18 @@ Communicator = Callable[[Action], Hashable]
 
 
 def validate(schedule: Schedule, communicator: Communicator | None = None) -> tuple[int, ...]:
-    """Prove a schedule of a training step.
+    """Prove that the schedule of a training step is correct.
 
-    Each stage must execute F, then B (or I, then W) once for each microbatch; backward and W of a
-    stage in the order of microbatches. Each send must have its receive, in the same order in each
-    channel. The inputs of an action must be available or requested. No rank may wait forever. A
-    REDUCE_GRAD must follow the last gradient of each stage, with `reduce_each` each gradient, and
-    the update must be the last action.
+    For each microbatch, each stage must execute F and B once in this order, or F, I and W. All
+    kinds except F must be in the order of microbatches. Each channel must have its sends and its
+    receives in the same order. A receive must be posted before the action that needs it. No rank
+    may wait forever. A REDUCE_GRAD must follow the last gradient of each stage, or each gradient
+    with `reduce_each`. The update must be the last action.
 
     Args:
         schedule: The schedule.
-        communicator: Other communicators than the channel of each action.
+        communicator: Function that returns the communicator of an action; None: the channel of the
+            action.
 
     Returns:
         For each rank, the largest number of live microbatches, summed over its stages. A microbatch
@@ -54,7 +55,7 @@ def validate(schedule: Schedule, communicator: Communicator | None = None) -> tu
 
 
 def validate_evaluation(schedule: Schedule) -> None:
-    """Prove a schedule of forward passes in the same way as `validate`."""
+    """Prove that a schedule of forward passes is correct, in the same way as `validate`."""
     _check_actions(schedule)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
@@ -117,7 +118,8 @@ def _check_compute(schedule: Schedule, expected: tuple[Kind, ...]) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Assert that sent values exist, and that their receives are in the same order."""
+    """Assert that each value is computed before its send, and that the sends and the receives of a
+    channel have the same order."""
     sends: dict[Hashable, list[Action]] = defaultdict(list)
     receives: dict[Hashable, list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
@@ -162,7 +164,8 @@ def _check_ends(schedule: Schedule) -> None:
 
 
 def _play(schedule: Schedule, communicator: Communicator) -> None:
-    """Execute the lists. If no rank can continue before the ends of all lists, it is a deadlock."""
+    """Execute the lists of all ranks. Assert that all lists and messages complete, without a
+    deadlock."""
     positions = [0] * schedule.num_ranks
     available: set[Action] = set()  # received values, as receives
     messages = _Messages(schedule, communicator, available)
@@ -190,8 +193,8 @@ def _play(schedule: Schedule, communicator: Communicator) -> None:
 
 
 class _Messages:
-    """Messages in progress. A message is delivered when its send is the first pending action of a
-    communicator on its rank, and its receive the first one on the peer."""
+    """Sends and receives in progress. A message is delivered when its send and its receive are both
+    the first pending action of the communicator on their ranks."""
 
     def __init__(
         self, schedule: Schedule, communicator: Communicator, available: set[Action]
@@ -238,7 +241,8 @@ def _as_receive(action: Action) -> Action:
 def _can_run(
     schedule: Schedule, rank: int, action: Action, available: set[Action], requested: set[Action]
 ) -> bool:
-    """Return True if the inputs of an action are available. Assert that they are requested."""
+    """Return True if the inputs of an action are available. Assert that their receives are
+    posted."""
     if action.kind not in COMPUTE:
         return True
     for need in needs_of(action, schedule.num_stages):
@@ -251,7 +255,8 @@ def _can_run(
 
 
 def _local_outputs(schedule: Schedule, rank: int, action: Action) -> list[Action]:
-    """Return the outputs of an action for a neighbouring stage on the same rank, as receives."""
+    """Return the receives of the outputs that another stage on the same rank needs from an
+    action."""
     receives = map(received_by, sends_of(action, schedule.num_stages))
     return [receive for receive in receives if schedule.rank_of(receive.stage) == rank]
 

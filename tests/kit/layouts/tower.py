@@ -1,6 +1,6 @@
 """A tower of equal layers, each with its own chunk, that the engine trains on several ranks.
 
-It has what the formulas of `optimus/chunks/residency.py` describe, without a language model.
+Its gathers follow the formulas in `optimus/chunks/residency.py`. No language model is necessary.
 """
 
 from __future__ import annotations
@@ -96,15 +96,16 @@ class Outcome(NamedTuple):
 
     losses: list[float]
     weights: str
-    """SHA-256 of the masters."""
+    """SHA-256 of the master parameters."""
     traffic: dict[str, list[int]]
     """Calls and bytes of the last step, by operation."""
     planned: int
     """Number of gathers in the plan of a step."""
     trace: list[tuple[int, bool, int]]
-    """For each use of the last step: segment, True for backward, resident bytes of parameters."""
+    """For each use of a segment in the last step: its number, True for backward, and the resident
+    bytes of parameters."""
     plan: list[tuple[int, bool, int]]
-    """The same values according to the plan."""
+    """The values of `trace` that the residency plan predicts."""
     between: dict[str, int]
     """Resident bytes after the last update."""
     gradients: list[int]
@@ -116,8 +117,8 @@ def segments_of(tower: Tower, missing_hook: tuple[int, bool] = ALL_HOOKS) -> lis
 
     Args:
         tower: The model.
-        missing_hook: The number of a layer of which one hook has no effect, and True for its
-            backward hook, False for its forward hook.
+        missing_hook: The number of a layer, and True if its backward hook has no effect, False if
+            its forward hook has no effect.
     """
     segments = []
     for number, layer in enumerate(tower.layers):
@@ -142,8 +143,7 @@ def _register_single_hook(
 def make_engine(
     tower: Tower, case: Case, world: Group, missing_hook: tuple[int, bool] = ALL_HOOKS
 ) -> ChunkEngine:
-    """Return the engine of a tower whose gradients are reduced, and whose states are sharded, over
-    all ranks."""
+    """Return the engine of a tower. It reduces gradients and shards states over all ranks."""
     groups = ParamProcessGroups(
         reduce_group=replace(world, axes="dp"), shard_group=replace(world, axes="dp")
     )
@@ -164,7 +164,7 @@ def make_engine(
 
 
 def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
-    """Return the memory of whole chunks: of "params", and of "grads" with those of further uses."""
+    """Return the memory of whole chunks in bytes: "params" of parameters, "grads" of gradients."""
     params = [chunk.params for chunk in engine.chunks]
     grads = [chunk.grads for chunk in engine.chunks]
     grads += [buffer.grads for buffer in engine.gradients._uses]
@@ -175,8 +175,8 @@ def resident_bytes(engine: ChunkEngine) -> dict[str, int]:
 
 
 def watch_uses(engine: ChunkEngine) -> list[tuple[int, bool, int]]:
-    """Return a list to which each later use adds its segment, True for backward, and the resident
-    bytes of parameters. The list remains empty if no parameter is sharded."""
+    """Return a list to which each later use of a segment adds its number, True for backward, and
+    the resident bytes of parameters. The list remains empty if no parameter is sharded."""
     store: Any = engine.params
     uses: list[tuple[int, bool, int]] = []
     if store.plan is not None:
@@ -255,8 +255,8 @@ def count_gathers(cases: Sequence[Case], passes: int) -> list[int]:
 def run_with_missing_hooks(
     case: Case, missing_hooks: Sequence[tuple[int, bool]]
 ) -> list[tuple[bool, bool]]:
-    """Run a forward and a backward outside of a step for each missing hook. Return True for a
-    finite output, and True for a finite gradient of the input."""
+    """Run a forward and a backward outside of a step for each missing hook. Return two values for
+    each: True if the output is finite, and True if the gradient of the input is finite."""
     world, is_finite = start_world(device="cpu").everyone, []
     for missing_hook in missing_hooks:
         tower = Tower(case.n, case.region)

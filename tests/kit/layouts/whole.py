@@ -20,7 +20,7 @@ from optimus.parallel.placement import Intervals, Placement, whole_model
 
 
 def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
-    """Return a state of all parameters of this rank, gathered over the ranks of their shards.
+    """Return a state of all parameters of this rank, gathered from the ranks that have its shards.
 
     A collective of these ranks.
 
@@ -59,7 +59,7 @@ class WholeModel:
     def gather(self, engine: ChunkEngine, state: str) -> dict[str, Tensor]:
         """Return the whole tensors of a state on the first rank, {} on others.
 
-        A collective of all ranks. Each local tensor is sent once, not from replicas.
+        A collective of all ranks. Only the first replica of a tensor is sent.
         """
         local = whole_of(engine, state)
         everyone, mesh = self._groups.everyone, self._layout.mesh
@@ -87,7 +87,8 @@ class WholeModel:
         return whole
 
     def _sent_by(self, coordinate: Coordinate) -> dict[str, Placement]:
-        """Return the placements of the tensors that a rank sends, without replicas."""
+        """Return the placements of the tensors that a rank sends. Only the first replica is
+        sent."""
         mesh, count = self._layout.mesh, self._layout.schedule.num_microbatches
         placements = make_layout(self._config, mesh, coordinate, count).placements
         return {

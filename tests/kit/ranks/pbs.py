@@ -1,4 +1,4 @@
-"""Replacements of `qsub` and of the `mpiexec` of PALS, as on Aurora; no package contains them.
+"""Replacements of `qsub` and of the `mpiexec` of PALS, as on Aurora. No package has the originals.
 
 `install(folder)` writes both programs. With this folder first on PATH, a job script of Optimus
 starts real processes. There are two differences to the real programs: `qsub` waits for the job,
@@ -31,8 +31,8 @@ def install(folder: Path) -> None:
 
 
 def qsub(argv: Sequence[str]) -> int:
-    """Run the script on standard input as PBS does: in the home directory, all jobs of an array at
-    the same time, with each host once in $PBS_NODEFILE."""
+    """Run the script on standard input in the home directory, as PBS does. All jobs of an array run
+    at the same time. $PBS_NODEFILE contains each host once."""
     parser = argparse.ArgumentParser(prog="qsub", allow_abbrev=False)
     parser.add_argument("-v", required=True)
     for option in ("-N", "-k", "-j", "-A", "-q", "-J"):
@@ -70,8 +70,8 @@ def qsub(argv: Sequence[str]) -> int:
 
 
 def mpiexec(argv: Sequence[str]) -> int:
-    """Start the ranks with the variables of PALS only, without PMI_SIZE. As with PALS, the failure
-    of a rank ends the others."""
+    """Start the ranks with the variables that PALS sets. PMI_SIZE is not one of them. As with PALS,
+    the failure of a rank ends the others."""
     parser = argparse.ArgumentParser(prog="mpiexec", allow_abbrev=False)
     parser.add_argument("--envall", action="store_true", required=True)
     parser.add_argument("--line-buffer", action="store_true")

@@ -21,9 +21,9 @@ from tests.kit.ranks.server import Job, Outcome
 
 _ROOT = Path(__file__).resolve().parents[3]
 _START_S = 120.0
-"""Time limit for the imports of the server, on a busy machine."""
+"""Time limit for the imports of the server, with a margin for a busy machine."""
 _SPARE_S = 30.0
-"""Time after the limits of a job until the server counts as lost."""
+"""If the server does not answer within this time after the limits of a job, it counts as lost."""
 
 
 class RanksFailed(Exception):
@@ -39,7 +39,8 @@ class RanksFailed(Exception):
 
 
 class RankPool:
-    """Server of forked ranks. The first job starts it, `close` ends it.
+    """Runs functions on ranks that a server forks. The first job starts the server, `close` ends
+    it.
 
     Args:
         scratch: A directory for files of the ranks.

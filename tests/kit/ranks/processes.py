@@ -1,4 +1,4 @@
-"""Processes of a test: commands as a shell or a launcher starts them, their ends, their memory."""
+"""Helpers for processes of a test: they start commands, wait for ends, and measure memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def started(
 
 
 def write_hostile_modules(folder: Path) -> Path:
-    """Write modules that exit when they are imported to a folder. Return the folder."""
+    """Write modules to a folder. The import of one of them ends the process. Return the folder."""
     for name in ("xxhash", "numpy", "multiprocessing", "optimus", "data_prep", "optimus_kernels"):
         (folder / name).mkdir(parents=True)
         message = f"code of the working directory runs: {name}"
@@ -55,7 +55,7 @@ def python(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def mpiexec(kind: str, ranks: int) -> list[str]:
-    """Return the first words of a command on several ranks. Skip the test if `kind`, "openmpi" or
+    """Return the words that start a command on several ranks. Skip the test if `kind`, "openmpi" or
     "mpich", is not installed."""
     if shutil.which(_MPIEXEC[kind][0]) is None:
         pytest.skip(f"no {_MPIEXEC[kind][0]} (Debian: apt-get install {_PACKAGES[kind]})")

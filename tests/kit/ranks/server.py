@@ -4,8 +4,8 @@ An import of torch takes seconds, and longer if many processes do it at the same
 imports once and forks a child for each rank. Forking is safe only from a single thread. The server
 runs no torch operation, since the first one would start threads.
 
-The server ends when its control connection is closed, which includes any end of pytest. The ranks
-end with the server.
+The server ends when its control connection is closed. This also happens when the pytest process
+ends for any reason. The ranks end with the server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHOW_STACKS = signal.SIGRTMAX - 1
-"""Not SIGUSR1, which a trainer may handle."""
+"""Signal that makes a rank write its stacks. It is not SIGUSR1, which a trainer may handle."""
 _DUMP_S = 0.3
 """Time for a rank to write its stacks before it is killed."""
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +40,8 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """A function for `size` ranks. `arguments` is pickled: only the ranks import its types."""
+    """A function for `size` ranks. `arguments` is pickled, so that only the ranks import its
+    types."""
 
     size: int
     module: str
@@ -67,7 +68,7 @@ class Outcome:
     payload: bytes | None = None
     """The pickled result or exception; None if there is none or it cannot be pickled."""
     text: str = ""
-    """The traceback, the exit status, or the stacks at the end."""
+    """The traceback, the exit status or signal, or the stacks at the deadline."""
     output: str = ""
     """Standard output and standard error of the rank."""
 
@@ -117,7 +118,7 @@ class _RunningJob:
         self.outcomes = [Outcome(rank) for rank in range(job.size)]
         self.pids: list[int] = []
         self.live: dict[Connection, int] = {}
-        """For each rank that runs, the connection through which it reports."""
+        """Ranks that run, by the connection through which they report."""
 
     def run(self) -> list[Outcome]:
         try:

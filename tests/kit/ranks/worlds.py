@@ -1,4 +1,4 @@
-"""Groups of all ranks: of the pool, or of torch's fake backend with thousands of ranks."""
+"""Groups of all ranks: the real ranks of a pool, or thousands of ranks of torch's fake backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optimus.observe.events import NO_RECORDER, Recorder
 
 
 def everyone(axes: str = "all ranks", recorder: Recorder = NO_RECORDER) -> Group:
-    """Return the group of all ranks, on a rank whose process group exists."""
+    """Return the group of all ranks. The process group of this rank must exist."""
     world = distributed.group.WORLD
     assert world is not None, "start the process group before"
     return group_of(world, axes, recorder)

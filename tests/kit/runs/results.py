@@ -63,8 +63,8 @@ def read_whole(manifest: Manifest, into: Mapping[str, torch.Tensor], state: str 
 
     Args:
         manifest: The checkpoint.
-        into: For each parameter, a contiguous fp32 tensor on the host with its whole shape. For
-            "master" these are all parameters, for a moment only trained parameters.
+        into: For each parameter, a contiguous fp32 tensor on the host with its whole shape: for
+            "master" all parameters, for "exp_avg" and "exp_avg_sq" only the trained ones.
         state: The state.
 
     Raises:
@@ -88,7 +88,7 @@ GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 STEP = 2
 """Update after which each run of the golden corpus was stopped."""
 CONTINUED = 4
-"""Last update of the runs that continue them."""
+"""Last update of the runs that continue the runs of the golden corpus."""
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -55,7 +55,7 @@ def make_states(step: int, group: Group = ALONE) -> RankStates:
 
 
 def write_config(directory: Path) -> None:
-    """Write the file that every manifest lists."""
+    """Write config.toml, which every manifest must list."""
     (directory / "config.toml").write_text("")
 
 
@@ -71,9 +71,9 @@ def save_full(
     Args:
         states: The states of this rank.
         final: Path of the checkpoint.
-        write_sidecars: It writes the other files to a directory.
+        write_sidecars: Function that writes the other files to a directory.
         scatter: The rule by which ranks divide the states.
-        facts: Entries of the manifest, with `step`.
+        facts: Entries of the manifest, including `step`.
 
     Raises:
         OptimusError: A rank cannot write. All ranks raise it, and no file remains.
@@ -100,7 +100,8 @@ SYNC_AND_ASYNC = pytest.mark.parametrize("async_save", [False, True], ids=["sync
 
 @contextlib.contextmanager
 def block_bytes(size: int) -> Iterator[None]:
-    """Set the size of the checksummed blocks of shard files in a block, by default 4 MiB."""
+    """Set the size of checksummed blocks of shard files in a `with` statement. The default is 4
+    MiB."""
     with (
         mock.patch.object(shard_file, "BLOCK_BYTES", size),
         mock.patch.object(format_module, "BLOCK_BYTES", size),
@@ -112,7 +113,8 @@ def delay_writes(until: dict[int, int]) -> Hook:
     """Delay the writes of saves on this forked rank.
 
     Args:
-        until: For steps whose saves are delayed, the update before which they start to write.
+        until: For the step of each delayed save, the number of an update. The writes start just
+            before this update.
 
     Returns:
         The hook to call before each update.

@@ -108,7 +108,7 @@ def make_run(tree: dict[str, Any]) -> Run:
 
 
 def make_microbatch(number: int, length: int = CONTEXT) -> Microbatch:
-    """Return one instance of random tokens [1, length], with the number as the seed."""
+    """Return one instance of random tokens [1, length]. The number is the seed."""
     generator = torch.Generator().manual_seed(number)
     return Microbatch(torch.randint(0, VOCAB, (1, length), generator=generator))
 
@@ -116,8 +116,8 @@ def make_microbatch(number: int, length: int = CONTEXT) -> Microbatch:
 def local_batch(
     groups: Groups, count: int = 8, first: int = 0, length: int = CONTEXT
 ) -> list[Microbatch]:
-    """Return the microbatches of this data rank, from a global batch of the numbers `first` to
-    `first + count - 1`."""
+    """Return the microbatches of this data rank. The global batch consists of the microbatches with
+    the numbers `first` to `first + count - 1`."""
     numbers = range(groups.data.rank, count, groups.data.size)
     return [make_microbatch(first + number, length) for number in numbers]
 
