@@ -110,7 +110,8 @@ def _follows(dataset: Path, tokens_dir: Path) -> bool:
 
 
 def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool) -> Order:
-    """Read an order and check that it is of this request, which may differ from that of rank 0.
+    """Read the order that rank 0 made, and check that it is the order of `request`. The check finds
+    ranks that were started with different parameters.
 
     Args:
         dataset: The data set.
@@ -118,7 +119,7 @@ def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool)
         held_out: Whether the data set is of the held-out split.
 
     Raises:
-        DataError: the order is missing or of another request.
+        DataError: the order is missing or was made for another request.
     """
     order = read_order(dataset)
     _check_request(dataset, order, request, request.carry_tails or held_out)

@@ -46,8 +46,8 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 
     Several runs at once are allowed: every commit is atomic, and all runs write the same bytes. A
     lock shows whether another run of this user works in the directory. If none does, incomplete
-    files of this user and machine are removed. The lock need not work across machines: rank 0
-    removes other incomplete files only if nobody has written to them for a day.
+    files of this user and machine are removed. The lock may not be visible on other machines: rank
+    0 removes other incomplete files only if nobody has written to them for a day.
 
     Raises:
         DataError: the directory cannot be made, is not writable or stays locked.

@@ -47,9 +47,9 @@ class RowGroup:
     def needs(self, rows: int) -> int:
         """Return the bytes of memory to read `rows` rows at a time, without their texts.
 
-        The memory is for packed and unpacked pages, and for an array of values while it grows. An
-        array of several values was measured to take up to 4 times the bytes of the values, because
-        the allocator does not reuse all memory that the array frees.
+        The memory is for packed and unpacked pages, and for the array of decoded values. The array
+        is reallocated while it grows, and the allocator does not reuse all memory that is freed:
+        with more than one row, up to 4 times the bytes of the values were measured.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)

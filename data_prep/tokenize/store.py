@@ -6,10 +6,11 @@ EOS, the number of its input in the plan, and its line in that input (0: the who
 document has an id, `unit-*.ids.npy` is uint8 [D, 16], the hashes of the ids.
 
 With `--fused`, `unit-*.packed` replaces `unit-*.npy`. It contains zstd frames, an index and _FOOT.
-A frame has BLOCK_TOKENS tokens; the last one may have fewer. The index is int64 [frames + 1, 2]:
-the first token and the offset of each frame, then the number of tokens and the offset of the index.
-A file with this name is complete. The size and hash in a sidecar are those of a .npy file with the
-same tokens, so that no other file depends on the storage of tokens.
+A frame has BLOCK_TOKENS tokens; the last one may have fewer. The index is int64 [frames + 1, 2]. It
+has a row (number of its first token, offset) for each frame. Its last row is (number of tokens,
+offset of the index). A file gets the name `unit-*.packed` when it is complete. The size and hash in
+a sidecar are those of a .npy file with the same tokens, so that no other file depends on how tokens
+are stored.
 """
 
 from __future__ import annotations
@@ -554,7 +555,7 @@ class _PlainArray:
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
         """Fill each row out[rows[i]] with the ids that begin at starts[i].
 
-        A row takes little more time than its read.
+        Most of the time is that of the system calls that read the rows.
         """
         fd, size = self._file.fileno(), out.shape[1] * self._itemsize
         offsets = (HEADER_BYTES + starts * self._itemsize).tolist()

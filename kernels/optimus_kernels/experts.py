@@ -177,6 +177,7 @@ def _backward_to(
     if isinstance(destination, WeightGrads):
         return _backward_into(grad, *operands, h, *destination)
     implementation = _implementation(operands.x, operands.gate_up)
+    check_backward("experts", grad, operands, h)
     grad, operands, h = dense_backward("experts", grad, operands, h)
     dx, dw, deferred = implementation.backward(grad, operands, h, None, defer=True)
     destination(WeightWork(implementation, grad, operands.x, operands.rows, deferred))

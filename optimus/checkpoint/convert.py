@@ -200,12 +200,12 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
 
 
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text of a model; () if they are not known.
+    """Return the ids of the tokens that end a text of a model; () if no source has one.
 
-    The first id is that of the token that ended the documents of the training data, and the ids of
-    `model.eos_token_ids` follow. The manifest records the first id. Earlier versions did not record
-    it: then it is read from the data set, if that still exists with the same tokenizer. A converted
-    Hugging Face directory has no such id. If no id is known, the tokenizer files determine it.
+    The first id ended each document of the training data. It comes from the manifest. For a
+    checkpoint of an earlier version, it comes from the data set, if that still exists with the same
+    tokenizer. A converted Hugging Face directory has no such id. The ids of `model.eos_token_ids`
+    follow. If these sources have no id, the id comes from the tokenizer files.
 
     Args:
         path: A checkpoint or a Hugging Face directory.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from optimus.errors import DataError, counted
 from optimus.io import files
@@ -17,7 +17,16 @@ from optimus.observe.metrics import read_json_lines, spell_ranges
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 56)]
 _Figure = Annotated[float, Field(ge=0, lt=1e300)]
-_Loss = Annotated[float, Field(ge=-1e300, le=1e300)]
+
+
+def _check_size(value: float) -> float:
+    """Return the value if it is NaN or at most 1e300, so that the summary and the plot show NaN."""
+    if abs(value) > 1e300:
+        raise ValueError("the value is too large for the plot")
+    return value
+
+
+_Loss = Annotated[float, AfterValidator(_check_size)]
 
 
 class _Line(BaseModel):

@@ -93,7 +93,8 @@ class RankModel:
         this.
 
         Args:
-            initial: Set the parameters to the initial values of `train.seed`, otherwise to zero.
+            initial: Set the parameters to the initial values of `train.seed`, otherwise to NaN,
+            so that a load must set all of them.
             poison: Fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule

@@ -55,7 +55,8 @@ def make_states(
         layout: Layout of the rank.
         groups: Process groups of the rank.
         model: Model of the rank, from `build_model`.
-        initial: Set the parameters to the initial values of `train.seed`, otherwise to zero.
+        initial: Set the parameters to the initial values of `train.seed`, otherwise to NaN, so that
+            a load must set all of them.
         poison: Fill freed chunks with NaN, for tests.
     """
     slices, seed = layout.placements, train.seed

@@ -195,7 +195,9 @@ class Run:
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
         self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
-        self.states = self.rank_model.make_states(initial=plan.start.path is None)
+        # A start from weights needs initial values, too: with NaN, the router would send all tokens
+        # to the same experts, and the dispatchers would be timed with these loads.
+        self.states = self.rank_model.make_states(initial=plan.start.full is None)
         dispatch = autotune_dispatch(config, self.groups, self.model, self.states, plan.start.full)
         config = MeasuredChoices(kernels, dispatch.name).record_in(config)
         self.config = config

@@ -1,4 +1,5 @@
-"""Files of a data set with valid hashes and wrong content, as an editor of files can write them.
+"""Files of a data set with wrong content and valid hashes, as after somebody changes a file and
+its hash.
 
 Each is refused with one line that names the file, and `verify` reports each as damaged.
 """

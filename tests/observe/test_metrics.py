@@ -301,6 +301,16 @@ def test_report_skips_a_line_that_no_run_wrote(tmp_path, monkeypatch, line):
     assert "the lines of step 2 are missing" in summary
 
 
+def test_report_shows_losses_that_are_nan(tmp_path):
+    write_steps(tmp_path / "metrics.jsonl", [1])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + json.dumps(STEP | {"loss": float("nan")}) + "\n")
+    (tmp_path / "eval.jsonl").write_text('{"step": 2, "loss": NaN}\n')
+    _, summary = write_report(tmp_path)
+    assert "missing" not in summary and "last training loss nan" in summary
+    assert "held-out loss nan at step 2" in summary
+
+
 def test_report_of_steps_far_apart_takes_no_memory(tmp_path):
     write_steps(tmp_path / "metrics.jsonl", [1, 2, 1 << 50])
     _, summary = write_report(tmp_path)

@@ -164,8 +164,11 @@ def _states(full: Manifest | None) -> str:
 
 
 class Promise(NamedTuple):
-    """Checkpoints that must exist after a power cut: a full one of `step` or a later step, models
-    of the steps `models`, and at least `fulls` full ones in total."""
+    """Checkpoints that must exist after a power cut.
+
+    They are a full checkpoint of `step` or a later step, at least `fulls` full checkpoints in
+    total, and a model-only checkpoint of each step in `models`.
+    """
 
     step: int = 0
     fulls: int = 0

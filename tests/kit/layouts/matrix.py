@@ -358,9 +358,9 @@ def compare(case: Case, outcome: Outcome, alone: Outcome) -> Agreement:
 
     Without tp and ep, all bits must be the same. With them, errors must be below TOLERANCE: for
     each parameter, the relative norm of the error of its gradient; for each step, the errors of the
-    cross-entropy and of the objective in nats. Losses start at ln(VOCAB) = 5.8. There the bound is
-    1.7e-6 of the loss, or 21 times the distance of neighbouring fp32 values (4.8e-7). A non-finite
-    value in either run is an infinite error.
+    cross-entropy and of the objective in nats. At the initial loss, ln(VOCAB) = 5.8,
+    TOLERANCE is 1.7e-6 of the loss, or 21 times the distance of neighbouring fp32 values (4.8e-7).
+    A non-finite value in either run is an infinite error.
     """
     broken = []
     if outcome.initial != alone.initial:
