@@ -49,7 +49,7 @@ def make_reducer(
         groups = ParamProcessGroups(reduce_group=Group(2, 0), replica_group=Group(2, 0))
         parameters = [Parameter(name, tuple(named[name].shape), groups, 2) for name in names]
         (chunk,) = lay_out(parameters, 1000).chunks
-        state = ChunkState(chunk, groups, torch.float32, torch.float32, torch.device("cpu"))
+        state = ChunkState(chunk, groups, {}, torch.float32, torch.float32, torch.device("cpu"))
         states.append(state)
         for slot in chunk.slots:
             view = state.view(state.params, slot)
