@@ -1,4 +1,7 @@
-"""Tests of the drill of mutated files, with 100 cases and with readers that have planted faults."""
+"""Tests of scripts/drills/hostile_files.py, which gives mutated files to all readers.
+
+One test runs 100 cases. The other tests plant faults in readers, which the drill must find.
+"""
 
 from __future__ import annotations
 

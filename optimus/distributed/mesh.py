@@ -154,8 +154,8 @@ class ParameterKind:
             of its gradient. Example: tp for norms under sequence parallelism.
         stages: Key of the group of the pipeline stages that have the parameter; () for a single
             stage. Example: ENDS for tied embeddings. Each stage computes one summand of the
-            gradient. The states of the copies are identical, and the first stage's copy counts in
-            the norm and in checkpoints.
+            gradient. The states of the copies are identical. Only the first stage's copy is counted
+            in the norm, and checkpoints have the states once.
     """
 
     divided: Axes = ()

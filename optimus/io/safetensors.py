@@ -70,7 +70,7 @@ class TensorFiles:
         file = self._file(self._file_of[name])
         if name not in file.tensors:
             raise CheckpointError(
-                f"{file.path}: tensor {name} is missing, although {INDEX} names this file"
+                f"{file.path}: tensor {name} is missing; {INDEX} says that it is here"
             )
         entry = file.tensors[name]
         if entry.dtype not in DTYPES:

@@ -33,7 +33,7 @@ def check_not_in_use(path: Path) -> None:
         return
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; if the job to check starts only after that run has ended, add "
+            f"{error}; if you check a job that will start after the other run has ended, add "
             "--skip-run-dir-check"
         ) from None
     except OSError as error:

@@ -132,12 +132,13 @@ def _train(config: Config, world: World, meter: common.MemoryMeter) -> tuple[int
 
 
 def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> dict[str, Any]:
-    """Compare EPSO with SO. A collective of all ranks.
+    """Compare `optim.sharding` "epso" with "so". A collective of all ranks.
 
     Returns:
-        `update`: CPU seconds of AdamW over the shards. `step`: wall-clock seconds of all work
-        between backward and the next forward: reduction, norm, update and gather. Both also contain
-        the ratios EPSO / SO. `predicted`: the ratio of the shards' sizes.
+        `update` has the CPU seconds of AdamW over the shards. `step` has the wall-clock seconds of
+        all work between backward and the next forward: reduction, norm, update and gather. `update`
+        and `step` also have the ratios of both shardings. `predicted` is the ratio of the shards'
+        sizes.
     """
     ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}

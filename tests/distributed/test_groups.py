@@ -22,8 +22,8 @@ GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
     """All-gather the global ranks over each group of this rank. Return the gathered ranks of each
-    group, with the group's axes as key. Check that a group with dp among its axes and a group
-    without dp never share a process group."""
+    group, with the group's axes as key. Check that a group with dp among its axes never uses the
+    torch process group of a group without dp."""
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}

@@ -74,7 +74,7 @@ class Summary:
     """Number of examined states of the checkpoints, summed over all moments."""
     different: int = 0
     samples: int = 0
-    """Number of random states of the whole disk on which the start of a run was tested."""
+    """Number of tests that start a run with a random state of the whole disk."""
     faults: list[str] = field(default_factory=list)
 
 

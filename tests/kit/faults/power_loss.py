@@ -100,8 +100,8 @@ class Directory:
     def _subsets(
         self, path: PurePath, is_examined: PathFilter
     ) -> Iterator[tuple[tuple[str, Node], ...]]:
-        """Yield, for each subset of the pending changes, the examined entries. Equal results are
-        yielded once."""
+        """Yield the entries of a directory after each subset of its pending changes. Only entries
+        that pass `is_examined` are included, and equal results are yielded once."""
         seen = set()
         touching = [
             names for names in self.pending if any(is_examined(path / name) for name in names)

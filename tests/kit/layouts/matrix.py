@@ -321,8 +321,8 @@ Run = Callable[[int, dict[str, Any]], Outcome]
 def check_case(case: Case, run: Run, run_alone: Callable[[dict[str, Any]], Outcome]) -> Agreement:
     """Run a case, and compare it with one process according to the promise of its layout.
 
-    If tokens were rerouted only after an update, a second run `with_large_eps` decides if the cause
-    is AdamW.
+    If the two runs route tokens differently, but only after the first update, the case is run again
+    `with_large_eps`. That run shows whether AdamW with a small eps caused the difference.
 
     Args:
         case: The case.

@@ -51,7 +51,7 @@ class Layer(nn.Module):
 class Tower(nn.Module):
     """A sequence of n layers with an input x [..., WIDTH].
 
-    With `region`, backward recomputes that number of consecutive layers together.
+    If `region` is not 0, backward recomputes groups of `region` consecutive layers.
     """
 
     def __init__(self, n: int, region: int = 0) -> None:
