@@ -110,11 +110,9 @@ class UnitTask(ABC):
         ]
 
     def do(self, items: Sequence[int]) -> None:
-        """Make these units, largest first, and then check those that are complete already."""
+        """Make these units, largest first. A unit that is complete already is only checked."""
         sizes = {self.units[i]: self.work.plan.unit_bytes(self.units[i]) for i in items}
-        # A check writes no file. Other ranks that wait for missing units would see no progress.
-        missing = {self.units[i] for i in self.missing()}
-        order = sorted(sizes, key=lambda unit: (unit not in missing, -sizes[unit]))
+        order = sorted(sizes, key=lambda unit: -sizes[unit])
         with Progress(self.label, sum(sizes.values()), "B") as progress:
             run_jobs(self.job, self.work, order, self.workers, progress)
 
