@@ -122,8 +122,10 @@ def _layout(manifest: Manifest) -> str | None:
         return None
     sizes = manifest.ranks or {axis: settings.get(f"parallel.{axis}", 1) for axis in AXES}
     words = [f"{axis}{sizes.get(axis, 1) or '?'}" for axis in AXES] + [settings["optim.sharding"]]
-    words += [settings.get("parallel.schedule", "?")] if sizes["pp"] > 1 else []
-    return " ".join([*words, settings.get("train.dtype", "?")])
+    # The settings of a manifest may have values of any JSON type.
+    if sizes["pp"] not in (0, 1):
+        words.append(settings.get("parallel.schedule", "?"))
+    return " ".join(map(str, [*words, settings.get("train.dtype", "?")]))
 
 
 def _directory_bytes(path: Path) -> int:

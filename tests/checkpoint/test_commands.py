@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,3 +268,9 @@ def test_a_checkpoint_with_deeply_nested_folders_is_listed(run_dir, tmp_path, ca
     deep, plain = map(json.loads, capsys.readouterr().out.splitlines())
     sizes = [listed["checkpoints"][0]["bytes"] for listed in (deep, plain)]
     assert statuses == [0, 0] and sizes[0] == sizes[1] + 5
+
+
+def test_layout_of_settings_of_another_type_is_shown():
+    settings = {"optim.sharding": 1, "parallel.pp": "4", "train.dtype": None}
+    manifest = SimpleNamespace(settings=settings, ranks=None)
+    assert inspect._layout(manifest) == "pp4 dp1 ep1 tp1 1 ? None"
