@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.cli import main as optimus_data
 from data_prep.tokenizer.tokenizer import Encoder
-from optimus.checkpoint.format import ADAMW_STATES
+from optimus.checkpoint.index import ADAMW_STATES
 from optimus.cli import main as optimus
 from optimus.config import Config, load_config
 from optimus.config.load import read_tree

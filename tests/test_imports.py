@@ -334,8 +334,8 @@ def test_planted_cycle_is_detected(tmp_path):
     "statement",
     [
         *("import optimus", "import optimus.config", "import optimus.cli", "import data_prep.cli"),
-        *("import optimus.checkpoint.format", "import optimus.checkpoint.store"),
-        "import data_prep.dataset",
+        *("import optimus.checkpoint.format", "import optimus.checkpoint.index"),
+        *("import optimus.checkpoint.store", "import data_prep.dataset"),
     ],
 )
 def test_imports_without_heavy_libraries(statement):

@@ -26,7 +26,7 @@ from data_prep.runtime.progress import say, short
 from data_prep.shuffle.order import rows_of_shard
 from data_prep.sources.documents import DamagedFile, InputReader, LongText, Problem
 from data_prep.sources.inputs import InputFile, find_inputs, group_units, kind_of, require_file
-from data_prep.tokenize.store import packed_share, require_zstd
+from data_prep.tokenize.packed import packed_share, require_zstd
 from data_prep.tokenizer.tokenizer import read_facts, shared_encoder
 from optimus.errors import DataError, counted
 from optimus.io import files

@@ -38,8 +38,8 @@ from data_prep.shuffle.gather import remove_spill
 from data_prep.shuffle.order import read_order
 from data_prep.sources.inputs import UNIT_BYTES, InputFile, find_inputs, group_units, require_file
 from data_prep.tokenize.duplicates import make_distinct_units
+from data_prep.tokenize.packed import require_zstd
 from data_prep.tokenize.plan import TokenPlan, read_plan, tokens_dirs
-from data_prep.tokenize.store import require_zstd
 from data_prep.tokenize.token_set import (
     check_arrays,
     mark_removed,

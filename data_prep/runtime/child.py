@@ -102,16 +102,21 @@ def run(
         return result[1:].decode(errors="replace")
     if not ended:
         raise UnfinishedError(f"no result within {limit_s:.0f} s")
+    raise _error_of(status, cpu_s)
+
+
+def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
+    """Return the error of a child process that ended with `status` and without a result."""
     if not os.WIFSIGNALED(status):
-        raise UnfinishedError("the child process ended without a result, or memory was short")
+        return UnfinishedError("the child process ended without a result, or memory was short")
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
-        raise CrashError(f"it takes more than {cpu_s} s of processor time")
+        return CrashError(f"it takes more than {cpu_s} s of processor time")
     if number in _CRASHES:
-        raise CrashError(f"signal {number}")
+        return CrashError(f"signal {number}")
     if number in STOP_SIGNALS:
         time.sleep(_STOP_S)
-    raise UnfinishedError(f"signal {number} ended the child process; perhaps memory was short")
+    return UnfinishedError(f"signal {number} ended the child process; perhaps memory was short")
 
 
 def _pipe() -> tuple[int, int]:

@@ -18,7 +18,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.format import ITEMSIZE, Index, Manifest
+from optimus.checkpoint.format import Manifest
+from optimus.checkpoint.index import ITEMSIZE, Index
 from optimus.checkpoint.save import RankStates
 from optimus.checkpoint.shard_file import ShardReader
 from optimus.checkpoint.slices import (

@@ -24,7 +24,7 @@ from torch import Tensor
 from optimus import platform
 from optimus.checkpoint import store
 from optimus.checkpoint.async_save import AsyncSave
-from optimus.checkpoint.format import INDEX, ITEMSIZE, KNOWN_STATES, ShardReport, encode
+from optimus.checkpoint.index import INDEX, ITEMSIZE, KNOWN_STATES, ShardReport, encode
 from optimus.checkpoint.shard_file import (
     HEADER_BYTES,
     Identity,

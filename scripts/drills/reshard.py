@@ -27,7 +27,7 @@ from results import Results
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from optimus.checkpoint.format import Index  # noqa: E402
+from optimus.checkpoint.index import Index  # noqa: E402
 from tests.kit.layouts.reshard import (  # noqa: E402
     BLOCK_BYTES,
     Layout,

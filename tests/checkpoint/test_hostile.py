@@ -17,17 +17,13 @@ import xxhash
 
 from optimus.checkpoint import format as format_module
 from optimus.checkpoint.format import (
-    ADAMW_STATES,
     GENERATION_CONFIG,
-    INDEX,
     MANIFEST,
     SIDECARS,
     TEMPLATES,
-    ShardReport,
-    decode,
-    encode,
     read_manifest,
 )
+from optimus.checkpoint.index import ADAMW_STATES, INDEX, ShardReport, decode, encode
 from optimus.checkpoint.inspect import show, verify
 from optimus.checkpoint.load import Readers, ReadRequest
 from optimus.checkpoint.shard_file import Identity, ShardWriter

@@ -17,7 +17,7 @@ import pytest
 
 from optimus.checkpoint import shard_file
 from optimus.checkpoint import weights as weights_module
-from optimus.checkpoint.format import ADAMW_STATES, Index, ShardReport, decode, encode
+from optimus.checkpoint.index import ADAMW_STATES, Index, ShardReport, decode, encode
 from optimus.checkpoint.load import plan_reads
 from optimus.checkpoint.shard_file import ShardFile
 from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from optimus.checkpoint import store, weights
-from optimus.checkpoint.format import ADAMW_STATES
+from optimus.checkpoint.index import ADAMW_STATES
 from optimus.checkpoint.save import RankStates
 from optimus.checkpoint.slices import ParamSlice, StateSlice, intersect, slices_to_write, whole_box
 from optimus.checkpoint.weights import ModelSaver, open_weights

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from optimus.checkpoint import store
-from optimus.checkpoint.format import ADAMW_STATES, INDEX, encode
+from optimus.checkpoint.index import ADAMW_STATES, INDEX, encode
 from optimus.checkpoint.store import write_checkpoint
 from optimus.errors import CheckpointError
 from optimus.io import files

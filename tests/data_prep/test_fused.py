@@ -15,8 +15,8 @@ import pytest
 from data_prep.cli import main
 from data_prep.layout import npy_header
 from data_prep.pipeline.verify import verify
-from data_prep.tokenize import store, writer
-from data_prep.tokenize.store import BLOCK_TOKENS, PackedArray, PackedStore
+from data_prep.tokenize import packed, writer
+from data_prep.tokenize.packed import BLOCK_TOKENS, PackedArray, PackedStore
 from optimus.errors import DataError
 from optimus.io import files
 from tests.data_prep.corpus import (
@@ -180,7 +180,7 @@ def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
 def test_fused_killed_at_each_commit_has_the_same_bytes(made, tmp_path, monkeypatch):
     """Each unit is written with several checkpoints."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
-    monkeypatch.setattr(store, "BLOCK_TOKENS", 300)
+    monkeypatch.setattr(packed, "BLOCK_TOKENS", 300)
     whole, out = tmp_path / "whole", tmp_path / "data"
     more = ("--fused", "--unit-size", "20000")
     assert main(run_arguments(made.text, made.tokenizer, whole, *more)) == 0

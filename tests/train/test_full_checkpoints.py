@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.checkpoint import format as format_module
+from optimus.checkpoint import index as index_module
 from optimus.checkpoint import load as load_module
 from optimus.checkpoint import shard_file, store
-from optimus.checkpoint.format import ADAMW_STATES
+from optimus.checkpoint.index import ADAMW_STATES
 from optimus.checkpoint.load import load_full
 from optimus.checkpoint.save import RankStates
 from optimus.checkpoint.shard_file import ShardReader
@@ -44,7 +44,7 @@ class Built(NamedTuple):
 
 def build(tree: dict[str, Any]) -> Built:
     # Small sizes, so that a file has many blocks and stripes.
-    shard_file.BLOCK_BYTES = format_module.BLOCK_BYTES = BLOCK
+    shard_file.BLOCK_BYTES = index_module.BLOCK_BYTES = BLOCK
     load_module.STRIPE = 3000
     config, _, groups, _, shard = make_rank_model(tree)
     engine = shard.make_states(initial=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimus.checkpoint import format as format_module
+from optimus.checkpoint import index as index_module
 from optimus.checkpoint import save as save_module
 from optimus.checkpoint import store
 from optimus.checkpoint.load import load_full
@@ -43,7 +43,7 @@ class MomentumSGD:
 def use_momentum(dtype: torch.dtype) -> None:
     """Make this process create the states of runs for `MomentumSGD`."""
     states_module.make_optimizer = lambda optim: MomentumSGD(dtype)
-    save_module.KNOWN_STATES = format_module.KNOWN_STATES = (format_module.ADAMW_STATES, STATES)
+    save_module.KNOWN_STATES = index_module.KNOWN_STATES = (index_module.ADAMW_STATES, STATES)
 
 
 def run_with_momentum(tree: dict[str, Any], dtype: torch.dtype) -> None:
@@ -60,7 +60,7 @@ def test_resumed_run_has_the_same_bits(ranks, tiny_data, tmp_path, monkeypatch, 
         for stop in stops:
             tree = tiny_tree(tiny_data, tmp_path / name, **settings, train__stop_at_step=stop)
             ranks(2, run_with_momentum, tree, dtype, start_world=False, timeout_s=120)
-    monkeypatch.setattr(format_module, "KNOWN_STATES", (STATES,))
+    monkeypatch.setattr(index_module, "KNOWN_STATES", (STATES,))
     for path in store.find_all(tmp_path / "whole"):
         manifest = store.read_manifest(path)
         manifest.verify()
@@ -111,4 +111,4 @@ def test_checkpoint_of_another_optimizer_is_refused(ranks, tiny_data, tmp_path):
 
 
 def test_states_of_adamw_in_files_are_those_it_declares():
-    assert ("master", *AdamW.moments) == format_module.ADAMW_STATES
+    assert ("master", *AdamW.moments) == index_module.ADAMW_STATES

@@ -20,7 +20,8 @@ import torch
 import xxhash
 
 from optimus.checkpoint import store
-from optimus.checkpoint.format import ADAMW_STATES, Manifest, read_manifest
+from optimus.checkpoint.format import Manifest, read_manifest
+from optimus.checkpoint.index import ADAMW_STATES
 from optimus.errors import CheckpointError
 from optimus.io.safetensors import as_bytes
 from tests.kit.faults.disk import Call

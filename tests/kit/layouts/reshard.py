@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from optimus.checkpoint.format import ADAMW_STATES, Index, decode, encode
+from optimus.checkpoint.index import ADAMW_STATES, Index, decode, encode
 from optimus.checkpoint.load import Readers, ReadRequest
 from optimus.checkpoint.save import write_shard
 from optimus.checkpoint.shard_file import Identity

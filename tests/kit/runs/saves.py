@@ -12,10 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from optimus.checkpoint import format as format_module
+from optimus.checkpoint import index, shard_file, store
 from optimus.checkpoint import save as save_module
-from optimus.checkpoint import shard_file, store
-from optimus.checkpoint.format import ADAMW_STATES, ShardReport
+from optimus.checkpoint.index import ADAMW_STATES, ShardReport
 from optimus.checkpoint.save import FullSaver, Generation, RankStates
 from optimus.checkpoint.shard_file import HEADER_BYTES, Identity, Stop
 from optimus.checkpoint.slices import Scatter
@@ -104,7 +103,7 @@ def block_bytes(size: int) -> Iterator[None]:
     MiB."""
     with (
         mock.patch.object(shard_file, "BLOCK_BYTES", size),
-        mock.patch.object(format_module, "BLOCK_BYTES", size),
+        mock.patch.object(index, "BLOCK_BYTES", size),
     ):
         yield
 

@@ -1,0 +1,217 @@
+"""Packed token arrays, which `--fused` writes instead of .npy files.
+
+`unit-*.packed` contains zstd frames, an index and _FOOT. A frame has BLOCK_TOKENS tokens; the last
+one may have fewer. The index is int64 [frames + 1, 2]. It has a row (number of its first token,
+offset) for each frame. Its last row is (number of tokens, offset of the index). A file gets this
+name when it is complete. The size and hash in a sidecar are those of a .npy file with the same
+tokens, so that no other file depends on how tokens are stored.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from data_prep.layout import (
+    HEADER_BYTES,
+    little_endian,
+    npy_header,
+)
+from optimus.errors import ConfigError, DamageError
+from optimus.io import files
+
+BLOCK_TOKENS = 8192
+"""Tokens of a zstd frame. A row of 2048 tokens is read and unpacked in 30 us. Smaller frames would
+compress less well."""
+_LEVEL = 3
+_MAGIC = b"OPTPACK1"
+_FOOT = struct.Struct("<8sQQ16s")  # magic, frames, tokens, xxh3 of the index
+
+
+def require_zstd() -> None:
+    """Raise ConfigError if zstandard is not installed."""
+    try:
+        import zstandard  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "--fused packs tokens with zstandard, which is not installed; pip install zstandard"
+        ) from None
+
+
+def _pack(ids: np.ndarray) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(ids.tobytes())
+
+
+def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int | None = None) -> np.ndarray:
+    """Unpack a frame. Raises ValueError if it is damaged or does not contain `tokens` tokens."""
+    import zstandard
+
+    try:
+        if tokens is not None and zstandard.frame_content_size(data) != tokens * dtype.itemsize:
+            raise ValueError("the number of tokens in a frame differs from its index")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), dtype)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
+
+
+def packed_share(ids: np.ndarray) -> float:
+    """Return the packed size of `ids` divided by their size in memory."""
+    frames = (ids[first : first + BLOCK_TOKENS] for first in range(0, len(ids), BLOCK_TOKENS))
+    return sum(len(_pack(frame)) for frame in frames) / ids.nbytes
+
+
+class PackedStore:
+    """Writes the ids of a TokenArrayWriter to a packed array. `file` is empty."""
+
+    def __init__(self, file: BinaryIO, dtype: str):
+        self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
+        self._starts, self._offsets = [0], [0]  # of each frame, and of the next
+        self._open = np.empty(0, self._dtype)  # less than a frame
+
+    def append(self, ids: np.ndarray) -> None:
+        """Append ids, which have the dtype of the array."""
+        ids = np.concatenate([self._open, ids])
+        whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        for first in range(0, whole, BLOCK_TOKENS):
+            self._write(ids[first : first + BLOCK_TOKENS])
+        self._open = ids[whole:]
+
+    def _write(self, ids: np.ndarray) -> None:
+        data = _pack(ids)
+        self._file.write(data)
+        self._starts.append(self._starts[-1] + len(ids))
+        self._offsets.append(self._offsets[-1] + len(data))
+
+    def truncate(self, tokens: int) -> None:
+        """Remove all tokens after the first `tokens`."""
+        frame = bisect.bisect_right(self._starts, tokens) - 1
+        kept = self.read(self._starts[frame], tokens)
+        del self._starts[frame + 1 :], self._offsets[frame + 1 :]
+        self._file.seek(self._offsets[frame])
+        self._file.truncate()
+        self._open = kept
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """Return the ids [first, stop) of all ids that were appended."""
+        self._file.flush()
+        frame = bisect.bisect_right(self._starts, first) - 1
+        frames, begin = [], self._starts[frame]
+        with open(self._file.name, "rb") as written:
+            written.seek(self._offsets[frame])
+            while frame + 1 < len(self._starts) and self._starts[frame] < stop:
+                size = self._offsets[frame + 1] - self._offsets[frame]
+                frames.append(_unpack(written.read(size), self._dtype))
+                frame += 1
+        ids = np.concatenate([*frames, self._open])
+        return ids[first - begin : stop - begin]
+
+    def save(self, first: int, stop: int) -> bytes:
+        """Return the ids [first, stop) for a checkpoint."""
+        return _pack(self.read(first, stop))
+
+    def restore(self, saved: bytes | memoryview) -> int:
+        """Append the ids in a result of `save`. Return their number."""
+        ids = _unpack(saved, self._dtype)
+        self.append(ids)
+        return len(ids)
+
+    def finish(self) -> dict[str, Any]:
+        """Complete the file. Return the size and hash of a .npy file with the same ids."""
+        if len(self._open):
+            self._write(self._open)
+        index = np.array([self._starts, self._offsets], "<i8").T.tobytes()
+        digest = xxhash.xxh3_64_hexdigest(index).encode()
+        foot = _FOOT.pack(_MAGIC, len(self._starts) - 1, self._starts[-1], digest)
+        self._file.write(index + foot)
+        self._file.flush()
+        with PackedArray(Path(self._file.name), self._name) as written:
+            return written.describe()
+
+
+class PackedArray:
+    """Reads ids of a packed token array. A context manager. Threads must not share it."""
+
+    def __init__(self, path: Path, dtype: str):
+        """Raise DamageError if the file is damaged, and OSError if it is missing."""
+        self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
+        self._file = files.open_regular(path)
+        self._fd = self._file.fileno()
+        try:
+            end = os.fstat(self._fd).st_size - _FOOT.size
+            foot = os.pread(self._fd, _FOOT.size, max(end, 0))
+            if end < 0 or foot[: len(_MAGIC)] != _MAGIC:
+                raise self._damaged("is incomplete")
+            _, frames, self.tokens, xxh3 = _FOOT.unpack(foot)
+            size = 16 * (frames + 1)
+            index = os.pread(self._fd, min(size, end), max(end - size, 0))
+            if xxhash.xxh3_64_hexdigest(index).encode() != xxh3 or len(index) != size:
+                raise self._damaged("its index does not match its hash")
+            self._starts, self._offsets = np.frombuffer(index, "<i8").reshape(-1, 2).T
+            edges = (self._starts[0], self._starts[-1], self._offsets[0], self._offsets[-1])
+            ascending = (np.diff(self._starts) > 0).all() and (np.diff(self._offsets) > 0).all()
+            if edges != (0, self.tokens, 0, end - size) or not ascending:
+                raise self._damaged("the offsets in its index are wrong")
+        except BaseException:
+            self._file.close()
+            raise
+        self._last: tuple[int, np.ndarray] = (-1, np.empty(0, self._dtype))  # unpacked
+
+    def __enter__(self) -> PackedArray:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _damaged(self, why: str) -> DamageError:
+        return DamageError(f"{self._path}: {why}; remove it and give the command again")
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fill `out` [n] with the n ids that begin at `start`.
+
+        `out` has the dtype of the array.
+        """
+        frame = int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out):
+            ids = self._frame(frame)
+            begin = start + filled - int(self._starts[frame])
+            ids = ids[begin : begin + len(out) - filled]
+            out[filled : filled + len(ids)] = ids
+            filled, frame = filled + len(ids), frame + 1
+
+    def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Fill each row out[rows[i]] with the ids that begin at starts[i]."""
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+            self.read_into(out[row], start)
+
+    def _frame(self, frame: int) -> np.ndarray:
+        if self._last[0] != frame:
+            if frame + 1 >= len(self._starts):
+                raise self._damaged("is shorter than its sidecar says")
+            first, stop = self._offsets[frame : frame + 2].tolist()
+            tokens = int(self._starts[frame + 1] - self._starts[frame])
+            try:
+                data = os.pread(self._fd, stop - first, first)
+                self._last = frame, _unpack(data, self._dtype, tokens)
+            except ValueError as error:
+                raise self._damaged(str(error)) from None
+        return self._last[1]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the size and hash of a .npy file with the same ids. Raises DamageError."""
+        digest = xxhash.xxh3_64(npy_header((self.tokens,), self._name))
+        for frame in range(len(self._starts) - 1):
+            digest.update(self._frame(frame).data)
+        size = HEADER_BYTES + self.tokens * self._dtype.itemsize
+        return {"size": size, "xxh3": digest.hexdigest()}

@@ -1,0 +1,353 @@
+"""The index of a full checkpoint, `index.jsonl`: hashes of blocks and locations of parameters.
+
+The first line lists the shard files (optimus/checkpoint/shard_file.py), the hashes of their blocks
+and the shapes. Each other line is for one parameter, so that a rank parses only the lines that it
+needs. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy
+
+from optimus.checkpoint.shard_file import (
+    ALIGNED_BYTES,
+    BLOCK_BYTES,
+    HASH_CHARS,
+    HEADER_BYTES,
+    Identity,
+    ShardFile,
+    ShardReader,
+)
+from optimus.checkpoint.slices import Box, StoredParam
+from optimus.chunks.layout import ALIGNMENT
+from optimus.errors import CheckpointError, one_line
+
+INDEX = "index.jsonl"
+DTYPE = "float32"
+ITEMSIZE = 4
+ADAMW_STATES = ("master", "exp_avg", "exp_avg_sq")
+KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
+"""Names of the states of an element, one tuple for each supported optimizer: the master weight,
+then the moments. The columns of the index have the same order."""
+_MOST = 1 << 56
+"""Maximum number of elements or bytes: int64 can count their bits."""
+_MOST_BLOCK_BYTES = 64 << 20
+"""Maximum block size, the memory that a reader allocates. Saves write blocks of 4 MiB."""
+_INTEGERS = re.compile("[-0-9,]+")
+_MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
+_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError)
+
+
+class ShardReport(NamedTuple):
+    """A shard file and its content, as its writer reports them to the first rank."""
+
+    shard: ShardFile
+    boxes: list[tuple[str, Box]]
+    """Names and boxes of the parameters in the file, without duplicates."""
+    rows: list[tuple[int, ...]]
+    """A row for each slice of a parameter: number in `boxes`, start and stop of the elements in the
+    box, and for each state the byte offset in the file (-1: not stored)."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of a full checkpoint. The line of a parameter is parsed on request."""
+
+    generation: str
+    step: int
+    block_bytes: int
+    states: tuple[str, ...]
+    """An element of KNOWN_STATES."""
+    shards: tuple[ShardFile, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of the whole parameters, by name."""
+    lines: Mapping[str, str]
+    """Lines of the index, by name of the parameter."""
+
+    def stored(self, name: str) -> StoredParam:
+        """Return the location of a parameter.
+
+        Raises:
+            CheckpointError: The checkpoint does not have the parameter, or its line is invalid.
+        """
+        if name not in self.lines:
+            raise CheckpointError(f"the checkpoint has no parameter {name}")
+        try:
+            table, _, text = self.lines[name].rpartition('"rows":')
+            raw = json.loads(table.rstrip(", ") + "}", parse_float=_refuse_float)
+            boxes = tuple(
+                tuple(tuple((a, b) for a, b in dim) for dim in box) for box in raw["boxes"]
+            )
+            sizes = _box_sizes(boxes, self.shapes[name])
+            rows = _parse_rows(text, 4 + len(self.states))
+            self._check_rows(rows, sizes)
+        except _UNREADABLE as error:
+            raise CheckpointError(f"{INDEX}: parameter {name}: {one_line(error)}") from None
+        # The rows, sorted by box and start, must contain every element of every box once.
+        stops = numpy.cumsum(sizes)
+        offsets = (stops - sizes)[rows[:, 1]]
+        start, stop = offsets + rows[:, 2], offsets + rows[:, 3]
+        if start[0] != 0 or (start[1:] != stop[:-1]).any() or stop[-1] != stops[-1]:
+            raise CheckpointError(
+                f"the index does not locate every element of parameter {name} exactly once"
+            )
+        return StoredParam(name, boxes, rows)
+
+    def _check_rows(self, rows: numpy.ndarray, box_sizes: numpy.ndarray) -> None:
+        """Check the index rows of a parameter. Raises ValueError for values that `encode` never
+        writes."""
+        shard, box, start, stop = rows[:, :4].T
+        for kind, number, count in (("shard file", shard, len(self.shards)),
+                                    ("box", box, len(box_sizes))):  # fmt: skip
+            if number.min() < 0 or number.max() >= count:
+                raise ValueError(f"a row has a {kind} number outside 0 to {count - 1}")
+        if start.min() < 0 or (start >= stop).any() or (stop > box_sizes[box]).any():
+            raise ValueError("a row is not a range of elements inside its box")
+        offsets = rows[:, 4:]
+        last = self._shard_sizes[shard] - (stop - start) * ITEMSIZE
+        right = (offsets >= HEADER_BYTES) & (offsets <= last[:, None])
+        if not (right | (offsets == -1)).all():
+            raise ValueError("a row refers to bytes outside its shard file")
+        if (offsets[offsets >= 0] % ALIGNED_BYTES).any():
+            raise ValueError(f"a row begins at a byte that is not a multiple of {ALIGNED_BYTES}")
+        # A frozen parameter has a master alone.
+        if (offsets[:, 0] < 0).any() or (
+            (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
+        ).any():
+            raise ValueError(f"a row lacks some of {', '.join(self.states)}")
+        full = offsets[(offsets >= 0).all(1)]
+        if (full[:, 1:] <= full[:, :-1]).any():  # a writer writes state by state
+            raise ValueError(f"the states of a row are not in the order {', '.join(self.states)}")
+
+    @functools.cached_property
+    def _shard_sizes(self) -> numpy.ndarray:
+        return numpy.array([shard.size for shard in self.shards], dtype=numpy.int64)
+
+    def check_rows(self, frozen: Sequence[str] = ()) -> None:
+        """Check the rows of all parameters against each other.
+
+        Every parameter is stored completely, with all states unless a pattern of `frozen` matches
+        its name. The rows are where `write_shard` places them: they do not overlap, and they cover
+        all bytes of the shard files except headers and padding. The distance in bytes between two
+        states is the same in neighboring rows.
+
+        Args:
+            frozen: `optim.frozen` of the run.
+
+        Raises:
+            CheckpointError: A row is invalid.
+        """
+        matchers = [re.compile(fnmatch.translate(pattern)).match for pattern in frozen]
+        rows_of_params = [numpy.empty((0, 4 + len(self.states)), dtype=numpy.int64)]
+        for name in self.lines:
+            rows = self.stored(name).rows
+            is_partial = (rows[:, 4:] < 0).any()
+            if is_partial and not any(match(name) for match in matchers):
+                raise CheckpointError(f"{INDEX}: parameter {name} lacks some of its states")
+            rows_of_params.append(rows)
+        rows = numpy.concatenate(rows_of_params)
+        length = (rows[:, 3] - rows[:, 2]) * ITEMSIZE
+        # Shard, start and stop of the headers, of all states, and of the ends of the files.
+        numbers = numpy.arange(len(self.shards))
+        ranges = [
+            numpy.stack([numbers, 0 * numbers, 0 * numbers + HEADER_BYTES], 1),
+            numpy.stack([numbers, self._shard_sizes, self._shard_sizes], 1),
+        ]
+        for offset in rows[:, 4:].T:
+            ranges.append(numpy.stack([rows[:, 0], offset, offset + length], 1)[offset >= 0])
+        all_ranges = numpy.concatenate(ranges)
+        shard, start, stop = all_ranges[numpy.lexsort((all_ranges[:, 1], all_ranges[:, 0]))].T
+        gap = (start[1:] - stop[:-1])[shard[1:] == shard[:-1]]
+        if (gap < 0).any():
+            raise CheckpointError(f"{INDEX}: two rows refer to the same bytes of a shard file")
+        if (gap >= ALIGNMENT * ITEMSIZE).any():
+            raise CheckpointError(f"{INDEX}: a shard file has bytes to which no row refers")
+        # Frozen rows have a master alone. They change the distance from the masters to the first
+        # moment, but not those between moments.
+        rows = rows[numpy.lexsort((rows[:, 4], rows[:, 0]))]
+        is_full = rows[:, -1] >= 0
+        compared = (rows[1:, 0] == rows[:-1, 0]) & is_full[1:] & is_full[:-1]
+        differs = (numpy.diff(rows[1:, 4:6]) != numpy.diff(rows[:-1, 4:6])).any(1)
+        full = rows[is_full]
+        distances, same_shard = numpy.diff(full[:, 5:]), full[1:, 0] == full[:-1, 0]
+        wrong = numpy.concatenate(
+            [distances[1:] != distances[:-1], full[1:, 5:] <= full[:-1, 5:]], axis=1
+        )
+        if differs[compared].any() or wrong[same_shard].any():
+            raise CheckpointError(
+                f"{INDEX}: the distance between two states differs in two neighboring rows"
+            )
+
+    def open(self, directory: Path, number: int) -> ShardReader:
+        """Open shard file `number` of `shards`. Raises CheckpointError if the file differs in its
+        size or header."""
+        shard = self.shards[number]
+        identity = Identity(self.generation, self.step, shard.writer)
+        return ShardReader(directory, identity, shard, self.block_bytes)
+
+
+def encode(
+    generation: str,
+    step: int,
+    states: Sequence[str],
+    reports: Sequence[ShardReport],
+    shapes: Mapping[str, Sequence[int]],
+) -> bytes:
+    """Return the content of an index.
+
+    Args:
+        generation: Random name of the save.
+        step: Number of completed updates.
+        states: Names of the states, an element of KNOWN_STATES.
+        reports: The reports of all writers.
+        shapes: Shapes of the whole parameters, by name.
+    """
+    head = {
+        "generation": generation,
+        "step": step,
+        "block_bytes": BLOCK_BYTES,
+        "states": states,
+        "dtype": DTYPE,
+        "shards": [list(report.shard) for report in reports],
+    }
+    row_format = f"[{','.join(['%d'] * (4 + len(states)))}]"
+    rows: dict[str, list[tuple[int, int, str]]] = {}
+    boxes: dict[str, dict[Box, int]] = {}
+    for number, report in enumerate(reports):
+        numbered = []
+        for name, box in report.boxes:
+            known = boxes.setdefault(name, {})
+            numbered.append((name, known.setdefault(box, len(known))))
+        for in_boxes, start, *rest in report.rows:
+            name, box_number = numbered[in_boxes]
+            # As text, which the garbage collector does not traverse: there can be 400,000 rows.
+            row = row_format % (number, box_number, start, *rest)
+            rows.setdefault(name, []).append((box_number, start, row))
+    lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]
+    for name, of_param in rows.items():
+        table = json.dumps({"name": name, "boxes": list(boxes[name])}, separators=(",", ":"))
+        lines.append(f'{table[:-1]},"rows":[{",".join(row for *_, row in sorted(of_param))}]}}')
+    return "\n".join([*lines, ""]).encode()
+
+
+def decode(data: bytes) -> Index:
+    """Return the index with this content. The caller has checked its hash.
+
+    Raises:
+        CheckpointError: The content is invalid.
+    """
+    try:
+        head, *lines = data.decode().splitlines()
+        raw = json.loads(head)
+        if raw["states"] not in map(list, KNOWN_STATES) or raw["dtype"] != DTYPE:
+            raise CheckpointError(f"cannot read states {raw['states']} of type {raw['dtype']}")
+        by_name = {line.split('"', 4)[3]: line for line in lines}
+        shards = tuple(ShardFile(*fields) for fields in raw["shards"])
+        shapes = {name: tuple(shape) for name, shape in raw["shapes"].items()}
+        _check_head(raw, shards, shapes)
+        if by_name.keys() != shapes.keys() or len(lines) != len(shapes):
+            raise ValueError("it does not have exactly one line for each shape")
+        sizes = raw["step"], raw["block_bytes"]
+        return Index(raw["generation"], *sizes, tuple(raw["states"]), shards, shapes, by_name)
+    except (*_UNREADABLE, AttributeError) as error:
+        raise CheckpointError(f"{INDEX}: not readable: {one_line(error)}") from None
+
+
+def _check_head(
+    raw: Mapping[str, Any], shards: Sequence[ShardFile], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check the types and ranges of an index's first line. Raises ValueError and TypeError."""
+    block_bytes, generation = raw["block_bytes"], raw["generation"]
+    if not _is_count(block_bytes, 1, _MOST_BLOCK_BYTES) or not _is_count(raw["step"]):
+        raise ValueError(f"invalid block_bytes = {block_bytes!r:.40} or step = {raw['step']!r:.40}")
+    if type(generation) is not str or len(generation) > 100:
+        raise ValueError(f"invalid generation = {generation!r:.40}")
+    for writer, size, hashes in shards:
+        if not (_is_count(writer) and _is_count(size, HEADER_BYTES) and type(hashes) is str):
+            raise ValueError(f"invalid shard file of writer {writer!r:.40} and size {size!r:.40}")
+        if len(hashes) != -(-size // block_bytes) * HASH_CHARS:
+            raise ValueError(f"wrong number of hashes of shard file {writer} with {size} bytes")
+    if len({shard.writer for shard in shards}) != len(shards):
+        raise ValueError("a shard file is listed twice")
+    for name, shape in shapes.items():
+        sizes = 0 < len(shape) <= _MOST_DIMS and all(_is_count(size, 1) for size in shape)
+        if not sizes or math.prod(shape) >= _MOST or len(name) > _MOST_NAME_CHARS:
+            raise ValueError(f"invalid shape of {name:.200} = {list(shape)!r:.80}")
+
+
+def _parse_rows(text: str, columns: int) -> numpy.ndarray:
+    """Return the rows at the end of a line, int64 [n, columns]. Raises ValueError.
+
+    The json module creates an object for every number. With all checks of a whole index, this
+    function takes 0.8 of the time of the json module.
+    """
+    text = text.replace(" ", "")
+    numbers = text[2:-3].replace("],[", ",")
+    if text[:2] == "[[" and text[-3:] == "]]}" and _INTEGERS.fullmatch(numbers):
+        # It stops at anything except an integer, and returns the greatest int64 for larger ones.
+        parsed = numpy.fromstring(numbers, dtype=numpy.int64, sep=",")
+        if len(parsed) == (text.count("],[") + 1) * columns:
+            return parsed.reshape(-1, columns)
+    raise ValueError(f"rows are not lists of {columns} integers")
+
+
+def _refuse_float(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not an integer")
+
+
+def _is_count(value: object, least: int = 0, most: int = _MOST - 1) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+@functools.lru_cache(256)
+def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
+    """Return the number of elements of each box, int64 [boxes]. Raises ValueError unless each
+    element of a parameter of this shape is in exactly one box."""
+    for box in boxes:
+        if len(box) != len(shape):
+            raise ValueError(f"a box of {len(box)} dims, where the shape has {len(shape)}")
+        for dim, size in zip(box, shape, strict=True):
+            ends = [end for interval in dim for end in interval]
+            if not ends or not all(type(end) is int for end in ends):
+                raise ValueError("a box is not made of ranges of integers")
+            steps = zip([0, *ends], [*ends, size], strict=True)
+            if not all(low < high if n % 2 else low <= high for n, (low, high) in enumerate(steps)):
+                raise ValueError("a box is not inside the shape of the parameter")
+    sizes = [math.prod(sum(b - a for a, b in dim) for dim in box) for box in boxes]
+    if sum(sizes) != math.prod(shape) or (len(boxes) > 1 and _overlap(boxes, shape)):
+        raise ValueError("its boxes omit elements or contain some twice")
+    return numpy.array(sizes, dtype=numpy.int64)
+
+
+def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Return whether two boxes have an element in common. Raises ValueError if the boxes have more
+    boundaries than any layout produces."""
+    cuts = [
+        sorted({0, size, *(end for box in boxes for interval in box[dim] for end in interval)})
+        for dim, size in enumerate(shape)
+    ]
+    if math.prod(map(len, cuts)) > _MOST_CELLS:
+        raise ValueError("its boxes have too many boundaries")
+    number = [{cut: n for n, cut in enumerate(dim)} for dim in cuts]
+    covered = numpy.zeros([len(dim) - 1 for dim in cuts], dtype=bool)
+    for box in boxes:
+        cells = numpy.ix_(
+            *(
+                numpy.concatenate([numpy.arange(at[a], at[b]) for a, b in dim])
+                for at, dim in zip(number, box, strict=True)
+            )
+        )
+        if covered[cells].any():
+            return True
+        covered[cells] = True
+    return False
