@@ -17,7 +17,7 @@ from data_prep.tokenizer.sentencepiece_model import (
     fields,
     is_sentencepiece,
 )
-from data_prep.tokenizer.tokenizer import library_panics, open_tokenizer, read_facts, sha256_of
+from data_prep.tokenizer.tokenizer import library_errors, open_tokenizer, read_facts, sha256_of
 
 __all__ = [
     "MAX_EPOCHS",
@@ -37,7 +37,7 @@ __all__ = [
     "held_out_problem",
     "integer_weights",
     "is_sentencepiece",
-    "library_panics",
+    "library_errors",
     "open_tokenizer",
     "read_facts",
     "read_manifest",

@@ -22,7 +22,7 @@ from data_prep.shuffle.order import MAX_SEED, Order, Permutation
 from data_prep.tokenize.plan import read_plan
 from data_prep.tokenize.store import docs_path, read_docs
 from data_prep.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from data_prep.tokenizer.tokenizer import library_panics, open_tokenizer, sha256_of
+from data_prep.tokenizer.tokenizer import library_errors, open_tokenizer, sha256_of
 from optimus.errors import ConfigError, DamageError, DataError, counted
 
 MAX_EPOCHS = 4
@@ -356,7 +356,7 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
     tokenizer = open_tokenizer(tokenizer_path)
     if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
         raise DamageError(f"{tokenizer_path}: has no piece of id {ids.max()}")
-    with library_panics(tokenizer_path):
+    with library_errors(tokenizer_path):
         length = sum(
             count * len(tokenizer.decode([token], skip_special_tokens=False))
             for token, count in zip(

@@ -98,13 +98,11 @@ def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json with this content. Raises DataError."""
     from tokenizers import Tokenizer
 
-    try:
-        with library_panics(path):
+    with library_errors(path):
+        try:
             tokenizer = Tokenizer.from_buffer(content)
-    except DataError:
-        raise
-    except Exception as error:  # the library raises bare Exception for anything it cannot read
-        raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
+        except Exception as error:
+            raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     # A post-processor adds special tokens, which no text has here, and may repeat the text.
@@ -148,14 +146,14 @@ def _try(path: str | os.PathLike, content: bytes) -> None:
     # The steps are checked first, without the model if possible: the library normalizes added
     # tokens when it loads them, so a step that makes texts longer takes memory for each.
     steps = None
-    with library_panics(path), contextlib.suppress(Exception):  # `_load` reports an exception
+    with library_errors(path), contextlib.suppress(Exception):  # `_load` reports an exception
         steps = Tokenizer.from_buffer(_without_model(content))
     if steps is not None:
         _check_growth(path, "normalizer", steps.normalizer)
         _check_growth(path, "pre-tokenizer", steps.pre_tokenizer)
         _check_growth(path, "decoder", steps.decoder)
     tokenizer = _load(path, content)
-    with library_panics(path), contextlib.suppress(Exception):
+    with library_errors(path), contextlib.suppress(Exception):
         ids = tokenizer.encode("".join(SAMPLES), add_special_tokens=False).ids
         tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -194,23 +192,24 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 
 
 @contextlib.contextmanager
-def library_panics(path: str | os.PathLike) -> Iterator[None]:
-    """Convert a panic of the tokenizers library to DataError.
+def library_errors(path: str | os.PathLike) -> Iterator[None]:
+    """Convert an error or a panic of the tokenizers library to DataError.
 
-    The library panics on a damaged table of a normalizer and on a pattern that needs too many
-    steps. The exception of a panic derives from BaseException, and its class cannot be imported.
-    The library also prints it.
+    The library raises `Exception` itself for an error, for example for a text with an unknown word
+    if the vocabulary has no unknown token. It panics on a damaged table of a normalizer and on a
+    pattern that needs too many steps. The exception of a panic derives from BaseException, and its
+    class cannot be imported. The library also prints it.
 
     Args:
         path: The tokenizer, for the message.
 
     Raises:
-        DataError: The library panicked in the block.
+        DataError: The library failed in the block.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise DataError(_failure(path, error)) from None
 
@@ -305,7 +304,7 @@ class Encoder:
         except ValueError as error:
             raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
         if recipe and os.environ.get(REFERENCE_ONLY) != "reference":
-            with library_panics(path):
+            with library_errors(path):
                 memo = MemoEncoder(self._tokenizer, recipe)
                 self._memo = memo if memo.agrees() else None
             if self._memo:  # a special token is plain text, but may cover an added token
@@ -320,7 +319,7 @@ class Encoder:
         """
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode(texts)
-        with library_panics(self._path):
+        with library_errors(self._path):
             if self._memo is not None:
                 return self._memo.encode(texts)
             return reference_encode(self._tokenizer, texts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data_prep.dataset import SentencePieceTokenizer, fields, library_panics
+from data_prep.dataset import SentencePieceTokenizer, fields, library_errors
 from optimus.errors import DataError, one_line
 
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
@@ -49,7 +49,7 @@ def sentencepiece_as_json(path: Path) -> str:
             a test text to different ids.
     """
     reference = SentencePieceTokenizer(path)
-    with library_panics(path):
+    with library_errors(path):
         try:
             return _as_json(path, reference)
         except DataError:

@@ -15,7 +15,7 @@ from data_prep.dataset import (
     TOKENIZER,
     SentencePieceTokenizer,
     is_sentencepiece,
-    library_panics,
+    library_errors,
     open_tokenizer,
     read_facts,
     tokenizer_file,
@@ -45,7 +45,7 @@ class TextTokenizer:
         encoded as plain text. Raises DataError if the tokenizer fails."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode([text])[0].tolist()
-        with library_panics(self._path):
+        with library_errors(self._path):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, name: str) -> int | None:
@@ -60,7 +60,7 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids. The text contains the names of special tokens. Raises
         DataError if the tokenizer fails."""
-        with library_panics(self._path):
+        with library_errors(self._path):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 

@@ -361,9 +361,9 @@ def test_damaged_table_of_a_normalizer_is_refused_without_output(tmp_path, capfd
 
 EXIT_WHILE_ENCODING = """
 import os, sys
-from data_prep.tokenizer.tokenizer import Encoder, library_panics
+from data_prep.tokenizer.tokenizer import Encoder, library_errors
 encoder = Encoder(sys.argv[1])
-with library_panics(sys.argv[1]):
+with library_errors(sys.argv[1]):
     os.write(2, b"last words")
     os._exit(3)
 """
@@ -384,6 +384,18 @@ def test_panic_of_the_library_on_a_text_is_a_data_error(tmp_path):
     for encode in (Encoder(slow).encode, TextTokenizer(slow).encode):
         with pytest.raises(DataError, match="slow.json: the tokenizers library fails .* search"):
             encode([text] if encode.__self__.__class__ is Encoder else text)
+
+
+def test_error_of_the_library_on_a_text_is_a_data_error(tmp_path):
+    """The vocabulary does not contain the unknown token."""
+    path = tmp_path / "words.json"
+    Tokenizer(models.WordLevel({"a": 0}, "<unk>")).save(str(path))
+    assert TextTokenizer(path).encode("a") == [0]
+    problem = r"words.json: the tokenizers library fails .* Missing \[UNK\] token"
+    with pytest.raises(DataError, match=problem):
+        Encoder(path).encode(["b"])
+    with pytest.raises(DataError, match=problem):
+        TextTokenizer(path).encode("b")
 
 
 class FakeTable:

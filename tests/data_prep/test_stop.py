@@ -128,7 +128,7 @@ def test_signal_during_a_long_call_of_a_library_ends_the_run(made):
 
 
 LIBRARY_WORK = {
-    "encode": " with tokenizer.library_panics('tokenizer.json'):\n"
+    "encode": " with tokenizer.library_errors('tokenizer.json'):\n"
     "  print('begins', flush=True); time.sleep(60)\n",
     "check": " print('begins', flush=True)\n"
     " tokenizer._in_child('tokenizer.json', 0, lambda: time.sleep(60))\n",
