@@ -1,8 +1,9 @@
 """Processes on any number of machines that share work through the output directory alone.
 
-A rank that ends in an error leaves a mark in the output directory, so that no other rank waits for
-its files: docs/formats/dataset.md, "Many machines". Every item of work is idempotent: if it is done
-twice, the same bytes are written under the same name.
+A rank that ends in an error leaves its message in the output directory, and a rank that works gives
+signs of life there, so that no other rank waits for files that nobody writes:
+docs/formats/dataset.md, "Many machines". Every item of work is idempotent: if it is done twice, the
+same bytes are written under the same name.
 """
 
 from __future__ import annotations
@@ -11,59 +12,107 @@ import contextlib
 import dataclasses
 import heapq
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from data_prep.runtime.progress import say
-from optimus.errors import LostPeerError, counted, one_line
+from optimus.errors import LostPeerError, one_line
 from optimus.io import files
 
-_PREFIX = ".failed-rank-"
-_MARK_BYTES = 1 << 20
+_FAILED, _ALIVE = ".failed-rank-", ".alive-rank-"
+"""Start of the names of a rank's files. The rank and a dot follow."""
+_MESSAGE_BYTES = 1 << 20
+_SIGNS_PER_SILENCE = 8
+_END_S = 1.0
+"""Time for the thread of the signs of life to end, for example if the file system hangs."""
 
 
-class FailureMarks:
-    """Marks of failed ranks in a directory, which need not exist yet."""
+class RankFiles:
+    """Files in an output directory by which the ranks of a command inform each other.
+
+    A rank that ends in an error writes its message to `.failed-rank-R.*.tmp`. A rank that works
+    sets the modification time of `.alive-rank-R.*.tmp` again and again: its sign of life.
+    """
 
     def __init__(self, out: Path):
+        """Args: out: the directory, which need not exist yet."""
         self._out = out
-        self._old = self._marks()
+        self._old = {*self._names(_FAILED), *self._names(_ALIVE)}
 
-    def _marks(self) -> set[str]:
+    def _names(self, prefix: str) -> list[str]:
         try:
-            names = os.listdir(self._out)
+            return sorted(name for name in os.listdir(self._out) if name.startswith(prefix))
         except FileNotFoundError:
-            return set()
-        return {name for name in names if name.startswith(_PREFIX)}
+            return []
 
     def check(self) -> None:
         """Raise LostPeerError if a rank has failed since this object was made."""
-        for name in sorted(self._marks() - self._old):
-            with contextlib.suppress(OSError):  # the mark is removed or is not a regular file
-                reason = files.read_regular(self._out / name, _MARK_BYTES).decode(
+        for name in self._names(_FAILED):
+            if name in self._old:
+                continue
+            with contextlib.suppress(OSError):  # the file is removed or is not a regular file
+                reason = files.read_regular(self._out / name, _MESSAGE_BYTES).decode(
                     "utf-8", "replace"
                 )
-                rank = name.removeprefix(_PREFIX).partition(".")[0]
+                rank = name.removeprefix(_FAILED).partition(".")[0]
                 raise LostPeerError(
                     f"rank {rank} failed: {reason}; then give the command again on all ranks"
                 )
 
-    def write(self, rank: int, error: Exception) -> None:
-        """Write a mark if the directory exists and has space."""
+    def write_failure(self, rank: int, error: Exception) -> None:
+        """Write the message of `error` if the directory exists and has space."""
         text = one_line(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = one_line(f"{error.filename or self._out}: {error.strerror}")
         with contextlib.suppress(OSError):  # a failure of the disk may have ended this rank
             if self._out.is_dir():
-                path = files.temporary_name(self._out / f"failed-rank-{rank}")
+                path = files.temporary_name(self._out / f"{_FAILED[1:]}{rank}")
                 # A file name that is not UTF-8 is a str with lone surrogates.
                 files.write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
+    @contextlib.contextmanager
+    def alive(self, rank: int, every_s: float) -> Iterator[None]:
+        """Return a context in which a thread gives a sign of life of `rank` every `every_s`
+        seconds."""
+        path, end = files.temporary_name(self._out / f"{_ALIVE[1:]}{rank}"), threading.Event()
+
+        def give_signs() -> None:
+            # A signal that this thread received would not interrupt a wait of the main thread.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            while not end.is_set():
+                with contextlib.suppress(OSError):  # the directory does not exist yet
+                    path.touch()
+                end.wait(every_s)
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+        thread = threading.Thread(target=give_signs, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join(_END_S)
+
+    def signs(self, ranks: Collection[int]) -> dict[int, list[int]]:
+        """Return the times of the last signs of life of these ranks, in ns. Clocks of machines
+        differ, so only a change of the times has a meaning."""
+        times: dict[int, list[int]] = {rank: [] for rank in ranks}
+        for name in self._names(_ALIVE):
+            number = name.removeprefix(_ALIVE).partition(".")[0]
+            if number.isascii() and number.isdecimal() and int(number) in times:
+                with contextlib.suppress(OSError):  # the rank has ended
+                    times[int(number)].append(os.stat(self._out / name).st_mtime_ns)
+        return times
+
     def remove_old(self) -> None:
-        """Remove the marks of earlier runs, after the work is done."""
+        """Remove the files of earlier runs, after the work is done."""
         for name in self._old:
             (self._out / name).unlink(missing_ok=True)
 
@@ -71,9 +120,12 @@ class FailureMarks:
 _SILENCE_S = 120.0
 """Default of `WorkerGroup.silence_s`: longer than file systems need to show the files of other
 machines."""
-_RANK_0_FACTOR = 30
-"""Factor of the time limit while rank 0 works for all ranks. Such work, for example the comparison
-of ids, may write no files for a long time."""
+_STUCK_FACTOR = 30
+"""Ranks wait for a rank that gives signs of life up to this multiple of `silence_s` without
+progress. Work such as the comparison of ids may write no files for a long time."""
+_MOST_WATCHED = 16
+"""Ranks whose signs of life a waiting rank reads. A limit, because every rank may wait for every
+other rank."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """The polling interval has one second for this number of ranks, so that all ranks together list a
@@ -87,9 +139,9 @@ class WorkerGroup:
     rank: int = 0
     world: int = 1
     silence_s: float = _SILENCE_S
-    """Seconds without progress of the other ranks after which this rank ends."""
-    marks: FailureMarks | None = None
-    """Marks of ranks that failed; set by `failure_scope`."""
+    """Seconds without a sign of life of a rank after which a rank that waits for it ends."""
+    files: RankFiles | None = None
+    """Files by which the ranks inform each other; set by `failure_scope`."""
 
     @property
     def poll_s(self) -> float:
@@ -98,8 +150,8 @@ class WorkerGroup:
 
     def check(self) -> None:
         """Raise LostPeerError if another rank failed."""
-        if self.marks is not None:
-            self.marks.check()
+        if self.files is not None:
+            self.files.check()
 
     def say(self, line: str) -> None:
         """Print a line on rank 0. Other ranks print nothing."""
@@ -118,39 +170,49 @@ ALONE = WorkerGroup()
 def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
     """Return a context for a command that writes to `out`. Its value is the group to use.
 
-    If a rank fails in the context, the other ranks finish their shares, which a later run can use.
-    They then raise LostPeerError instead of waiting for the failed rank.
+    If a rank fails or is killed in the context, the other ranks finish their shares, which a later
+    run can use. They then raise LostPeerError instead of waiting for the lost rank.
     """
-    if group.world == 1 or group.marks is not None:
+    if group.world == 1 or group.files is not None:
         yield group
         return
-    marks = FailureMarks(out)
-    try:
-        yield dataclasses.replace(group, marks=marks)
-    except LostPeerError:  # the mark exists
-        raise
-    except Exception as error:
-        marks.write(group.rank, error)
-        raise
-    marks.remove_old()
+    rank_files = RankFiles(out)
+    with rank_files.alive(group.rank, group.silence_s / _SIGNS_PER_SILENCE):
+        try:
+            yield dataclasses.replace(group, files=rank_files)
+        except LostPeerError:  # the failed rank has written its message
+            raise
+        except Exception as error:
+            rank_files.write_failure(group.rank, error)
+            raise
+        rank_files.remove_old()
 
 
-def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
-    """Return the indices of the items of `rank`.
+def assign(sizes: Sequence[int], world: int) -> list[int]:
+    """Return the rank of each item.
 
     Items are assigned in the order of decreasing size, each to the rank with the smallest sum.
 
     No rank gets more than 4/3 of the best possible maximum (Graham 1969). All ranks compute the
     same assignment. An item of size 0 counts as 1.
     """
-    loads = [(0, other) for other in range(world)]
-    mine = []
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        load, other = heapq.heappop(loads)
-        if other == rank:
-            mine.append(index)
-        heapq.heappush(loads, (load + max(1, sizes[index]), other))
-    return mine
+    loads = [(0, rank) for rank in range(world)]
+    ranks = [0] * len(sizes)
+    for index in _by_size(sizes):
+        load, rank = heapq.heappop(loads)
+        ranks[index] = rank
+        heapq.heappush(loads, (load + max(1, sizes[index]), rank))
+    return ranks
+
+
+def share(sizes: Sequence[int], rank: int, world: int) -> list[int]:
+    """Return the indices of the items that `assign` gives to `rank`, the largest first."""
+    ranks = assign(sizes, world)
+    return [index for index in _by_size(sizes) if ranks[index] == rank]
+
+
+def _by_size(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
 
 
 class PrepTask(Protocol):
@@ -179,29 +241,19 @@ def run_task(group: WorkerGroup, task: PrepTask) -> None:
     Rank 0 also verifies the items of all ranks.
 
     Raises:
-        LostPeerError: another rank failed, or there was no progress for one to two times
-            `group.silence_s`: no item was completed, and no file in `task.folder` grew.
+        LostPeerError: Another rank failed, was lost or makes no progress. See `_wait`.
     """
-
-    def missing() -> list[int]:
-        return task.missing() or (task.verify() if group.rank == 0 else [])
-
-    task.do(share(task.plan(), group.rank, group.world))
+    sizes = task.plan()
+    task.do(share(sizes, group.rank, group.world))
     if group.world == 1:
         return
-    left, sign, since = missing(), None, time.monotonic()
-    while left:
-        group.check()
-        time.sleep(group.poll_s)
-        before, left = left, missing()
-        if set(before) - set(left):
-            sign, since = None, time.monotonic()
-        elif time.monotonic() - since >= group.silence_s:
-            if sign == (sign := growth(task.folder)):  # rare, because it lists many files
-                raise _silent(
-                    f"{counted(len(left), 'item')} of other ranks in {task.folder}", group.silence_s
-                )
-            since = time.monotonic()
+    ranks = assign(sizes, group.world)
+
+    def remaining() -> Counter[int]:
+        missing = task.missing() or (task.verify() if group.rank == 0 else [])
+        return Counter(ranks[index] for index in missing)
+
+    _wait(group, remaining, lambda: growth(task.folder), f"items in {task.folder}")
 
 
 def growth(folder: Path) -> tuple[int, int]:
@@ -221,21 +273,76 @@ def growth(folder: Path) -> tuple[int, int]:
 def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], object]) -> None:
     """Call `do` on rank 0. On the other ranks, wait until `done` returns True.
 
-    Raises LostPeerError if another rank failed or rank 0 takes too long.
+    Raises LostPeerError as `_wait` does.
     """
     if group.rank == 0:
         do()
         return
-    since, limit_s = time.monotonic(), _RANK_0_FACTOR * group.silence_s
-    while not done():
+    work = "work that rank 0 does for all ranks"
+    _wait(group, lambda: Counter() if done() else Counter([0]), lambda: None, work)
+
+
+class _Unchanged:
+    """Measures for how long a value has not changed."""
+
+    def __init__(self) -> None:
+        self._value: object = self
+        self._since = 0.0
+
+    def seconds(self, value: object) -> float:
+        """Return the seconds since the first call with the same value as this call."""
+        if value != self._value:
+            self._value, self._since = value, time.monotonic()
+        return time.monotonic() - self._since
+
+
+def _wait(
+    group: WorkerGroup,
+    remaining: Callable[[], Counter[int]],
+    progress: Callable[[], object],
+    work: str,
+) -> None:
+    """Wait until no rank has items left.
+
+    Args:
+        group: The ranks.
+        remaining: Returns the number of items that each rank has left.
+        progress: Returns a value that changes while ranks work.
+        work: Names the items in the message of an error.
+
+    Raises:
+        LostPeerError: A rank failed. A rank that has items left completed none and gave no sign of
+            life for `group.silence_s`. Or the number of items and `progress()` did not change for
+            `_STUCK_FACTOR` times as long.
+    """
+    silent = [_Unchanged() for _ in range(group.world)]
+    stuck = _Unchanged()
+    next_look = 0.0
+    while left := remaining():
         group.check()
-        if time.monotonic() - since >= limit_s:
-            raise _silent("work that rank 0 does for all ranks", limit_s)
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + group.silence_s / _SIGNS_PER_SILENCE
+            watched = sorted(left)[:_MOST_WATCHED]
+            signs = group.files.signs(watched) if group.files else {}
+            lost = [
+                rank
+                for rank in watched
+                if silent[rank].seconds((left[rank], signs.get(rank))) >= group.silence_s
+            ]
+            if lost:
+                raise _lost(f"no sign of life of rank {_list(lost)}", group.silence_s, work)
+            limit_s = _STUCK_FACTOR * group.silence_s
+            if stuck.seconds((left, progress())) >= limit_s:
+                raise _lost(f"no progress of rank {_list(watched)}", limit_s, work)
         time.sleep(group.poll_s)
 
 
-def _silent(awaited: str, waited_s: float) -> LostPeerError:
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _lost(observed: str, waited_s: float, work: str) -> LostPeerError:
     return LostPeerError(
-        f"waited {waited_s:g} s for {awaited} and saw no progress; a rank was lost or has "
-        "not started: run the same command again on all ranks"
+        f"{observed} for {waited_s:g} s while waiting for {work}: a rank was lost or has not "
+        "started; run the same command again on all ranks"
     )

@@ -25,7 +25,7 @@ from data_prep.dataset.describe import inspect
 from data_prep.dataset.manifest import read_manifest
 from data_prep.pipeline.begin import check_tokenizer, write_once
 from data_prep.pipeline.verify import verify
-from data_prep.runtime.ranks import FailureMarks
+from data_prep.runtime.ranks import RankFiles
 from data_prep.shuffle.order import read_order
 from data_prep.sources import parquet
 from data_prep.sources.foreign import open_foreign
@@ -326,9 +326,9 @@ def test_a_fifo_in_an_output_directory_is_refused(tmp_path, made):
     ):
         with pytest.raises(DataError, match=r"cannot be read: not a regular file"):
             read()
-    marks = FailureMarks(tmp_path)
+    rank_files = RankFiles(tmp_path)
     os.mkfifo(tmp_path / ".failed-rank-1.a.1.b.tmp")
-    marks.check()
+    rank_files.check()
 
 
 def a_tokenizer(path: Path, **changes: object) -> Path:

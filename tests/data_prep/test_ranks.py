@@ -10,13 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from data_prep.cli import main
 from data_prep.cli.options import worker_group_of
+from data_prep.runtime import ranks as ranks_module
 from data_prep.runtime import workspace
-from data_prep.runtime.ranks import FailureMarks, WorkerGroup, run_task, share, wait_for
+from data_prep.runtime.ranks import (
+    RankFiles,
+    WorkerGroup,
+    failure_scope,
+    run_task,
+    share,
+    wait_for,
+)
 from data_prep.runtime.workspace import working_in
 from data_prep.tokenize.plan import read_plan
 from optimus.errors import DataError, LostPeerError
@@ -100,7 +109,9 @@ def test_rank_without_the_others_does_its_share_and_names_the_remedy(
         )
         assert main(command) == 5
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "of other ranks in" in error and "run the same command again on all ranks" in error
+    lost = "0, 1" if rank else "1, 2"
+    assert f"no sign of life of rank {lost} for 0.1 s while waiting for items in" in error
+    assert "run the same command again on all ranks" in error
     assert any((out / "tokens").glob("unit-*.json")) and not (out / "manifest.json").exists()
     assert statuses([start_rank([*arguments, "--rank", str(rank)]) for rank in range(3)]) == [0] * 3
     assert main(arguments[:-2]) == 0  # removes temporary files
@@ -137,30 +148,79 @@ def test_rank_with_other_options_is_refused(made, tmp_path, capsys):
     assert "--rank 2 must be below --world 2" in error
 
 
-def test_rank_waits_while_a_file_of_another_rank_grows(tmp_path):
-    """The rank fails when the file stops growing. It does not do the item of the other rank."""
-    done: list[int] = []
-    other = tmp_path / ".unit.tmp"
+class Items:
+    """Two items, of which rank 1 never does its item."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done: list[int] = []
+        self.do = self.done.extend
+
+    def plan(self) -> list[int]:
+        return [1, 1]
+
+    def missing(self) -> list[int]:
+        return [index for index in (0, 1) if index not in self.done]
+
+    def verify(self) -> list[int]:
+        return []
+
+
+def test_rank_waits_while_another_rank_gives_signs_of_life(tmp_path):
+    """The other rank hashes for a long time and writes nothing. Then it is killed."""
+    start, items = time.monotonic(), Items(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        with failure_scope(WorkerGroup(1, 2, 0.4), tmp_path):
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+    with (
+        pytest.raises(LostPeerError, match="no sign of life of rank 1 for 0.4 s .* same command"),
+        failure_scope(WorkerGroup(0, 2, 0.4), tmp_path) as group,
+    ):
+        run_task(group, items)
+    assert items.done == [0] and 1.5 < time.monotonic() - start < 5
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    (left,) = tmp_path.glob(".alive-rank-*")
+    assert left.name.startswith(".alive-rank-1.")
+    with failure_scope(WorkerGroup(0, 2), tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_rank_zero_that_is_killed_is_noticed_soon(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        with failure_scope(WorkerGroup(0, 2, 0.4), tmp_path) as group:
+            wait_for(group, lambda: False, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     start = time.monotonic()
+    with (
+        pytest.raises(LostPeerError, match="rank 0 for 0.4 s while waiting for work that rank 0"),
+        failure_scope(WorkerGroup(1, 2, 0.4), tmp_path) as group,
+    ):
+        wait_for(group, lambda: False, lambda: None)
+    assert time.monotonic() - start < 5
 
-    class Task:
-        folder = tmp_path
-        do = staticmethod(done.extend)
 
-        def plan(self) -> list[int]:
-            return [1, 1]
+def test_waiting_for_a_rank_without_progress_has_a_limit(tmp_path, monkeypatch):
+    """The other rank gives signs of life, but its file grows only for a second."""
+    monkeypatch.setattr(ranks_module, "_STUCK_FACTOR", 2)
+    start, items, unfinished = time.monotonic(), Items(tmp_path), tmp_path / ".unit.tmp"
 
-        def missing(self) -> list[int]:
-            if time.monotonic() - start < 1.0:
-                other.write_bytes(b"x" * int(1000 * (time.monotonic() - start)))
-            return [index for index in (0, 1) if index not in done]
+    def missing() -> list[int]:
+        if time.monotonic() - start < 1.0:
+            unfinished.write_bytes(b"x" * int(1000 * (time.monotonic() - start)))
+        return [1]
 
-        def verify(self) -> list[int]:
-            return []
-
-    with pytest.raises(LostPeerError, match=r"1 item of other ranks .*run the same command again"):
-        run_task(WorkerGroup(0, 2, 0.4), Task())
-    assert done == [0] and 1.3 < time.monotonic() - start < 5
+    items.missing = missing
+    with (
+        RankFiles(tmp_path).alive(1, 0.05),
+        pytest.raises(LostPeerError, match="no progress of rank 1 for 0.8 s .* same command"),
+        failure_scope(WorkerGroup(0, 2, 0.4), tmp_path) as group,
+    ):
+        run_task(group, items)
+    assert 1.7 < time.monotonic() - start < 6
 
 
 def test_error_of_a_rank_ends_the_other_ranks(made, tmp_path):
@@ -202,9 +262,7 @@ def test_rank_zero_acts_and_others_wait():
     made: list[str] = []
     wait_for(WorkerGroup(0, 3), lambda: False, lambda: made.append("first"))
     wait_for(WorkerGroup(1, 3), lambda: True, lambda: made.append("never"))
-    with pytest.raises(
-        LostPeerError, match="work that rank 0 does for all ranks.*same command again"
-    ):
+    with pytest.raises(LostPeerError, match="work that rank 0 does for all ranks.* same command"):
         wait_for(WorkerGroup(1, 3, 0.01), lambda: False, lambda: made.append("never"))
     assert made == ["first"]
 
@@ -314,10 +372,10 @@ def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, ca
     assert "invalid JSON" in capfd.readouterr().err.splitlines()[-1]
     (mark,) = out.glob(".failed-rank-0.*")
     assert "b\\udcff.jsonl:1: invalid JSON" in mark.read_text()
-    marks = FailureMarks(out)
-    marks.write(1, OSError(5, "broken", os.fsdecode(b"x\xff\ny")))
+    rank_files = RankFiles(out)
+    rank_files.write_failure(1, OSError(5, "broken", os.fsdecode(b"x\xff\ny")))
     mark.with_name(".failed-rank-2.a.1.b.tmp").write_bytes(b"\xff")
     for rank in ("1", "2"):
         with pytest.raises(LostPeerError, match=f"rank {rank} failed: .+; then give"):
-            marks.check()
+            rank_files.check()
         next(out.glob(f".failed-rank-{rank}.*")).unlink()
