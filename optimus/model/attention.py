@@ -53,7 +53,8 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x))
         v = self.v_proj(x)
         if self.clip:
-            q, k, v = (projected.clamp(-self.clip, self.clip) for projected in (q, k, v))
+            clip = min(self.clip, torch.finfo(q.dtype).max)  # clamp refuses larger numbers
+            q, k, v = (projected.clamp(-clip, clip) for projected in (q, k, v))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         q, k = rotate(q, rope), rotate(k, rope)
         return self.o_proj(self.attend(q, k, v, documents).flatten(-2))

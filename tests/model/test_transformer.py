@@ -64,3 +64,12 @@ def test_any_batch_of_tokens(shape):
     assert torch.isfinite(terms.ce_sum + terms.aux + terms.z)
     dense = small_model("olmo").losses(torch.ones(shape, dtype=torch.int64))
     assert float(dense.aux) == float(dense.z) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_clip_above_the_largest_number_of_a_dtype_changes_nothing(dtype):
+    tokens = some_tokens()
+    unclipped, clipped = (
+        small_model("olmo", clip_qkv=clip).to(dtype)(tokens) for clip in (0, 1e39)
+    )
+    assert torch.equal(clipped, unclipped)
