@@ -186,6 +186,10 @@ def _compile(config: Config) -> None:
             )
 
 
+_FEWEST_ROTATIONS = 1e-6
+"""Smallest `beta_fast` and `beta_slow` but 0. A far smaller number overflows in RoPE."""
+
+
 def _rope(model: ModelConfig) -> None:
     scaling = model.rope_scaling
     if scaling is None:
@@ -207,6 +211,17 @@ def _rope(model: ModelConfig) -> None:
         scaling.type == "llama3" and not 0 < low < high,
         f"model.rope_scaling.low_freq_factor = {low} must be above 0 and below "
         f"high_freq_factor = {high}",
+    )
+    for key in ("beta_fast", "beta_slow"):
+        refuse_if(
+            0 < getattr(scaling, key) < _FEWEST_ROTATIONS,
+            f"model.rope_scaling.{key} = {getattr(scaling, key)} is below {_FEWEST_ROTATIONS}; use "
+            "a larger number, or leave it out",
+        )
+    refuse_if(
+        scaling.type == "yarn" and model.rope_theta == 1,
+        "model.rope_theta = 1.0 gives all pairs the same frequency, and "
+        "model.rope_scaling.type = 'yarn' needs different ones; use a larger rope_theta",
     )
     refuse_if(
         scaling.type == "dynamic" and model.head_size == 2,

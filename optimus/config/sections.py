@@ -13,6 +13,8 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+InitStd = Annotated[float, Field(ge=0, le=1e6)]
+Rotations = Annotated[float, Field(ge=0, le=1e6)]
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1000, 256
 """Maximum number of patterns in `optim.frozen` and in `optim.groups`, and maximum number of
 characters in a pattern. The limits bound the time to match patterns with parameter names. They also
@@ -61,10 +63,10 @@ class RopeScaling(Section):
     high_freq_factor: NonNegative = 0.0
     """llama3: keep frequencies if their wavelength is below original_max_position_embeddings /
     high_freq_factor."""
-    beta_fast: NonNegative = 0.0
+    beta_fast: Rotations = 0.0
     """yarn: keep frequencies that make more than this number of rotations in the original context.
     The value 0 means the usual number, 32."""
-    beta_slow: NonNegative = 0.0
+    beta_slow: Rotations = 0.0
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context. The value 0 means the usual number, 1."""
     truncate: bool = True
@@ -171,10 +173,10 @@ class ModelConfig(Section):
     """Beginning-of-sequence token, written to Hugging Face directories; -1: no such token."""
     eos_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
     """End-of-sequence tokens, at which generation stops; empty: no such tokens."""
-    init_std: NonNegative = 0.02
+    init_std: InitStd = 0.02
     """Standard deviation of the initial weights. Their normal distribution is truncated at three
     standard deviations."""
-    embedding_init_std: NonNegative = 0.0
+    embedding_init_std: InitStd = 0.0
     """Standard deviation of the initial embedding; 0: init_std. If the value is too small,
     the router may send all tokens to the same experts early in training."""
     aux_loss_coef: NonNegative = 0.01
