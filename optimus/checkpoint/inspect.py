@@ -76,6 +76,8 @@ def describe(path: Path) -> dict[str, Any]:
         about["bytes"] = _directory_bytes(path)
         if files.is_temporary(path):
             reason = "a save that has not ended or never will"
+            if store.is_removed(path):
+                reason = "an old checkpoint whose removal has not ended or failed"
             return about | {"state": "unsealed", "problem": reason}
         manifest = read_manifest(path)
         about |= _facts(manifest)

@@ -432,7 +432,7 @@ class FullSaver(Saver):
                     f"non-finite values on rank {rank} ({socket.gethostname()}) in the copy of the "
                     f"states of step {step} in host memory: {state} of {nonfinite}; no checkpoint "
                     "contains them; check the host's memory, and give the same command again to "
-                    "resume from the last checkpoint"
+                    "resume from the newest checkpoint, or from the start if there is none"
                 )
             return content
 

@@ -41,6 +41,11 @@ _REMOVED = "removed-"
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
+def is_removed(path: Path) -> bool:
+    """Return whether `path` has the temporary name of a directory that is being removed."""
+    return path.name.startswith(f".{_REMOVED}")
+
+
 def checkpoints_dir(run_dir: str | os.PathLike) -> Path:
     """Return the directory of a run's checkpoints."""
     return Path(run_dir) / "checkpoints"

@@ -380,7 +380,9 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
     key, equals, text = override.partition("=")
     location = key.strip().split(".")
     if not equals or len(location) < 2 or not all(location):
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        keys = _synonymous(location[0], "") if len(location) == 1 else []
+        hint = f"; did you mean {' or '.join(keys)}?" if keys else ""
+        raise ConfigError(f"override {override!r} is not of the form section.key=value{hint}")
     table: Any = tree
     for name in location[:-1]:
         table = table.setdefault(name, {})

@@ -247,8 +247,9 @@ def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tu
         )
     return (
         f"{text}: the state is damaged, since all gradients were finite",
-        "give the same command again to resume from the last checkpoint; if it happens again, "
-        f"suspect the device or the memory of {bad.host}",
+        "give the same command again to resume from the newest checkpoint, or from the start if "
+        "there is none; if it happens again, suspect the device or the memory of "
+        f"{bad.host}",
     )
 
 

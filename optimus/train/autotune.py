@@ -389,9 +389,14 @@ def autotune_dispatch(
         checkpoint: The full checkpoint from which the run resumes, or None.
     """
     train, ep_dispatch = config.train, config.parallel.ep_dispatch
-    if groups.mesh.ep == 1 or ep_dispatch != "auto":
+    if groups.mesh.ep == 1:
         return DispatchChoice(ep_dispatch, "")
     device_type = next(model.parameters()).device.type
+    if ep_dispatch != "auto":
+        # The setting may come from the config.toml of a run on another device.
+        fails = device_type == "xpu" and ep_dispatch == "alltoall"
+        warning = "as set, but all-to-all is known to kill the process on Intel GPUs"
+        return DispatchChoice(ep_dispatch, warning if fails else "")
     stored = checkpoint.settings if checkpoint is not None else {}
     recorded = _recorded_dispatch(config.parallel, train, stored)
     choice = choose_dispatch(device_type, train.deterministic, recorded)

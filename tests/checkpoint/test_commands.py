@@ -49,15 +49,19 @@ def test_list_describes_all_checkpoints(run_dir, capsys):
     unsealed = files.temporary_name(directory / "step-00000007")
     unsealed.mkdir()
     (unsealed / "shard-00000.bin").write_bytes(b"x" * 100)
+    removed = files.temporary_name(directory / "removed-step-00000002")
+    removed.mkdir()
     (directory / "set-aside").mkdir()
     (directory / "model-00000003").rename(directory / "set-aside" / "model-00000003")
     result = run_json(capsys, "list", run_dir)
     by_name = {about["name"]: about for about in result["checkpoints"]}
     assert list(by_name) == [
         *("step-00000004", "model-00000006", "step-00000006", "model-00000003"),
-        unsealed.name,
+        *sorted((unsealed.name, removed.name)),
     ]
-    assert [about["state"] for about in by_name.values()] == [*["valid"] * 4, "unsealed"]
+    assert [about["state"] for about in by_name.values()] == [*["valid"] * 4, *["unsealed"] * 2]
+    assert by_name[unsealed.name]["problem"] == "a save that has not ended or never will"
+    assert "removal has not ended or failed" in by_name[removed.name]["problem"]
     assert by_name[unsealed.name]["bytes"] == 100 and by_name["model-00000003"]["set_aside"]
     full, model = by_name["step-00000006"], by_name["model-00000006"]
     assert result["next_start"] == "step-00000006"
@@ -71,7 +75,7 @@ def test_list_describes_all_checkpoints(run_dir, capsys):
 
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert out.count("\n") == 9 and "checkpoint.load = auto resumes from step-00000006" in out
+    assert out.count("\n") == 11 and "checkpoint.load = auto resumes from step-00000006" in out
 
 
 def test_list_gives_the_reason_of_damage(run_dir, capsys):

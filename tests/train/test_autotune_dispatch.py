@@ -129,6 +129,7 @@ def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
         choice = autotune.autotune_dispatch(config, groups, model_on("xpu"), None, checkpoint)
         assert choice.name == expected
         assert ("though the checkpoint has alltoall" in choice.reason) == (setting == "auto")
+        assert "all-to-all is known to kill the process" in choice.reason
 
 
 @pytest.mark.parametrize(
