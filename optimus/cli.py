@@ -336,13 +336,15 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         from optimus.launch.spawn import spawn_local
         from optimus.train.resolve import read_inputs
 
-        read_inputs(config, nproc)
+        read_inputs(config, nproc, check_shards=True)
         print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)
         return spawn_local(arguments, nproc)
     if launch.world_size == 1:
         from optimus.train.resolve import read_inputs
 
-        read_inputs(config, 1)  # finds mistakes before torch is imported, which takes seconds
+        read_inputs(
+            config, 1, check_shards=True
+        )  # finds mistakes before torch is imported, which takes seconds
     if _speaks():
         print("optimus: importing torch", file=sys.stderr)
     prepare_meeting(launch)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -91,19 +93,39 @@ class ShardReader:
             self._open[shard] = rows
             return rows
 
+    def check_sizes(self) -> None:
+        """Check that all shards exist and have the sizes of the manifest.
+
+        Raises:
+            DamageError, DataError: A shard has another size or cannot be read.
+        """
+        for entry in self._manifest.shards:
+            path = self._dataset / entry.name
+            with self._readable(path):
+                self._check_size(path, os.stat(path).st_size, entry.size)
+
     def _map(self, shard: int) -> np.ndarray:
         entry = self._manifest.shards[shard]
         path = self._dataset / entry.name
-        try:
-            with files.open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != entry.size:
-                    raise DamageError(
-                        f"{path}: has {size} bytes, the manifest says {entry.size}; "
-                        "run optimus-data verify"
-                    )
-                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        with self._readable(path), files.open_regular(path) as file:
+            self._check_size(path, os.fstat(file.fileno()).st_size, entry.size)
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         shape = (entry.instances, self._manifest.context)
         return np.frombuffer(view, self._dtype, offset=layout.HEADER_BYTES).reshape(shape)
+
+    @contextlib.contextmanager
+    def _readable(self, path: Path) -> Iterator[None]:
+        """Convert an OSError for a shard to DataError."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read: {error.strerror}; run optimus-data verify {self._dataset}"
+            ) from None
+
+    def _check_size(self, path: Path, size: int, expected: int) -> None:
+        if size != expected:
+            raise DamageError(
+                f"{path}: has {size} bytes, the manifest says {expected}; run optimus-data verify "
+                f"{self._dataset}"
+            )

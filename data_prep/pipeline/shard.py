@@ -317,7 +317,13 @@ def _promised_hash(work: ShardWork, shard: int) -> str | None:
 def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> None:
     order = work.order
     first, stop = order.shard_rows(shard)
-    is_complete = _is_complete(work, shard)
+    is_complete = True
+    try:
+        read_shard_record(work.dataset, order, work.order_xxh3, shard)
+    except DataError as error:
+        is_complete = False
+        if _promised_hash(work, shard) is not None:  # else the shard was never complete
+            say(f"{error}; the shard is made again")
     if is_complete and (shard not in work.sample or is_whole(work.dataset, shard)):
         advance(stop - first)
         return

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from data_prep import layout
 from data_prep.runtime.memory import Limits
 from data_prep.runtime.pool import run_jobs
-from data_prep.runtime.progress import Progress
+from data_prep.runtime.progress import Progress, say
 from data_prep.runtime.ranks import WorkerGroup, run_task
 from data_prep.sources.documents import (
     NO_LIMITS,
@@ -43,7 +43,7 @@ from data_prep.tokenize.token_set import (
 )
 from data_prep.tokenize.writer import Segments, UnitWriter
 from data_prep.tokenizer.tokenizer import shared_encoder
-from optimus.errors import DataError
+from optimus.errors import DamageError, DataError
 from optimus.io import files
 
 
@@ -235,9 +235,9 @@ def complete_and_whole(
 ) -> Mapping[str, Any] | None:
     """Return the result of `complete`, or None if the hash of a file of the unit differs.
 
-    Hashes are compared only if the unit is in `work.sample`.
+    Hashes are compared only if the unit is in `work.sample`. A line is printed for damage.
     """
-    record = complete(work, unit, num_excluded)
+    record = complete(work, unit, num_excluded, report=True)
     if record is None or unit not in work.sample:
         return record
     for folder in tokens_dirs(work.out, work.plan).values():
@@ -246,17 +246,22 @@ def complete_and_whole(
     return record
 
 
-def complete(work: TokenizeWork, unit: int, num_excluded: int = 0) -> Mapping[str, Any] | None:
+def complete(
+    work: TokenizeWork, unit: int, num_excluded: int = 0, report: bool = False
+) -> Mapping[str, Any] | None:
     """Return the sidecar of the training split of a unit, or None if the unit is not complete.
 
     A unit is also not complete if it has a packed array where this run needs a plain one, or if its
-    number of excluded documents is not `num_excluded`.
+    number of excluded documents is not `num_excluded`. With `report`, a line is printed if a file
+    of the unit is damaged.
     """
     records = {}
     for split, folder in tokens_dirs(work.out, work.plan).items():
         try:
             records[split] = read_unit(folder, unit, work.plan_xxh3)
-        except DataError:
+        except DataError as error:
+            if report and isinstance(error, DamageError):
+                say(f"{error}; the unit is made again")
             return None
         if not work.packed and not array_path(folder, unit).exists():
             return None  # a run with --fused was ended, and the arrays of this run stay

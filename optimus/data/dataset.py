@@ -98,6 +98,10 @@ class TokenDataset:
         self._reader = ShardReader(self.path, manifest)
         self._permuted_block = functools.lru_cache(_CACHED_BLOCKS)(self._permute_block)
 
+    def check_shards(self) -> None:
+        """Check that all shards exist and have the right sizes. Raises DataError."""
+        self._reader.check_sizes()
+
     def held_out(self) -> HeldOutRule | None:
         """Return the rule by which `optimus-data` held out documents for evaluation.
 

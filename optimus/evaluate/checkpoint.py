@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from optimus import platform
 from optimus.checkpoint import store
@@ -14,6 +16,7 @@ from optimus.checkpoint.convert import eos_token_ids
 from optimus.checkpoint.weights import CONFIG, fill, model_config_of, open_weights
 from optimus.config import load_saved_config
 from optimus.data.dataset import TokenDataset
+from optimus.data.loader import Microbatch
 from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from optimus.distributed.collectives import ALONE
 from optimus.errors import DataError, refuse_if
@@ -102,14 +105,25 @@ def evaluate_checkpoint(
         )
     config_file = source / CONFIG
     document_mask = config_file.is_file() and load_saved_config(config_file).data.document_mask
-    result = held_out_loss(
-        by_model(model, device),
-        dataset,
-        batch_size,
-        ALONE,
-        max_instances=instances,
-        document_mask=document_mask,
-    )
+    count = min(instances or dataset.num_instances, dataset.num_instances)
+    compute = by_model(model, device)
+    with tqdm(total=count, unit="instance", disable=None, dynamic_ncols=True) as bar:
+
+        def compute_and_count(batches: list[Microbatch]) -> list[Tensor]:
+            sums = []
+            for batch in batches:
+                sums += compute([batch])
+                bar.update(len(batch.tokens))
+            return sums
+
+        result = held_out_loss(
+            compute_and_count,
+            dataset,
+            batch_size,
+            ALONE,
+            max_instances=instances,
+            document_mask=document_mask,
+        )
     settings = {"checkpoint": checkpoint, "data": data, "document_mask": document_mask}
     return {**settings, **vars(result)}
 

@@ -26,13 +26,14 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Return a log line if the configuration and the checkpoint's settings give update `step`
-    different learning rates, else "".
+    """Return a log line if the configuration and the checkpoint's settings give an update from
+    `step` on different learning rates, else "".
 
-    The line has both rates and the settings with which the run keeps the checkpoint's rate.
+    The line has both rates and the settings with which the run keeps the checkpoint's rate. Updates
+    that only one of the two schedules has are not compared, except `step`.
 
     Args:
-        step: Number of the update, from 1.
+        step: Number of the next update, from 1.
         optim: The section `[optim]`.
         max_steps: `train.max_steps`.
         stored: The checkpoint's settings.
@@ -40,8 +41,17 @@ def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[s
     keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
     kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
     before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)
-    old, new = learning_rate(step, before, steps_before), learning_rate(step, optim, max_steps)
-    if old == new:
+    # Schedules are smooth between these updates, so two that differ do so at one of them.
+    bends = [warm + after for warm in (before.warmup_steps, optim.warmup_steps) for after in (0, 1)]
+    ends = [before.decay_steps or steps_before, optim.decay_steps or max_steps]
+    last = min(steps_before, max_steps)
+    steps = [step, *sorted(s for s in (step + 1, *bends, *ends, last) if step < s <= last)]
+    rates = (
+        (s, learning_rate(s, before, steps_before), learning_rate(s, optim, max_steps))
+        for s in steps
+    )
+    step, old, new = next((r for r in rates if r[1] != r[2]), (0, 0.0, 0.0))
+    if not step:
         return ""
     end = before.decay_steps or steps_before  # decay_steps = 0 means max_steps
     if before.schedule == "constant":

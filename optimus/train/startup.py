@@ -6,6 +6,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from pathlib import Path
@@ -72,6 +73,7 @@ def dry_run(
     from optimus.train.summary import print_start
 
     print_start(config, plan, ranks_per_node)
+    logging.getLogger(__name__).info("dry run: all checks passed, and no file was created")
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:

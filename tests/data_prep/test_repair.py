@@ -152,7 +152,26 @@ def test_run_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, workers
     flip(out / name, at)
     assert main(run_arguments(made.text, made.tokenizer, out, "--workers", workers)) == 0
     assert tree(out) == tree(made.data)
-    assert at == 20 or f"{out / name}: its content is damaged" in capfd.readouterr().err
+    problem = "" if at == 20 else "its content is damaged"
+    lines = [
+        line for line in capfd.readouterr().err.splitlines() if f"{out / name}: {problem}" in line
+    ]
+    assert len(lines) == 1 and lines[0].endswith(" is made again")
+
+
+@pytest.mark.parametrize("size", [None, 1000])
+def test_run_reports_a_missing_or_short_shard_that_it_makes_again(made, tmp_path, capfd, size):
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    shard = out / "shards" / "shard-00001.npy"
+    if size is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, size)
+    assert main(run_arguments(made.text, made.tokenizer, out)) == 0
+    assert tree(out) == tree(made.data)
+    error = capfd.readouterr().err
+    assert f"{shard}: has size {size}, not the " in error and "the shard is made again" in error
 
 
 def test_run_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):

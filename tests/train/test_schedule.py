@@ -74,6 +74,8 @@ STORED = {"lr": 4e-3, "min_lr": 4e-4, "warmup_steps": 5, "decay_steps": 0, "sche
         # These schedules do not depend on the number of steps, which is all that changed.
         ({"decay_steps": 80}, {}, 300, None),
         ({"schedule": "constant"}, {}, 300, None),
+        # The rates of the next update are equal, but not those of later updates.
+        ({"warmup_steps": 60}, {"warmup_steps": 60}, 200, "optim.decay_steps=100"),
         ({}, {"decay_steps": 100}, 300, None),
         ({}, {"weight_decay": 0.3}, 100, None),
     ],
@@ -88,15 +90,16 @@ def test_another_rate_on_resume_is_reported_with_the_settings_that_keep_it(
     if keep is None:
         assert line == ""
         return
-    rates = learning_rate(51, before, 100), learning_rate(51, after, max_steps)
+    step = 61 if before.warmup_steps == after.warmup_steps == 60 else 51
+    rates = learning_rate(step, before, 100), learning_rate(step, after, max_steps)
     head, _, overrides = line.partition("; to keep the old rate, set ")
-    assert head == "learning rate of step 51: {:.6g} before, {:.6g} now".format(*rates)
+    assert head == f"learning rate of step {step}: {rates[0]:.6g} before, {rates[1]:.6g} now"
     assert sorted(overrides.split()) == keep.split()
     kept = {
         key: type(STORED[key])(value) for key, value in re.findall(r"optim\.(\w+)=(\S+)", overrides)
     }
     again = after.model_copy(update=kept)
-    assert learning_rate(51, again, max_steps) == rates[0]
+    assert learning_rate(step, again, max_steps) == rates[0]
 
 
 def test_a_checkpoint_without_settings_changes_no_rate():

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 
 from optimus.cli import main as optimus
@@ -174,10 +177,28 @@ def test_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, cap
     code, lines = dry(tmp_path, capfd, tiny_data, "--nodes", "2", "--nproc", "4", **layout)
     assert code == 0 and lines[0] == "optimus: this run"
     assert any("8 ranks (pp 2, dp 4)" in line for line in lines)
+    assert lines[-1] == "optimus: dry run: all checks passed, and no file was created"
     assert not (tmp_path / "run").exists()
     skip = ["--skip-data-check", "--skip-run-dir-check"]
     code, lines = dry(tmp_path, capfd, "/nowhere", *skip, train__run_dir="/no/where")
     assert code == 0 and not any("/nowhere" in line for line in lines)
+
+
+@pytest.mark.parametrize("split", ["", "eval"])
+def test_dry_run_and_run_refuse_a_missing_or_short_shard(tiny_data, tmp_path, capfd, split):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    shard = data / split / "shards" / "shard-00000.npy"
+    for damage, problem in (
+        (lambda: os.truncate(shard, 1000), "has 1000 bytes, the manifest says"),
+        (shard.unlink, "cannot be read: No such file or directory"),
+    ):
+        damage()
+        _, lines = dry(tmp_path, capfd, str(data))
+        assert f"{shard}: {problem}" in lines[-1] and "run optimus-data verify" in lines[-1]
+        assert optimus(["train", str(tmp_path / "run.toml")]) in (1, 2)
+        assert f"{shard}: {problem}" in capfd.readouterr().err
+        assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_without_data_takes_a_start_from_a_model(tiny_data, tmp_path, capfd):
