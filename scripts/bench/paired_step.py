@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -26,7 +27,11 @@ def bench(checkout: Path, config: Path, steps: int, overrides: list[str]) -> dic
     words = [sys.executable, "-m", "optimus.cli", "bench", "step", str(config)]
     settings = ["train.dtype=fp32", "train.threads=1", "train.device=cpu", *overrides]
     command = [*words, *settings, "--steps", str(steps), "--json"]
-    done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
+    # An installed checkout would otherwise provide the kernels of both.
+    env = os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'kernels'}"}
+    done = subprocess.run(
+        command, cwd=checkout, env=env, check=True, capture_output=True, text=True
+    )
     return json.loads(done.stdout)
 
 
