@@ -48,17 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _end(shown)
     except KeyboardInterrupt:
-        from optimus.launch.environment import read_rank
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would print a traceback
+        from optimus.launch.signals import report_interrupt
 
-        if read_rank() == 0:
-            print("optimus: interrupted", file=sys.stderr)
-        return OutcomeKind.INTERRUPTED.exit_status
+        return report_interrupt()
 
 
 def process() -> NoReturn:
     """Run the command in `sys.argv` and end this process with the command's exit status."""
     _open_standard_streams()
-    from optimus.launch.environment import read_rank
+    from optimus.launch.environment import is_launched, read_rank
+    from optimus.launch.signals import (
+        STOP_SIGNALS,
+        exit_on_signals,
+        report_early_stop,
+        report_interrupt,
+    )
     from optimus.observe.log import set_up_logging
 
     set_up_logging(read_rank())
@@ -69,14 +74,13 @@ def process() -> NoReturn:
     # Libraries such as torch.compile start interpreters, which must not import from the working
     # directory: it may belong to another user.
     os.environ["PYTHONSAFEPATH"] = "1"
-    if sys.argv[1:2] == ["train"]:  # other commands may have to remove files on a signal
-        from optimus.launch.signals import exit_on_stop_signals
-
-        exit_on_stop_signals()
+    # In a rank of a launcher, the default actions of these signals work even while it waits for
+    # other ranks. A `StopRequest` replaces the handlers later.
+    if sys.argv[1:2] == ["train"] and not is_launched():
+        exit_on_signals(STOP_SIGNALS, report_early_stop)
+    exit_on_signals([signal.SIGINT], report_interrupt)
     if sys.argv[1:2] in _SLOW_TO_START and sys.stderr.isatty() and _speaks():
         print(f"optimus: starting {sys.argv[1]}", file=sys.stderr)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `optimus.__main__`
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main()
     except BrokenPipeError:
@@ -431,12 +435,14 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
 def _convert(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.checkpoint.convert import from_hf, to_hf
+    from optimus.launch.signals import raising_keyboard_interrupt
 
-    if args.direction == "from-hf":
-        refuse_if(args.dtype, "convert from-hf cannot change dtypes; remove --dtype")
-        from_hf(args.source, args.out)
-    else:
-        to_hf(args.source, args.out, args.dtype)
+    with raising_keyboard_interrupt():
+        if args.direction == "from-hf":
+            refuse_if(args.dtype, "convert from-hf cannot change dtypes; remove --dtype")
+            from_hf(args.source, args.out)
+        else:
+            to_hf(args.source, args.out, args.dtype)
     print(f"wrote {args.out}")
     return 0
 
@@ -527,13 +533,15 @@ def _add_kernels(commands: argparse._SubParsersAction) -> None:
 
 def _kernels(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.doctor import build_kernels, format_status, kernels_status
+    from optimus.launch.signals import raising_keyboard_interrupt
     from optimus.platform import import_ipex
 
     if args.action == "status" and args.backends:
         raise ConfigError(f"kernels status lists all backends; remove {args.backends[0]!r}")
     import_ipex()  # some versions of torch have xpu devices only with IPEX
     if args.action == "build":
-        build_kernels(args.backends)
+        with raising_keyboard_interrupt():
+            build_kernels(args.backends)
     status = kernels_status()
     print(json.dumps(status) if args.json else format_status(status))
     return 0

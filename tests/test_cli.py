@@ -137,6 +137,36 @@ main()"""
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+def test_ctrl_c_ends_a_command_even_if_an_import_ignores_exceptions():
+    """The second Ctrl-C arrives while the line is printed."""
+    code = """
+import logging, os, signal
+handler = logging.Handler()
+handler.emit = lambda record: os.kill(os.getpid(), signal.SIGINT)
+logging.getLogger("optimus").handlers.insert(0, handler)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass"""
+    process = run_process(f"exec({code!r}, {{}})", "eval")
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "optimus: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["convert to-hf", "checkpoint export"])
+def test_ctrl_c_while_a_command_writes_removes_its_files(run_dir, tmp_path, command):
+    code = """
+import os, signal
+from optimus import cli
+from optimus.checkpoint import convert
+convert._copy_sidecars = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+cli.process()"""
+    words = [sys.executable, "-c", code, *command.split(), str(run_dir), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "optimus: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_reader_of_results_that_leaves_is_no_error(unbuffered):
     reader, writer = os.pipe()

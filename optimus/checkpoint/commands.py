@@ -75,10 +75,12 @@ def _export(args: argparse.Namespace, arguments: list[str]) -> int:
     is damaged."""
     from optimus.checkpoint.convert import to_hf
     from optimus.checkpoint.inspect import find
+    from optimus.launch.signals import raising_keyboard_interrupt
 
     find(args.path)
     try:
-        source = to_hf(args.path, args.out, args.dtype)
+        with raising_keyboard_interrupt():
+            source = to_hf(args.path, args.out, args.dtype)
     except CheckpointError as error:
         logger.error(one_line(error))
         return 1

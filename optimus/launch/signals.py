@@ -1,17 +1,19 @@
-"""Handling of stop signals before the first update of a run. This module imports no torch.
+"""Stop signals before the first update of a run, and Ctrl-C in other commands.
 
-Such a signal ends the process at once, because there is nothing to save.
+Such a signal ends the process at once, because there is nothing to save. This module imports no
+torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from optimus.errors import OutcomeKind
-from optimus.launch.environment import is_launched
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +35,38 @@ def report_early_stop(number: int) -> int:
     return kind.exit_status
 
 
-def exit_on_stop_signals() -> None:
-    """Install handlers that end this process with one log line on a stop signal.
+def report_interrupt(number: int = signal.SIGINT) -> int:
+    """Log that Ctrl-C ended the command; return the exit status."""
+    logger.info("interrupted")
+    return OutcomeKind.INTERRUPTED.exit_status
 
-    If a launcher has started this process, no handlers are installed. A `StopRequest` replaces the
-    handlers later.
+
+def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> None:
+    """Install handlers that end this process. Only signals whose handler is the default change.
+
+    Args:
+        numbers: The signals.
+        report: Logs one line about a signal and returns the exit status.
     """
 
     def end(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not repeat the line
         # During the import of torch, an exception might be swallowed or end in a traceback.
-        os._exit(report_early_stop(number))
+        os._exit(report(number))
 
-    if not is_launched():  # the default action works even while a rank waits for other ranks
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                signal.signal(number, end)
+    for number in numbers:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, end)
+
+
+@contextlib.contextmanager
+def raising_keyboard_interrupt() -> Iterator[None]:
+    """Return a context in which Ctrl-C raises KeyboardInterrupt, for work that then removes its
+    incomplete files. If Ctrl-C is ignored (nohup), it is still ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from optimus.errors import OutcomeKind
 from optimus.launch.environment import COMMAND_STARTED, RENDEZVOUS, STARTED, available_cores
-from optimus.launch.signals import STOP_SIGNALS, report_early_stop
+from optimus.launch.signals import STOP_SIGNALS, report_early_stop, report_interrupt
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ def spawn_local(arguments: Sequence[str], nproc: int) -> int:
             ranks.append(_start(arguments, rank, nproc, Path(directory)))
         if passed:  # a signal arrived while ranks were being started
             _send(ranks, signal.SIGTERM)
-        code = _watch(ranks, passed)
-        return report_early_stop(passed[0]) if passed and _ended_early(ranks) else code
+        return _watch(ranks, passed)
 
 
 def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> subprocess.Popen:
@@ -102,10 +101,11 @@ def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
 
     def pass_on(number: int, frame: object) -> None:
         passed.append(number)
-        again = passed.count(signal.SIGINT) > 1
+        if passed.count(signal.SIGINT) > 1:
+            return  # `_watch` kills the ranks
         # The first signal is the reason that the ranks print. The SIGTERM that follows ends a rank
         # that has not started its first step; other ranks ignore SIGTERM after the first signal.
-        for sent in (signal.SIGKILL,) if again else (number, signal.SIGTERM):
+        for sent in (number, signal.SIGTERM):
             _send(ranks, sent)
 
     numbers = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
@@ -140,6 +140,8 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
         refused = any(rank.returncode == OutcomeKind.USAGE.exit_status for rank in ranks)
         if passed and _ended_early(ranks):
             break  # the other ranks would wait in vain for the rank that has ended
+        if passed.count(signal.SIGINT) > 1:
+            break
         if refused or (failed_at is not None and time.monotonic() - failed_at > _GRACE_S):
             break
         time.sleep(_POLL_S)
@@ -147,11 +149,15 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
     _send(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.wait()
+    if passed and _ended_early(ranks):
+        return report_early_stop(passed[0])
     for number, status in enumerate(statuses):
-        if status is not None and status < 0 and not (passed and _ended_early(ranks)):
+        if status is not None and status < 0:
             name = signal.Signals(-status).name
             logger.error("rank %d was ended by %s", number, name)
-    return _run_status([status for status in statuses if status is not None])
+    code = _run_status([status for status in statuses if status is not None])
+    # If ranks were still running and none has failed, only a second Ctrl-C ends the run.
+    return report_interrupt() if None in statuses and not code else code
 
 
 def _run_status(statuses: list[int]) -> int:

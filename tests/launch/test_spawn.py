@@ -15,6 +15,7 @@ from optimus.launch.spawn import _run_status
 from tests.kit.ranks.processes import (
     assert_gone,
     children_of,
+    is_running,
     started,
     wait_until,
     write_hostile_modules,
@@ -100,6 +101,37 @@ def test_stop_signal_ends_in_a_checkpoint_and_names_the_signal(
         "command again to continue"
     )
     assert "error" not in errors and "SIGTERM" not in errors
+
+
+@pytest.mark.parametrize(("lost", "status"), [(False, 130), (True, 5)])
+def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
+    """The ranks are stopped, as in a step that does not end. A rank that ended before the second
+    Ctrl-C is still reported as lost."""
+    tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
+    process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
+    wait_for_steps(tmp_path / "run", 1, process)
+    ranks = children_of(process.pid)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: is_pending(ranks[1], signal.SIGTERM), within_s=10)
+    if lost:
+        os.kill(ranks[1], signal.SIGKILL)
+        wait_until(lambda: not is_running(ranks[1]), within_s=10)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == status, errors
+    last = "error: rank 1 was ended by SIGKILL" if lost else "interrupted"
+    assert errors.splitlines()[-1] == f"optimus: {last}"
+    assert errors.count("error") == lost
+    assert_gone(ranks)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Return True if a signal was sent to the process and is not delivered yet."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("ShdPnd:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_ctrl_c_before_the_first_step_prints_a_single_line(tiny_data, tmp_path):
