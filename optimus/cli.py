@@ -48,10 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _end(shown)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would print a traceback
-        from optimus.launch.signals import report_interrupt
+        # Another Ctrl-C would print a traceback.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            from optimus.launch.signals import report_interrupt
 
-        return report_interrupt()
+            return report_interrupt()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def process() -> NoReturn:
@@ -340,15 +344,13 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         from optimus.launch.spawn import spawn_local
         from optimus.train.resolve import read_inputs
 
-        read_inputs(config, nproc, check_shards=True)
+        read_inputs(config, nproc)
         print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)
         return spawn_local(arguments, nproc)
     if launch.world_size == 1:
         from optimus.train.resolve import read_inputs
 
-        read_inputs(
-            config, 1, check_shards=True
-        )  # finds mistakes before torch is imported, which takes seconds
+        read_inputs(config, 1)  # finds mistakes before torch is imported, which takes seconds
     if _speaks():
         print("optimus: importing torch", file=sys.stderr)
     prepare_meeting(launch)
@@ -510,9 +512,11 @@ def _generate(args: argparse.Namespace, arguments: list[str]) -> int:
 def _report(args: argparse.Namespace, arguments: list[str]) -> int:
     from pathlib import Path
 
+    from optimus.launch.signals import raising_keyboard_interrupt
     from optimus.observe.report import write_report
 
-    picture, summary = write_report(Path(args.run_dir))
+    with raising_keyboard_interrupt():
+        picture, summary = write_report(Path(args.run_dir))
     print(f"{summary}\n{picture}")
     return 0
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from optimus.errors import DamageError, DataError
 from optimus.io import files
 
 _OPEN_SHARDS = 64
+_STAT_THREADS = 16
 
 
 class ShardReader:
@@ -99,10 +101,17 @@ class ShardReader:
         Raises:
             DamageError, DataError: A shard has another size or cannot be read.
         """
-        for entry in self._manifest.shards:
-            path = self._dataset / entry.name
+        paths = [self._dataset / entry.name for entry in self._manifest.shards]
+
+        def size_of(path: Path) -> int:
             with self._readable(path):
-                self._check_size(path, os.stat(path).st_size, entry.size)
+                return os.stat(path).st_size
+
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:  # a network file system takes ms for each
+            for path, size, entry in zip(
+                paths, pool.map(size_of, paths), self._manifest.shards, strict=True
+            ):
+                self._check_size(path, size, entry.size)
 
     def _map(self, shard: int) -> np.ndarray:
         entry = self._manifest.shards[shard]

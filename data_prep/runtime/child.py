@@ -102,6 +102,8 @@ def run(
         return result[1:].decode(errors="replace")
     if not ended:
         raise UnfinishedError(f"no result within {limit_s:.0f} s")
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in STOP_SIGNALS:
+        time.sleep(_STOP_S)
     raise _error_of(status, cpu_s)
 
 
@@ -114,8 +116,6 @@ def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
         return CrashError(f"it takes more than {cpu_s} s of processor time")
     if number in _CRASHES:
         return CrashError(f"signal {number}")
-    if number in STOP_SIGNALS:
-        time.sleep(_STOP_S)
     return UnfinishedError(f"signal {number} ended the child process; perhaps memory was short")
 
 

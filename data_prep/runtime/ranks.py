@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from data_prep.runtime.progress import say
-from optimus.errors import LostPeerError, one_line
+from optimus.errors import LostPeerError, counted, one_line
 from optimus.io import files
 
 _FAILED, _ALIVE = ".failed-rank-", ".alive-rank-"
@@ -43,7 +43,7 @@ class RankFiles:
     def __init__(self, out: Path):
         """Args: out: the directory, which need not exist yet."""
         self._out = out
-        self._old = {*self._names(_FAILED), *self._names(_ALIVE)}
+        self._old = self._names(_FAILED)
 
     def _names(self, prefix: str) -> list[str]:
         try:
@@ -83,17 +83,26 @@ class RankFiles:
         path, end = files.temporary_name(self._out / f"{_ALIVE[1:]}{rank}"), threading.Event()
 
         def give_signs() -> None:
-            # A signal that this thread received would not interrupt a wait of the main thread.
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            warned = False
             while not end.is_set():
-                with contextlib.suppress(OSError):  # the directory does not exist yet
-                    path.touch()
+                try:
+                    _touch(path)
+                except OSError as error:
+                    if not warned and self._out.is_dir():  # else the work begins later
+                        warned = True
+                        say(f"{path}: {error.strerror}; other ranks may take this rank for lost")
                 end.wait(every_s)
             with contextlib.suppress(OSError):
                 path.unlink()
 
         thread = threading.Thread(target=give_signs, daemon=True)
-        thread.start()
+        # The thread starts with this mask. A signal that it received would not interrupt a wait of
+        # the main thread.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             yield
         finally:
@@ -112,9 +121,16 @@ class RankFiles:
         return times
 
     def remove_old(self) -> None:
-        """Remove the files of earlier runs, after the work is done."""
+        """Remove the messages of earlier runs, after the work is done."""
         for name in self._old:
             (self._out / name).unlink(missing_ok=True)
+
+
+def _touch(path: Path) -> None:
+    try:
+        os.utime(path)
+    except FileNotFoundError:  # at the start, or if a run without locks removed it
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 _SILENCE_S = 120.0
@@ -124,8 +140,8 @@ _STUCK_FACTOR = 30
 """Ranks wait for a rank that gives signs of life up to this multiple of `silence_s` without
 progress. Work such as the comparison of ids may write no files for a long time."""
 _MOST_WATCHED = 16
-"""Ranks whose signs of life a waiting rank reads. A limit, because every rank may wait for every
-other rank."""
+"""Ranks whose signs of life a waiting rank reads: those with the next higher numbers. A limit,
+because every rank may wait for every other rank."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """The polling interval has one second for this number of ranks, so that all ranks together list a
@@ -282,18 +298,59 @@ def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], obje
     _wait(group, lambda: Counter() if done() else Counter([0]), lambda: None, work)
 
 
-class _Unchanged:
-    """Measures for how long a value has not changed."""
+class _Watch:
+    """Observations of the ranks for which this rank waits, at regular looks.
 
-    def __init__(self) -> None:
-        self._value: object = self
-        self._since = 0.0
+    Looks are counted instead of seconds: if this process or its file system was suspended, that
+    time does not count.
+    """
 
-    def seconds(self, value: object) -> float:
-        """Return the seconds since the first call with the same value as this call."""
-        if value != self._value:
-            self._value, self._since = value, time.monotonic()
-        return time.monotonic() - self._since
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._looks = 0
+        self._signs: dict[int, object] = {}
+        self._silent: Counter[int] = Counter()
+        """Looks at each rank since its last sign of life or completed item."""
+        self._heard: set[int] = set()
+        """Ranks that gave a sign of life between two looks."""
+        self._progress: object = None
+        self._idle = 0
+        """Periods of `_SIGNS_PER_SILENCE` looks without progress."""
+
+    def look(self, left: Counter[int], progress: Callable[[], object]) -> tuple[list[int], bool]:
+        """Return the ranks that are lost, and whether there was no progress for too long.
+
+        A rank is lost if its signs of life have stopped for `silence_s`. A rank that never gave a
+        sign may start late: it is lost only if, for as long, the others made no progress either.
+
+        Args:
+            left: The number of items that each rank has left.
+            progress: Returns a value that changes while ranks work.
+        """
+        if self._looks % _SIGNS_PER_SILENCE == 0:  # rare, because it lists many files
+            before, self._progress = self._progress, (left, progress())
+            self._idle = self._idle + 1 if self._progress == before else 0
+        self._looks += 1
+        watched = self._watched(left)
+        times = self._group.files.signs(watched) if self._group.files else {}
+        for rank in watched:
+            sign = (left[rank], times.get(rank))
+            self._silent[rank] += 1
+            if rank in self._signs and sign != self._signs[rank]:
+                self._heard.add(rank)
+            if sign != self._signs.get(rank):
+                self._silent[rank] = 0
+            self._signs[rank] = sign
+        lost = [
+            rank
+            for rank in watched
+            if self._silent[rank] >= _SIGNS_PER_SILENCE and (rank in self._heard or self._idle)
+        ]
+        return lost, self._idle >= _STUCK_FACTOR
+
+    def _watched(self, left: Counter[int]) -> list[int]:
+        ranks = sorted(left, key=lambda rank: (rank <= self._group.rank, rank))
+        return sorted(ranks[:_MOST_WATCHED])
 
 
 def _wait(
@@ -311,38 +368,28 @@ def _wait(
         work: Names the items in the message of an error.
 
     Raises:
-        LostPeerError: A rank failed. A rank that has items left completed none and gave no sign of
-            life for `group.silence_s`. Or the number of items and `progress()` did not change for
-            `_STUCK_FACTOR` times as long.
+        LostPeerError: A rank failed or was lost (see `_Watch.look`), or there was no progress for
+            `_STUCK_FACTOR` times `group.silence_s`.
     """
-    silent = [_Unchanged() for _ in range(group.world)]
-    stuck = _Unchanged()
-    next_look = 0.0
+    watch, next_look = _Watch(group), 0.0
     while left := remaining():
         group.check()
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + group.silence_s / _SIGNS_PER_SILENCE
-            watched = sorted(left)[:_MOST_WATCHED]
-            signs = group.files.signs(watched) if group.files else {}
-            lost = [
-                rank
-                for rank in watched
-                if silent[rank].seconds((left[rank], signs.get(rank))) >= group.silence_s
-            ]
+            lost, is_stuck = watch.look(left, progress)
             if lost:
-                raise _lost(f"no sign of life of rank {_list(lost)}", group.silence_s, work)
-            limit_s = _STUCK_FACTOR * group.silence_s
-            if stuck.seconds((left, progress())) >= limit_s:
-                raise _lost(f"no progress of rank {_list(watched)}", limit_s, work)
+                if group.files:  # for the ranks that do not watch it
+                    silence = LostPeerError(f"no sign of life for {group.silence_s:g} s")
+                    group.files.write_failure(lost[0], silence)
+                raise LostPeerError(
+                    f"no sign of life of rank {', '.join(map(str, lost))} for {group.silence_s:g} "
+                    f"s while waiting for {work}: it was lost or has not started; run the same "
+                    "command again on all ranks"
+                )
+            if is_stuck:
+                raise LostPeerError(
+                    f"no progress for {_STUCK_FACTOR * group.silence_s:g} s while waiting for "
+                    f"{work} of {counted(len(left), 'rank')}, the first rank {min(left)}; look at "
+                    "its process, and run the same command again on all ranks"
+                )
         time.sleep(group.poll_s)
-
-
-def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _lost(observed: str, waited_s: float, work: str) -> LostPeerError:
-    return LostPeerError(
-        f"{observed} for {waited_s:g} s while waiting for {work}: a rank was lost or has not "
-        "started; run the same command again on all ranks"
-    )

@@ -37,8 +37,10 @@ from data_prep.tokenize.token_set import (
     are_whole,
     promises,
     read_unit,
+    removed,
     sample,
     say_sample,
+    sidecar_path,
     write_unit,
 )
 from data_prep.tokenize.writer import Segments, UnitWriter
@@ -253,14 +255,18 @@ def complete(
 
     A unit is also not complete if it has a packed array where this run needs a plain one, or if its
     number of excluded documents is not `num_excluded`. With `report`, a line is printed if a file
-    of the unit is damaged.
+    of the unit is damaged or missing.
     """
     records = {}
     for split, folder in tokens_dirs(work.out, work.plan).items():
         try:
             records[split] = read_unit(folder, unit, work.plan_xxh3)
         except DataError as error:
-            if report and isinstance(error, DamageError):
+            is_finished = report and sidecar_path(folder, unit).exists()
+            # After a run with --fused, the arrays of all units are missing.
+            if is_finished and (
+                isinstance(error, DamageError) or not (work.packed or removed(folder))
+            ):
                 say(f"{error}; the unit is made again")
             return None
         if not work.packed and not array_path(folder, unit).exists():

@@ -187,7 +187,7 @@ def _compile(config: Config) -> None:
 
 
 _FEWEST_ROTATIONS = 1e-6
-"""Smallest `beta_fast` and `beta_slow` but 0. A far smaller number overflows in RoPE."""
+"""Smallest `beta_fast` and `beta_slow` except 0. A far smaller number overflows in RoPE."""
 
 
 def _rope(model: ModelConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from optimus.errors import DataError, refuse_if
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import by_model, held_out_loss
 from optimus.model.transformer import Transformer
+from optimus.observe.log import redirect_lines
 
 
 def load_model(
@@ -107,7 +110,13 @@ def evaluate_checkpoint(
     document_mask = config_file.is_file() and load_saved_config(config_file).data.document_mask
     count = min(instances or dataset.num_instances, dataset.num_instances)
     compute = by_model(model, device)
-    with tqdm(total=count, unit="instance", disable=None, dynamic_ncols=True) as bar:
+    with (
+        tqdm(total=count, unit="instance", disable=None, dynamic_ncols=True) as bar,
+        contextlib.ExitStack() as stack,
+    ):
+        if not bar.disable:
+            redirect_lines(lambda line: bar.write(line, file=sys.stderr))
+            stack.callback(redirect_lines, None)
 
         def compute_and_count(batches: list[Microbatch]) -> list[Tensor]:
             sums = []

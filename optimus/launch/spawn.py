@@ -157,7 +157,8 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
             logger.error("rank %d was ended by %s", number, name)
     code = _run_status([status for status in statuses if status is not None])
     # If ranks were still running and none has failed, only a second Ctrl-C ends the run.
-    return report_interrupt() if None in statuses and not code else code
+    is_interrupted = None in statuses and code in (0, OutcomeKind.STOPPED.exit_status)
+    return report_interrupt() if is_interrupted else code
 
 
 def _run_status(statuses: list[int]) -> int:

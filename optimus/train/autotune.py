@@ -363,7 +363,7 @@ class DispatchChoice(NamedTuple):
 
     name: str
     reason: str
-    """Empty if the configuration names the dispatcher or ep is 1."""
+    """Empty if ep is 1, or if the configuration names the dispatcher and the device supports it."""
 
     def __str__(self) -> str:
         return f"{_DISPATCH}: {self.name} ({self.reason})"

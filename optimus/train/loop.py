@@ -98,6 +98,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         platform.check_compile(config.train.compile)
         inputs = read_inputs(config, launch.world_size)
         if launch.is_first:
+            inputs.data.check_shards()
             check_names(config.optim, config.model)
             check_slots(config, inputs.mesh)
             if config.train.sample_interval:  # before a GPU or the network is used

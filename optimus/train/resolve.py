@@ -73,6 +73,14 @@ class RunData(NamedTuple):
     tokenizer: bytes
     """Content of the tokenizer file of the training data. Every checkpoint contains a copy."""
 
+    def check_shards(self) -> None:
+        """Check that all shards exist and have the right sizes. A single rank of a run calls it,
+        since data sets may have many thousands of shards. Raises DataError."""
+        for source in (self.training, self.held_out):
+            for dataset in getattr(source, "sources", (source,)):
+                if isinstance(dataset, TokenDataset):
+                    dataset.check_shards()
+
 
 @dataclass(frozen=True)
 class PartialPlan:
@@ -141,7 +149,8 @@ def resolve(
         check_run_dir(config.train.run_dir)
     data, training = None, None
     if read_data:
-        data = open_data(config.data, config.train.seq_len, config.model.vocab_size, True)
+        data = open_data(config.data, config.train.seq_len, config.model.vocab_size)
+        data.check_shards()
         training = data.training
     start = ResolvedStart(Start("none"), ())
     if read_run_dir:
@@ -151,13 +160,8 @@ def resolve(
     return RunPlan(mesh, batch, data, *start)
 
 
-def read_inputs(config: Config, world_size: int, check_shards: bool = False) -> RunInputs:
+def read_inputs(config: Config, world_size: int) -> RunInputs:
     """Check the settings against the number of ranks and open the data sets. Creates no file.
-
-    Args:
-        config: The run's configuration.
-        world_size: Number of ranks.
-        check_shards: As in `open_data`.
 
     Raises:
         ConfigError, DataError: The settings or the data cannot be used. The message is one line
@@ -165,7 +169,7 @@ def read_inputs(config: Config, world_size: int, check_shards: bool = False) -> 
     """
     mesh, batch = check_settings(config, world_size)
     check_run_dir(config.train.run_dir)
-    data = open_data(config.data, config.train.seq_len, config.model.vocab_size, check_shards)
+    data = open_data(config.data, config.train.seq_len, config.model.vocab_size)
     return RunInputs(mesh, batch, data)
 
 
@@ -360,23 +364,19 @@ def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], ste
     return f"; instances {low} to {high} are {'skipped' if now > read else 'read again'}"
 
 
-def open_data(
-    data: DataConfig, seq_len: int, vocab_size: int, check_shards: bool = False
-) -> RunData:
+def open_data(data: DataConfig, seq_len: int, vocab_size: int) -> RunData:
     """Open the data sets of a run.
 
     Args:
         data: The section `[data]`.
         seq_len: Tokens per instance.
         vocab_size: Size of the model's vocabulary; the data's vocabulary must not be larger.
-        check_shards: Compare the size of each shard with the manifest. One process of a run does
-            this, since a data set may have many thousands of shards.
 
     Raises:
         ConfigError, DataError: A data set cannot be used. The message is one line with the key, the
             value and the remedy.
     """
-    opener = _Opener(seq_len, vocab_size, check_shards)
+    opener = _Opener(seq_len, vocab_size)
     training = _training_data(data, opener)
     return RunData(training, _evaluation_data(data, opener), _read_tokenizer(training))
 
@@ -386,7 +386,6 @@ class _Opener(NamedTuple):
 
     seq_len: int
     vocab_size: int
-    check_shards: bool
 
     def open(self, key: str, path: str) -> TokenDataset:
         """Open the data set at `path`, the value of setting `key`. Raises DataError if its context
@@ -402,8 +401,6 @@ class _Opener(NamedTuple):
                 f"model.vocab_size = {self.vocab_size} is smaller than the vocabulary of "
                 f"{key} = {path}; set model.vocab_size to at least {dataset.vocab_size}"
             )
-        if self.check_shards:
-            dataset.check_shards()
         return dataset
 
     def open_mix(self, mix: Sequence[MixSource], paths: Sequence[str]) -> MixedDataset:

@@ -41,16 +41,18 @@ def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[s
     keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
     kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
     before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)
-    # Schedules are smooth between these updates, so two that differ do so at one of them.
+    # Schedules are smooth between these updates, so two that differ do so at one of them. Where a
+    # schedule bends, they may differ in digits that the line does not show.
     bends = [warm + after for warm in (before.warmup_steps, optim.warmup_steps) for after in (0, 1)]
     ends = [before.decay_steps or steps_before, optim.decay_steps or max_steps]
     last = min(steps_before, max_steps)
-    steps = [step, *sorted(s for s in (step + 1, *bends, *ends, last) if step < s <= last)]
+    bends += [step + 1, (step + last) // 2, *ends, last]
+    steps = [step, *sorted(s for s in bends if step < s <= last)]
     rates = (
         (s, learning_rate(s, before, steps_before), learning_rate(s, optim, max_steps))
         for s in steps
     )
-    step, old, new = next((r for r in rates if r[1] != r[2]), (0, 0.0, 0.0))
+    step, old, new = next((r for r in rates if f"{r[1]:.6g}" != f"{r[2]:.6g}"), (0, 0.0, 0.0))
     if not step:
         return ""
     end = before.decay_steps or steps_before  # decay_steps = 0 means max_steps

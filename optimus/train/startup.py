@@ -73,7 +73,10 @@ def dry_run(
     from optimus.train.summary import print_start
 
     print_start(config, plan, ranks_per_node)
-    logging.getLogger(__name__).info("dry run: all checks passed, and no file was created")
+    logging.getLogger(__name__).info(
+        "dry run: %s checks passed, and no file was created",
+        "all" if check_data and check_run_dir else "the other",
+    )
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:

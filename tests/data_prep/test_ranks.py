@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -183,9 +184,37 @@ def test_rank_waits_while_another_rank_gives_signs_of_life(tmp_path):
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     (left,) = tmp_path.glob(".alive-rank-*")
     assert left.name.startswith(".alive-rank-1.")
-    with failure_scope(WorkerGroup(0, 2), tmp_path):
+    assert [path.read_text() for path in tmp_path.glob(".failed-rank-1.*")] == [
+        "no sign of life for 0.4 s"
+    ]
+    with working_in(tmp_path), failure_scope(WorkerGroup(0, 2), tmp_path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_rank_that_has_not_started_is_lost_only_if_the_others_make_no_progress():
+    watch, left = ranks_module._Watch(WorkerGroup(0, 3)), Counter({1: 1, 2: 1})
+    assert {str(watch.look(left, lambda n=n: n)) for n in range(40)} == {"([], False)"}
+    assert [watch.look(left, lambda: 40)[0] for _ in range(16)][-1] == [1, 2]
+
+
+def test_rank_whose_signs_stop_is_lost_though_others_make_progress(tmp_path):
+    group = WorkerGroup(0, 3, files=RankFiles(tmp_path))
+    watch, left, sign = ranks_module._Watch(group), Counter({1: 1}), tmp_path / ".alive-rank-1.tmp"
+    results = []
+    for n in range(30):
+        if n < 20:
+            sign.touch()
+            os.utime(sign, ns=(0, n))
+        results.append(watch.look(left, lambda n=n: n)[0])
+    assert results == [[]] * 27 + [[1]] * 3
+
+
+def test_each_waiting_rank_watches_the_ranks_after_it():
+    left = Counter(range(0, 100, 2))
+    watched = [ranks_module._Watch(WorkerGroup(rank, 100))._watched(left) for rank in (0, 51, 98)]
+    assert watched[0] == list(range(2, 34, 2)) and watched[1] == list(range(52, 84, 2))
+    assert watched[2] == list(range(0, 32, 2))
 
 
 def test_rank_zero_that_is_killed_is_noticed_soon(tmp_path):
@@ -216,7 +245,9 @@ def test_waiting_for_a_rank_without_progress_has_a_limit(tmp_path, monkeypatch):
     items.missing = missing
     with (
         RankFiles(tmp_path).alive(1, 0.05),
-        pytest.raises(LostPeerError, match="no progress of rank 1 for 0.8 s .* same command"),
+        pytest.raises(
+            LostPeerError, match="no progress for 0.8 s .* of 1 rank, the first rank 1.* same"
+        ),
         failure_scope(WorkerGroup(0, 2, 0.4), tmp_path) as group,
     ):
         run_task(group, items)

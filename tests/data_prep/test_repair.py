@@ -159,6 +159,16 @@ def test_run_makes_a_damaged_file_again(made, tmp_path, capfd, name, at, workers
     assert len(lines) == 1 and lines[0].endswith(" is made again")
 
 
+@pytest.mark.parametrize("name", ["unit-00001.npy", "unit-00001.docs.npy"])
+def test_run_reports_a_missing_file_of_a_unit_that_it_makes_again(made, tmp_path, capfd, name):
+    out = tmp_path / "data"
+    shutil.copytree(made.data, out)
+    (out / "tokens" / name).unlink()
+    assert main(run_arguments(made.text, made.tokenizer, out)) == 0
+    assert tree(out) == tree(made.data)
+    assert re.search(rf"{name}.*; the unit is made again", capfd.readouterr().err)
+
+
 @pytest.mark.parametrize("size", [None, 1000])
 def test_run_reports_a_missing_or_short_shard_that_it_makes_again(made, tmp_path, capfd, size):
     out = tmp_path / "data"

@@ -102,5 +102,13 @@ def test_another_rate_on_resume_is_reported_with_the_settings_that_keep_it(
     assert learning_rate(step, again, max_steps) == rates[0]
 
 
+def test_rates_of_a_change_differ_in_the_digits_that_are_shown():
+    optim = OptimConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000)
+    line = rate_change(1001, optim, 200_000, {"train.max_steps": 100_000})
+    rates = [learning_rate(50_500, optim, steps) for steps in (100_000, 200_000)]
+    expected = "learning rate of step 50500: {:.6g} before, {:.6g} now".format(*rates)
+    assert line.startswith(expected) and rates[1] > 1.5 * rates[0]
+
+
 def test_a_checkpoint_without_settings_changes_no_rate():
     assert rate_change(1, PAPER, 100, {}) == ""

@@ -182,6 +182,7 @@ def test_dry_run_prints_the_summary_and_creates_nothing(tiny_data, tmp_path, cap
     skip = ["--skip-data-check", "--skip-run-dir-check"]
     code, lines = dry(tmp_path, capfd, "/nowhere", *skip, train__run_dir="/no/where")
     assert code == 0 and not any("/nowhere" in line for line in lines)
+    assert lines[-1] == "optimus: dry run: the other checks passed, and no file was created"
 
 
 @pytest.mark.parametrize("split", ["", "eval"])
@@ -189,14 +190,15 @@ def test_dry_run_and_run_refuse_a_missing_or_short_shard(tiny_data, tmp_path, ca
     data = tmp_path / "data"
     shutil.copytree(tiny_data, data)
     shard = data / split / "shards" / "shard-00000.npy"
-    for damage, problem in (
-        (lambda: os.truncate(shard, 1000), "has 1000 bytes, the manifest says"),
-        (shard.unlink, "cannot be read: No such file or directory"),
+    for damage, problem, status in (
+        (lambda: os.truncate(shard, 1000), "has 1000 bytes, the manifest says", 1),
+        (shard.unlink, "cannot be read: No such file or directory", 2),
     ):
         damage()
-        _, lines = dry(tmp_path, capfd, str(data))
+        code, lines = dry(tmp_path, capfd, str(data))
+        assert code == status
         assert f"{shard}: {problem}" in lines[-1] and "run optimus-data verify" in lines[-1]
-        assert optimus(["train", str(tmp_path / "run.toml")]) in (1, 2)
+        assert optimus(["train", str(tmp_path / "run.toml")]) == status
         assert f"{shard}: {problem}" in capfd.readouterr().err
         assert not (tmp_path / "run").exists()
 
