@@ -113,11 +113,12 @@ def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
     ranks = children_of(process.pid)
     for rank in ranks:
         os.kill(rank, signal.SIGSTOP)
+    wait_until(lambda: all(map(is_stopped, ranks)), within_s=30)
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: is_pending(ranks[1], signal.SIGTERM), within_s=10)
+    wait_until(lambda: is_pending(ranks[1], signal.SIGTERM), within_s=30)
     if lost:
         os.kill(ranks[1], signal.SIGKILL)
-        wait_until(lambda: not is_running(ranks[1]), within_s=10)
+        wait_until(lambda: not is_running(ranks[1]), within_s=30)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == status, errors
@@ -127,11 +128,21 @@ def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
     assert_gone(ranks)
 
 
+def status_of(pid: int, field: str) -> str:
+    """Return the first word of a field of /proc/PID/status."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{field}:"))
+
+
+def is_stopped(pid: int) -> bool:
+    """Return True if SIGSTOP took effect. A signal with a lower number is otherwise delivered
+    before it."""
+    return status_of(pid, "State") == "T"
+
+
 def is_pending(pid: int, number: int) -> bool:
     """Return True if a signal was sent to the process and is not delivered yet."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    mask = next(line.split()[1] for line in lines if line.startswith("ShdPnd:"))
-    return bool(int(mask, 16) >> (number - 1) & 1)
+    return bool(int(status_of(pid, "ShdPnd"), 16) >> (number - 1) & 1)
 
 
 def test_ctrl_c_before_the_first_step_prints_a_single_line(tiny_data, tmp_path):
