@@ -118,7 +118,8 @@ def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
     wait_until(lambda: is_pending(ranks[1], signal.SIGTERM), within_s=30)
     if lost:
         os.kill(ranks[1], signal.SIGKILL)
-        wait_until(lambda: not is_running(ranks[1]), within_s=30)
+        gone = Path(f"/proc/{ranks[1]}")  # exists until the parent process reads the exit status
+        wait_until(lambda: not gone.exists(), within_s=30)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == status, errors
