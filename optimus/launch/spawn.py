@@ -133,7 +133,7 @@ def _ended_early(ranks: list[subprocess.Popen]) -> bool:
 
 def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
     failed_at = None
-    while any(rank.poll() is None for rank in ranks):
+    while None in [rank.poll() for rank in ranks]:  # `any` would poll only up to a running rank
         if failed_at is None and any(rank.returncode for rank in ranks):
             failed_at = time.monotonic()
         # After a usage error there is no need to wait for the exit statuses of other ranks.

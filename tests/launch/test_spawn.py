@@ -15,7 +15,6 @@ from optimus.launch.spawn import _run_status
 from tests.kit.ranks.processes import (
     assert_gone,
     children_of,
-    is_running,
     started,
     wait_until,
     write_hostile_modules,
