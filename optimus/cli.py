@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return report_interrupt()
         finally:
-            signal.signal(signal.SIGINT, before)
+            if before is not None:  # else not set by Python
+                signal.signal(signal.SIGINT, before)
 
 
 def process() -> NoReturn:

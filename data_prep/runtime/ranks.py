@@ -44,6 +44,7 @@ class RankFiles:
         """Args: out: the directory, which need not exist yet."""
         self._out = out
         self._old = self._names(_FAILED)
+        self._old_signs = {sign for signs in self._signs().values() for sign in signs}
 
     def _names(self, prefix: str) -> list[str]:
         try:
@@ -109,16 +110,21 @@ class RankFiles:
             end.set()
             thread.join(_END_S)
 
-    def signs(self, ranks: Collection[int]) -> dict[int, list[int]]:
-        """Return the times of the last signs of life of these ranks, in ns. Clocks of machines
-        differ, so only a change of the times has a meaning."""
-        times: dict[int, list[int]] = {rank: [] for rank in ranks}
+    def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
+        """Return the last signs of life that these ranks gave since this object was made: names of
+        files and times in ns. Clocks of machines differ, so only a change has a meaning."""
+        return {rank: signs - self._old_signs for rank, signs in self._signs(ranks).items()}
+
+    def _signs(self, ranks: Collection[int] | None = None) -> dict[int, set[tuple[str, int]]]:
+        """Return the last signs of life of these ranks, by default of all ranks that gave some."""
+        signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks or ()}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
-            if number.isascii() and number.isdecimal() and int(number) in times:
+            if number.isascii() and number.isdecimal() and (ranks is None or int(number) in signs):
                 with contextlib.suppress(OSError):  # the rank has ended
-                    times[int(number)].append(os.stat(self._out / name).st_mtime_ns)
-        return times
+                    time_ns = os.stat(self._out / name).st_mtime_ns
+                    signs.setdefault(int(number), set()).add((name, time_ns))
+        return signs
 
     def remove_old(self) -> None:
         """Remove the messages of earlier runs, after the work is done."""
@@ -308,11 +314,11 @@ class _Watch:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._looks = 0
-        self._signs: dict[int, object] = {}
+        self._signs: dict[int, tuple[int, object]] = {}
         self._silent: Counter[int] = Counter()
         """Looks at each rank since its last sign of life or completed item."""
         self._heard: set[int] = set()
-        """Ranks that gave a sign of life between two looks."""
+        """Ranks that gave a sign of life in this run or completed an item."""
         self._progress: object = None
         self._idle = 0
         """Periods of `_SIGNS_PER_SILENCE` looks without progress."""
@@ -332,15 +338,13 @@ class _Watch:
             self._idle = self._idle + 1 if self._progress == before else 0
         self._looks += 1
         watched = self._watched(left)
-        times = self._group.files.signs(watched) if self._group.files else {}
+        signs = self._group.files.signs(watched) if self._group.files else {}
         for rank in watched:
-            sign = (left[rank], times.get(rank))
-            self._silent[rank] += 1
-            if rank in self._signs and sign != self._signs[rank]:
+            before, now = self._signs.get(rank), (left[rank], signs.get(rank))
+            self._silent[rank] = self._silent[rank] + 1 if now == before else 0
+            if now[1] or (before is not None and now[0] < before[0]):
                 self._heard.add(rank)
-            if sign != self._signs.get(rank):
-                self._silent[rank] = 0
-            self._signs[rank] = sign
+            self._signs[rank] = now
         lost = [
             rank
             for rank in watched

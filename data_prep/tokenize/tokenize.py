@@ -45,7 +45,7 @@ from data_prep.tokenize.token_set import (
 )
 from data_prep.tokenize.writer import Segments, UnitWriter
 from data_prep.tokenizer.tokenizer import shared_encoder
-from optimus.errors import DamageError, DataError
+from optimus.errors import DataError
 from optimus.io import files
 
 
@@ -262,11 +262,10 @@ def complete(
         try:
             records[split] = read_unit(folder, unit, work.plan_xxh3)
         except DataError as error:
-            is_finished = report and sidecar_path(folder, unit).exists()
-            # After a run with --fused, the arrays of all units are missing.
-            if is_finished and (
-                isinstance(error, DamageError) or not (work.packed or removed(folder))
-            ):
+            arrays = [array_path(folder, unit, packed) for packed in (False, True)]
+            is_removed = work.packed or removed(folder)  # by --fused, as the arrays of all units
+            is_removed = is_removed and not any(path.exists() for path in arrays)
+            if report and sidecar_path(folder, unit).exists() and not is_removed:
                 say(f"{error}; the unit is made again")
             return None
         if not work.packed and not array_path(folder, unit).exists():

@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _GRACE_S = 5.0
 """Seconds from the failure of a rank until the other ranks are killed."""
+_STOP_GRACE_S = 60.0
+"""Seconds from the end of the first rank of a stopped run until the other ranks, which may still
+close files, are killed."""
+_STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
 """Causes that end a run, in order of precedence. If ranks end with different causes, the first of
@@ -142,7 +146,9 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
             break  # the other ranks would wait in vain for the rank that has ended
         if passed.count(signal.SIGINT) > 1:
             break
-        if refused or (failed_at is not None and time.monotonic() - failed_at > _GRACE_S):
+        stops = all(rank.returncode in (None, 0, _STOPPED) for rank in ranks)
+        grace_s = _STOP_GRACE_S if stops else _GRACE_S
+        if refused or (failed_at is not None and time.monotonic() - failed_at > grace_s):
             break
         time.sleep(_POLL_S)
     statuses = [rank.poll() for rank in ranks]
@@ -156,9 +162,8 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
             name = signal.Signals(-status).name
             logger.error("rank %d was ended by %s", number, name)
     code = _run_status([status for status in statuses if status is not None])
-    # If ranks were still running and none has failed, only a second Ctrl-C ends the run.
-    is_interrupted = None in statuses and code in (0, OutcomeKind.STOPPED.exit_status)
-    return report_interrupt() if is_interrupted else code
+    again = passed.count(signal.SIGINT) > 1
+    return report_interrupt() if again and None in statuses and code in (0, _STOPPED) else code
 
 
 def _run_status(statuses: list[int]) -> int:

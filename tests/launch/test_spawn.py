@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimus.config import dump_toml, make_config
-from optimus.launch.spawn import _run_status
+from optimus.launch import spawn
 from tests.kit.ranks.processes import (
     assert_gone,
     children_of,
@@ -128,6 +128,19 @@ def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
     assert_gone(ranks)
 
 
+@pytest.mark.parametrize(("status", "result"), [(3, 3), (4, 4)])
+def test_ranks_that_end_late_after_a_stop_are_waited_for(monkeypatch, status, result):
+    """After a failure, they are killed."""
+    monkeypatch.setattr(spawn, "_GRACE_S", 0.1)
+    late = f"import time; time.sleep(1.5); raise SystemExit({status})"
+    ranks = [
+        subprocess.Popen([sys.executable, "-S", "-c", code])
+        for code in (late, f"raise SystemExit({status})")
+    ]
+    assert spawn._watch(ranks, []) == result
+    assert ranks[0].returncode == (3 if status == 3 else -signal.SIGKILL)
+
+
 def status_of(pid: int, field: str) -> str:
     """Return the first word of a field of /proc/PID/status."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -208,8 +221,8 @@ def test_a_mistake_is_printed_once_before_ranks_start(tiny_data, tmp_path):
 
 
 def test_a_cause_comes_before_a_lost_peer():
-    assert _run_status([0, 0]) == 0
-    assert _run_status([5, 4]) == 4
-    assert _run_status([-9, 5]) == 5
-    assert _run_status([5, 1]) == 1
-    assert _run_status([3, 3]) == 3
+    assert spawn._run_status([0, 0]) == 0
+    assert spawn._run_status([5, 4]) == 4
+    assert spawn._run_status([-9, 5]) == 5
+    assert spawn._run_status([5, 1]) == 1
+    assert spawn._run_status([3, 3]) == 3
