@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from optimus.data.tokenizer import TextTokenizer, tokenizer_path
 from optimus.distributed.collectives import ALONE
 from optimus.errors import DataError, refuse_if
 from optimus.evaluate.generate import generate
-from optimus.evaluate.held_out import by_model, held_out_loss
+from optimus.evaluate.held_out import CrossEntropies, by_model, held_out_loss
 from optimus.model.transformer import Transformer
 from optimus.observe.log import redirect_lines
 
@@ -109,9 +110,25 @@ def evaluate_checkpoint(
     config_file = source / CONFIG
     document_mask = config_file.is_file() and load_saved_config(config_file).data.document_mask
     count = min(instances or dataset.num_instances, dataset.num_instances)
-    compute = by_model(model, device)
+    with _progress(by_model(model, device), count) as cross_entropies:
+        result = held_out_loss(
+            cross_entropies,
+            dataset,
+            batch_size,
+            ALONE,
+            max_instances=instances,
+            document_mask=document_mask,
+        )
+    settings = {"checkpoint": checkpoint, "data": data, "document_mask": document_mask}
+    return {**settings, **vars(result)}
+
+
+@contextlib.contextmanager
+def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropies]:
+    """Return a context in which a progress bar is open on a terminal. Its value calls `compute` and
+    counts the instances."""
     with (
-        tqdm(total=count, unit="instance", disable=None, dynamic_ncols=True) as bar,
+        tqdm(total=instances, unit="instance", disable=None, dynamic_ncols=True) as bar,
         contextlib.ExitStack() as stack,
     ):
         if not bar.disable:
@@ -125,16 +142,7 @@ def evaluate_checkpoint(
                 bar.update(len(batch.tokens))
             return sums
 
-        result = held_out_loss(
-            compute_and_count,
-            dataset,
-            batch_size,
-            ALONE,
-            max_instances=instances,
-            document_mask=document_mask,
-        )
-    settings = {"checkpoint": checkpoint, "data": data, "document_mask": document_mask}
-    return {**settings, **vars(result)}
+        yield compute_and_count
 
 
 def continue_text(
