@@ -266,7 +266,9 @@ class Agreement:
         answers: list[Answer] = []
 
         def run() -> None:
-            with suppress(RuntimeError, ValueError):  # ValueError: the text is not an Outcome
+            # ValueError: the text is not an Outcome. StopIteration: the file of a FileStore was
+            # removed, so that the store has lost all keys.
+            with suppress(RuntimeError, ValueError, StopIteration):
                 answers.append(ask())
 
         # torch waits without a time limit for a store whose process is suspended.

@@ -237,6 +237,23 @@ def test_a_published_outcome_of_another_kind_of_process_is_not_adopted(tmp_path)
     assert ended.outcome.message == "x" and ended.prints
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_file_store_that_loses_its_keys_is_a_lost_store(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    agreement = agreement_of(1, 2, distributed.FileStore(str(tmp_path / "store")))
+    publish = agreement._publish
+
+    def publish_and_remove(outcome: Outcome) -> None:
+        publish(outcome)
+        (tmp_path / "store").write_bytes(b"")
+        agreement._store = distributed.FileStore(str(tmp_path / "store"))
+
+    monkeypatch.setattr(agreement, "_publish", publish_and_remove)
+    monkeypatch.setattr(agreements, "_OTHERS_S", 0.1)
+    ended = agreement.end(Outcome(OutcomeKind.LOST_PEER, "lost", rank=1))
+    assert ended.outcome.message == "lost" and ended.prints
+
+
 def test_a_rank_that_cannot_meet_others_prints_once_per_machine(monkeypatch):
     for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
