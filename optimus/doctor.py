@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -42,9 +43,17 @@ def examine() -> dict[str, Any]:
         "machine": _machine(),
         "devices": _devices(),
         "collectives": _collectives(),
-        "intel": _intel(),
+        "intel": {
+            "torch built with xpu": getattr(torch.version, "xpu", None) or False,
+            "ipex": platform.import_ipex(),
+            "icpx": shutil.which("icpx") or "absent",
+            "oneAPI (ONEAPI_ROOT)": os.environ.get("ONEAPI_ROOT", "not set"),
+            "ZE_FLAT_DEVICE_HIERARCHY": os.environ.get("ZE_FLAT_DEVICE_HIERARCHY", "not set"),
+        },
         "compilers": _compilers(),
-        "peaks": _peaks(),
+        "peaks": {
+            str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()
+        },
         "kernels": _kernels(),
     }
 
@@ -58,7 +67,12 @@ def format_examination(examination: dict[str, Any]) -> str:
             lines += [f"  {line}" for line in format_status(facts).splitlines()]
             continue
         rows = facts.items() if isinstance(facts, dict) else enumerate(facts)
-        lines += [f"  {key}: {_text(value)}" for key, value in rows]
+        for key, value in rows:
+            if isinstance(value, dict):
+                value = ", ".join(f"{name} {entry}" for name, entry in value.items())
+            elif isinstance(value, bool):
+                value = "yes" if value else "no"
+            lines.append(f"  {key}: {value}")
     return "\n".join(map(printable, lines))
 
 
@@ -90,7 +104,12 @@ def build_kernels(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"kernels build {name}: unknown backend; use one of {', '.join(build.BACKENDS)}"
             )
-    wanted = list(dict.fromkeys(names)) or [name for name in build.BACKENDS if _can_build(name)]
+    wanted = list(dict.fromkeys(names))
+    if not names:
+        for name in build.BACKENDS:
+            with contextlib.suppress(KernelError):
+                build.plan(name)
+                wanted.append(name)
     if not wanted:
         reasons = "; ".join(
             f"{status['backend']}: {status['why_not']}" for status in backend.status()
@@ -102,14 +121,6 @@ def build_kernels(names: Sequence[str]) -> None:
         except KernelError as error:
             raise ConfigError(f"kernels build {name}: {error}") from error
         logger.info("the %s kernels are in %s", name, entry.library)
-
-
-def _can_build(name: str) -> bool:
-    try:
-        build.plan(name)
-    except KernelError:
-        return False
-    return True
 
 
 def format_status(kernels: dict[str, Any]) -> str:
@@ -170,22 +181,14 @@ def _devices() -> list[dict[str, Any]]:
 def _collectives() -> dict[str, bool]:
     has = {
         "xccl": getattr(distributed, "is_xccl_available", lambda: False)(),
-        "ccl (oneccl_bindings_for_pytorch)": _is_installed("oneccl_bindings_for_pytorch"),
+        "ccl (oneccl_bindings_for_pytorch)": importlib.util.find_spec(
+            "oneccl_bindings_for_pytorch"
+        ),
         "nccl": distributed.is_nccl_available(),
         "gloo": distributed.is_gloo_available(),
         "mpi": distributed.is_mpi_available(),
     }
     return {name: bool(value) for name, value in has.items()}
-
-
-def _intel() -> dict[str, Any]:
-    return {
-        "torch built with xpu": getattr(torch.version, "xpu", None) or False,
-        "ipex": platform.import_ipex(),
-        "icpx": shutil.which("icpx") or "absent",
-        "oneAPI (ONEAPI_ROOT)": os.environ.get("ONEAPI_ROOT", "not set"),
-        "ZE_FLAT_DEVICE_HIERARCHY": os.environ.get("ZE_FLAT_DEVICE_HIERARCHY", "not set"),
-    }
 
 
 def _compilers() -> dict[str, str]:
@@ -210,18 +213,3 @@ def _kernels() -> dict[str, Any]:
     except KernelError as error:
         cache = str(error)
     return {"choice": choice, "cache": cache, "backends": backend.status()}
-
-
-def _peaks() -> dict[str, str]:
-    """Return a dict that maps the file path of each cached peak FLOP/s to its description."""
-    return {str(path): f"{measured}; {measured.setup.name}" for path, measured in peak.kept_peaks()}
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {entry}" for key, entry in value.items())
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -91,7 +91,10 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
         bubbles.append(_measured_bubble(trace.events, groups))
         for event in trace.events:
             costs[Kind[event.kind], event.stage].append(event.busy_ns / 1e9)
-    traffic = all_gather_objects(_by_axes(meter.counts), groups.everyone, Traffic)
+    by_axes: Traffic = {}
+    for (axes, operation), count in meter.counts.items():
+        by_axes.setdefault(axes, {})[operation] = list(count)
+    traffic = all_gather_objects(by_axes, groups.everyone, Traffic)
     means = [(*key, statistics.fmean(values)) for key, values in costs.items()]
     by_stage = all_gather_objects(means, groups.over("pp"), list[tuple[int, int, float]])
     all_means = {(kind, stage): mean for stages in by_stage for kind, stage, mean in stages}
@@ -113,13 +116,6 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
         "traffic": max(traffic, key=_total_bytes),
         "bubble": _bubbles(schedule, bubbles, all_means),
     }
-
-
-def _by_axes(counts: dict[tuple[str, str], list[int]]) -> Traffic:
-    traffic: Traffic = {}
-    for (axes, operation), count in counts.items():
-        traffic.setdefault(axes, {})[operation] = list(count)
-    return traffic
 
 
 def _total_bytes(traffic: Traffic) -> int:
