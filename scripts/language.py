@@ -127,14 +127,12 @@ def check_text(path: str, text: str) -> list[Finding]:
     if suffix == ".py":
         findings = _check_python(path, text)
     elif suffix == ".md":
-        findings = _check_prose(
-            path, 1, re.sub(r"```.*?```|`[^`\n]*`", _blank, text, flags=re.DOTALL)
-        )
+        findings = _check_prose(path, 1, _CODE.sub(_blank, text))
     else:
         findings = (
             finding
             for match in _COMMENTS[suffix].finditer(text)
-            for finding in _check_prose(path, _line_of(text, match.start()), match[0])
+            for finding in _check_prose(path, 1 + text.count("\n", 0, match.start()), match[0])
         )
     return sorted(findings, key=lambda finding: finding.line)
 
@@ -202,10 +200,6 @@ def _check_names(path: str, node: ast.AST) -> Iterator[Finding]:
     for name in dict.fromkeys(names):
         if suggestion := NAMES.get(name.lstrip("_")):
             yield Finding(path, node.lineno, name, suggestion)
-
-
-def _line_of(text: str, position: int) -> int:
-    return 1 + text.count("\n", 0, position)
 
 
 def _blank(match: re.Match[str]) -> str:

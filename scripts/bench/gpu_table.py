@@ -7,7 +7,6 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import common
 import moe
@@ -19,15 +18,27 @@ from optimus.bench import step
 def page(folder: Path) -> tuple[str, str]:
     """Return the device name, and a Markdown page with the results in `folder`."""
     benchmarks = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
+    rows: list[str] = []
     bodies: list[str] = []
     header: dict[str, str] = {}
-    for name, _, outcome in benchmarks:
-        path = folder / f"{name}.json"
+    for name, seconds, outcome in benchmarks:
+        path, log = folder / f"{name}.json", folder / f"{name}.log"
         if outcome == "done" and path.exists():
             result = json.loads(path.read_text().splitlines()[-1])
             header.setdefault("device", result["device"])
             header.setdefault("date", result.get("date"))
-            bodies.append(f"## {name}\n\n{_body(result)}")
+            if "cases" in result:
+                text = moe.format_result(result)
+            elif "blocks" in result:
+                text = moe_step.table(result)
+            else:
+                text = step.format_result(result)
+            bodies.append(f"## {name}\n\n{text}")
+        # The last line of the log, such as pytest's summary.
+        log_lines = log.read_text().split("\n") if log.exists() else []
+        last = next((line.strip() for line in reversed(log_lines) if line.strip()), "")
+        summary = f": {last[:120].replace('|', '/')}" if last else ""
+        rows.append(f"| {name} | {seconds} | {outcome}{summary} |")
     device = header.get("device", "unknown device")
     versions = ", ".join(f"{name} {version}" for name, version in common.versions().items())
     lines = [
@@ -37,28 +48,11 @@ def page(folder: Path) -> tuple[str, str]:
         "",
         "| part | seconds | outcome |",
         "|---|---|---|",
-        *(
-            f"| {name} | {seconds} | {outcome}{_last(folder, name)} |"
-            for name, seconds, outcome in benchmarks
-        ),
+        *rows,
         "",
         *bodies,
     ]
     return device, "\n".join(lines) + "\n"
-
-
-def _body(result: dict[str, Any]) -> str:
-    if "cases" in result:
-        return moe.format_result(result)
-    return moe_step.table(result) if "blocks" in result else step.format_result(result)
-
-
-def _last(folder: Path, name: str) -> str:
-    """Return the last line of a benchmark's log, such as pytest's summary; "" without a log."""
-    path = folder / f"{name}.log"
-    lines = path.read_text().split("\n") if path.exists() else []
-    text = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f": {text[:120].replace('|', '/')}" if text else ""
 
 
 def make_parser() -> argparse.ArgumentParser:

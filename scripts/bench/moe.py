@@ -206,17 +206,13 @@ def bench_moe(
     }
     for name in cases or (CPU_CASES if on_cpu else GPU_CASES):
         case = make_case(name, tokens, on_cpu)
-        names = peers or _default_peers(case, on_cpu)
+        slow = on_cpu and case.inner * case.hidden > 1 << 20
+        names = peers or [name for name in PEERS if not slow or name != _TOO_SLOW_ON_A_CPU]
         for count in threads if on_cpu else threads[:1]:
             with common.on_threads(count):
                 measured = _measure_case(case, names, rounds, chosen_device)
             result["cases"].append({**vars(case), "threads": count, **measured})
     return result
-
-
-def _default_peers(case: Case, on_cpu: bool) -> list[str]:
-    slow = on_cpu and case.inner * case.hidden > 1 << 20
-    return [name for name in PEERS if not slow or name != _TOO_SLOW_ON_A_CPU]
 
 
 def _measure_case(
@@ -286,11 +282,14 @@ def _check(
         OptimusError: The error of our block is above the limit for the dtype.
     """
     reference = _outputs(PeerBlock(case, weights, PEERS["loop"]), x, grad)
+    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
     errors, first = {}, {}
     for name, block in list(blocks.items()):
         try:
             outputs = _outputs(block, x, grad)
-            first[name] = _seconds(block, x, grad)
+            # The second pass, since Triton may compile kernels in the first: CPU time on a CPU,
+            # otherwise wall-clock time.
+            first[name] = clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
         except Exception as error:
             if name == "ours":
                 raise
@@ -299,18 +298,15 @@ def _check(
             continue
         finally:
             clear_gradients(block, x)
-        errors[name] = max(map(_relative_error, outputs, reference))
+        errors[name] = max(
+            float(norm(value - expected) / norm(expected))
+            for value, expected in zip(outputs, reference, strict=True)
+        )
     if not errors["ours"] <= _LIMITS[case.dtype]:
         raise OptimusError(
             f"{case.name}: our block differs by {errors['ours']:.1e} from the loop over the experts"
         )
     return errors, first
-
-
-def _seconds(block: nn.Module, x: Tensor, grad: Tensor) -> float:
-    """Return the seconds of a pass: CPU time on a CPU, otherwise wall-clock time. Call this after a
-    first pass, in which Triton may compile kernels."""
-    return clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
 
 
 def _outputs(block: OurBlock | PeerBlock, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -319,11 +315,6 @@ def _outputs(block: OurBlock | PeerBlock, x: Tensor, grad: Tensor) -> tuple[Tens
     result = (out.detach(), gradient_of(x), gradient_of(block.router), *block.gradients())
     clear_gradients(block, x)
     return result
-
-
-def _relative_error(value: Tensor, reference: Tensor) -> float:
-    size = torch.linalg.vector_norm(reference, dtype=torch.float32)
-    return float(torch.linalg.vector_norm(value - reference, dtype=torch.float32) / size)
 
 
 def _batch(like: Tensor, seed: int) -> Tensor:

@@ -27,8 +27,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +75,18 @@ def main() -> int:
         make_tiny_data(data.parent)
     settings = {"checkpoint__async_save": True} if args.asynchronous else {}
     results = Results(work / "results.jsonl")
-    with _scratch(work) as scratch, broken_runs.breaking_pool(scratch) as pool:
+    scratch = work.resolve() / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)  # of an earlier, interrupted drill
+    scratch.mkdir()
+    with broken_runs.breaking_pool(scratch) as pool:
         if args.what == "random":
-            return kill_at_random(pool, data, work, results, args, settings)
-        if args.what == "power":
-            return cut_power(pool, data, scratch, args, settings)
-        return break_calls(pool, data, scratch, results, args, settings)
+            status = kill_at_random(pool, data, work, results, args, settings)
+        elif args.what == "power":
+            status = cut_power(pool, data, scratch, args, settings)
+        else:
+            status = break_calls(pool, data, scratch, results, args, settings)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return status
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,17 +105,6 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
-
-
-@contextmanager
-def _scratch(work: Path) -> Iterator[Path]:
-    """Yield an empty directory and remove it at the end. First remove one that an earlier,
-    interrupted drill left."""
-    scratch = work / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    yield scratch.resolve()
-    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def kill_at_random(

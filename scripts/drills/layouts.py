@@ -38,7 +38,12 @@ from tests.kit.ranks.pool import RankPool, RanksFailed  # noqa: E402
 
 
 def main() -> int:
-    args = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="layouts.jsonl", help="file of the results; -: none")
+    parser.add_argument("--only", default="", help="only cases whose name contains this text")
+    parser.add_argument("--pairs", action="store_true", help="only the sample of the tests")
+    parser.add_argument("--first", type=int, default=0, help="number of cases to run; 0: all")
+    args = parser.parse_args()
     results = Results(args.out)
     done = {record["case"]: record for record in results.records}
     cases = pairwise(all_cases()) if args.pairs else all_cases()
@@ -55,15 +60,6 @@ def main() -> int:
             if record["broken"]:
                 print(f"    to repeat: python scripts/drills/layouts.py --out - --only {case}")
     return _sum_up([done[str(case)] for case in cases if str(case) in done])
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="layouts.jsonl", help="file of the results; -: none")
-    parser.add_argument("--only", default="", help="only cases whose name contains this text")
-    parser.add_argument("--pairs", action="store_true", help="only the sample of the tests")
-    parser.add_argument("--first", type=int, default=0, help="number of cases to run; 0: all")
-    return parser.parse_args()
 
 
 def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any]:

@@ -74,7 +74,11 @@ class Run(NamedTuple):
 
 
 def main() -> int:
-    args = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="text in the name or file of a fault")
+    parser.add_argument("--jobs", type=int, default=1, help="number of faults at the same time")
+    parser.add_argument("--keep", action="store_true", help="keep the copies")
+    args = parser.parse_args()
     faults = [fault for fault in read_faults() if args.only in f"{fault.name} {fault.file}"]
     if not faults:
         print(f"--only {args.only!r} selects no fault", file=sys.stderr)
@@ -93,14 +97,6 @@ def main() -> int:
             print(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="text in the name or file of a fault")
-    parser.add_argument("--jobs", type=int, default=1, help="number of faults at the same time")
-    parser.add_argument("--keep", action="store_true", help="keep the copies")
-    return parser.parse_args()
 
 
 def read_faults() -> list[Fault]:
@@ -132,7 +128,12 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
     if wrong:
         print("a test fails without a fault; fix it first")
         return 1
-    skipped = _skipped(nodes, [case for run in runs for case in run.cases])
+    cases = [case for run in runs for case in run.cases]
+    skipped = {}  # tests of which all cases were skipped, each with the reason
+    for node in nodes:
+        of_node = [case for case in cases if case.node == node or case.node.startswith(f"{node}[")]
+        if of_node and all(case.outcome == "skipped" for case in of_node):
+            skipped[node] = of_node[0].message
     print(f"{len(nodes)} tests pass without a fault, {time.monotonic() - start:.0f} s", flush=True)
 
     def judge(fault: Fault, copy: Path) -> str:
@@ -167,16 +168,6 @@ def _in_copies(
 
     with ThreadPoolExecutor(len(copies)) as pool:
         return list(pool.map(with_copy, tasks))
-
-
-def _skipped(nodes: Sequence[str], cases: Sequence[Case]) -> dict[str, str]:
-    """Return the tests of which all cases were skipped, each with the reason."""
-    reasons = {}
-    for node in nodes:
-        of_node = [case for case in cases if case.node == node or case.node.startswith(f"{node}[")]
-        if of_node and all(case.outcome == "skipped" for case in of_node):
-            reasons[node] = of_node[0].message
-    return reasons
 
 
 def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]:

@@ -140,7 +140,11 @@ class Version:
 
 
 def main() -> int:
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", default=START, metavar="COMMIT", help="default: %(default)s")
+    parser.add_argument("--only", default="", help="layouts whose name contains this text")
+    parser.add_argument("--work", help="an empty directory that is kept; default: a temporary one")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="same-bits-") as scratch:
         work = Path(arguments.work or scratch).resolve()
         checkout = work / "checkout"
@@ -151,14 +155,6 @@ def main() -> int:
             subprocess.run(command, check=True)
         old, new = Version("before", checkout, work), Version("after", ROOT, work)
         return _compare_all(old, new, arguments.only)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--against", default=START, metavar="COMMIT", help="default: %(default)s")
-    parser.add_argument("--only", default="", help="layouts whose name contains this text")
-    parser.add_argument("--work", help="an empty directory that is kept; default: a temporary one")
-    return parser.parse_args()
 
 
 def _compare_all(old: Version, new: Version, only: str) -> int:

@@ -121,7 +121,12 @@ def main() -> int:
     wrong += [f"{path} remains" for path in scratch.rglob("*")]
     wrong += [f"/dev/shm/{name} remains" for name in set(os.listdir("/dev/shm")) - shared]
     wrong += [f"{path} remains" for path in run_dir.rglob("*") if files.is_temporary(path)]
-    wrong += _verify(run_dir) + _memory(samples) + _steps(run_dir, steps)
+    verify = [*OPTIMUS, "checkpoint", "verify", str(run_dir)]
+    verified = subprocess.run(verify, capture_output=True, text=True)
+    print(verified.stdout.strip())
+    if verified.returncode:
+        wrong.append(f"checkpoint verify: {verified.stderr.strip()}")
+    wrong += _memory(samples) + _steps(run_dir, steps)
     print("\n".join(wrong) or "no leak and no slowdown")
     return 1 if wrong else 0
 
@@ -202,21 +207,17 @@ def _sample(pid: int, data: Path) -> Sample | None:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
         resident = sum(int(status[key][0]) * 1024 for key in ("RssAnon", "RssShmem"))
-        num_files, threads = _open_files(pid, data), int(status["Threads"][0])
+        paths = []
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the file was closed
+                paths.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        # Shards remain open after the first read; one descriptor of each is not counted.
+        shards = {path for path in paths if path.startswith(f"{data.resolve()}/")}
+        threads = int(status["Threads"][0])
         cpu_s = sum(int(ticks) for ticks in _stat(pid)[11:13]) * TICK_S
     except (OSError, KeyError):
         return None
-    return Sample(resident, num_files, threads, cpu_s)
-
-
-def _open_files(pid: int, data: Path) -> int:
-    """Return the number of open files. One descriptor of each shard of `data` is not counted, since
-    shards remain open after the first read."""
-    paths = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the file was closed
-            paths.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return len(paths) - len({path for path in paths if path.startswith(f"{data.resolve()}/")})
+    return Sample(resident, len(paths) - len(shards), threads, cpu_s)
 
 
 def _trend(times: Sequence[float], values: Sequence[float]) -> Trend:
@@ -270,14 +271,6 @@ def _steps(run_dir: Path, progress: list[Progress]) -> list[str]:
         f"{len(seconds)} steps of {clock.describe(1, 's')}; processor time {work.describe(1, 's')}"
     )
     return ["the processor time of a step grows"] if work.grows else []
-
-
-def _verify(run_dir: Path) -> list[str]:
-    """Run `optimus checkpoint verify`. Return its error."""
-    verify = [*OPTIMUS, "checkpoint", "verify", str(run_dir)]
-    done = subprocess.run(verify, capture_output=True, text=True)
-    print(done.stdout.strip())
-    return [] if done.returncode == 0 else [f"checkpoint verify: {done.stderr.strip()}"]
 
 
 if __name__ == "__main__":
