@@ -262,7 +262,12 @@ def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
     if origin is types.UnionType:  # of a scalar and None
         _column(arguments[0], [value for value in values if value is not None], key)
     elif kind in _CALLED:
-        _check_scalars(kind, values, key)
+        if not set(map(type, values)) <= ({int, float} if kind is float else {kind}):
+            raise ValueError(f"{key} is not {_CALLED[kind]}")
+        # NaN is refused, too: it is not within bounds.
+        ends = (min(values), max(values)) if values and kind is int else values
+        if kind in (int, float) and not all(-_LARGEST < value < _LARGEST for value in ends):
+            raise ValueError(f"{key} is not a number within 2^64")
     elif origin is None:
         return _objects(kind, values, key)
     elif not set(map(type, values)) <= {list}:
@@ -277,15 +282,6 @@ def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
         checked = [_column(a, list(c), key) for a, c in zip(arguments, columns, strict=False)]
         return list(zip(*checked, strict=True))
     return values
-
-
-def _check_scalars(kind: type, values: list[Any], key: str) -> None:
-    if not set(map(type, values)) <= ({int, float} if kind is float else {kind}):
-        raise ValueError(f"{key} is not {_CALLED[kind]}")
-    # NaN is refused, too: it is not within bounds.
-    ends = (min(values), max(values)) if values and kind is int else values
-    if kind in (int, float) and not all(-_LARGEST < value < _LARGEST for value in ends):
-        raise ValueError(f"{key} is not a number within 2^64")
 
 
 def _objects(kind: Any, values: list[Any], key: str) -> list[Any]:

@@ -82,10 +82,7 @@ def report(
     if value["quarantined"]:
         documents = counted(train.quarantined.count, "document or file", "documents or files")
         lines.append(f"{out}: quarantined {documents}, listed in quarantine.jsonl")
-    repeated = [source for source in train.blend if _epochs(source) > MAX_EPOCHS]
-    small = [held_out for held_out in manifests[1:] if _is_small(held_out)]
-    value["warnings"] = [_repetition_warning(train, source) for source in repeated]
-    value["warnings"] += [_small_warning(train, held_out) for held_out in small]
+    value["warnings"] = _warnings(train, manifests[1:])
     lines += [f"{out}: warning: {warning}" for warning in value["warnings"]]
     return value, lines
 
@@ -111,36 +108,36 @@ def _epochs(source: BlendEntry) -> float:
     return source.quota / source.instances
 
 
-def _repetition_warning(train: Manifest, source: BlendEntry) -> str:
-    max_instances = math.floor(train.num_instances * MAX_EPOCHS / _epochs(source))
-    return (
-        f"{source.tokens_dir} is repeated for {_epochs_text(source)}; above {MAX_EPOCHS}, "
-        f"repeated text helps ever less: give it a smaller weight, more text, or at most "
-        f"--instances {max_instances}"
-    )
-
-
-def _is_small(held_out: Manifest) -> bool:
-    few = held_out.documents < MIN_HELD_OUT_DOCUMENTS
-    return few or held_out.num_instances * held_out.context < MIN_HELD_OUT_TOKENS
-
-
-def _small_warning(train: Manifest, held_out: Manifest) -> str:
-    """Return the warning that the held-out part is small. It suggests a fraction that holds out 1.5
-    times the minimum."""
-    documents, tokens = train.documents + held_out.documents, train.tokens + held_out.tokens
-    needed = max(MIN_HELD_OUT_DOCUMENTS / documents, MIN_HELD_OUT_TOKENS / tokens) * 1.5
-    digits = 1 - math.floor(math.log10(needed))
-    fraction = math.ceil(needed * 10**digits) / 10**digits
-    remedy = f"make the data set again elsewhere, with --eval-fraction {fraction:g}"
-    if fraction > _MAX_SUGGESTED_FRACTION:
-        remedy = "give more text, or evaluate on a data set of other text (data.eval_path)"
-    return (
-        f"the held-out part is {counted(held_out.documents, 'document')} with "
-        f"{counted(held_out.num_instances * held_out.context, 'token')} in instances, too little "
-        f"for its loss to mean much (at least {MIN_HELD_OUT_DOCUMENTS} documents and "
-        f"{MIN_HELD_OUT_TOKENS:,} tokens); {remedy}"
-    )
+def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
+    """Return the warnings of sources that are repeated too often and of small held-out parts."""
+    warnings = []
+    for source in train.blend:
+        if _epochs(source) > MAX_EPOCHS:
+            max_instances = math.floor(train.num_instances * MAX_EPOCHS / _epochs(source))
+            warnings.append(
+                f"{source.tokens_dir} is repeated for {_epochs_text(source)}; above {MAX_EPOCHS}, "
+                f"repeated text helps ever less: give it a smaller weight, more text, or at most "
+                f"--instances {max_instances}"
+            )
+    for held_out in held_out_parts:
+        in_instances = held_out.num_instances * held_out.context
+        if held_out.documents >= MIN_HELD_OUT_DOCUMENTS and in_instances >= MIN_HELD_OUT_TOKENS:
+            continue
+        documents, tokens = train.documents + held_out.documents, train.tokens + held_out.tokens
+        # The suggested fraction holds out 1.5 times the minimum.
+        needed = max(MIN_HELD_OUT_DOCUMENTS / documents, MIN_HELD_OUT_TOKENS / tokens) * 1.5
+        digits = 1 - math.floor(math.log10(needed))
+        fraction = math.ceil(needed * 10**digits) / 10**digits
+        remedy = f"make the data set again elsewhere, with --eval-fraction {fraction:g}"
+        if fraction > _MAX_SUGGESTED_FRACTION:
+            remedy = "give more text, or evaluate on a data set of other text (data.eval_path)"
+        warnings.append(
+            f"the held-out part is {counted(held_out.documents, 'document')} with "
+            f"{counted(in_instances, 'token')} in instances, too little "
+            f"for its loss to mean much (at least {MIN_HELD_OUT_DOCUMENTS} documents and "
+            f"{MIN_HELD_OUT_TOKENS:,} tokens); {remedy}"
+        )
+    return warnings
 
 
 MAX_BIGRAM_CELLS = 64_000_000
@@ -194,7 +191,8 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
                 f"{dataset} with the same tokenizer; make one of them again"
             )
     counts, pairs = _count(dataset, manifest, with_pairs=other is not None)
-    result["unigram_entropy"] = _entropy(counts)
+    share = counts[counts > 0] / counts.sum()
+    result["unigram_entropy"] = float(-(share * np.log(share)).sum())
     if held_out is not None and other is not None:
         result["held_out"] = {
             "instances": other.num_instances,
@@ -250,11 +248,6 @@ def _count(
         if pairs is not None:
             np.add.at(pairs, (rows[:, :-1] * size + rows[:, 1:]).ravel(), np.uint32(1))
     return counts, pairs
-
-
-def _entropy(counts: np.ndarray) -> float:
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
 
 
 def _losses(
@@ -326,7 +319,12 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         row = int(permutation.apply(np.array([position]))[0])
     ids = ShardReader(dataset, manifest).rows(row, row + 1)[0]
     source = int(order.epoch_zero().apply(np.array([row]))[0])
-    text = _decode(_checked_tokenizer(dataset, manifest.tokenizer_sha256), ids)
+    tokenizer_path = layout.tokenizer_file(dataset)
+    if not tokenizer_path.exists() or sha256_of(tokenizer_path) != manifest.tokenizer_sha256:
+        raise DamageError(
+            f"{tokenizer_path}: is not the tokenizer that made this data set (its SHA-256 differs)"
+        )
+    text = _decode(tokenizer_path, ids)
     return {
         "instance": number,
         "epoch": epoch,
@@ -338,16 +336,6 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         "ids": ids.tolist(),
         "text": text,
     }
-
-
-def _checked_tokenizer(dataset: Path, sha256: str) -> Path:
-    """Return the path of the data set's tokenizer. Raise DamageError if the file has changed."""
-    path = layout.tokenizer_file(dataset)
-    if not path.exists() or sha256_of(path) != sha256:
-        raise DamageError(
-            f"{path}: is not the tokenizer that made this data set (its SHA-256 differs)"
-        )
-    return path
 
 
 def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:

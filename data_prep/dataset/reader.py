@@ -91,7 +91,13 @@ class ShardReader:
             if rows is None:
                 if len(self._open) == _OPEN_SHARDS:
                     self._open.popitem(last=False)  # unmapped when its last array is deleted
-                rows = self._map(shard)
+                entry = self._manifest.shards[shard]
+                path = self._dataset / entry.name
+                with self._readable(path), files.open_regular(path) as file:
+                    self._check_size(path, os.fstat(file.fileno()).st_size, entry.size)
+                    view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                ids = np.frombuffer(view, self._dtype, offset=layout.HEADER_BYTES)
+                rows = ids.reshape(entry.instances, self._manifest.context)
             self._open[shard] = rows
             return rows
 
@@ -112,15 +118,6 @@ class ShardReader:
                 paths, pool.map(size_of, paths), self._manifest.shards, strict=True
             ):
                 self._check_size(path, size, entry.size)
-
-    def _map(self, shard: int) -> np.ndarray:
-        entry = self._manifest.shards[shard]
-        path = self._dataset / entry.name
-        with self._readable(path), files.open_regular(path) as file:
-            self._check_size(path, os.fstat(file.fileno()).st_size, entry.size)
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        shape = (entry.instances, self._manifest.context)
-        return np.frombuffer(view, self._dtype, offset=layout.HEADER_BYTES).reshape(shape)
 
     @contextlib.contextmanager
     def _readable(self, path: Path) -> Iterator[None]:

@@ -99,13 +99,17 @@ def estimate(
     rows = rows_of_shard(counts["instances"], row_bytes, shuffle.shard_bytes)
     shard_bytes = (counts["instances"] + counts["eval_instances"]) * row_bytes
     docs_bytes = counts["documents"] * _DOC_BYTES
-    strategy = _resolve_strategy(strategy, world, shard_bytes)
+    if strategy == "auto":  # the one that the run probably selects
+        strategy = "gather" if world > 1 or shard_bytes < usable_memory() // 2 else "bucket"
+    writes = 2 if strategy == "bucket" else 1  # of each row
     waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
-    peak = waiting + docs_bytes + shard_bytes * (2 if strategy == "bucket" else 1)
+    peak = waiting + docs_bytes + shard_bytes * writes
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
     out = request.out.absolute()
     folder = next(filter(Path.is_dir, (out, *out.parents)))
     free = shutil.disk_usage(folder).free
+    encode_s = sample.text_bytes * sample.encode_s / max(1, sample.encoded_bytes)
+    written_per_s = _write_speed(folder)
     return {
         "inputs": len(inputs),
         "input_bytes": input_bytes,
@@ -120,11 +124,9 @@ def estimate(
         "disk_final_bytes": final,
         "disk_free_bytes": free,
         "memory_bytes": min(memory_bytes, shard_workers * (block_bytes + (200 << 20))),
-        "tokenize_s": sample.text_bytes
-        * sample.encode_s
-        / max(1, sample.encoded_bytes)
-        / (request.workers * world),
-        "shard_s": _shard_seconds(folder, strategy, shard_bytes, world),
+        "tokenize_s": encode_s / (request.workers * world),
+        # Each write has a read. None: no file can be written to measure the speed.
+        "shard_s": 2 * writes * shard_bytes / written_per_s / world if written_per_s else None,
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
     }
@@ -144,20 +146,6 @@ def _counts(
         "instances": max(0, tokens - held_out - tails) // shuffle.context,
         "eval_instances": held_out // shuffle.context,
     }
-
-
-def _shard_seconds(folder: Path, strategy: str, shard_bytes: int, world: int) -> float | None:
-    """Return the time of sharding; None if no file can be written to measure it."""
-    written_per_s = _write_speed(folder)
-    passes = 4 if strategy == "bucket" else 2
-    return passes * shard_bytes / written_per_s / world if written_per_s else None
-
-
-def _resolve_strategy(strategy: str, world: int, shard_bytes: int) -> str:
-    """Return the strategy that `auto` probably selects for `shard_bytes` bytes of shards."""
-    if strategy != "auto":
-        return strategy
-    return "gather" if world > 1 or shard_bytes < usable_memory() // 2 else "bucket"
 
 
 def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
@@ -188,21 +176,16 @@ def take_sample(
         for first, stop in itertools.pairwise(edges):
             _sample_stratum(similar[first:stop], text_field, tokenizer, sample, limits)
     if not sample.encoded_bytes:
-        raise DataError(
-            f"no text of {counted(len(inputs), 'input')} can be sampled: {_why(known, sample)}"
-        )
+        reason = sample.problem or "what was read of them holds no text"
+        if not known:
+            size = f"{_LARGEST_WHOLE >> 20} MiB"
+            reason = f"they are texts of more than {size}, which are not read here"
+        raise DataError(f"no text of {counted(len(inputs), 'input')} can be sampled: {reason}")
     left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
     sample.text_bytes *= left_out
     sample.tokens *= left_out
     sample.documents *= len(inputs) / len(known) if left_out > 1 else 1
     return sample
-
-
-def _why(known: Sequence[InputFile], sample: Sample) -> str:
-    """Return the reason why a sample is empty."""
-    if not known:
-        return f"they are texts of more than {_LARGEST_WHOLE >> 20} MiB, which are not read here"
-    return sample.problem or "what was read of them holds no text"
 
 
 def _sample_stratum(

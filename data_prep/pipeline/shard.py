@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -241,8 +241,13 @@ class ShardTask:
 
     def verify(self) -> list[int]:
         """Return the shards whose sidecar is of another order, or whose file has a wrong size."""
-        shards = range(self.work.order.num_shards)
-        return [shard for shard in shards if not _is_complete(self.work, shard)]
+        incorrect, work = [], self.work
+        for shard in range(work.order.num_shards):
+            try:
+                read_shard_record(work.dataset, work.order, work.order_xxh3, shard)
+            except DataError:
+                incorrect.append(shard)
+        return incorrect
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
@@ -256,14 +261,6 @@ def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
                 f"{wrong[0]}: its content is damaged (hash differs), and shards would be made of "
                 f"it; optimus-data verify {dataset} names the repair"
             )
-
-
-def _is_complete(work: ShardWork, shard: int) -> bool:
-    try:
-        read_shard_record(work.dataset, work.order, work.order_xxh3, shard)
-    except DataError:
-        return False
-    return True
 
 
 def read_shard_record(
@@ -386,6 +383,12 @@ def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
     plan, blended = sources[0].plan, isinstance(order, BlendOrder)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     units = [unit for source in order.sources for unit in source.units]
+    quarantined = _list_set_aside(dataset, sources)
+    shards = []
+    for number in range(order.num_shards):
+        record = read_shard_record(dataset, order, order_xxh3, number)
+        name = shard_path(dataset, number).relative_to(dataset).as_posix()
+        shards.append(ShardEntry(name, record["instances"], record["size"], record["xxh3"]))
     manifest = Manifest(
         part=order.part,
         num_instances=order.num_instances,
@@ -406,9 +409,9 @@ def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
         tails=order.tails(),
         tokens_dir=order.sources[0].tokens_dir,
         order_xxh3=order_xxh3,
-        quarantined=_list_set_aside(dataset, sources),
+        quarantined=quarantined,
         instances_per_shard=order.instances_per_shard,
-        shards=tuple(_shard_entries(dataset, order, order_xxh3)),
+        shards=tuple(shards),
         inputs=tuple(file for source in sources for file in source.inputs),
         blend=tuple(
             BlendEntry(s.order.tokens_dir, s.weight, s.quota, s.order.num_instances)
@@ -419,15 +422,6 @@ def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
     )
     write_once(dataset / layout.MANIFEST, files.checked_json(manifest.to_json()))
     return manifest
-
-
-def _shard_entries(
-    dataset: Path, order: Order | BlendOrder, order_xxh3: str
-) -> Iterator[ShardEntry]:
-    for number in range(order.num_shards):
-        record = read_shard_record(dataset, order, order_xxh3, number)
-        name = shard_path(dataset, number).relative_to(dataset).as_posix()
-        yield ShardEntry(name, record["instances"], record["size"], record["xxh3"])
 
 
 def _read_source(dataset: Path, order: Order) -> _Source:

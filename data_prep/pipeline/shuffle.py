@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,14 @@ def shuffle(
             require_tokens(split / layout.TOKENS_DIR)
 
         def done() -> bool:
-            return all(_follows(dataset, split / layout.TOKENS_DIR) for split, dataset in pairs)
+            try:
+                return all(
+                    read_order(dataset).plan
+                    == files.xxh3_file(split / layout.TOKENS_DIR / layout.PLAN)
+                    for split, dataset in pairs
+                )
+            except (DataError, OSError):  # a data set has no order yet
+                return False
 
         def do() -> None:
             orders = [_order_of(*pair, request, held_out=pair[0] != source) for pair in pairs]
@@ -99,14 +107,6 @@ def _order_of(split: Path, dataset: Path, request: ShuffleRequest, held_out: boo
             + "a smaller --context"
         )
     return order
-
-
-def _follows(dataset: Path, tokens_dir: Path) -> bool:
-    """Return whether a data set has an order of these token arrays."""
-    try:
-        return read_order(dataset).plan == files.xxh3_file(tokens_dir / layout.PLAN)
-    except (DataError, OSError):
-        return False
 
 
 def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool) -> Order:
@@ -186,18 +186,12 @@ def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
     dataset.mkdir(exist_ok=True)
     if not (dataset / layout.ORDER).exists():
         content = files.checked_json(order.to_json())
-        _remove_manifest_of_another(dataset, files.xxh3_bytes(content))
+        with contextlib.suppress(DataError):  # the manifest is missing or cannot be read
+            # A manifest of another order lists other shards.
+            if read_manifest(dataset).order_xxh3 != files.xxh3_bytes(content):
+                (dataset / layout.MANIFEST).unlink()
         files.write_bytes(dataset / layout.ORDER, content)
     copy_tokenizer(tokenizer, dataset)
-
-
-def _remove_manifest_of_another(dataset: Path, order_xxh3: str) -> None:
-    """Remove a manifest of another order. The new shards are not those that it lists."""
-    try:
-        if read_manifest(dataset).order_xxh3 != order_xxh3:
-            (dataset / layout.MANIFEST).unlink()
-    except DataError:  # it is missing or cannot be read
-        return
 
 
 def blend(

@@ -82,9 +82,13 @@ def _batches(
     batch: list[str] = []
     size = 0
     for file in inputs:
-        if quarantine and (problem := _damage(file, text_field)):
-            set_aside.append(problem.at(file.name))
-            continue
+        if quarantine:
+            try:  # no text of a damaged file is used
+                for _ in InputReader(file, text_field, lambda count: None):
+                    pass
+            except DamagedFile as error:
+                set_aside.append(error.problem.at(file.name))
+                continue
         for text in _texts(file, text_field, progress):
             if not isinstance(text, Problem):
                 batch.append(text)
@@ -113,13 +117,3 @@ def _texts(file: InputFile, text_field: str, progress: Progress) -> Iterator[str
         DamagedStream,
     ) as error:  # a long text, which was valid when it was checked
         raise DataError(f"{file.name}: changed while it was read: {one_line(error)}") from None
-
-
-def _damage(file: InputFile, text_field: str) -> Problem | None:
-    """Read a whole file and return the problem if it is damaged. No text of it is used then."""
-    try:
-        for _ in InputReader(file, text_field, lambda count: None):
-            pass
-    except DamagedFile as error:
-        return error.problem
-    return None

@@ -91,7 +91,12 @@ class Repairs:
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
         self._dataset, self._order = dataset, order
-        self._out = _output_of(dataset)
+        # The output directory of the command that made the data set or its held-out split.
+        self._out = Path(os.path.normpath(dataset))
+        above = self._out.parent
+        whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
+        if self._out.name == layout.EVAL_DIR and whole:
+            self._out = above
 
     def of_shards(self, *paths: Path) -> str:
         """Return the repair of files that `shard` writes: shards, manifest, quarantine.jsonl."""
@@ -137,14 +142,6 @@ class Repairs:
         if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
             return False
         return not (self._dataset / layout.TOKENS_DIR).is_symlink()
-
-
-def _output_of(dataset: Path) -> Path:
-    """Return the output directory of the command that made a data set or its held-out split."""
-    dataset = Path(os.path.normpath(dataset))
-    above = dataset.parent
-    whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
-    return above if dataset.name == layout.EVAL_DIR and whole else dataset
 
 
 def _makers(dataset: Path) -> str:
@@ -275,7 +272,9 @@ def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterat
     header = layout.npy_header((shard.instances, manifest.context), manifest.dtype)
     dtype = layout.little_endian(manifest.dtype)
     try:
-        yield from _check_sidecar(path, shard)
+        sidecar = path.with_suffix(".json")
+        if layout.read_record(sidecar, ShardRecord, SHARD_FORM)["xxh3"] != shard.xxh3:
+            yield f"{sidecar}: names another hash than the manifest"
         size = path.stat().st_size
         if size != shard.size:
             yield f"{path}: has {size} bytes instead of {shard.size}"
@@ -290,13 +289,6 @@ def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterat
         yield f"{path}: its header is not that of {manifest.dtype} [{shard.instances}, C]"
     elif largest >= manifest.vocab_size:
         yield f"{path}: holds id {largest}, outside the vocabulary of {manifest.vocab_size}"
-
-
-def _check_sidecar(path: Path, shard: ShardEntry) -> Iterator[str]:
-    sidecar = path.with_suffix(".json")
-    record = layout.read_record(sidecar, ShardRecord, SHARD_FORM)
-    if record["xxh3"] != shard.xxh3:
-        yield f"{sidecar}: names another hash than the manifest"
 
 
 def _scan(path: Path, dtype: np.dtype) -> tuple[int, str, bytes]:

@@ -337,7 +337,8 @@ class _Watch:
             before, self._progress = self._progress, (left, progress())
             self._idle = self._idle + 1 if self._progress == before else 0
         self._looks += 1
-        watched = self._watched(left)
+        in_turn = sorted(left, key=lambda rank: (rank <= self._group.rank, rank))
+        watched = sorted(in_turn[:_MOST_WATCHED])
         signs = self._group.files.signs(watched) if self._group.files else {}
         for rank in watched:
             before, now = self._signs.get(rank), (left[rank], signs.get(rank))
@@ -351,10 +352,6 @@ class _Watch:
             if self._silent[rank] >= _SIGNS_PER_SILENCE and (rank in self._heard or self._idle)
         ]
         return lost, self._idle >= _STUCK_FACTOR
-
-    def _watched(self, left: Counter[int]) -> list[int]:
-        ranks = sorted(left, key=lambda rank: (rank <= self._group.rank, rank))
-        return sorted(ranks[:_MOST_WATCHED])
 
 
 def _wait(

@@ -170,29 +170,21 @@ def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
     for folder, _, names in os.walk(directory):
         for name in filter(files.is_temporary, names):
             path = os.path.join(folder, name)
-            if not (alone and files.is_temporary_of_this_host(name) and _is_ours(path)):
+            is_ours = False
+            if alone and files.is_temporary_of_this_host(name):
+                with contextlib.suppress(OSError):  # the lock shows no runs of other users
+                    is_ours = os.lstat(path).st_uid == os.geteuid()
+            if not is_ours:
                 if not everywhere:
                     continue
                 now = now or _file_system_time(directory)
-                if _modified(path, now) > now - _ABANDONED_S:
+                try:
+                    if os.stat(path).st_mtime > now - _ABANDONED_S:
+                        continue
+                except FileNotFoundError:
                     continue
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-
-
-def _is_ours(path: str) -> bool:
-    """Return whether this user owns a file. The lock shows no runs of other users."""
-    try:
-        return os.lstat(path).st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
-def _modified(path: str, otherwise: float) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except FileNotFoundError:
-        return otherwise
 
 
 def _file_system_time(directory: Path) -> float:

@@ -34,13 +34,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 1 << 15  # indices at a time: temporaries stay in the second-level cache
 
 
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    """Return the round keys of (seed, epoch), uint64 [8]."""
-    state = _mix64(np.array([seed], np.uint64) + _GOLDEN)
-    state = _mix64((state ^ np.uint64(epoch)) + _GOLDEN)
-    return _mix64(state + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
-
-
 class Permutation:
     """A bijection of [0, n). `apply(i)` is the number at position i."""
 
@@ -50,7 +43,10 @@ class Permutation:
         bits = max(2, (n - 1).bit_length())
         self._left_bits = bits // 2
         self._right_bits = bits - bits // 2
-        self._rounds = list(enumerate(_round_keys(seed, epoch)))
+        state = _mix64(np.array([seed], np.uint64) + _GOLDEN)
+        state = _mix64((state ^ np.uint64(epoch)) + _GOLDEN)
+        round_keys = _mix64(state + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
+        self._rounds = list(enumerate(round_keys))
 
     def apply(self, positions: np.ndarray) -> np.ndarray:
         """Return the images of positions.
@@ -311,7 +307,9 @@ def make_order(
     return Order(
         part=records[0]["part"],
         plan=plan_xxh3,
-        tokens_dir=_relative(tokens_dir, dataset),
+        tokens_dir=tokens_dir.name  # also if the folder is a link to another disk
+        if tokens_dir.parent == dataset
+        else os.path.relpath(tokens_dir.resolve(), dataset.resolve()),
         context=context,
         dtype=plan.dtype,
         seed=seed,
@@ -320,9 +318,3 @@ def make_order(
         instances_per_shard=rows_of_shard(num_instances, row_bytes, shard_bytes),
         units=units,
     )
-
-
-def _relative(tokens_dir: Path, dataset: Path) -> str:
-    if tokens_dir.parent == dataset:
-        return tokens_dir.name  # also if the folder is a link to another disk
-    return os.path.relpath(tokens_dir.resolve(), dataset.resolve())

@@ -223,8 +223,14 @@ class InputReader:
         if not self._start:
             data = stream.read(LONG_BYTES + 1)
             if len(data) <= LONG_BYTES:
-                reason = self._limits.too_long(len(data))
-                return Problem(0, reason) if reason else _whole(data)
+                if reason := self._limits.too_long(len(data)):
+                    return Problem(0, reason)
+                try:
+                    return Document(data.decode(), data, 0)
+                except UnicodeDecodeError as error:
+                    line = data.count(b"\n", 0, error.start) + 1
+                    reason = f"invalid UTF-8: {error.reason} (byte {error.start} of the file)"
+                    return Problem(line, reason)
         with open(self._file.name, "rb") as again:
             checked = survey(unpack(again, self._file.name))
         if reason := self._limits.too_long(checked.size):
@@ -248,8 +254,9 @@ class InputReader:
             where, size = f"{self._file.name}:{self._line}", len(data)
             needs = bytes_of_line(data) if size > LONG_BYTES else 0
             if len(data) == most and not data.endswith(b"\n"):
+                while not data.endswith(b"\n") and (data := stream.readline(READ_BYTES)):
+                    size += len(data)
                 data = b""
-                size += _rest_of_line(stream)
                 needs = needs * size // most
             self._offset += size
             if reason := limits.too_long(size):
@@ -301,24 +308,6 @@ class InputReader:
 def _skip(stream: IO[bytes], size: int) -> None:
     while size and (block := stream.read(min(size, READ_BYTES))):
         size -= len(block)
-
-
-def _rest_of_line(stream: IO[bytes]) -> int:
-    """Read to the end of a line and return the number of bytes, with the newline."""
-    size = 0
-    while data := stream.readline(READ_BYTES):
-        size += len(data)
-        if data.endswith(b"\n"):
-            break
-    return size
-
-
-def _whole(data: bytes) -> Document | Problem:
-    try:
-        return Document(data.decode(), data, 0)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        return Problem(line, f"invalid UTF-8: {error.reason} (byte {error.start} of the file)")
 
 
 def _too_deep(data: bytes) -> bool:

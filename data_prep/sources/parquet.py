@@ -93,8 +93,7 @@ def read_column(
             parquet.ParquetFile(file, pre_buffer=False, buffer_size=_PAGE_BYTES) as table,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
-            _check_columns(name, table.metadata)
-            _check_counts(table.metadata)
+            _check_metadata(name, table.metadata)
             first = 1
             for number in range(table.num_row_groups):
                 group = _group(table.metadata, number, first, wanted)
@@ -173,8 +172,9 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
     return wanted
 
 
-def _check_columns(name: str, metadata: Any) -> None:
-    """Raise DamagedTable if the description of a column cannot be read.
+def _check_metadata(name: str, metadata: Any) -> None:
+    """Raise DamagedTable if the description of a column cannot be read, or if the row groups do not
+    add up to the rows of the table, which pyarrow does not check.
 
     A child process reads the descriptions. For some damaged statistics, pyarrow throws a C++
     exception that nothing catches, which ends the process. Raise OptimusError if the child cannot
@@ -188,21 +188,16 @@ def _check_columns(name: str, metadata: Any) -> None:
                 group.column(index)
 
     try:
-        if child.run(read_all, limit_s=_CHECK_S) is None:
-            return
+        is_damaged = child.run(read_all, limit_s=_CHECK_S) is not None
     except child.CrashError:
-        pass
+        is_damaged = True
     except child.UnfinishedError as error:
         raise OptimusError(
             f"{name}: cannot check the description of its columns: {error}; free memory or "
             "processes and give the command again"
         ) from None
-    raise DamagedTable("the description of its columns cannot be read")
-
-
-def _check_counts(metadata: Any) -> None:
-    """Raise DamagedTable if the row groups do not add up to the rows of the table. pyarrow does not
-    check this."""
+    if is_damaged:
+        raise DamagedTable("the description of its columns cannot be read")
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
         raise DamagedTable(

@@ -138,7 +138,11 @@ class _ZstdReader(io.RawIOBase):
                 cut = _ZSTD_MAGIC.startswith(magic)
                 raise DamagedStream("the file ends within a frame" if cut else "no frame of zstd")
             frame, flags = self._unpacker.decompressobj(), self._take(1)
-            yield frame.decompress(magic + flags + self._take(_rest_of_header(flags[0])))
+            # The rest of the header: window, dictionary, size of the content (RFC 8878, 3.1.1.1).
+            one_segment = flags[0] >> 5 & 1
+            content_size = (one_segment, 2, 4, 8)[flags[0] >> 6]
+            rest = (1 - one_segment) + (0, 1, 2, 4)[flags[0] & 3] + content_size
+            yield frame.decompress(magic + flags + self._take(rest))
             last = False
             while not last:
                 head = self._take(3)
@@ -152,13 +156,6 @@ class _ZstdReader(io.RawIOBase):
         if len(data) < size:
             raise DamagedStream("the file ends within a frame")
         return data
-
-
-def _rest_of_header(flags: int) -> int:
-    """Return the bytes of a frame header after the byte with its flags (RFC 8878, 3.1.1.1)."""
-    one_segment = flags >> 5 & 1
-    content_size = (one_segment, 2, 4, 8)[flags >> 6]
-    return (1 - one_segment) + (0, 1, 2, 4)[flags & 3] + content_size
 
 
 _GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, ValueError)

@@ -402,15 +402,12 @@ class TokenArrayReader:
         if array is None:
             if len(self._open) == _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            array = self._open_unit(unit)
+            packed = array_path(self._dir, unit, packed=True)
+            try:
+                array = _PlainArray(array_path(self._dir, unit), self._dtype)
+            except FileNotFoundError:
+                if not packed.exists():
+                    raise
+                array = PackedArray(packed, self._dtype)
         self._open[unit] = array
         return array
-
-    def _open_unit(self, unit: int) -> _PlainArray | PackedArray:
-        packed = array_path(self._dir, unit, packed=True)
-        try:
-            return _PlainArray(array_path(self._dir, unit), self._dtype)
-        except FileNotFoundError:
-            if not packed.exists():
-                raise
-        return PackedArray(packed, self._dtype)

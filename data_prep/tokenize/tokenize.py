@@ -160,7 +160,9 @@ def make_unit(
     Raises:
         DataError: an input cannot be used or has changed.
     """
-    checkpoints = _checkpoints(work, unit, exclusions)
+    # Checkpoints of runs with other exclusions have another hash: they are ignored.
+    values = json.dumps([work.plan_xxh3, work.packed, sorted(exclusions.documents.items())])
+    checkpoints = Segments(work.tokens_dir, unit, files.xxh3_bytes(values.encode()))
     if (record := complete_and_whole(work, unit, len(exclusions.documents))) is None:
         _tokenize_unit(work, unit, exclusions, checkpoints, advance)
     else:
@@ -169,12 +171,6 @@ def make_unit(
     if not work.packed:  # of a run with `--fused`
         for folder in tokens_dirs(work.out, work.plan).values():
             array_path(folder, unit, packed=True).unlink(missing_ok=True)
-
-
-def _checkpoints(work: TokenizeWork, unit: int, exclusions: Exclusions) -> Segments:
-    """Return the checkpoints of a unit. Those of runs with other exclusions are ignored."""
-    values = json.dumps([work.plan_xxh3, work.packed, sorted(exclusions.documents.items())])
-    return Segments(work.tokens_dir, unit, files.xxh3_bytes(values.encode()))
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:

@@ -401,7 +401,7 @@ def test_error_of_the_library_on_a_text_is_a_data_error(tmp_path):
 class FakeTable:
     """Metadata of a table with one column. Access to the column calls `read`."""
 
-    num_row_groups, num_columns = 1, 1
+    num_row_groups, num_columns, num_rows = 1, 1, 1
 
     def __init__(self, read: Callable[[], object]) -> None:
         self.read = read
@@ -453,7 +453,7 @@ def test_character_map_that_makes_texts_much_longer_is_refused(tmp_path):
 def test_table_whose_description_ends_the_process_is_damaged():
     """pyarrow aborts on some damaged statistics."""
     with pytest.raises(parquet.DamagedTable, match="description of its columns"):
-        parquet._check_columns("a.parquet", FakeTable(os.abort))
+        parquet._check_metadata("a.parquet", FakeTable(os.abort))
 
 
 def no_memory() -> None:
@@ -471,7 +471,7 @@ def no_memory() -> None:
 def test_check_of_a_table_ended_by_the_machine_is_not_damage(monkeypatch, read, reason):
     monkeypatch.setattr(parquet, "_CHECK_S", 0.4)
     with pytest.raises(OptimusError, match=f"a.parquet: cannot check .*{reason}") as caught:
-        parquet._check_columns("a.parquet", FakeTable(read))
+        parquet._check_metadata("a.parquet", FakeTable(read))
     assert not isinstance(caught.value, DataError) and caught.value.exit_code == 1
 
 
@@ -481,13 +481,13 @@ def test_check_of_a_table_without_a_new_process_is_not_damage(monkeypatch):
 
     monkeypatch.setattr(os, "fork", refuse)
     with pytest.raises(OptimusError, match=r"no process can be started \(Resource temporarily"):
-        parquet._check_columns("a.parquet", FakeTable(int))
+        parquet._check_metadata("a.parquet", FakeTable(int))
 
 
 def test_table_is_checked_where_sigchld_is_ignored():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        parquet._check_columns("a.parquet", FakeTable(int))
+        parquet._check_metadata("a.parquet", FakeTable(int))
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -231,7 +231,10 @@ def test_rank_that_was_killed_between_two_waits_is_lost(tmp_path):
 
 def test_each_waiting_rank_watches_the_ranks_after_it():
     left = Counter(range(0, 100, 2))
-    watched = [ranks_module._Watch(WorkerGroup(rank, 100))._watched(left) for rank in (0, 51, 98)]
+    watched = []
+    for rank in (0, 51, 98):  # without any sign of life, all ranks that are watched are lost
+        watch = ranks_module._Watch(WorkerGroup(rank, 100))
+        watched.append([watch.look(left, lambda: None)[0] for _ in range(9)][-1])
     assert watched[0] == list(range(2, 34, 2)) and watched[1] == list(range(52, 84, 2))
     assert watched[2] == list(range(0, 32, 2))
 
