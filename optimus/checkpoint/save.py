@@ -54,7 +54,7 @@ from optimus.distributed.collectives import (
 )
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, OptimusError, one_line
-from optimus.io.safetensors import as_bytes
+from optimus.io.safetensors import FilePlan, as_bytes, create_files
 
 BEGIN_S = 60.0
 """Maximum time to check the free space and to create a directory."""
@@ -223,12 +223,16 @@ class Saver(ABC):
     """Total size of the files that the ranks write."""
     _report: Any
     """Type of the value that `_write` returns."""
+    _plan: FilePlan | None = None
+    """Files that the first rank creates before any rank writes; None if each rank creates its own
+    file."""
 
     def __init__(
         self,
         states: RankStates,
         slices: Sequence[tuple[str, StateSlice]],
         dtype: torch.dtype,
+        output: str,
         *,
         staged: bool = False,
         limit_s: float = 1800.0,
@@ -240,12 +244,14 @@ class Saver(ABC):
             states: The states of this rank.
             slices: The states and slices that this rank writes.
             dtype: Type of the staged copies.
+            output: Name of what this rank writes, for messages.
             staged: True to copy the states to host memory first. The memory is allocated here.
             limit_s: As for AsyncSave.
             begin_s: Maximum time that the ranks wait in `begin` for the first rank.
         """
         self._slices, self._limit_s, self._begin_s = slices, limit_s, min(limit_s, begin_s)
         self._staging = Staging(slices, states.device, dtype) if staged else None
+        self._output = output
         self._directory: Path | None = None
 
     def begin(
@@ -288,7 +294,7 @@ class Saver(ABC):
                     self._write(states, created, step, stop) if self._slices else None
                 )
             except OSError as error:
-                path = f"{final.name}/{self._name_of(everyone.rank)}"
+                path = f"{final.name}/{self._output}"
                 raise OptimusError(f"{path} not written: {error.strerror}") from None
 
         def commit(stop: Stop, reports: list[bytes]) -> None:
@@ -354,7 +360,8 @@ class Saver(ABC):
         try:
             self._directory = directory = store.create(final, self.bytes, reserve())
             try:
-                self._prepare(directory)
+                if self._plan is not None:
+                    create_files(directory, self._plan)
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
@@ -365,13 +372,6 @@ class Saver(ABC):
             return str(error)
         except Exception as error:  # the other ranks wait for an answer
             return f"{final.name} not written: {type(error).__name__}: {one_line(error)}"
-
-    def _prepare(self, directory: Path) -> None:  # noqa: B027 - full saves have nothing to do
-        """Prepare the directory on the first rank before any rank writes. Raises OSError."""
-
-    @abstractmethod
-    def _name_of(self, rank: int) -> str:
-        """Return the name of the file that a rank writes, for messages."""
 
     @abstractmethod
     def _write(self, states: RankStates, generation: Generation, step: int, stop: Stop) -> Any:
@@ -408,14 +408,12 @@ class FullSaver(Saver):
         """
         assert states.names in KNOWN_STATES, f"{states.names} could not be read again"
         slices = states_to_write(states, scatter)
-        super().__init__(states, slices, torch.float32, **limits)
+        file = shard_name(states.groups.everyone.rank)
+        super().__init__(states, slices, torch.float32, file, **limits)
         self._direct = direct
         sizes = torch.tensor([shard_size(slices) if slices else 0], device=states.device)
         all_reduce_sum(sizes, states.groups.everyone)
         self.bytes = int(sizes)
-
-    def _name_of(self, rank: int) -> str:
-        return shard_name(rank)
 
     def _write(
         self, states: RankStates, generation: Generation, step: int, stop: Stop

@@ -48,11 +48,11 @@ from optimus.io import files
 from optimus.io.safetensors import (
     DTYPES,
     Checksum,
+    FilePlan,
     TensorFiles,
     TensorWriter,
     as_bytes,
     check_shapes,
-    create_files,
 )
 from optimus.io.tensor_file import MODEL, TensorFile
 from optimus.model.transformer import Transformer
@@ -336,6 +336,7 @@ class ModelSaver(Saver):
     """Saves model-only checkpoints, as Hugging Face directories."""
 
     _report = dict[str, Checksum]
+    _plan: FilePlan
 
     def __init__(
         self, states: RankStates, config: ModelConfig, scatter: Scatter, **limits: Any
@@ -351,15 +352,10 @@ class ModelSaver(Saver):
         Raises:
             ConfigError: transformers cannot represent the model.
         """
-        super().__init__(states, masters_to_write(states, scatter), DTYPE, **limits)
+        output = f"weights of rank {states.groups.everyone.rank}"
+        super().__init__(states, masters_to_write(states, scatter), DTYPE, output, **limits)
         self._config, self._plan = config, plan_hf(config, dict.fromkeys(states.shapes, DTYPE))
         self.bytes = sum(self._plan.sizes.values())
-
-    def _name_of(self, rank: int) -> str:
-        return f"weights of rank {rank}"
-
-    def _prepare(self, directory: Path) -> None:
-        create_files(directory, self._plan)
 
     def _write(
         self, states: RankStates, generation: Generation, step: int, stop: Stop

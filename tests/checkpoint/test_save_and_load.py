@@ -98,7 +98,8 @@ def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
 
 
 def test_an_unexpected_error_at_the_start_of_a_save_is_raised_on_all_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(FullSaver, "_prepare", lambda saver, directory: 1 / 0)
+    monkeypatch.setattr(FullSaver, "_plan", object())
+    monkeypatch.setattr(save_module, "create_files", lambda directory, plan: 1 / 0)
     with pytest.raises(
         OptimusError, match="step-00000001 not written: ZeroDivisionError: division"
     ):
