@@ -100,22 +100,15 @@ def check_same_params(
             line = f"{name} {list(named[name].shape)} {groups.options}"
             params.setdefault(label, []).append(line)
             sizes[label] = reduce_group.size
-    local = {label: (sizes[label], _digest(lines)) for label, lines in params.items()}
+    local = {}
+    for label, lines in params.items():
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        local[label] = sizes[label], digest
     of_ranks = all_gather_objects(local, everyone, dict[str, tuple[int, str]])
-    labels = sorted({label for digests in of_ranks for label in digests})
-    different = next((label for label in labels if _differ(label, of_ranks)), None)
-    if different is not None:
-        lines_of_ranks = all_gather_objects(params.get(different), everyone, list[str] | None)
-        _refuse(different, lines_of_ranks)
-
-
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _differ(label: str, of_ranks: list[dict[str, tuple[int, str]]]) -> bool:
-    digests = [local[label] for local in of_ranks if label in local]
-    return len(digests) != digests[0][0] or len(set(digests)) > 1
+    for label in sorted(set().union(*of_ranks)):
+        digests = [of_rank[label] for of_rank in of_ranks if label in of_rank]
+        if len(digests) != digests[0][0] or len(set(digests)) > 1:
+            _refuse(label, all_gather_objects(params.get(label), everyone, list[str] | None))
 
 
 def _refuse(label: str, of_ranks: list[list[str] | None]) -> None:

@@ -96,7 +96,13 @@ class ParamStore:
         if self.plan is not None:
             missing, others = sorted(needed - self._cached), self._cached - needed
             excess = len(self._cached) + len(missing) - self.plan.slots
-            self._evict(farthest(others, excess, lambda chunk: self._distance(chunk, segment)))
+            # The first segment follows the last one, as if another forward pass came next.
+            ahead = [*self._needs[segment + 1 :], *self._needs[: segment + 1]]
+            distance = {
+                chunk: next((n for n, need in enumerate(ahead) if chunk in need), len(ahead))
+                for chunk in others
+            }
+            self._evict(farthest(others, excess, distance.__getitem__))
             self._begin_gather(missing)
         self._wait_for(numbers)
 
@@ -126,13 +132,6 @@ class ParamStore:
         for number in numbers:
             if (transfer := self._in_flight.pop(number, None)) is not None:
                 transfer.wait()
-
-    def _distance(self, chunk: int, segment: int) -> int:
-        """Return the number of segments between `segment` and the next one that needs a chunk. The
-        first segment follows the last one, as if another forward pass came next."""
-        count = len(self._needs)
-        users = [index for index, need in enumerate(self._needs) if chunk in need]
-        return min(((index - segment - 1) % count for index in users), default=count)
 
     def _begin_gather(self, numbers: Collection[int]) -> None:
         for number in numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import json
@@ -219,7 +220,12 @@ def _read_toml(path: Path) -> Tree:
     try:
         return _parse_toml(read_regular(path, _MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file{_nearest_file(path)}") from None
+        names = []
+        with contextlib.suppress(OSError):
+            names = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".toml"]
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such configuration file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a TOML file") from None
     except ValueError as error:
@@ -434,12 +440,3 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_toml_value(v)}" for key, v in value.items()) + "}"
     return repr(value)
-
-
-def _nearest_file(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".toml"]
-    except OSError:
-        return ""
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""

@@ -166,7 +166,9 @@ class Loader(files.Closing):
         starts = [start for s in steps for start in microbatch_starts(s, *self._split)]
         shape = (len(starts) * size, self._dataset.context)
         tokens = self._tokens.take()[: shape[0] * shape[1]].reshape(shape)
-        for first, stop in _runs(starts, size):
+        # Read consecutive instances at once.
+        breaks = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1] + size]
+        for first, stop in itertools.pairwise([0, *breaks, len(starts)]):
             self._dataset.read(
                 starts[first], starts[stop - 1] + size, tokens[first * size : stop * size]
             )
@@ -183,10 +185,3 @@ class Loader(files.Closing):
         ]
         count = len(starts) // updates
         return [microbatches[n * count : (n + 1) * count] for n in range(updates)]
-
-
-def _runs(starts: list[int], size: int) -> list[tuple[int, int]]:
-    """Divide the indices of `starts` into ranges [first, stop) and return the ranges. Within a
-    range, each start is the previous start plus `size`."""
-    breaks = [n for n in range(1, len(starts)) if starts[n] != starts[n - 1] + size]
-    return list(itertools.pairwise([0, *breaks, len(starts)]))

@@ -53,7 +53,8 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x))
         v = self.v_proj(x)
         if self.clip:
-            q, k, v = (_clamp(projected, self.clip) for projected in (q, k, v))
+            clip = min(self.clip, torch.finfo(v.dtype).max)  # torch refuses larger bounds
+            q, k, v = (projected.clamp(-clip, clip) for projected in (q, k, v))
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         q, k = rotate(q, rope), rotate(k, rope)
         return self.o_proj(self.attend(q, k, v, documents).flatten(-2))
@@ -64,11 +65,6 @@ class Attention(nn.Module):
             return _within_documents(q, k, v, documents)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or G, S, C]
         return _causal(q, k, v).transpose(1, 2)
-
-
-def _clamp(x: Tensor, clip: float) -> Tensor:
-    clip = min(clip, torch.finfo(x.dtype).max)  # torch refuses larger bounds
-    return x.clamp(-clip, clip)
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:

@@ -93,26 +93,23 @@ def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, floa
         stretch = scaling.factor * max(seq_len, longest) / longest - (scaling.factor - 1)
         return _plain(theta * stretch ** (dim / (dim - 2)), dim), 1.0
     if scaling.type == "llama3":
-        return _llama3(_plain(theta, dim), scaling), 1.0
-    return _yarn(theta, dim, scaling), _yarn_factor(scaling)
+        # Llama 3 divides the low frequencies by `scaling.factor`. Between the limits `low` and
+        # `high`, which count rotations within the original context length, it interpolates them
+        # linearly in the number of rotations.
+        frequencies = _plain(theta, dim)
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * frequencies / scaling.factor + kept * frequencies, 1.0
+    return _yarn(theta, dim, scaling)
 
 
 def _plain(theta: float, dim: int) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return frequencies with Llama 3 scaling, which divides the low ones by `scaling.factor`."""
-    # Rotations within the original context length. Between the limits `low` and `high`, the
-    # frequencies are interpolated linearly in this number.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
-
-
-def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    """Return frequencies with YaRN scaling (arXiv 2309.00071)."""
+def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Return frequencies and factor with YaRN scaling (arXiv 2309.00071)."""
     # Pairs up to `low` keep their frequencies, and those from `high` are divided by the factor.
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
@@ -122,7 +119,13 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
     pairs = torch.arange(dim // 2, dtype=torch.float32)
     stretched = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
     frequencies = _plain(theta, dim)
-    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+    frequencies = frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+    if scaling.attention_factor:
+        return frequencies, scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        numerator = _mscale(scaling.factor, scaling.mscale)
+        return frequencies, numerator / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return frequencies, _mscale(scaling.factor, 1.0)
 
 
 def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) -> float:
@@ -130,15 +133,6 @@ def _pair_turning(turns: float, theta: float, dim: int, scaling: RopeScaling) ->
     index need not be an integer."""
     wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(theta))
-
-
-def _yarn_factor(scaling: RopeScaling) -> float:
-    if scaling.attention_factor:
-        return scaling.attention_factor
-    if scaling.mscale and scaling.mscale_all_dim:
-        numerator = _mscale(scaling.factor, scaling.mscale)
-        return numerator / _mscale(scaling.factor, scaling.mscale_all_dim)
-    return _mscale(scaling.factor, 1.0)
 
 
 def _mscale(factor: float, slope: float) -> float:

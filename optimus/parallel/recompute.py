@@ -62,7 +62,7 @@ class RecomputeBlock(Block):
         self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
         self._enabled = True
         # torch calls only the innermost saved-tensor hooks, so outer hooks miss these tensors.
-        self.observers: list[Callable[[Tensor], None]] = []
+        self.observers: list[Callable[[Tensor], object]] = []
         """Functions that receive each tensor that the block's own saved-tensor hooks keep."""
 
     def run(
@@ -102,7 +102,7 @@ class RecomputeBlock(Block):
         if self._norm:
             normed = _checkpoint(norm, x)
             output = _NormOutput(norm, x, normed, self.observers)
-            with saved_tensors_hooks(output.pack, _unpack):
+            with saved_tensors_hooks(output.pack, output.unpack):
                 return module(normed, *rest)
         return module(norm(x), *rest)
 
@@ -123,7 +123,7 @@ class _NormOutput:
         norm: nn.Module,
         x: Tensor,
         normed: Tensor,
-        observers: Iterable[Callable[[Tensor], None]],
+        observers: Iterable[Callable[[Tensor], object]],
     ) -> None:
         self._norm, self._x, self._observers = norm, x.detach(), observers
         self._memory = normed.untyped_storage().data_ptr()
@@ -137,18 +137,15 @@ class _NormOutput:
             observe(saved)
         return saved
 
-    def view(self, *geometry: Any) -> Tensor:
-        if self._value is None:
+    @staticmethod
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        output, *geometry = packed
+        if output._value is None:
             with torch.no_grad():
-                self._value = self._norm(self._x)
-        return self._value.as_strided(*geometry)
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    output, *geometry = packed
-    return output.view(*geometry)
+                output._value = output._norm(output._x)
+        return output._value.as_strided(*geometry)
 
 
 @contextlib.contextmanager
@@ -255,7 +252,7 @@ class KeptBytes:
         self._blocks = [block for block in model.modules() if isinstance(block, RecomputeBlock)]
         self._kept: dict[int, int] = {}
         self._alive: list[Tensor] = []  # counted tensors: no later tensor may reuse their addresses
-        self._hooks = saved_tensors_hooks(self._pack, lambda saved: saved)
+        self._hooks = saved_tensors_hooks(self._count, lambda saved: saved)
 
     def __enter__(self) -> KeptBytes:
         self._hooks.__enter__()
@@ -272,12 +269,10 @@ class KeptBytes:
     def total(self) -> int:
         return sum(self._kept.values())
 
-    def _pack(self, saved: Tensor) -> Tensor:
-        self._count(saved)
-        return saved
-
-    def _count(self, saved: Tensor) -> None:
+    def _count(self, saved: Tensor) -> Tensor:
+        """Count a tensor, and return it as a hook that packs tensors does."""
         memory = saved.untyped_storage()
         if memory._cdata not in self._skipped:
             self._kept[memory.data_ptr()] = memory.nbytes()
             self._alive.append(saved.detach())
+        return saved

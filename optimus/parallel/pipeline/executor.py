@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from optimus.distributed.collectives import Transfer, receive, send
 from optimus.distributed.groups import Channels
@@ -181,13 +182,18 @@ class Executor:
         self.terms = {}
         if self.recorder.records_actions:
             table = {kind: self._recorded(do) for kind, do in table.items()}
-        if torch.autograd._profiler_enabled():
-            table = {kind: _in_a_range(do) for kind, do in table.items()}
+        is_profiled = torch.autograd._profiler_enabled()
+        tokens, document_ids = microbatches[0]
+        library: AbstractContextManager = nullcontext()
         action = None
         try:
-            with self._library(*microbatches[0]):
+            # oneDNN compiles a kernel for each new shape, and documents have many lengths.
+            if document_ids is None and tokens.shape[1] >= FEW_TOKENS:
+                library = fastest_library(tokens.new_empty(0, dtype=self._dtype))
+            with library:
                 for action in actions:
-                    table[action.kind](action)
+                    with record_function(str(action)) if is_profiled else nullcontext():
+                        table[action.kind](action)
             while self._sent:
                 self._sent.popleft().wait()
         except LostPeerError as error:
@@ -209,13 +215,6 @@ class Executor:
             self.recorder.action(event)
 
         return run_and_record
-
-    def _library(self, tokens: Tensor, document_ids: Tensor | None) -> AbstractContextManager:
-        """Return a context manager that selects the library for matrix products."""
-        # oneDNN compiles a kernel for each new shape, and documents have many lengths.
-        if document_ids is not None or tokens.shape[1] < FEW_TOKENS:
-            return nullcontext()
-        return fastest_library(tokens.new_empty(0, dtype=self._dtype))
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
@@ -302,13 +301,3 @@ class Executor:
         tokens, _ = self._microbatches[action.microbatch]
         empty = torch.empty(self._boundary_shape(tokens), dtype=self._dtype, device=tokens.device)
         self._arrived[action] = receive(empty, channel, 1 - channel.rank)
-
-
-def _in_a_range(do: Callable[[Action], None]) -> Callable[[Action], None]:
-    """Return a function that runs `do(action)` in a profiler range named after the action."""
-
-    def named(action: Action) -> None:
-        with torch.profiler.record_function(str(action)):
-            do(action)
-
-    return named

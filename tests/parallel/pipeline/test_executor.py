@@ -54,7 +54,7 @@ def test_a_profiler_sees_each_action_by_its_name():
 
 
 def test_no_ranges_without_a_profiler(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subject, "_in_a_range", None)  # a call would raise
+    monkeypatch.setattr(subject, "record_function", None)  # a call would raise
     trace = ActionTrace()
     run(recorder=trace)
     assert len(trace.events) == 2 * 2 + 2
