@@ -100,38 +100,6 @@ def reference_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack(products) if products else a.new_zeros(0, a.shape[1], b.shape[1])
 
 
-def _torch_products(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    return torch_grouped_mm(rows, weights, offs=offsets[1:])
-
-
-def _torch_weight_products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return torch_grouped_mm(a.t(), b, offs=offsets[1:])
-
-
-def _loop_products(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    out = rows.new_zeros(len(rows), weights.shape[2])
-    bounds = offsets.tolist()
-    for e, matrix in enumerate(weights.unbind(0)):
-        if bounds[e] < bounds[e + 1]:
-            block = slice(bounds[e], bounds[e + 1])
-            torch.mm(rows[block], matrix, out=out[block])
-    return out
-
-
-def _loop_weight_products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    bounds = offsets.tolist()
-    out = a.new_zeros(len(bounds) - 1, a.shape[1], b.shape[1])
-    for e, result in enumerate(out.unbind(0)):
-        if bounds[e] < bounds[e + 1]:
-            block = slice(bounds[e], bounds[e + 1])
-            torch.mm(a[block].t(), b[block], out=result)
-    return out
-
-
-_products = {"torch": _torch_products, "loop": _loop_products}
-_weight_products = {"torch": _torch_weight_products, "loop": _loop_weight_products}
-
-
 @functools.cache
 def torch_form_works(device: str, dtype: torch.dtype) -> bool:
     """Return whether torch supports both grouped products for this device type and dtype."""
@@ -140,8 +108,8 @@ def torch_form_works(device: str, dtype: torch.dtype) -> bool:
         rows = torch.zeros(16, 16, device=device, dtype=dtype)
         weights = torch.zeros(2, 16, 16, device=device, dtype=dtype)
         offsets = torch.tensor([0, 8, 16], device=device, dtype=torch.int32)
-        _torch_products(rows, weights.mT, offsets)
-        _torch_weight_products(rows, rows, offsets)
+        torch_grouped_mm(rows, weights.mT, offs=offsets[1:])
+        torch_grouped_mm(rows.t(), rows, offs=offsets[1:])
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return False
     return True
@@ -158,13 +126,12 @@ def _check(rows: Tensor, weights: Tensor, offsets: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    rows, weights, offsets = ctx.saved_tensors
+    """Compute the gradients of `grouped_mm` or of `grouped_mm_weight`, as grouped products."""
+    a, b, offsets = ctx.saved_tensors
     grad = grad.contiguous()  # the gradient of a sum has stride 0, which grouped_mm rejects
-    return (
-        torch.ops.optimus.grouped_mm(grad, weights.mT, offsets),
-        torch.ops.optimus.grouped_mm_weight(rows, grad, offsets),
-        None,
-    )
+    if grad.dim() == 3:  # of grouped_mm_weight
+        return grouped_mm(b, grad.mT, offsets), grouped_mm(a, grad, offsets), None
+    return grouped_mm(grad, b.mT, offsets), grouped_mm_weight(a, grad, offsets), None
 
 
 def _check_weight(a: Tensor, b: Tensor, offsets: Tensor) -> None:
@@ -175,16 +142,6 @@ def _check_weight(a: Tensor, b: Tensor, offsets: Tensor) -> None:
             f"{list(a.shape)}, {list(b.shape)}, {list(offsets.shape)}"
         )
     check_operands("grouped_mm_weight", {"a": a, "b": b}, {"offsets": offsets})
-
-
-def _backward_weight(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, offsets = ctx.saved_tensors
-    grad = grad.contiguous()
-    return (
-        torch.ops.optimus.grouped_mm(b, grad.mT, offsets),
-        torch.ops.optimus.grouped_mm(a, grad, offsets),
-        None,
-    )
 
 
 @define(
@@ -205,15 +162,22 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         [R, B]; for each expert e, its rows multiplied by weights[e].
     """
     check_offsets("grouped_mm", offsets, len(rows))
-    widths = weights.shape[1:]
-    return _products[form(rows, *widths)](rows, weights, offsets)
+    if form(rows, *weights.shape[1:]) == "torch":
+        return torch_grouped_mm(rows, weights, offs=offsets[1:])
+    out = rows.new_zeros(len(rows), weights.shape[2])
+    bounds = offsets.tolist()
+    for e, matrix in enumerate(weights.unbind(0)):
+        if bounds[e] < bounds[e + 1]:
+            block = slice(bounds[e], bounds[e + 1])
+            torch.mm(rows[block], matrix, out=out[block])
+    return out
 
 
 @define(
     "grouped_mm_weight(Tensor a, Tensor b, Tensor offsets) -> Tensor",
     lambda a, b, offsets: a.new_empty(offsets.shape[0] - 1, a.shape[1], b.shape[1]),
     _check_weight,
-    _backward_weight,
+    _backward,
 )
 def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Compute a^T @ b for the rows of each expert. This is the weight gradient of `grouped_mm`.
@@ -227,4 +191,12 @@ def grouped_mm_weight(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         [E, A, B]; for each expert, the product over its rows. Zeros for an expert without rows.
     """
     check_offsets("grouped_mm_weight", offsets, len(a))
-    return _weight_products[form(a, a.shape[1], b.shape[1])](a, b, offsets)
+    if form(a, a.shape[1], b.shape[1]) == "torch":
+        return torch_grouped_mm(a.t(), b, offs=offsets[1:])
+    bounds = offsets.tolist()
+    out = a.new_zeros(len(bounds) - 1, a.shape[1], b.shape[1])
+    for e, result in enumerate(out.unbind(0)):
+        if bounds[e] < bounds[e + 1]:
+            block = slice(bounds[e], bounds[e + 1])
+            torch.mm(a[block].t(), b[block], out=result)
+    return out

@@ -38,6 +38,10 @@ class Native:
             self._functions[name] = function
         self.route_scratch = library.optimus_route_scratch
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
+        # Only the CPU library has this function.
+        self.square_bins = getattr(library, "optimus_cpu_square_bins", None)
+        if self.square_bins is not None:
+            self.square_bins.argtypes, self.square_bins.restype = (_P, _L, _P), _I
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
         """Launch optimus_<name> on the current stream of the device that has the tensor `on`.

@@ -130,16 +130,13 @@ def onednn_is_exact() -> bool:
 def _onednn_is_better() -> bool:
     """Return whether to prefer oneDNN to MKL for fp32 products on this CPU."""
     # No times are measured, so that ranks on equal machines agree.
-    return torch.backends.mkl.is_available() and not _made_by_intel() and onednn_is_exact()
-
-
-def _made_by_intel() -> bool:
-    """Return whether the processor is made by Intel, or True if its vendor is unknown."""
+    if not torch.backends.mkl.is_available():
+        return False
     try:
         vendor = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
-        return True
-    return vendor is None or vendor[1] == "GenuineIntel"
+        return False
+    return vendor is not None and vendor[1] != "GenuineIntel" and onednn_is_exact()
 
 
 def product(

@@ -244,14 +244,13 @@ def _empty_reduce(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) 
 
 def _save_reduce(ctx: Any, inputs: tuple, output: Tensor) -> None:
     y, weights, row, slot = inputs
-    ctx.top_k = row.shape[1]
     ctx.save_for_backward(None if weights is None else y, weights, row, slot)
 
 
 def _backward_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     y, weights, row, slot = ctx.saved_tensors
     if weights is None:
-        token = slot.div(max(1, ctx.top_k), rounding_mode="floor")
+        token = slot.div(max(1, row.shape[1]), rounding_mode="floor")
         return torch.ops.optimus.gather(grad, token, row), None, None, None
     dy, dweights = torch.ops.optimus.reduce_rows_backward(grad, y, weights, slot)
     return dy, dweights.to(weights.dtype), None, None

@@ -8,15 +8,12 @@ is the sum of the lower halves.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from optimus_kernels import backend
+from optimus_kernels import library
 from optimus_kernels.ops import define
 
 BLOCK = 32
@@ -86,23 +83,6 @@ def _check(bins: Tensor, flat: Tensor) -> None:
         raise ValueError("square_bins_: bins and flat must be contiguous and on one device")
 
 
-def _kernel(flat: Tensor) -> Callable[..., int] | None:
-    """Return the compiled kernel for `flat`, or None if there is none. Only CPUs have one."""
-    library = backend.active(flat.device).library if flat.is_cpu else None
-    return None if library is None else _bind(library)
-
-
-@functools.cache
-def _bind(library: ctypes.CDLL) -> Callable[..., int] | None:
-    """Return the kernel of a library, or None if the library lacks it (only in tests)."""
-    if not hasattr(library, "optimus_cpu_square_bins"):
-        return None
-    function = library.optimus_cpu_square_bins
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    function.restype = ctypes.c_int
-    return function
-
-
 @define("square_bins_(Tensor(a!) bins, Tensor flat) -> ()", lambda *_: None, _check)
 def square_bins_(bins: Tensor, flat: Tensor) -> None:
     """Add the squares of `flat` to `bins` in place.
@@ -115,8 +95,8 @@ def square_bins_(bins: Tensor, flat: Tensor) -> None:
         ValueError: a shape, device or layout is invalid.
         TypeError: a dtype is invalid.
     """
-    kernel = _kernel(flat)
-    if kernel is None:
+    kernels = library.native(flat) if flat.is_cpu else None
+    if kernels is None or kernels.square_bins is None:
         reference(bins, flat)
     else:
-        kernel(flat.data_ptr(), flat.numel(), bins.data_ptr())
+        kernels.square_bins(flat.data_ptr(), flat.numel(), bins.data_ptr())

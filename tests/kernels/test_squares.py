@@ -9,21 +9,24 @@ from fractions import Fraction
 import pytest
 import torch
 
-import optimus_kernels.squares as module
+from optimus_kernels import library
+from optimus_kernels.library import Native
 from optimus_kernels.squares import BLOCK, new_bins, reference, square_bins_, total_of
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def kernel(cpu_library):
-    """Return the CPU kernel of one instruction set."""
-    return module._bind(cpu_library)
+def native(cpu_library) -> Native:
+    """Return the CPU kernels of one instruction set."""
+    native = Native(cpu_library, "cpu")
+    assert native.square_bins is not None
+    return native
 
 
 @pytest.fixture
-def compiled(kernel, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_kernel", lambda flat: kernel)
+def compiled(native, monkeypatch) -> None:
+    monkeypatch.setattr(library, "native", lambda tensor: native)
 
 
 def make(blocks: int, seed: int = 0) -> torch.Tensor:
