@@ -336,7 +336,12 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         return _dry_run(args)
     launch = read_launch_env()
     try:
-        _check_no_dry_run_options(args)
+        for option in ("nodes", "skip_data_check", "skip_run_dir_check"):
+            if (value := getattr(args, option)) is not None and value is not False:
+                name = option.replace("_", "-")
+                raise ConfigError(
+                    f"--{name} has an effect only with --dry-run; add --dry-run or remove --{name}"
+                )
         nproc = ranks_to_start(args.nproc, launch.world_size)
         config = load_config(args.config, args.overrides)
     except OptimusError as error:
@@ -359,15 +364,6 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
 
     train(config, launch, STARTED)
     return 0
-
-
-def _check_no_dry_run_options(args: argparse.Namespace) -> None:
-    for option in ("nodes", "skip_data_check", "skip_run_dir_check"):
-        if (value := getattr(args, option)) is not None and value is not False:
-            name = option.replace("_", "-")
-            raise ConfigError(
-                f"--{name} has an effect only with --dry-run; add --dry-run or remove --{name}"
-            )
 
 
 def _dry_run(args: argparse.Namespace) -> int:

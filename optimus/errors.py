@@ -181,20 +181,23 @@ def one_line(text: object) -> str:
 
 def printable(text: str) -> str:
     """Return `text` with control characters, line ends and lone surrogates escaped."""
-    return text if text.isprintable() else "".join(map(_printable, text))
+    if text.isprintable():
+        return text
+    # Unicode categories. Cc: terminal escapes; Cf: invisible marks, such as those that reverse the
+    # reading direction; Cs: lone surrogates; Zl, Zp: line ends.
+    escaped = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    kept = "\t\u200c\u200d"  # joiners are part of words and of emoji
+    return "".join(
+        ascii(character)[1:-1]
+        if unicodedata.category(character) in escaped and character not in kept
+        else character
+        for character in text
+    )
 
 
 def printable_lines(text: str) -> str:
     """Apply `printable` to each line of `text` and keep the line ends."""
     return "\n".join(map(printable, text.split("\n")))
-
-
-def _printable(character: str) -> str:
-    # Unicode categories. Cc: terminal escapes; Cf: invisible marks, such as those that reverse the
-    # reading direction; Cs: lone surrogates; Zl, Zp: line ends.
-    escaped = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    kept = character in "\t\u200c\u200d"  # joiners are part of words and of emoji
-    return character if kept or not escaped else ascii(character)[1:-1]
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

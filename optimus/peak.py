@@ -114,7 +114,11 @@ def find_peak(
         for model, flops in _BF16_PEAKS.items():
             if model in setup.name:
                 return Peak(setup, flops, 0.0, f"{model} data sheet", "")
-    if (cached := _read(setup, log)) is not None:
+    directory = cache_dir()
+    cached = None if directory is None else read_peak(directory / f"{setup.key}.json")
+    if isinstance(cached, str):
+        log(f"{cached}; the file is ignored, and the peak FLOP/s for MFU is measured again")
+    elif cached is not None and cached.setup == setup:
         return cached
     peak = measure(device, dtype, setup)
     if peak.is_reliable:
@@ -245,16 +249,6 @@ def kept_peaks() -> list[tuple[Path, Peak]]:
     paths = sorted(directory.glob("*.json")) if directory is not None else []
     peaks = ((path, read_peak(path)) for path in paths)
     return [(path, peak) for path, peak in peaks if isinstance(peak, Peak)]
-
-
-def _read(setup: Setup, log: Callable[[str], None]) -> Peak | None:
-    if (directory := cache_dir()) is None:
-        return None
-    cached = read_peak(directory / f"{setup.key}.json")
-    if isinstance(cached, str):
-        log(f"{cached}; the file is ignored, and the peak FLOP/s for MFU is measured again")
-        return None
-    return cached if cached is not None and cached.setup == setup else None
 
 
 def read_peak(path: Path, private: bool = True) -> Peak | str | None:

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -271,16 +271,12 @@ def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None,
     if not worlds:
         return rank, None
     if worlds[0] == "SLURM_STEP_TASKS_PER_NODE":
-        counts = list(_tasks_per_node(environ[worlds[0]]))
+        counts: list[int] = []  # 2, 2, 2, 1 for Slurm's short form `2(x3),1`
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ[worlds[0]]):
+            counts += [max(1, int(count))] * int(times or 1)
         node = _integer(environ, "SLURM_NODEID", 0)
         return rank, counts[node] if node < len(counts) else None
     return rank, max(1, _integer(environ, worlds[0]))
-
-
-def _tasks_per_node(text: str) -> Iterator[int]:
-    """Yield the number of tasks of each node from Slurm's short form: 2, 2, 2, 1 for `2(x3),1`."""
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        yield from [max(1, int(count))] * int(times or 1)
 
 
 def _init_method(

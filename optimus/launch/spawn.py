@@ -161,14 +161,7 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
         if status is not None and status < 0:
             name = signal.Signals(-status).name
             logger.error("rank %d was ended by %s", number, name)
-    code = _run_status([status for status in statuses if status is not None])
+    kind = OutcomeKind.LOST_PEER if any(statuses) else OutcomeKind.DONE
+    code = next((cause for cause in _CAUSES if cause.exit_status in statuses), kind).exit_status
     again = passed.count(signal.SIGINT) > 1
     return report_interrupt() if again and None in statuses and code in (0, _STOPPED) else code
-
-
-def _run_status(statuses: list[int]) -> int:
-    """Return the exit status of a run from the exit statuses of its ranks."""
-    for cause in _CAUSES:
-        if cause.exit_status in statuses:
-            return cause.exit_status
-    return (OutcomeKind.LOST_PEER if any(statuses) else OutcomeKind.DONE).exit_status

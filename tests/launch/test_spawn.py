@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -220,9 +221,12 @@ def test_a_mistake_is_printed_once_before_ranks_start(tiny_data, tmp_path):
     assert errors.count("\n") == 1 and "train.seq_len = 16" in errors and output == ""
 
 
-def test_a_cause_comes_before_a_lost_peer():
-    assert spawn._run_status([0, 0]) == 0
-    assert spawn._run_status([5, 4]) == 4
-    assert spawn._run_status([-9, 5]) == 5
-    assert spawn._run_status([5, 1]) == 1
-    assert spawn._run_status([3, 3]) == 3
+@pytest.mark.parametrize(
+    ("statuses", "result"), [([0, 0], 0), ([5, 4], 4), ([-9, 5], 5), ([5, 1], 1), ([3, 3], 3)]
+)
+def test_a_cause_comes_before_a_lost_peer(statuses, result):
+    ranks = [
+        SimpleNamespace(returncode=status, poll=lambda status=status: status, wait=lambda: None)
+        for status in statuses
+    ]
+    assert spawn._watch(ranks, []) == result
