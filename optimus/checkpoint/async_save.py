@@ -145,10 +145,7 @@ class AsyncSave:
 
         A collective of all ranks.
         """
-        assert not self.is_over
-        before = self._state
-        self._status = Status(greatest(self._local_status(), self._group, self._device))
-        self._state = TRANSITIONS[before, self._status]
+        before, status = self._state, self._transition()
         if self._state is before:
             return None
         task, self._task, self._since = self._task, None, time.monotonic()
@@ -166,7 +163,7 @@ class AsyncSave:
                 self._failure_of(task)  # raise an error of another kind
             if self._group.rank == 0:
                 self._task = Task(self._clean)
-            if self._status is Status.COMMITTED:  # the rename ended after the failure was reported
+            if status is Status.COMMITTED:  # the rename ended after the failure was reported
                 outcome = Outcome(self.step, None)
         elif before is State.COMMITTING:
             outcome = Outcome(self.step, None)
@@ -194,6 +191,13 @@ class AsyncSave:
     def give_up(self) -> None:
         """Request this rank's thread to stop. Not a collective: other ranks may be lost."""
         self._stop.set()
+
+    def _transition(self) -> Status:
+        """Assign the next state from the greatest status of all ranks, and return that status."""
+        assert not self.is_over
+        self._status = Status(greatest(self._local_status(), self._group, self._device))
+        self._state = TRANSITIONS[self._state, self._status]
+        return self._status
 
     def _local_status(self) -> Status:
         """Return the status of this rank's thread in the current state."""

@@ -121,7 +121,7 @@ def test_a_transition_assigns_the_state_of_the_table(state, status, monkeypatch)
         assert outcome is None
 
 
-def test_only_poll_assigns_the_state():
+def test_only_the_transition_assigns_the_state():
     tree = ast.parse(Path(async_save.__file__).read_text())
     assigning = [
         function.name
@@ -131,7 +131,7 @@ def test_only_poll_assigns_the_state():
         if isinstance(node, ast.Attribute)
         if node.attr == "_state" and isinstance(node.ctx, ast.Store)
     ]
-    assert sorted(assigning) == ["__init__", "poll"]
+    assert sorted(assigning) == ["__init__", "_transition"]
 
 
 def test_polling_returns_none_until_the_commit():
