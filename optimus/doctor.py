@@ -93,7 +93,7 @@ def build_kernels(names: Sequence[str]) -> None:
     """Compile kernels before a run needs them.
 
     Args:
-        names: Backends to compile. If it is empty, all that this machine can compile.
+        names: Backends to compile. If `names` is empty, all backends that this machine can compile.
 
     Raises:
         ConfigError: A name is unknown, or a backend cannot be compiled. Also raised if `names` is

@@ -34,8 +34,8 @@ _BF16_PEAKS = {
 }
 _FORMAT = "optimus-peak"
 _KINDS = {"str": str, "int": int, "float": (int, float)}
-"""For each annotation of a field of `Peak` or `Setup`, the types that are accepted for the field's
-value in a cache file."""
+"""Accepted types of a value in a cache file. The key is the annotation of the value's field in
+`Peak` or `Setup`."""
 _BUDGET_S = 0.8
 _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
@@ -76,6 +76,7 @@ class Peak:
     """Relative difference between the rate of the fastest matrix product and the rate of a slightly
     slower one, such as the third fastest. A large spread means an unreliable measurement."""
     method: str
+    """Phrase for log lines that says how `flops` was found, such as "measured 512^3 matmul"."""
     measured_at: str
     """Time of the measurement in UTC; empty for a peak from a data sheet."""
 

@@ -160,9 +160,8 @@ def set_threads(threads: int, deterministic: bool, local_world_size: int) -> int
     """Set the number of intra-op threads of torch in this process.
 
     Args:
-        threads: `train.threads`; 0 selects a default. The default is 1 if `deterministic` is True.
-            Otherwise it is the value of OMP_NUM_THREADS. If this variable is not set, it is the
-            number of available cores / `local_world_size`.
+        threads: `train.threads`. With 0, the number is 1 if `deterministic` is True, else the value
+            of OMP_NUM_THREADS, else the number of available cores / `local_world_size`.
         deterministic: `train.deterministic`.
         local_world_size: Number of ranks on this node.
 
@@ -186,10 +185,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes of the tensors on an accelerator.
-
-    For a CPU, return the peak bytes of this process.
-    """
+    """Return the peak memory of this process in bytes: on an accelerator the memory of its tensors,
+    on a CPU its whole resident memory."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,8 +1,8 @@
 """adamw_: in-place AdamW update of flat fp32 parameters, in one pass over memory.
 
 The op computes the update of torch.optim.AdamW(fused=True). Gradients may be bf16, fp16 or fp32.
-The op can also write the updated parameters in bf16 or fp16. The result
-for an element is bitwise the same for every tensor length, number of threads and backend.
+The op can also write the updated parameters in bf16 or fp16. The result for an element has the same
+bits for every tensor length, number of threads and backend.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ def reference(
 
 
 def _update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, n: Coefficients) -> None:
-    # Every rounding is that of torch's fused kernel in full AVX2 or AVX-512 vectors.
+    # Every operation rounds as torch's fused kernel does for full AVX2 or AVX-512 vectors.
     g = g * n.grad_scale
     from_m = _fp32(n.lerp) < 0.5  # as torch's lerp, start from the nearer of m and g
     weight = _fp32(n.lerp) if from_m else _fp32(_fp32(n.lerp) - 1)
     m.copy_(_fused(weight, g - m, m if from_m else g))
     v.copy_(_fused(g * n.one_minus_beta2, g, v * n.beta2))
     root = v.double().sqrt().float()  # fp32 torch.sqrt is not correctly rounded on all CPUs
-    # A tensor, since some devices multiply by the inverse of a Python number, which rounds
-    # differently.
+    # root_bias2 is a tensor, because some devices replace division by a Python number with
+    # multiplication by its inverse, which rounds differently.
     root_bias2 = torch.full((), n.root_bias2, dtype=torch.float32, device=v.device)
     denominator = root / root_bias2 + n.eps
     p.copy_(p * n.decay + (m * n.minus_step) / denominator)

@@ -2,8 +2,8 @@
 
 Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
 variable OPTIMUS_KERNELS selects a backend by name and takes precedence over `choose`. With "auto"
-(the default), plain torch replaces a compiled backend that is not available. With any other name,
-KernelError is raised instead.
+(the default), plain torch replaces a compiled backend that is not available. If a backend is
+selected by its own name and is not available, KernelError is raised.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def obtain(backend: str, may_build: bool, key: str = "") -> Entry:
     Args:
         backend: sycl, cuda or cpu.
         may_build: compile the library if the cache has none from this machine's compiler. If
-            compilation is not allowed or fails, any compatible library is returned.
+            compilation is not allowed or fails, any compatible library of the cache is returned.
         key: name of the preferred cache entry among compatible libraries.
 
     Raises:
@@ -214,8 +214,8 @@ def _load_descriptor(file: int) -> ctypes.CDLL:
     if inode in _loaded:
         os.close(file)
         return _loaded[inode]
-    # The linker identifies a library by its path, /proc/self/fd/N. N stays open, because the linker
-    # would take a second library with the same path for the first one.
+    # The linker identifies a library by its path, /proc/self/fd/N. Descriptor N stays open: if a
+    # second library got the same N, the linker would return the first library for it.
     try:
         library = _loaded[inode] = ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError:
@@ -252,11 +252,12 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return "" if `entry` can be used. If it is None, return that the library is not built yet.
+    """Return "" if `entry` is a cache entry that can be used. If `entry` is None, return a message
+    that the library is not built yet.
 
     Raises:
-        KernelError: the library of `entry` cannot be loaded. If `entry` is None: no compiler or no
-            source file was found.
+        KernelError: the library of `entry` cannot be loaded, or `entry` is None and the library
+            cannot be built, because the compiler or the source files are missing.
     """
     if entry is None:
         build.plan(backend)

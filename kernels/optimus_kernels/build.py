@@ -217,8 +217,8 @@ def openmp_runtime() -> str:
 
 def _openmp_flags(clang: bool) -> list[str]:
     """Return the OpenMP flags that work with torch's OpenMP runtime."""
-    # Code compiled by clang does not run with libgomp. Its loops are then vectorized, but use one
-    # thread.
+    # OpenMP code from clang does not run with gcc's runtime, libgomp. With -fopenmp-simd, loops are
+    # vectorized but use one thread.
     runtime = openmp_runtime()
     if not runtime or (clang and "libgomp" in Path(runtime).name):
         return ["-fopenmp-simd"]

@@ -4,7 +4,8 @@ The entry CACHE/<backend>-<key>/ contains the library and `info.json` with the i
 A process writes both files to a temporary folder under a file lock, and then renames the folder.
 
 Loading a library runs its code. An entry is therefore used only if no untrusted user can have
-written it. Trusted users are root, the user of this process and the owner of the cache folder.
+written it. Trusted users are root, the user of this process and the owner of the cache folder. If
+root runs this process, only root is trusted.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ def _parse_record(path: Path, content: bytes) -> dict[str, Any]:
     try:
         record = json.loads(content)
         library, built_at = record["library"], record["built_at"]
-        # A name that contains a folder could refer to a file outside the entry's folder, whose
-        # owner and mode were checked.
+        # Only the entry's folder has a checked owner and mode. A name that contains a path
+        # separator could refer to a file outside this folder.
         is_file_name = Path(library).name == library and library not in ("", "..", RECORD)
         valid = is_file_name and isinstance(record["sha256"], str) and 0 <= built_at < math.inf
         # `backend` is a folder name: build.source_hash reads the sources in this folder.
@@ -222,8 +223,8 @@ def _why_untrusted_cache(root: Path, status: os.stat_result, owners: set[int]) -
     if reason:
         return reason
     # A user who can rename a folder of the path can replace the cache folder. A sticky bit prevents
-    # this if this user or root owns the cache folder. If another user owns it, the sticky bit does
-    # not help, because the folder may already be a replacement.
+    # this if this process's user or root owns the cache folder. If another user owns the cache
+    # folder, the sticky bit does not help: that user may already have replaced the original folder.
     foreign = status.st_uid not in (0, os.geteuid())
     for above in folders:
         mode = above.stat()

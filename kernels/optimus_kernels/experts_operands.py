@@ -93,7 +93,7 @@ def dense(op: str, operands: Operands) -> Operands:
     """Check the indices and return the operands. gate_up and down are returned unchanged, all other
     operands as contiguous tensors."""
     x, weights, gate_up, down, *rows = operands
-    # Kernels receive only the addresses of these operands.
+    # Kernels receive addresses without strides, so these operands must be contiguous.
     result = Operands(
         x.contiguous(), weights.contiguous(), gate_up, down, *(index.contiguous() for index in rows)
     )

@@ -74,8 +74,8 @@ def _why_not_torch(like: Tensor, widths: Sequence[int]) -> str:
     if any(width * like.element_size() % _ROW_BYTES for width in widths):
         sizes = ", ".join(str(width) for width in widths)
         return (
-            f"rows must be a multiple of {_ROW_BYTES} bytes, but these have {sizes} elements of "
-            f"{like.dtype}"
+            f"the size of a row must be a multiple of {_ROW_BYTES} bytes, but rows have {sizes} "
+            f"elements of {like.dtype}"
         )
     return ""
 

@@ -44,7 +44,9 @@ class Native:
             self.square_bins.argtypes, self.square_bins.restype = (_P, _L, _P), _I
 
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
-        """Launch optimus_<name> on the current stream of the device that has the tensor `on`.
+        """Launch the kernel optimus_<name> on the current stream of `on`'s device.
+
+        `arguments` are the addresses and numbers of SIGNATURES[name], except the last: the stream.
 
         Raises:
             RuntimeError: the launch failed.

@@ -92,8 +92,8 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return the smallest free buffer that is large enough for `size` bytes and within _SLACK. If
-    there is none, return a new buffer."""
+    """Return the smallest free buffer with at least `size` bytes. If there is none, or if its size
+    exceeds the limit _SLACK, return a new buffer."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]

@@ -1,8 +1,8 @@
 """Registration of ops as `optimus::NAME`, and checks of their operands.
 
-Schemas are defined in Python, so the ops exist even if no kernels are compiled. Messages of checks
-name operand, shape and dtype. They are formatted only after a check fails, because torch.compile
-cannot format dynamic sizes.
+Schemas are defined in Python, so the ops exist even if no kernels are compiled. An error message
+names the operand, its shape and its dtype. It is formatted only after a check has failed, because
+torch.compile cannot format dynamic sizes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def define(
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Return a decorator that makes a function an op in the namespace `optimus`.
 
-    The function is the implementation on all devices. The decorator returns a function that calls
-    the op. `fake` and `check` have the arguments of the op.
+    The decorated function implements the op on all devices. The decorator returns a function that
+    calls the op. `fake` and `check` are called with the arguments of the op.
 
     Args:
         schema: name and schema of the op, such as `gather(Tensor x) -> Tensor`.
         fake: the fake implementation for tracing, which returns empty outputs of the right shapes.
-        check: raises an error if operands are invalid; called before both implementations.
+        check: raises an error if operands are invalid; called before the decorated function and
+            before `fake`.
         backward: `backward(ctx, *grads)`, as for torch.library.register_autograd. If it is None,
             backward through the op raises NotImplementedError.
         save: `save(ctx, inputs, output)`, the argument `setup_context` of
@@ -62,7 +63,7 @@ def define(
         _LIBRARY.impl(name, checked(run), "CompositeExplicitAutograd")
         torch.library.register_fake(f"optimus::{name}", checked(fake), lib=_LIBRARY)
         if "!" not in schema:  # torch accepts no gradient for ops that write to operands
-            # By default, torch would omit a missing gradient without an error.
+            # Without `refuse`, torch would return no gradient and raise no error.
             setup = save or (_save_inputs if backward else None)
             torch.library.register_autograd(
                 f"optimus::{name}", backward or refuse, setup_context=setup, lib=_LIBRARY
@@ -83,8 +84,8 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
-    """Raise NotImplementedError if an operand requires a gradient."""
-    # Ops that write to operands refuse in forward, because torch accepts no backward for them.
+    """Raise NotImplementedError if gradients are enabled and an operand requires one."""
+    # For an op that writes to operands, torch accepts no backward that could raise this error.
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)
 
@@ -92,7 +93,7 @@ def refuse_gradient(name: str, *operands: Tensor) -> None:
 def _no_gradient(name: str) -> NotImplementedError:
     return NotImplementedError(
         f"torch.ops.optimus.{name} has no gradient; call optimus_kernels.experts instead of this "
-        "op, do not use create_graph, and compute second derivatives in plain torch"
+        "op, and for second derivatives (create_graph=True) use plain torch"
     )
 
 

@@ -44,8 +44,8 @@ def amx_kernel(like: Tensor) -> Callable[..., int] | None:
 
 
 def by_onednn(like: Tensor) -> bool:
-    """Return whether torch.mm uses oneDNN within `fastest_library` for operands with the device and
-    dtype of `like`."""
+    """Return whether torch.mm uses oneDNN for operands with the device and dtype of `like`, inside
+    the context `fastest_library(like)`."""
     if not like.is_cpu:
         return False
     if like.dtype is torch.float32:
@@ -54,7 +54,7 @@ def by_onednn(like: Tensor) -> bool:
 
 
 def library_of(like: Tensor) -> str:
-    """Return the name of the library that torch.mm uses within `fastest_library`.
+    """Return the name of the library that torch.mm uses inside the context `fastest_library`.
 
     Args:
         like: tensor with the operands' device and dtype.
@@ -77,8 +77,8 @@ def fastest_library(like: Tensor) -> Iterator[None]:
     The setting applies to all threads until the `with` statement ends.
 
     Args:
-        like: tensor with the operands' device and dtype. The function
-            changes nothing unless the dtype is fp32 and the device is a CPU.
+        like: tensor with the operands' device and dtype. If the dtype is not fp32 or the device is
+            not a CPU, nothing changes.
     """
     if like.dtype is torch.float32 and by_onednn(like):
         with onednn():
@@ -149,8 +149,8 @@ def product(
         b: [K, N] of the same dtype.
         out: [M, N], contiguous. Its dtype may differ from that of the operands.
         add: add to `out` instead of replacing it.
-        scratch: memory for M * N elements of a's dtype, used if `needs_scratch` returns True. If it
-            is None, new memory is allocated.
+        scratch: memory for at least M * N elements of a's dtype, used if `needs_scratch` returns
+            True. If `scratch` is None, new memory is allocated in this case.
     """
     kernel = amx_kernel(a)
     if not (kernel is not None and _dense(a) and _dense(b) and out.is_contiguous()):

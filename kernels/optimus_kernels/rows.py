@@ -1,11 +1,11 @@
-"""Rows of experts: their assignment (route), and the ops between tokens and rows.
+"""Assignment of tokens to the rows of experts (`route`), and the ops `gather` and `reduce_rows`.
 
-There are T tokens, K experts per token, N = T*K slots, E local experts and rows of D elements. Slot
-t*K + k is the k-th expert of token t. `route` sorts rows by expert and then by slot, so the result
-is deterministic. `gather` copies the token of each row: out[r] = x[token[r]], or zeros if token[r]
-is -1. `reduce_rows` adds the rows of each token: out[t] = sum over k of w[t, k] * y[row[t, k]]. The
-terms are added in fp32, in the order of k and without atomics. Without weights, each of these two
-ops is the gradient of the other.
+There are T tokens, K experts per token, N = T*K slots and E local experts. Slot t*K + k is the k-th
+expert of token t. A row has D elements: the input or output of a local expert for one slot.
+`route` sorts rows by expert and then by slot, so the result is deterministic. `gather` copies the
+token of each row: out[r] = x[token[r]], or zeros if token[r] is -1. `reduce_rows` adds the rows of
+each token: out[t] = sum over k of w[t, k] * y[row[t, k]]. The terms are added in fp32, in the order
+of k and without atomics. Without weights, each of these two ops is the gradient of the other.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def way() -> str:
     source = Path(spec.origin).read_text() if spec and spec.origin else ""
     if getattr(torch.version, "xpu", None) and "def SyclExtension" in source:
         return "torch"
-    # Importing IPEX changes torch's operators. find_spec of the submodule would import IPEX.
+    # IPEX must not be imported here, because its import changes torch's operators. find_spec of a
+    # submodule would import IPEX.
     spec = importlib.util.find_spec(IPEX)
     folders = (spec.submodule_search_locations if spec else None) or ()
     has_dpcpp = any((Path(folder) / "xpu" / "cpp_extension.py").exists() for folder in folders)

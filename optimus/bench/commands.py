@@ -33,12 +33,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "--nproc",
         type=int,
         metavar="N",
-        help="instead, start N local ranks and measure time, bytes by axis and pipeline bubble",
+        help="start N local ranks and measure time, payload bytes by mesh axis and pipeline bubble "
+        "instead of comparing with plain torch",
     )
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="instead, measure the time by phase and by module (one process, on a CPU)",
+        help="measure the time by phase and by module instead of comparing with plain torch (one "
+        "process, on a CPU)",
     )
 
 

@@ -1,9 +1,10 @@
 """`optimus bench step --nproc N`: time, traffic and pipeline bubble of an update on several ranks.
 
 Times are those of the slowest rank. Traffic is the payload of the rank with the most bytes. The
-pipeline bubble is measured from the actions of the executor. It is also simulated twice with the
-same schedule: with the mean measured times, and with equal stages whose backward takes twice as
-long as their forward. The latter gives (p-1)/(m*v) for 1F1B.
+pipeline bubble is measured from the actions of the executor. The same schedule is also simulated
+twice: with the measured mean time of each action, and with equal stages whose backward takes twice
+as long as their forward. For 1F1B with p pipeline ranks, m microbatches and v stages per rank, the
+second simulation gives (p-1)/(m*v).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from optimus.train.resolve import divide
 _WARMUP = 2
 
 Traffic = dict[str, dict[str, list[int]]]
-"""For each set of axes and each operation, the number of calls and the bytes of payload."""
+"""traffic[axes][operation] is [number of calls, payload bytes] in one update. `axes` names the mesh
+axes of a process group, such as `dp x ep`."""
 
 
 def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any] | None:
@@ -45,7 +47,8 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         launch: This rank.
 
     Returns:
-        The conditions and the figures on rank 0; None on other ranks.
+        On rank 0, a dict with the conditions and the results, for `format_layout`. None on all
+        other ranks.
 
     Raises:
         RunEnded: A rank raised an OptimusError. Every rank raises it.
@@ -125,9 +128,9 @@ def _total_bytes(traffic: Traffic) -> int:
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
     """Return the ratio of idle time to compute time in a step.
 
-    The duration of a step is measured from the first action of a pipeline rank to its last, without
-    reductions and the update. The slowest pipeline rank counts. The compute time is the mean over
-    pipeline ranks. The idle time is the difference between both.
+    The compute time is the mean over pipeline ranks. The idle time is the duration of the step
+    minus the compute time. The duration is that of the slowest pipeline rank, from its first action
+    to its last, without gradient reductions and the optimizer update.
     """
     others = (Kind.REDUCE_GRAD, Kind.OPT_STEP)
     busy = sum(event.busy_ns for event in events if Kind[event.kind] in COMPUTE)
@@ -143,7 +146,8 @@ def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
 def _bubbles(
     schedule: Schedule, measured: list[float], means: dict[tuple[Kind, int], float]
 ) -> dict[str, float]:
-    """Return bubble_ratio and bubble_fraction, measured and simulated."""
+    """Return bubble ratios (idle time / compute time): measured, of both simulations, and of the
+    formula for 1F1B. Also return the measured bubble fraction (idle time / total time)."""
 
     def cost(action: Action) -> float:
         return means.get((action.kind, action.stage), 0.0) if action.kind in COMPUTE else 0.0

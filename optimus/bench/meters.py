@@ -50,11 +50,11 @@ def clocked(
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield the order in which contestants run, as pairs (round, name).
+    """Yield the order in which to time the programs `names`, as pairs (round, name).
 
-    Each contestant runs once in each round, so that other load on the machine affects all of them.
-    The first contestant of a round changes from round to round. Round 0 is for warm-up; `rounds`
-    rounds follow it.
+    Each program runs once in each round, so that other load on the machine affects all of them. The
+    first program of a round changes from round to round. Round 0 is for warm-up; `rounds` rounds
+    follow it.
     """
     names = list(names)
     for number in range(rounds + 1):
@@ -64,8 +64,8 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return the least, the median and the greatest ratio ours / theirs of a round. A slow
-    contestant may have fewer rounds than the other. Then only the rounds of both count."""
+    """Return the smallest, the median and the largest of the ratios ours[i] / theirs[i], where i is
+    a round. If one list is longer than the other, its last rounds are ignored."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=False))
     return [ratios[0], statistics.median(ratios), ratios[-1]]
 
@@ -73,8 +73,8 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 class PeakGemm:
     """Large matrix product, whose speed is taken as the peak FLOP/s of the device.
 
-    In fp32 on a CPU, both libraries of torch are timed, and the faster counts. oneDNN is left out
-    if it does not compute in fp32, as on CPUs with AMX.
+    In fp32 on a CPU, torch's default library and oneDNN are both timed, and the faster one counts.
+    oneDNN is not timed if it computes fp32 products in bf16, as on CPUs with AMX.
 
     Attributes:
         flops: FLOPs of the product.

@@ -3,9 +3,10 @@
 Phases are the actions of the executor, timed without a profiler. The times of components come from
 one more update under torch's profiler. In forward, an event belongs to the component whose module
 ran it. In backward, it belongs to the component whose forward made the node of the autograd graph.
-The bound of a component is the time of its matrix products at the peak FLOP/s. For components
-without matrix products, it is the time to read and write their data at the bandwidth of a triad.
-Peak and bandwidth are measured in the same run. The measurement needs a CPU and one process.
+The bound of a component is the time of its matrix products at the peak FLOP/s. For a component
+without matrix products, it is the time to read and write its data at the memory bandwidth, which is
+measured with a triad, a = b + 2c. Peak and bandwidth are measured in the same run. The measurement
+needs a CPU and one process.
 """
 
 from __future__ import annotations
@@ -80,9 +81,10 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
         steps: Number of timed updates.
 
     Returns:
-        The conditions, the median seconds of each phase, and `parts`: for each component the
-        seconds in forward, backward and the rest of an update, and the bound, which is None for
-        some components. Recomputation counts as backward.
+        A dict with the conditions of the measurement, `phases` and `parts`. `phases` has the median
+        seconds of each phase. `parts` has an entry for each component: its seconds in forward, in
+        backward (with recomputation) and in the rest of an update, and its bound in seconds, which
+        is None for some components.
 
     Raises:
         ConfigError: The device is not a CPU.
@@ -141,8 +143,8 @@ def _by_phase(events: list[ActionEvent], seconds: float) -> dict[str, float]:
 
 
 def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
-    """Measure the FLOP/s of a large product in the dtype of the run, and the bytes/s of a triad,
-    a = b + 2c."""
+    """Return the measured FLOP/s of a large product in the dtype of the run, and the bytes/s of a
+    triad, a = b + 2c."""
     peak = PeakGemm(platform.dtype_of(config.train.dtype), device)
     flops = peak.flops / min(peak.time(device)[0] for _ in range(5))
     a, b, c = (torch.ones(_TRIAD) for _ in range(3))
@@ -152,8 +154,9 @@ def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:
 
 
 def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> dict[str, float]:
-    """Return the bound of each component in seconds, forward and backward together. For components
-    other than matrix products it assumes a single kernel that reads and writes all data once."""
+    """Return the bound of each component in seconds, for forward and backward together. If a
+    component has no matrix products, its bound assumes one kernel that reads and writes all data
+    once. `peak` is in FLOP/s, `bandwidth` in bytes/s."""
     model, tokens = config.model, plan.tokens
     width = platform.dtype_of(config.train.dtype).itemsize
     dim, slots = model.hidden_size, tokens * model.num_experts_per_tok
@@ -219,7 +222,8 @@ def _close(ranges: list[Any], module: nn.Module, inputs: object, output: object)
 
 
 def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any]]:
-    """Add up the profiler's events by component. The longest component is first."""
+    """Return one row per component with the sums of its events' times. The row with the longest
+    time is first."""
     ordered = sorted(events, key=lambda event: event.time_range.start)
     in_forward = _components_of_nodes(ordered)
     seconds: dict[str, dict[str, float]] = defaultdict(
@@ -237,7 +241,8 @@ def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any
 
 
 def _components_of_nodes(events: Iterable[Any]) -> dict[int, str]:
-    """Return, by sequence number, the component whose forward made a node of the autograd graph."""
+    """Return a dict from the sequence number of each node of the autograd graph to the component
+    whose forward made the node."""
     # If several ops have the same number, the last of them made the node.
     return {
         event.sequence_nr: name

@@ -1,8 +1,8 @@
-"""`optimus bench step`: an update of Optimus against a plain torch loop.
+"""`optimus bench step`: comparison of an update in Optimus with one in a plain torch loop.
 
-Both train copies of one model on the same tokens in this process, in turn, so that other load on
-the machine affects both. The result to quote is the median ratio over all pairs
-of updates.
+Optimus and the plain loop train copies of one model on the same tokens in this process. Their
+updates alternate, so that other load on the machine affects both. The result to quote is the median
+ratio over all pairs of updates.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def make_rank(config: Config, world: World, recorder: Recorder = NO_RECORDER) ->
 class PlainLoop:
     """Training loop in plain torch: losses, backward, clip_grad_norm_ and fused AdamW.
 
-    Microbatches are accumulated in the dtype of the parameters. If the dtype is not fp32, the loop
+    Gradients are accumulated in the dtype of the parameters. If the dtype is not fp32, the loop
     updates fp32 masters from fp32 copies of the gradients, as Optimus does.
     """
 
@@ -106,7 +106,7 @@ class PlainLoop:
         return loss, terms.ce_sum.detach()
 
     def run(self, microbatches: list[Microbatch]) -> float:
-        """Run an update. Return the sum of cross-entropies, divided by the number of targets."""
+        """Run an update. Return the mean cross-entropy of its targets, in nats."""
         self._model.zero_grad()
         total = 0.0
         for microbatch in microbatches:
@@ -138,8 +138,8 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
         steps: Number of timed pairs.
 
     Returns:
-        The conditions, median seconds, and ratios Optimus / plain loop, for wall-clock time and for
-        the CPU time of all threads. If other programs run, the CPU time is more reliable.
+        A dict with the conditions, median seconds, and ratios Optimus / plain loop, for wall-clock
+        time and for the CPU time of all threads. If other programs run, CPU time is more reliable.
     """
     world = start_world(SINGLE, device=config.train.device)
     threads = fix_arithmetic(config.train, world.launch.local_world_size)

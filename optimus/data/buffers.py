@@ -16,8 +16,8 @@ _MAX_FREE = 4  # arrays: one being filled, one waiting, one in use, one that the
 class BufferPool:
     """Pool of arrays of one length and dtype. New arrays reuse the memory of deleted arrays.
 
-    An array counts as deleted when it, its views and its tensors have no references. Any thread may
-    delete the last reference.
+    An array counts as deleted when nothing refers to the array, to its views, or to tensors that
+    share its memory. Any thread may delete the last reference.
     """
 
     def __init__(self, length: int, dtype: type[np.generic]):
@@ -31,8 +31,8 @@ class BufferPool:
             memory = self._free.pop()
         except IndexError:
             memory = np.empty(self._length, self._dtype)
-        # The base of a numpy view is the array that owns the memory, not the array that was viewed.
-        # A memoryview in between makes `buffer` the base of its views, so that they keep it alive.
+        # `buffer` must live as long as its views. A view keeps only its base alive, which is the
+        # array at the end of the chain of views. The memoryview ends this chain at `buffer`.
         buffer = np.frombuffer(memory.data, self._dtype)
         weakref.finalize(buffer, self._free.append, memory).atexit = False
         return buffer

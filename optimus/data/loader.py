@@ -1,5 +1,5 @@
-"""Loader of a rank's microbatches. A thread reads those of the next updates (optimizer steps) in
-advance."""
+"""Loader of a rank's microbatches. A thread reads the microbatches of the next updates (optimizer
+steps) in advance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optimus.data.dataset import InstanceSource
 from optimus.data.documents import document_ids
 from optimus.io import files
 
-_PREFETCH = 2  # groups of updates: one in use and one in reserve hide a slow read
+_PREFETCH = 2  # groups of updates in memory: one in use, and a reserve for slow reads
 _GROUP_BYTES = 1 << 21
 """Maximum size in bytes of the tokens in a group of updates. A group of one update may be larger.
 The loader's thread delivers all updates of a group together, because each delivery wakes the thread

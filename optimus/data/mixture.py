@@ -60,7 +60,7 @@ class MixedDataset:
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop) of the mixture, in the form and with the errors of
+        """Return instances [start, stop) of the mixture. Arguments, result and errors are those of
         `TokenDataset.read`."""
         out = np.empty((stop - start, self.context), np.int64) if out is None else out
         assert len(out) == stop - start, (out.shape, start, stop)

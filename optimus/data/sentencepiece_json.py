@@ -45,8 +45,8 @@ def sentencepiece_as_json(path: Path) -> str:
     `path`.
 
     Raises:
-        DataError: The model is neither BPE nor unigram, or the model and the tokenizer.json encode
-            a test text to different ids.
+        DataError: The model is neither BPE nor unigram, or no tokenizer.json encodes all test texts
+            to the ids of the model.
     """
     reference = SentencePieceTokenizer(path)
     with library_errors(path):
@@ -74,7 +74,10 @@ def _as_json(path: Path, reference: SentencePieceTokenizer) -> str:
         if actual == expected:
             return tokenizer.to_str()
     text = next(p for p, a, b in zip(probes, expected, actual, strict=True) if a != b)
-    raise DataError(f"{path}: a tokenizer.json cannot reproduce the ids of the text {text!r:.60}")
+    raise DataError(
+        f"{path}: a tokenizer.json cannot reproduce the ids of the text {text!r:.60}; use another "
+        "tokenizer"
+    )
 
 
 def has_pieces(data: bytes) -> bool:

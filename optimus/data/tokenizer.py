@@ -37,7 +37,8 @@ class TextTokenizer:
     as `optimus-data`."""
 
     def __init__(self, path: str | os.PathLike, check: bool = True) -> None:
-        """Load the file `path`. Raises DataError if it is not a tokenizer."""
+        """Load the file `path`. With `check`, a child process (fork) tries the file first. Raises
+        DataError if the file is not a tokenizer."""
         self._path, self._tokenizer = path, open_tokenizer(path, check)
 
     def encode(self, text: str) -> list[int]:
@@ -65,7 +66,7 @@ class TextTokenizer:
 
 
 def eos_from_names(file: Path) -> int | None:
-    """Return the id of the end-of-document token of a tokenizer file, or None if it is not clear.
+    """Return the id of a tokenizer's end-of-document token, or None if it cannot be determined.
 
     In a tokenizer.json, it is a special token with a usual name, such as <|endoftext|>, or the only
     special token. In a sentencepiece model, it is the end-of-sentence symbol.
@@ -94,7 +95,8 @@ def add_transformers_files(
 ) -> int | None:
     """Write files with which transformers' `AutoTokenizer` gives the same ids as `file`.
 
-    The files are tokenizer_config.json and, if necessary, a new tokenizer.json.
+    The files are in the folder of `file`: tokenizer_config.json and, if necessary, a new
+    tokenizer.json, which replaces an existing one.
 
     Args:
         file: tokenizer.json or tokenizer.model.

@@ -88,8 +88,8 @@ def evaluate_checkpoint(
     """
     refuse_if(
         batch_size < 1 or instances < 0,
-        f"--batch-size {batch_size} must be at least 1, "
-        f"and --instances {instances} must be at least 0",
+        f"--batch-size {batch_size}, --instances {instances}: --batch-size must be at least 1, and "
+        "--instances at least 0",
     )
     source = store.resolve(checkpoint)
     dataset = TokenDataset(data)
@@ -125,8 +125,8 @@ def evaluate_checkpoint(
 
 @contextlib.contextmanager
 def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropies]:
-    """Return a context in which a progress bar is open on a terminal. Its value calls `compute` and
-    counts the instances."""
+    """Yield a function that calls `compute` and then advances a progress bar by the number of
+    evaluated instances, `instances` in total. The bar is shown only on a terminal."""
     with (
         tqdm(total=instances, unit="instance", disable=None, dynamic_ncols=True) as bar,
         contextlib.ExitStack() as stack,
@@ -166,8 +166,8 @@ def continue_text(
     """
     refuse_if(
         new_tokens < 1 or temperature < 0 or top_k < 0,
-        f"--tokens {new_tokens} must be at least 1; "
-        f"--temperature {temperature} and --top-k {top_k} must be at least 0",
+        f"--tokens {new_tokens}, --temperature {temperature}, --top-k {top_k}: --tokens must be at "
+        "least 1, and --temperature and --top-k at least 0",
     )
     refuse_if(not 0 <= seed < 1 << 63, f"--seed {seed} must be at least 0 and below 2^63")
     source = store.resolve(checkpoint)

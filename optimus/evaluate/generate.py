@@ -93,7 +93,7 @@ def sample_text(
     prompt = torch.from_numpy(dataset.read(0, 1))[0, :_PROMPT_TOKENS].to(device)
     options |= {"stop_tokens": {dataset.eos_id, *stop_tokens}, "context": dataset.context}
     new = generate(model, prompt, new_tokens, **options)
-    # The run has checked the file at its start. A check forks, which is not safe here.
+    # No check: the run checked the file at its start, and a check forks, which is not safe here.
     tokenizer = TextTokenizer(dataset.tokenizer_file, check=False)
     return tokenizer.decode(prompt.tolist() + new.tolist())
 

@@ -25,8 +25,8 @@ class HeldOutLoss:
 
 
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
-"""Function that returns the cross-entropy sum of each microbatch, an fp32 scalar in nats. On a rank
-that computes no loss, it returns []. All ranks of a pipeline must make the same calls."""
+"""Function that returns the cross-entropy sum of each microbatch, an fp32 scalar in nats. All ranks
+of a model replica must make the same calls. One of them gets these sums, the others get []."""
 
 
 def held_out_loss(
@@ -48,7 +48,7 @@ def held_out_loss(
         cross_entropies: Function that computes the cross-entropy sums of microbatches.
         dataset: The instances.
         batch_size: Instances per batch.
-        group: All ranks that take part.
+        group: All ranks that call this function.
         data_rank: Index of this rank among the ranks that read different data.
         num_data_ranks: Number of ranks that read different data.
         max_instances: Number of instances to evaluate; 0: all.

@@ -1,6 +1,7 @@
 """Conversion between Hugging Face's `config.json` and `ModelConfig`.
 
-A field that changes logits or loss is either converted or refused with an error that names it.
+A field that changes logits or loss is either converted, or refused with an error that names the
+field.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def checked_json(value: dict[str, Any]) -> bytes:
-    """Return `value` as indented JSON and append the key `self_xxh3`. The value of this key is the
-    hash of the bytes of all preceding keys and values."""
+    """Return `value` as indented JSON with the additional last key `self_xxh3`. The value of this
+    key is the hash of the bytes of all preceding keys and values."""
     body = json.dumps(value, indent=1).encode()[:-2]  # without the closing "\n}"
     return body + _HASH_HEAD + xxh3_bytes(body).encode() + _HASH_TAIL
 

@@ -45,7 +45,7 @@ below 2^53 and thus exact in fp64."""
 
 class TensorFiles:
     """Tensors in the safetensors files of a directory. If model.safetensors exists, only this file
-    is read. Otherwise, the files that the index names are read.
+    is read. Otherwise, all files listed in model.safetensors.index.json are read.
 
     Files are opened on demand. Methods raise CheckpointError if a file cannot be read.
     """
@@ -70,7 +70,8 @@ class TensorFiles:
         file = self._file(self._file_of[name])
         if name not in file.tensors:
             raise CheckpointError(
-                f"{file.path}: tensor {name} is missing; {INDEX} says that it is here"
+                f"{file.path}: tensor {name} is missing, but {INDEX} names this file for it; use "
+                "files of one model"
             )
         entry = file.tensors[name]
         if entry.dtype not in DTYPES:

@@ -64,7 +64,8 @@ class TensorFile:
             raise
 
     def read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of the file, from byte `start`. Raises CheckpointError."""
+        """Fill `out` with bytes of the file, from byte `start`. Raises CheckpointError if they
+        cannot be read or the file is too short."""
         traffic["bytes"] += len(out)
         files.read_at(self._file.fileno(), start, out, self.path)
 
@@ -136,7 +137,7 @@ def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEn
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """Read the index file of a directory and return the file name of each tensor.
+    """Read the index file of a directory and return a dict from tensor names to file names.
 
     Raises:
         FileNotFoundError: The directory has no index.

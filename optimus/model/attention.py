@@ -73,7 +73,7 @@ def document_lengths(document_ids: Tensor) -> list[int]:
     A document starts where the id changes and at the start of each sequence. The lengths sum to
     B*S.
     """
-    # Ids on the CPU avoid a synchronisation with the device.
+    # If the ids are on the CPU, the host does not wait for the device here.
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     bounds = [*begins.flatten().nonzero().flatten().tolist(), document_ids.numel()]

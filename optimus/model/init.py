@@ -35,8 +35,8 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return the slice that this rank has of the weight of one expert. All experts have the
-        same slice. The first dim of the parameter must be the number of experts."""
+        """Return this rank's slice of the weight of one expert; it is the same for all experts. The
+        parameter must contain the weights of several experts, stacked in its first dim."""
 
 
 def initialise_(model: nn.Module, seed: int) -> None:
@@ -57,8 +57,8 @@ def initial_value(
     deviations.
 
     Args:
-        model: the Transformer of the parameter, of which only shapes are read.
-        name: the parameter.
+        model: the Transformer that has the parameter. Only shapes are read.
+        name: name of the parameter.
         seed: `train.seed`.
         rank_slice: this rank's slice, if the parameter is divided among ranks.
     """

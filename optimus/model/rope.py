@@ -93,9 +93,9 @@ def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, floa
         stretch = scaling.factor * max(seq_len, longest) / longest - (scaling.factor - 1)
         return _plain(theta * stretch ** (dim / (dim - 2)), dim), 1.0
     if scaling.type == "llama3":
-        # Llama 3 divides the low frequencies by `scaling.factor`. Between the limits `low` and
-        # `high`, which count rotations within the original context length, it interpolates them
-        # linearly in the number of rotations.
+        # `turns` counts the rotations of each pair within the original context length. Llama 3
+        # divides the frequencies of pairs with at most `low` turns by `scaling.factor`, keeps those
+        # of pairs with at least `high` turns, and interpolates linearly in between.
         frequencies = _plain(theta, dim)
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -110,7 +110,8 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> tuple[Tensor, float]:
     """Return frequencies and factor with YaRN scaling (arXiv 2309.00071)."""
-    # Pairs up to `low` keep their frequencies, and those from `high` are divided by the factor.
+    # Pairs up to index `low` keep their frequencies. The frequencies of pairs from index `high` are
+    # divided by the factor. In between, they are interpolated.
     low = _pair_turning(scaling.beta_fast or 32, theta, dim, scaling)
     high = _pair_turning(scaling.beta_slow or 1, theta, dim, scaling)
     if scaling.truncate:

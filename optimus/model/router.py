@@ -108,8 +108,8 @@ def layer_losses(
 
     Returns:
         The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
-        layer. The Hugging Face form has a single load-balancing loss of all layers, fp32 [1]. It is
-        multiplied by the number of layers with experts, because the caller divides by this number.
+        layer. With `aux_loss_form = "hf"`, there is one load-balancing loss of all layers, fp32
+        [1], multiplied by the number of layers with experts, because the caller divides by it.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []

@@ -130,8 +130,9 @@ class Transformer(nn.Module):
             The output [B, S, D] of the last layer that ran, and the Routing of each layer with
             experts.
         """
-        # Positions count from the start of the sequence: rotary embedding is relative, so the start
-        # of a document has no effect on its logits, except with dynamic `rope_scaling`.
+        # Positions count from the start of the sequence, even with documents. Rotary embedding
+        # depends only on differences of positions, so the start of a document has no effect on its
+        # logits, except with dynamic `rope_scaling`.
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
@@ -218,8 +219,11 @@ class Transformer(nn.Module):
 
     @property
     def shared_uses(self) -> dict[str, str]:
-        """Names of further uses, with the name of the parameter: with tied embeddings, the weight
-        of the head, which the last pipeline stage uses, is the embedding of the first stage."""
+        """Return a dict from the name of each second use of a parameter to the parameter's name.
+
+        With tied embeddings, the output head on the last pipeline stage uses the weight of the
+        embedding, which is on the first stage. Otherwise, the dict is empty.
+        """
         return {"head.weight": "embed.weight"} if self.config.tie_embeddings else {}
 
     def separate_uses(self) -> None:
