@@ -79,8 +79,8 @@ def process() -> NoReturn:
     # Libraries such as torch.compile start interpreters, which must not import from the working
     # directory: it may belong to another user.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # In a rank of a launcher, the default actions of these signals work even while it waits for
-    # other ranks. A `StopRequest` replaces the handlers later.
+    # Ranks of a launcher keep the default actions of these signals, which work even while a rank
+    # waits for other ranks. A `StopRequest` replaces the handlers later.
     if sys.argv[1:2] == ["train"] and not is_launched():
         exit_on_signals(STOP_SIGNALS, report_early_stop)
     exit_on_signals([signal.SIGINT], report_interrupt)
@@ -167,7 +167,8 @@ class _Stderr:
 
 def _open_standard_streams() -> None:
     """Open each closed standard stream on os.devnull, and wrap standard error in `_Stderr`."""
-    # A file of the run that got a closed stream's descriptor would receive the stream's output.
+    # Otherwise a file of the run could get the descriptor of a closed stream, and then receive the
+    # output of the stream.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -274,7 +275,12 @@ def _add(
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file; configs/run has examples")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that replace those of the file",
+    )
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -452,7 +458,9 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
     )
     parser.add_argument("data", help="a data set written by optimus-data, such as OUT/eval")
-    parser.add_argument("--instances", type=int, default=0, metavar="N", help="instances (0: all)")
+    parser.add_argument(
+        "--instances", type=int, default=0, metavar="N", help="number of instances (0: all)"
+    )
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="instances per forward pass (8)"
     )

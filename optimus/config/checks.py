@@ -229,8 +229,8 @@ def _rope(model: ModelConfig) -> None:
         )
     refuse_if(
         scaling.type == "yarn" and model.rope_theta == 1,
-        "model.rope_theta = 1.0 gives all pairs the same frequency, and "
-        "model.rope_scaling.type = 'yarn' needs different ones; use a larger rope_theta",
+        "model.rope_theta = 1.0 makes all rotary frequencies equal, but "
+        "model.rope_scaling.type = 'yarn' needs different frequencies; use a larger rope_theta",
     )
     refuse_if(
         scaling.type == "dynamic" and model.head_size == 2,
@@ -394,8 +394,8 @@ def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """Return the divisor of `number` nearest to `near`, or 1 if no divisor is within 4,096 of
-    it."""
+    """Return the divisor of `number` that is nearest to `near`; 1 if none differs from `near` by at
+    most 4,096."""
     near = min(near, number)
     # The distance is limited, because the numbers of a faulty configuration can be huge.
     candidates = (d for distance in range(4097) for d in (near - distance, near + distance))

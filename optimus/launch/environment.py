@@ -205,7 +205,7 @@ def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = N
 
     Args:
         environ: Environment variables.
-        world: Number of processes, if the variables contain only a rank.
+        world: World size to use if the variables contain a rank but no world size.
 
     Raises:
         LaunchError: Variables are missing or contradict each other.
@@ -264,7 +264,7 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
 
 
 def _local(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int | None, int | None]:
-    """Return the local rank and the number of ranks on this machine; None for an unknown number."""
+    """Return (local rank, number of ranks on this machine). Each of them is None if unknown."""
     ranks = [name for name in launcher.local_ranks if name in environ]
     worlds = [name for name in launcher.local_worlds if name in environ]
     rank = _integer(environ, ranks[0]) if ranks else None
@@ -374,7 +374,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         return default
     if text is None or not text.isdigit():
         raise LaunchError(
-            f"environment variable {name}={text!r} must be a whole number >= 0",
+            f"environment variable {name}={text!r} must be a whole number >= 0; export one",
             of_rank=name in _OF_RANK,
         )
     return int(text)

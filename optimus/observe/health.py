@@ -1,7 +1,7 @@
 """Warnings about faults that the loss does not show: collapsed experts and gradient-norm spikes.
 
-The rules need no device synchronization and no collective. Their history of updates is empty after
-a resume.
+The checks need no device synchronization and no collective. They compare an update with recent
+updates of the same process, so a resumed run starts without a history.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert with less than this fraction of an equal share of the rows is idle."""
 _MIN_ROWS = 32
-"""Minimum of the mean number of rows per expert. With fewer rows, loads are not judged, because
-they are uneven by chance."""
+"""Loads are judged only if, in each update, the experts of each layer get at least this mean number
+of rows (routed tokens). With fewer rows, loads are uneven by chance."""
 
 _FIRST_PAUSE = 100
-"""Number of updates from a warning to its first repetition. Each repetition doubles it."""
+"""Minimum number of updates from a warning to its first repetition. This pause doubles with each
+repetition."""
 
 
 def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
@@ -85,7 +86,7 @@ class TrainingHealth:
 
     def __init__(self, model: ModelConfig) -> None:
         self._norm = _GradNorm()
-        # With forced uniform routing, rows of experts differ by at most one per microbatch.
+        # With uniform routing, the experts' numbers of rows differ by at most one per microbatch.
         judged = model.sparse_layers and model.router != "uniform"
         self._experts = _ExpertBalance(model) if judged else None
 
@@ -105,7 +106,7 @@ class TrainingHealth:
 
 
 class _Alarm:
-    """Makes the notices of one kind of fault, and limits how often its warning is repeated.
+    """Makes the notices of one kind of fault, and limits how often a warning is repeated.
 
     The first repetition is allowed 100 updates after the warning, the next one 200 updates after
     the first, then 400 and so on.
@@ -214,8 +215,8 @@ class _ExpertBalance:
         return (
             f"experts are unbalanced in {len(bad)} of {len(idle)} MoE layers, most in layer "
             f"{layer}: its fullest expert got {fullest[worst]:.2f} times an equal share of the "
-            f"rows (at most {self._most[worst]:g} is possible), and in the last {_UPDATES} updates "
-            f"{idle[worst]} of {self._model.experts_by_layer[layer]} experts got less than "
+            f"tokens (at most {self._most[worst]:g} is possible), and in the last {_UPDATES} "
+            f"updates {idle[worst]} of {self._model.experts_by_layer[layer]} experts got less than "
             f"{_IDLE:.0%} of an equal share; lower optim.lr, or raise optim.warmup_steps, "
             "model.aux_loss_coef or model.embedding_init_std"
         )

@@ -74,8 +74,8 @@ def dry_run(
 
     print_start(config, plan, ranks_per_node)
     logging.getLogger(__name__).info(
-        "dry run: %s checks passed, and no file was created",
-        "all" if check_data and check_run_dir else "the other",
+        "dry run: all checks%s passed, and no file was created",
+        "" if check_data and check_run_dir else " except the skipped ones",
     )
 
 
@@ -117,15 +117,16 @@ def ranks_to_start(nproc: int | None, started: int) -> int:
 
 
 class StartUp:
-    """Stopwatch for the phases from a command to the end of its first update, on one rank."""
+    """Stopwatch for the phases from the start of a command to the end of the first update, on one
+    rank."""
 
     def __init__(self, process_start: float | None = None) -> None:
         """Start the stopwatch.
 
         Args:
             process_start: Value of `time.monotonic` at the start of this process. The phase
-                `imports` lasts from then until now. With `--nproc`, a phase `launch` precedes
-                `imports`; it begins at the start of the command. If `process_start` is None, the
+                `imports` lasts from then until now. With `--nproc`, the phase `launch` lasts from
+                the start of the command to `process_start`. If `process_start` is None, the
                 stopwatch starts now and has neither phase.
         """
         self._phases: list[tuple[str, float]] = []
