@@ -22,8 +22,7 @@ from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _PLANNED_SECTIONS = ("resilience",)
-"""Names of sections that later versions will have. The error for such a section says that this
-version does not have it."""
+"""Names of sections that only later versions will have. The error for such a section says so."""
 _MAX_FILES = 50
 """Maximum number of files of a configuration, including all `base` files."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100

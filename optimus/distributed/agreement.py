@@ -111,7 +111,7 @@ def end_alone(error: OptimusError, phase: Phase = "launch") -> RunEnded:
 
 
 def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
-    """Return the RunEnded of a rank whose store does not answer or cannot be reached.
+    """Return the RunEnded of a rank that cannot reach the store or gets no answer from it.
 
     If `outcome` is a cause, such as a data error, this rank prints it. If `outcome` is the loss of
     a peer, only some ranks print it, but at least one rank of each machine does.
@@ -197,8 +197,9 @@ class Agreement:
         """Publish this rank's `outcome`; return the RunEnded on which all ranks agree."""
 
         def ask() -> RunEnded:
-            # A loss is published even after the decision. It does not change the decision, but sets
-            # `is_shared` to False on later ranks, because a rank may wait for another rank.
+            # The loss of a peer is published even after the decision. It does not change the
+            # decision, but makes `is_shared` False on the ranks that read the decision later, since
+            # a rank may still wait for another rank.
             if outcome.kind is OutcomeKind.LOST_PEER or not self._has(_DECISION):
                 self._publish(outcome)
             return self._decided(self._wait_for_all("end", _OTHERS_S))
@@ -206,8 +207,8 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Publish an Outcome, so that the ranks that fail as a consequence can adopt it. Return
-        without waiting for the decision."""
+        """Publish an Outcome and return without waiting for the decision. Ranks that fail as a
+        consequence can then adopt this Outcome."""
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:

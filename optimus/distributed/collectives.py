@@ -118,8 +118,7 @@ _PEER_IS_GONE = re.compile(
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return the reason for the loss of another rank if `error` shows such a loss, else an empty
-    string."""
+    """Return the reason why another rank is lost if `error` shows that one is lost, else ""."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -243,8 +242,8 @@ def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
 def all_gather(
     out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool = False
 ) -> Transfer:
-    """Fill `out` [group.size * n, ...] with every rank's `shard` [n, ...], in rank order. As for
-    `all_reduce_sum`, `async_op` does not wait."""
+    """Fill `out` [group.size * n, ...] with every rank's `shard` [n, ...], in rank order. With
+    `async_op`, return before `out` is complete, as `all_reduce_sum` does."""
     work = None
     if group.size > 1:
         _record("all_gather", group, out, shard)
@@ -263,7 +262,8 @@ def _gather_into(
 
 @_collective
 def all_to_all(out: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
-    """Send slice r of `sent` to rank r of the group, and receive slice r of `out` from it.
+    """Send slice r of `sent` to rank r of the group, and fill slice r of `out` with data from rank
+    r, for all ranks r.
 
     Both tensors are 1-D and consist of `group.size` slices of equal length.
     """
@@ -302,7 +302,8 @@ def reduce_scatter_sum(
     out: torch.Tensor, whole: torch.Tensor, group: Group, async_op: bool = False
 ) -> Transfer:
     """Sum `whole` [group.size * n, ...] over the ranks of the group. Fill `out` [n, ...] with this
-    rank's shard of the sum. As for `all_reduce_sum`, `async_op` does not wait."""
+    rank's shard of the sum. With `async_op`, return before `out` is complete, as `all_reduce_sum`
+    does."""
     work = None
     if group.size > 1:
         _record("reduce_scatter", group, whole)
@@ -332,7 +333,8 @@ def ranks_of(group: Group) -> list[int]:
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Return, on every rank, the `data` of the group's first rank. Ignore other ranks' `data`."""
+    """Return the `data` of the group's first rank on every rank. The `data` of other ranks is not
+    used."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -350,8 +352,8 @@ def broadcast_bytes(data: bytes, group: Group) -> bytes:
 def gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Return every rank's `data` in rank order on the group's first rank, and [] on other ranks.
 
-    Each rank's `data` is padded to the length of the longest. Similar lengths therefore save
-    traffic.
+    The `data` of all ranks is padded to the greatest length before it is sent. If only one rank's
+    `data` is long, most of the traffic is padding.
     """
     if group.size == 1:
         return [data]

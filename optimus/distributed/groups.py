@@ -70,8 +70,8 @@ class Groups:
         return self.everyone.recorder
 
     def over(self, *axes: str) -> Group:
-        """Return this rank's group along `axes`, given in the order of `AXES`, or for the key ENDS.
-        Without axes, return the group of this rank alone."""
+        """Return this rank's group along `axes`, which are in the order of `AXES`. `over(*ENDS)`
+        returns the group of the end stages, and `over()` the group of this rank alone."""
         return self.along[axes] if axes else ALONE
 
     @property
@@ -81,8 +81,8 @@ class Groups:
 
     @property
     def counts(self) -> bool:
-        """True if the losses of this rank are counted. Of several ranks with the same data, only
-        the first counts."""
+        """True if the losses of this rank are added to the sum over all ranks. Of several ranks
+        with the same data, only the first adds its losses."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 

@@ -26,7 +26,7 @@ _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
-"""Axes of each group of a run except ENDS, in the order in which the groups are made."""
+"""Axes of each group that a run makes, except ENDS, in the order in which it makes them."""
 
 if TYPE_CHECKING:  # a type checker cannot read the fields from AXES
 
@@ -105,7 +105,7 @@ class Mesh(_Sizes):
 
     def groups_of(self, rank: int) -> dict[Axes, tuple[int, ...]]:
         """Return the global ranks of each group of `rank`. The key of a group is the tuple of its
-        axes, or ENDS."""
+        axes, or ENDS. A rank of a middle stage is alone in the group ENDS."""
         column = self.group_of(rank, ("pp",))
         ends = tuple(dict.fromkeys((column[0], column[-1])))
         groups = {axes: self.group_of(rank, axes) for axes in _GROUPS}

@@ -69,8 +69,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Return the addresses of the host in `where`, with loopback addresses last. Return an empty
-    list if the name server does not answer."""
+    """Return the (family, address) pairs of the host in `where`, with loopback addresses last.
+    Return [] if the name server does not answer."""
     try:
         entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:

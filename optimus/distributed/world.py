@@ -174,8 +174,8 @@ def _close_connections() -> None:
         with contextlib.suppress(RuntimeError):
             end_world()
 
-    # At the end of the process, the store would close at the same time as the connections. The wait
-    # is limited, because an operation may be in progress.
+    # Without this call, the connections would close at the end of the process, together with the
+    # store. The wait is limited, because an operation in progress can delay the close.
     thread = threading.Thread(target=close, daemon=True)
     thread.start()
     thread.join(_CLOSE_S)
@@ -214,7 +214,8 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Return a context that redirects standard output to standard error."""
+    """Return a context in which text that libraries print to standard output goes to standard
+    error."""
     if sys.stdout is None or sys.stderr is None:  # closed: descriptors 1 and 2 may be any files
         yield
         return

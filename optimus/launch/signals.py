@@ -42,7 +42,7 @@ def report_interrupt(number: int = signal.SIGINT) -> int:
 
 
 def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> None:
-    """Install handlers that end this process. Only signals whose handler is the default change.
+    """Install a handler that ends this process, for each signal that has its default handler.
 
     Args:
         numbers: The signals.
@@ -62,7 +62,7 @@ def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> Non
 @contextlib.contextmanager
 def raising_keyboard_interrupt() -> Iterator[None]:
     """Return a context in which Ctrl-C raises KeyboardInterrupt, for work that then removes its
-    incomplete files. If Ctrl-C is ignored (nohup), it is still ignored."""
+    incomplete files. If Ctrl-C was ignored before (nohup), it stays ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -28,13 +28,14 @@ _POLL_S = 0.05
 _GRACE_S = 5.0
 """Seconds from the failure of a rank until the other ranks are killed."""
 _STOP_GRACE_S = 60.0
-"""Seconds from the end of the first rank of a stopped run until the other ranks, which may still
-close files, are killed."""
+"""Seconds for which the other ranks of a stopped run may still close files after the first rank
+has ended. Then they are killed."""
 _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Causes that end a run, in order of precedence. If ranks end with different causes, the first of
-these causes gives the exit status of the run. The loss of a peer has the lowest precedence."""
+"""Kinds of Outcomes in order of precedence. The first kind with which a rank has ended gives the
+exit status of the run. If there is none, but the status of a rank is not 0, the run has the status
+of a lost peer."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int) -> int:

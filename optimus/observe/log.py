@@ -1,7 +1,7 @@
 """Output of a process on standard error: the log, and the progress of a run.
 
 The loggers `optimus.*` write lines. Progress is a bar on a terminal and lines elsewhere. Only
-the commands call `set_up_logging`. A program that imports Optimus configures logging itself.
+the commands call `set_up_logging`. Another program that imports Optimus must configure logging.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class Progress(Recorder):
 
 
 def indented(text: str) -> str:
-    """Indent each line of `text`. Escape control characters, so that no terminal obeys them."""
+    """Return `text` with each line indented and with control characters escaped, so that no
+    terminal executes them."""
     return "\n".join("    " + printable(line) for line in text.split("\n"))
 
 

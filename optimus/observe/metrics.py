@@ -164,7 +164,8 @@ class JsonLines:
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append the lines that the copy lacks. If the write fails, keep them in memory."""
+        """Append the lines that the copy lacks to the copy. If the write fails, keep these lines in
+        memory."""
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
@@ -289,7 +290,8 @@ def _up_to(step: int, lines: Iterable[bytes]) -> dict[tuple[int, str], bytes]:
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return a copy of `lines`. For each line in `kept`, one equal line is left out."""
+    """Return `lines` without the lines in `kept`. Of several equal lines, each line in `kept`
+    removes one."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:
@@ -320,7 +322,8 @@ def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _key(line: bytes) -> tuple[int, str] | None:
-    """Return the step and the source of a line, or None if the line cannot be parsed."""
+    """Return (step, source) of a line; None if the line cannot be parsed. The source of a line of
+    metrics.jsonl is ""."""
     try:
         record = json.loads(line)
         step, source = record["step"], record.get("source", "")  # metrics.jsonl has no sources
@@ -380,8 +383,8 @@ class TensorBoard(Recorder):
     def _write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._writer is None or not scalars:
             return
-        # One event for all scalars: add_scalar would take 80 us for each, and the expert loads of a
-        # model of 48 layers are 144 scalars.
+        # Write one event for all scalars: add_scalar takes 80 us per scalar, and the expert loads
+        # of a model with 48 layers are 144 scalars.
         values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
         events = self._writer.file_writer
         assert events is not None, "SummaryWriter opens it"

@@ -20,7 +20,8 @@ _Figure = Annotated[float, Field(ge=0, lt=1e300)]
 
 
 def _check_size(value: float) -> float:
-    """Return the value if it is NaN or at most 1e300, so that the summary and the plot show NaN."""
+    """Return the value; raise ValueError if its magnitude is above 1e300. NaN is accepted, so that
+    the summary and the plot show it."""
     if abs(value) > 1e300:
         raise ValueError("the value is too large for the plot")
     return value
@@ -30,7 +31,8 @@ _Loss = Annotated[float, AfterValidator(_check_size)]
 
 
 class _Line(BaseModel):
-    """Fields of a line that the report uses. A line of another type or range is invalid."""
+    """Fields of a line that the report uses. A line is invalid if a field has another type or
+    range."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

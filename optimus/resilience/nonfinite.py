@@ -95,7 +95,8 @@ class ForwardWatch:
         self._running.pop()
 
     def look(self, value: object) -> None:
-        """Check a module's output, or this rank's contribution to a collective."""
+        """Check `value`, a module's output or this rank's input to a collective. Set `module` and
+        `when` at the first non-finite value that a module has computed from finite inputs."""
         self._events += 1
         if self.module or _all_finite(value):
             return
@@ -363,8 +364,8 @@ class Watch:
         )
 
     def _findings(self, microbatches: list[Microbatch], is_nonfinite: bool) -> list[Finding]:
-        """Search for the cause on all ranks. Return the findings of all ranks, the nearest to the
-        cause first."""
+        """Search for the cause on all ranks. Return the findings of all ranks; the first one is
+        nearest to the cause. A collective of all ranks."""
         everyone = self._groups.everyone
         finding = self._find_in_forward(microbatches)
         findings = all_gather_objects(finding, everyone, Finding | None)

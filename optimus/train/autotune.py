@@ -2,8 +2,8 @@
 backend, the grouped GEMM and the expert dispatch.
 
 The grouped GEMM has two implementations, called forms: "torch" is torch's op, "loop" is a loop over
-experts. Backends and forms add numbers in different orders. All ranks must therefore make the same
-choices, or the run fails at its start.
+experts. Backends and forms add numbers in different orders, so their results differ in the last
+bits. A run therefore fails at its start if the choices of its ranks differ.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
     """Choose the kernel backend and the implementation of the grouped GEMM, and install them.
 
-    A collective of all ranks, with the same choices on every rank. A model without experts needs no
-    choice unless a rank selects a backend by name.
+    A collective of all ranks, with the same choices on every rank. For a model without experts, the
+    settings are returned unchanged and nothing is installed, unless a rank selects a backend by
+    name.
 
     Args:
         config: The run's configuration.
@@ -281,8 +282,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
-    """Return the reason why `form` does not support the model with the dtype and device of `like`,
-    or ""."""
+    """Return "" if `form` supports the model with the dtype and device of `like`. Otherwise return
+    the reason why not."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))

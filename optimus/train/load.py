@@ -79,7 +79,8 @@ def load_start(
 def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
-    """Return a copy of `plan` that starts from a checkpoint outside `damaged`. A collective."""
+    """Return a copy of `plan` that starts from a checkpoint that is not in `damaged`. A collective
+    of all ranks. Raises CheckpointError if there is none."""
     start, refused = ResolvedStart(plan.start, plan.changes), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -214,7 +215,8 @@ def _nonfinite(batch: Sequence[ParamSlice], flat: Tensor, origin: object) -> Che
 
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
-    """Raise the error `problem` of rank 0 on all ranks; do nothing if it is None. A collective."""
+    """Raise rank 0's error `problem` on all ranks. Do nothing if rank 0 has no error. A collective
+    of all ranks."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

@@ -196,8 +196,9 @@ class Run:
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
         self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
-        # A start from weights needs initial values, too: with NaN, the router would send all tokens
-        # to the same experts, and the dispatchers would be timed with these loads.
+        # A start from weights alone needs initial values, too, because the dispatchers are timed
+        # before the weights are loaded. With NaN, the router would send all tokens to the same
+        # experts, which is not the load to measure.
         self.states = self.rank_model.make_states(initial=plan.start.full is None)
         dispatch = autotune_dispatch(config, self.groups, self.model, self.states, plan.start.full)
         config = MeasuredChoices(kernels, dispatch.name).record_in(config)

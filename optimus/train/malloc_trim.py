@@ -1,7 +1,8 @@
 """Return free memory of glibc's fragmented heap to the operating system, with malloc_trim.
 
-oneDNN allocates small, long-lived blocks between the tensors of an update. They fragment the heap,
-so it grows during a run. docs/benchmarks/step.md gives the memory with and without this module.
+oneDNN allocates small, long-lived blocks between the tensors of an update. These blocks fragment
+the heap, so the heap grows during a run. docs/benchmarks/step.md gives the memory with and without
+this module.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that must not change when a run resumes. The same holds for all settings in `[model]`.
-However, the configuration can allow changes of the settings in CHANGEABLE. `train.batch_tokens` is
-the actual number of tokens per update."""
+"""Settings that, like all settings in `[model]`, must not change when a run resumes. Those in
+CHANGEABLE may change if `checkpoint.allow_change` names them. `train.batch_tokens` is the actual
+number of tokens per update."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
 """Settings that, together with the step, determine the instances that an update reads."""
@@ -74,8 +74,8 @@ class RunData(NamedTuple):
     """Content of the tokenizer file of the training data. Every checkpoint contains a copy."""
 
     def check_shards(self) -> None:
-        """Check that all shards exist and have the right sizes. A single rank of a run calls it,
-        since data sets may have many thousands of shards. Raises DataError."""
+        """Check that all shards exist and have the right sizes. Raises DataError. Only one rank of
+        a run makes this check, since data sets may have many thousands of shards."""
         for source in (self.training, self.held_out):
             for dataset in getattr(source, "sources", (source,)):
                 if isinstance(dataset, TokenDataset):
@@ -284,7 +284,8 @@ def flat_settings(
 def network_warnings(
     model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
 ) -> list[str]:
-    """Return a warning for each of the axes tp and ep whose groups span several nodes."""
+    """Return the warnings about tp and ep: one for each of these axes whose groups span several
+    nodes."""
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
@@ -347,8 +348,9 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return log text about a run that resumes with other data or another batch size. The text
-    names the instances that the run skips or reads again."""
+    """Return text for a log line that names the instances which a run skips or reads again because
+    it resumes with other data or another batch size. The text is "" if the checkpoint does not
+    record its data, batch size and sequence length."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -428,7 +430,8 @@ def _training_data(data: DataConfig, opener: _Opener) -> InstanceSource:
 
 
 def _check_trainable(key: str, dataset: TokenDataset) -> None:
-    """Raise DataError if `dataset`, the value of setting `key`, is a held-out part."""
+    """Raise DataError if `dataset`, the value of setting `key`, is the held-out part of a data
+    set."""
     if dataset.split == SPLITS[1]:
         parent = dataset.path.resolve().parent
         has_data = (parent / "manifest.json").is_file()
@@ -451,7 +454,8 @@ def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
 
 
 def _evaluation_path(path: str) -> str:
-    """Return the path of the held-out part of a data set, or "" if it has no held-out instance."""
+    """Return the path of the held-out part of the data set at `path`; "" if there is no held-out
+    instance. Raises DataError if the held-out part does not belong to the data set."""
     held_out = Path(path) / "eval"
     if not (held_out / "manifest.json").is_file():
         return ""

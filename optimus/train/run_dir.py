@@ -44,8 +44,8 @@ def check_not_in_use(path: Path) -> None:
 
 
 def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
-    """Lock `file` until it is closed. If another process has the lock, close `file` and raise
-    ConfigError."""
+    """Lock `file`, the lock file of `run_dir`, until it is closed. `kind` is LOCK_SH or LOCK_EX of
+    fcntl. If another process has the lock, close `file` and raise ConfigError."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:
@@ -91,7 +91,7 @@ class RunDirectory:
         prepare_directory(self.path, plan.start)
         expected = {name: _expected_steps(plan, name, self.path) for name in ("metrics", "eval")}
         self.metrics = MetricsFiles(self.path, step, expected)
-        # This also makes the names of the new metrics files durable: it syncs their directory.
+        # This write syncs the directory, so the names of the new metrics files are durable, too.
         files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._progress = Progress(step, last_step, config.observe.log_interval)
         sinks = [self.metrics, LogRecorder(), self._progress]

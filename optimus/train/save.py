@@ -32,8 +32,9 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Number of saves below which free disk space is low. While some directory cannot be removed and
-space is low, `Saves` repeats its warning each time that there is space for fewer saves."""
+"""Free disk space is low if it suffices for fewer saves than this number. Then `Saves` repeats the
+warning about directories that cannot be removed, each time that the space suffices for fewer saves
+than at the last warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
@@ -119,8 +120,8 @@ class Saves:
         self._config, self._world, self._plan, self._states = config, world, plan, states
         self._settings = flat_settings(config, plan.batch, plan.data.training)
         self._loss_scale = loss_scale
-        # Leave out the shards: they refer to fp32 copies of frozen parameters and would keep them
-        # in memory.
+        # Leave out the shards: they refer to fp32 copies of frozen parameters, which would then
+        # stay in memory.
         self._rank_states = replace(rank_states, shards=())
         self._removing = threading.Lock()
         self._unremovable: dict[Path, str] = {}
@@ -129,8 +130,8 @@ class Saves:
         self._sync_logs, self._last_step, self._end_failed = sync_logs, 0, ""
         self._newest = plan.start.path.name if plan.start.path is not None else "none"
         settings = config.checkpoint
-        # begin_s limits the time in which the first rank checks the disk, up to twice a step, while
-        # the other ranks wait in a collective.
+        # The first rank checks the disk for at most begin_s, up to twice a step. Meanwhile the
+        # other ranks wait in a collective.
         begin_s = min(BEGIN_S, settings.timeout_s, config.parallel.timeout_s / 4)
         limits: dict[str, Any] = {"limit_s": settings.timeout_s, "begin_s": begin_s}
         limits["staged"], scatter = settings.async_save, settings.scatter
@@ -203,7 +204,7 @@ class Saves:
     def end(self) -> None:
         """Wait for the saves in progress to end and log their failures.
 
-        A collective of all ranks. After an error, call it only if every rank raises that error.
+        A collective of all ranks. After an error, call this only if every rank raises that error.
         """
         for pending in (self._fulls, self._models):
             if (outcome := pending.poll(wait=True)) and outcome.failure:
@@ -218,8 +219,9 @@ class Saves:
     def _begin(
         self, pending: _PendingSave, step: int, reserve: Callable[[], int] = lambda: 0
     ) -> None:
-        """Start a save. `reserve` returns the number of bytes that the full save of the same step
-        still has to write; the disk must have space for these, too."""
+        """Wait for the previous save of this kind and start a new one. `reserve` returns the number
+        of bytes that the full save of the same step has not written yet. The disk must have space
+        for these bytes, too."""
         assert pending.saver is not None, "model-only saves need checkpoint.model_interval"
         if (before := pending.save) is not None:
             start = time.monotonic()

@@ -26,11 +26,11 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Return a log line if the configuration and the checkpoint's settings give an update from
-    `step` on different learning rates, else "".
+    """Return a log line if the configuration changes the learning rate of an update from `step` on,
+    compared with the checkpoint's settings, else "".
 
-    The line has both rates and the settings with which the run keeps the checkpoint's rate. Updates
-    that only one of the two schedules has are not compared, except `step`.
+    The line has both rates and the settings that keep the checkpoint's rate. Updates after the
+    smaller of the two values of `train.max_steps` are not compared, except `step`.
 
     Args:
         step: Number of the next update, from 1.
@@ -41,8 +41,8 @@ def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[s
     keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
     kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
     before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)
-    # Schedules are smooth between these updates, so two that differ do so at one of them. Where a
-    # schedule bends, they may differ in digits that the line does not show.
+    # Both schedules are smooth between these updates, so two schedules that differ do so at one of
+    # them. Close to a bend, the difference may be too small for the digits of the line.
     bends = [warm + after for warm in (before.warmup_steps, optim.warmup_steps) for after in (0, 1)]
     ends = [before.decay_steps or steps_before, optim.decay_steps or max_steps]
     last = min(steps_before, max_steps)

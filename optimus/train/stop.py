@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE = -1
 _PRIORITY = (0, _DEADLINE, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-"""Reasons to stop, in ascending order of priority; 0 is no reason. All ranks report the reason with
-the highest priority."""
+"""Reasons to stop, in ascending order of priority; 0 is no reason. If ranks have different reasons,
+all ranks report the one with the highest priority."""
 
 
 class StopRequest:
@@ -47,7 +47,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: object) -> None:
         # The spawner sends the signal that it received, then SIGTERM. The handler of SIGTERM may
-        # interrupt the first signal's handler and set the reason; the first signal replaces it.
+        # interrupt the first signal's handler and set the reason to SIGTERM. The handler of the
+        # first signal then replaces this reason.
         is_first = self._reason in (0, signal.SIGTERM) and self._reason != number
         if is_first:
             self._reason = number

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
-    """Log the plan of a run, warnings, its start, and the settings that differ from the
-    checkpoint's."""
+    """Log the plan of a run, its warnings, the step and checkpoint from which it starts, and the
+    settings that differ from the checkpoint's."""
     _log("this run", plan_facts(config, plan))
     warnings = network_warnings(config.model, config.train, plan.mesh, ranks_per_node)
     repeats = _repeats(config.data.mix, config.train.max_steps, plan)
@@ -180,8 +180,8 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return the text ": PATH" with the path of a data set, for the end of a line in the plan;
-    "" for a mixture."""
+    """Return text for the end of a line in the plan: ": PATH", with the path of the data set. The
+    text is "" for a mixture."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 

@@ -106,8 +106,8 @@ class Updater:
         return self._result(step, terms, lr, scale)
 
     def _opt_step(self, step: int, microbatches: list[Microbatch], lr: float) -> None:
-        """Update the weights, unless an overflow in fp16 skips the update: the OPT_STEP action of
-        the pipeline schedule."""
+        """Execute OPT_STEP, the last action of the pipeline schedule: update the weights, or skip
+        the update after an overflow in fp16."""
         scaling = self._loss_scale
         overflow = self._watch.any_rank_is_nonfinite()
         if overflow and not scaling.can_fall:
