@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.test_imports import ALL, ALLOWED, COMMON, ENTRY_POINTS
 
 SHARED = {**dict.fromkeys(COMMON.split(), "common"), **dict.fromkeys(ENTRY_POINTS, "entry")}
-"""Nodes of the packages that share a node. Any other package has the node of its name."""
+"""Node of each package that shares a node. Any other package is a node with the package's name."""
 NAMES_PER_LINE = 5
 
 

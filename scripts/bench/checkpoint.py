@@ -13,9 +13,9 @@ of one file system. Before a load, the files are removed from the page cache.
 `dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. Both receive few flat
 tensors, so that they need not manage many small ones.
 
-Two more comparisons: `verify` is `optimus checkpoint verify` in one process, against reading and
-hashing the raw files. `stall` is the time that training waits for with `checkpoint.async_save`,
-against a copy of the same memory.
+Two more comparisons: `verify` compares `optimus checkpoint verify` in one process with reading and
+hashing the raw files. `stall` compares the time for which an asynchronous save stops training
+with the time to copy the states in memory.
 """
 
 from __future__ import annotations

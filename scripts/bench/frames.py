@@ -5,8 +5,8 @@
 
 A file of Optimus counts if a thread of the first rank calls one of its functions. Three operations
 run on two local ranks with a small model: an update with ep = 2, a save of a full checkpoint, and
-a load of it. The fourth is `optimus-data tokenize` with one document, in one process. The frames
-are the functions of Optimus on the stack of a reduce-scatter in backward.
+a load of this checkpoint. The fourth is `optimus-data tokenize` with one document, in one process.
+The frames are the functions of Optimus on the stack of a reduce-scatter in backward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _TEXT = "A document of a few words, which the tokenizer divides into tokens.\n"
 
 @contextlib.contextmanager
 def entered_files() -> Iterator[set[str]]:
-    """Return a context that yields a set of the files of Optimus that run functions in it."""
+    """Return a context that yields a set. Each file of Optimus whose functions are called in the
+    context is added to the set."""
     files: set[str] = set()
 
     def enter(frame: FrameType, event: str, argument: Any) -> None:
@@ -61,8 +62,8 @@ def entered_files() -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def reduce_scatter_frames() -> Iterator[list[list[str]]]:
-    """Return a context that yields a list. Each reduce-scatter in a backward adds an element to it:
-    the functions of Optimus on the stack between torch's autograd and torch's reduce-scatter."""
+    """Return a context that yields a list. Each reduce-scatter in a backward appends the functions
+    of Optimus on the stack between torch's autograd and torch's reduce-scatter, outermost first."""
     stacks: list[list[str]] = []
     name = "reduce_scatter_single"
     if not hasattr(distributed, name):
@@ -92,7 +93,7 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
 
     Returns:
         `files`: The files that each operation uses. `reduce-scatter`: The functions of Optimus from
-        backward to a reduce-scatter, for the one with the most functions.
+        backward to a reduce-scatter; of all reduce-scatters, the longest list.
     """
     rank = make_rank(common.mula_config(64, world.size, ep=2, sharding="epso"), world)
     updater, microbatches = rank.updater(), rank.microbatches()

@@ -49,7 +49,7 @@ LONG = {
     "checkpoint__model_interval": 5,
     "checkpoint__keep_models": 2,
 }
-"""Settings of the runs with random kills: 20 full checkpoints, 8 models."""
+"""Settings of the runs with random kills: 20 full and 8 model-only checkpoints."""
 
 
 def sum_up(records: Sequence[dict[str, Any]], unit: str) -> int:

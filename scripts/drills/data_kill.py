@@ -3,10 +3,11 @@
 
     python scripts/drills/data_kill.py --kills 100 [--workers 2] [--world 1] [--seed 0]
 
-The drill prepares a corpus without kills, and then with SIGKILL at random moments of the command,
-of one worker, or of all processes. When a run ends without a kill, its output is compared and
-another output is started. Exit status 0: all outputs were byte-identical, no file with a final name
-had other content at any time, and the number of kills was reached.
+The drill prepares a corpus without kills. Then it prepares the corpus again and again, and kills
+the command, one worker, or all processes by SIGKILL at random moments. When a run ends without a
+kill, its output is compared, and the next output is started. Exit status 0: all outputs were
+byte-identical, no file with a final name had other content at any time, and the number of kills was
+reached.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]:
-    """Return the names of files with other content.
+    """Return the names of the files in `out` whose content is not the expected content.
 
     Args:
-        out: The output.
-        expected: The content of all files, by name.
+        out: Directory of the output.
+        expected: The expected content of all files, by name.
         whole: If true, also return the names of files that the output lacks.
     """
     files = tree(out) if out.exists() else {}

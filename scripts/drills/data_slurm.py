@@ -58,7 +58,8 @@ class Drill:
         return jobs.submitted(str(JOB_SCRIPT), *how, "--time", "10", "--", *self.arguments(out))
 
     def half_way(self, out: Path, job: str) -> bool:
-        """Wait until a third of the text is tokenized. Return False if the job ended before."""
+        """Wait until a third of the text is tokenized. Return False if the job has already
+        ended."""
         units = sum(name.startswith("tokens/unit-") for name in self.expected) // 2
 
         def some() -> bool:
@@ -69,8 +70,9 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """Submit a job of two nodes, and call `how` when it is half-way. If it ends before, submit
-        another one, `tries` in all. Return the disturbed job."""
+        """Submit a job of two nodes, and call `how` with its number when a third of the text is
+        tokenized. If the job ends earlier, submit another; in all, submit at most `tries` jobs.
+        Return the number of the disturbed job."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
             if self.half_way(out, job):

@@ -6,7 +6,7 @@
 
 tests/kit/faults/judge.py draws the cases: seed, number and --only determine a case. Findings are
 appended to --out with seed and number; `--case K` repeats one case and prints its output. The table
-at the end has the number of outcomes of each format. Exit status 0: no finding.
+at the end shows how often each format had each outcome. Exit status 0: no finding.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ checkpoint.scatter.
 Ranks are simulated one after the other; shard files, index, plans and reads are real. All elements
 of the master and both moments are compared. `--all`: all pairs of layouts; `--row`: all pairs with
 this layout; `--sample`: N random pairs in addition. Results are appended to --out; the same command
-continues after the last result. Exit status 0: all compared pairs hold; 2: no pair was selected.
+continues after the last result. Exit status 0: all loaded bits equal the saved bits; 2: no pair was
+selected.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
 
 
 class Saver:
-    """Saves a checkpoint under a layout. Consecutive calls with one layout save it once."""
+    """Saves a checkpoint under a layout. Of consecutive calls with the same layout, only the first
+    one saves."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch

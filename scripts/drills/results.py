@@ -1,4 +1,4 @@
-"""Results of a drill in a file. The same command continues after the last result in it."""
+"""File with the results of a drill. If the drill runs again, it continues after the last result."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     python scripts/drills/same_bits.py [--against COMMIT] [--only TEXT] [--work DIR]
 
 Both versions run on this machine, since bits depend on the processor. Each prepares a data set from
-the documentation of the other commit, trains eight layouts for 8 steps, with a stop and a resume
-after step 5, and generates text from the result. The drill compares the files of the data sets, the
-lines of metrics.jsonl and eval.jsonl without times, all parameters and optimizer states of the last
+the documentation of COMMIT, trains eight layouts for 8 steps, with a stop and a resume after step
+5, and generates text from the result. The drill compares the files of the data sets, the lines of
+metrics.jsonl and eval.jsonl without times, all parameters and optimizer states of the last
 checkpoint, and the generated text. A refactoring changes none of them. Exit status 0: all are
 equal.
 """

@@ -83,14 +83,15 @@ def run_cases(
 
     Args:
         parser: The parser of the command line; it gets the option --cases.
-        cases: Functions of the prepared value and a directory for the output. They return a
-            description of the result, or raise AssertionError.
-        prepare: Function of a directory and the arguments. It returns the prepared value.
-        check: Function with the same arguments as a case, which checks the output. It returns
-            text that is added to the description.
+        cases: Functions by name. Each receives the result of `prepare` and a directory for the
+            output. It returns a description of the result, or raises AssertionError.
+        prepare: Called once with a directory and the parsed arguments. Its result is passed to all
+            cases.
+        check: Called after each case with the same arguments, to check the output. It returns text
+            that is added to the description.
 
     Returns:
-        The exit status.
+        The exit status: 0 if no case failed, else 1.
     """
     parser.add_argument(
         "--cases", default=",".join(cases), help="cases in this order, also several times"

@@ -7,10 +7,10 @@ The drill runs the configuration of the demo on its data (made in --work by the 
 train.deadline_s. Once a second it samples all processes of the run: resident memory (anonymous and
 shared, without pages of files), open files (without shards of the data, which remain open) and
 threads. It also records the time of each step, as wall-clock time and as processor time of all
-ranks, which other programs affect less. The time after the first fifth of the run is divided into
-twelve windows. A line is fitted to the medians of each quantity in the windows; its rise is printed
-with a 95 % confidence interval. Memory rises for some hundred updates until the caches of libraries
-are full, so a run should have thousands of updates.
+ranks. Other programs affect processor time less. The time after the first fifth of the run is
+divided into twelve windows. A line is fitted to the twelve medians of each quantity, and the rise
+of the line is printed with a 95 % confidence interval. Memory rises for some hundred updates until
+the caches of libraries are full, so a run should have thousands of updates.
 Exit status 0: no rise of memory, files, threads or processor time of a step is larger than both
 noise and 1 %; the run ended with status 3, as after any deadline, with a valid checkpoint; no
 process and no temporary file remains.
@@ -44,7 +44,7 @@ OPTIMUS = (sys.executable, "-P", "-m", "optimus.cli")
 CONFIG = ROOT / "configs" / "run" / "demo.toml"
 WINDOWS = 12
 GROWTH = 0.01
-"""A rise above noise is accepted up to this fraction of the mean."""
+"""A rise that is larger than noise is accepted up to this fraction of the mean."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
