@@ -1,7 +1,8 @@
-"""Commands that read mutated files, run in forked workers with limits.
+"""Run commands on mutated files, in forked workers with limits of time and memory.
 
 `Arena` makes the samples, sends cases to workers that have imported all modules, and repeats each
-finding in a new worker. judge.py has the cases, the verdicts and the check of file accesses.
+case with a finding in a new worker. judge.py has the cases, the verdicts and the check of file
+accesses.
 """
 
 from __future__ import annotations
@@ -76,29 +77,29 @@ class Limits:
     clock_s: float = 60.0
     """Wall-clock seconds, with a margin for a busy machine."""
     memory_bytes: int = 256 << 20
-    """Growth of resident memory."""
+    """Maximum growth of resident memory, in bytes."""
 
 
 class Arena:
-    """Samples, the contents that commands read from them, and a folder for the cases.
+    """Runs commands on changed copies of sample files and judges how the commands end.
 
     Args:
-        folder: The folder.
+        folder: Directory for the samples and for one folder per case.
         limits: Limits of a case; None: the defaults.
     """
 
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.folder, self.samples = folder, folder / "samples"
         self.readers = dict(READERS)
-        """Functions that command lines can call by name, like programs. A change applies to workers
-        that start after it."""
+        """Functions that command lines can call by name, like programs. A change of this dict
+        applies to workers that start later."""
         self._settings = _Settings(self.samples, limits or Limits(), self.readers)
         self.formats: list[Format] = []
         self.sound: dict[tuple[str, str], Any] = {}
-        """The content that each command read from the sound samples, by sample and command."""
+        """The content that each command read from an unchanged sample, by (sample, command)."""
 
     def prepare(self, formats: Iterable[Format] | None = None, jobs: int = 2) -> None:
-        """Read each sound sample with its commands.
+        """Run the commands of each format on its unchanged sample. Store the contents in `sound`.
 
         Args:
             formats: Formats whose samples exist; None: make the samples of all formats first.
@@ -158,7 +159,7 @@ class Arena:
         return Verdict(outcome, kind, output[-4000:] if outcome == "finding" else "")
 
     def _execute(self, cases: Iterable[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-        """Yield the report of each case. A new worker replaces one that ended."""
+        """Yield (case, report) for each case. A worker that has ended is replaced by a new one."""
         waiting = iter(cases)
         workers: list[_Worker] = []
         number = 0
@@ -294,9 +295,9 @@ def _collect(
 
     Args:
         folder: The folder of the case.
-        before: Its listing at the start.
-        status: Wait status of a worker that died; None if it runs.
-        watch: The watch of the worker.
+        before: Listing of the folder before the case.
+        status: Wait status of the worker if it died; None if the worker still runs.
+        watch: The watch of the worker, which gives the reason if it has killed the worker.
     """
     try:
         report = json.loads((folder / "report").read_text())

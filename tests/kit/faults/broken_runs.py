@@ -1,4 +1,7 @@
-"""Real runs whose file calls are recorded and broken, on a pool that preloads file_calls.c."""
+"""Train while file calls of the ranks are recorded and broken by a preloaded library.
+
+disk.py builds the library from file_calls.c.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,16 @@ from tests.kit.runs.training import run_tree
 RANKS = 2
 NOT_REACHED = "the call was not reached"
 STEPS = 8
-"""Number of updates of a run. It saves a full checkpoint every 2 updates, and a model every 3."""
+"""Number of updates of a run. It saves a full checkpoint every 2 updates, and a model-only
+checkpoint every 3."""
 BASE, BROKEN = 5, 6
-"""Steps. The run continues after BASE. Its save of BROKEN, a full checkpoint and a model, is
-broken."""
+"""Two steps. A run resumes from the checkpoint of step BASE. Its saves of step BROKEN, of a full
+and a model-only checkpoint, are broken."""
 
 BLOCK_BYTES = 1 << 14
 """Block size of shard files. With it, about six calls write one shard file."""
 GROWING = ("create", "mkdir", "write", "truncate", "extend", "rename", "link")
-"""Calls that fail on a full disk."""
+"""Kinds of file calls that fail on a full disk."""
 
 
 @contextmanager
@@ -62,14 +66,14 @@ def run_broken(
     breakage: Breakage | None,
     kills: Mapping[int, float],
 ) -> tuple[str, int]:
-    """Run the training of a configuration on this rank, with recorded and broken calls.
+    """Run the training of a configuration on this rank, with recorded and broken file calls.
 
     Args:
         tree: The configuration.
         under: The directory whose calls are counted.
-        log: File of the record; None: no record.
-        breakage: The broken calls.
-        kills: For ranks that are killed, the seconds until SIGKILL.
+        log: File to which the calls are recorded; None: no record.
+        breakage: The calls to break and the rank on which to break them; None: no broken call.
+        kills: For each rank that is killed, the seconds until SIGKILL.
 
     Returns:
         The standard error of this rank, and its number of broken calls.
@@ -78,8 +82,9 @@ def run_broken(
     if breakage and breakage.rank != rank:
         breakage = None
     if log or breakage:
-        # The numbers of calls of saves in the background differ between runs: a single failure
-        # must not break the last save, since its loss ends the run with an error.
+        # With saves in the background, the numbers of the calls differ between runs, so a single
+        # failure may break any save. It must not break the last one: that ends the run with an
+        # error.
         is_single_failure = (
             breakage and breakage.first == breakage.last and breakage.action >= Action.ENOSPC
         )
@@ -161,8 +166,8 @@ class RecordedSave(NamedTuple):
         return range(self.calls[rank][0].number, self.calls[rank][-1].number + 1)
 
     def kills(self) -> list[Breakage]:
-        """Return a kill before and after each call of each rank, and in the middle of each
-        write."""
+        """Return breakages that kill a rank: one before and one after each call of each rank, and
+        one in the middle of each write."""
         cases = []
         for rank in range(RANKS):
             writes = {call.number for call in self.calls[rank] if call.op == "write"}
@@ -173,8 +178,9 @@ class RecordedSave(NamedTuple):
         return cases
 
     def errors(self) -> list[Breakage]:
-        """Return the breakages to test. Each call of each rank fails with EIO. Each call that needs
-        space fails with ENOSPC, alone or with all later calls. Each write is shortened."""
+        """Return breakages that do not kill. For each call of each rank: EIO. For each call that
+        needs space: ENOSPC, for this call alone and for this and all later calls of the save. For
+        each write: a short write."""
         cases = []
         for rank in range(RANKS):
             ops = {call.number: call.op for call in self.calls[rank]}
@@ -189,7 +195,8 @@ class RecordedSave(NamedTuple):
 
 
 def record_save(pool: RankPool, data: Path, scratch: Path, **overrides: Any) -> RecordedSave:
-    """Make the base run and the unbroken run in `scratch`, and record the calls of the save."""
+    """Make the base run and the unbroken run in `scratch`, and record the calls of the save of step
+    BROKEN."""
     base, unbroken, log = scratch / "base", scratch / "unbroken", scratch / "save.log"
     assert not run_ranks(pool, make_tree(data, unbroken, **overrides))
     assert not run_ranks(pool, make_tree(data, base, train__stop_at_step=BASE, **overrides))
@@ -201,7 +208,7 @@ def record_save(pool: RankPool, data: Path, scratch: Path, **overrides: Any) -> 
 
 
 def _calls_of_save(calls: Sequence[Call]) -> list[list[Call]]:
-    """Return, by rank, the calls of the save of step BROKEN, without those of the next save."""
+    """Return the calls of the save of step BROKEN: for each rank, a list in order."""
     first = next(call.pid for call in calls if call.op == "mkdir")
     start = next(n for n, call in enumerate(calls) if f"-{BROKEN:08d}." in call.path)
     stop = next(n for n, call in enumerate(calls) if f"-{STEPS:08d}." in call.path)
@@ -220,7 +227,7 @@ def kill_save(
     pool: RankPool, data: Path, run_dir: Path, save: RecordedSave, breakage: Breakage
 ) -> int:
     """Kill a rank in the save, verify the checkpoints, resume the run, and compare its result with
-    the unbroken run. Return the step from which it resumed."""
+    the unbroken run. Return the step from which the run resumed."""
     shutil.copytree(save.base, run_dir)
     tree = make_tree(data, run_dir, **save.overrides)
     outcomes = run_ranks(pool, tree, breakage=breakage)

@@ -23,7 +23,7 @@ def flip(path: Path, at: float = -1, bits: int = 1) -> None:
 
     Args:
         path: The file.
-        at: Number of the byte, or a float: its position as a fraction of the size.
+        at: Index of the byte (int), or its position as a fraction of the file size (float).
         bits: Mask of the bits.
     """
     content = bytearray(path.read_bytes())
@@ -107,7 +107,7 @@ class Action(IntEnum):
 
 
 class Breakage(NamedTuple):
-    """An action on the file calls with the numbers `first` to `last` of a rank."""
+    """An action on the file calls of a rank that have the numbers `first` to `last`."""
 
     rank: int
     action: Action
@@ -116,7 +116,7 @@ class Breakage(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that succeeded."""
+    """A recorded file call, which succeeded."""
 
     op: str
     """create, mkdir, write, truncate, extend, fsync, rename, link, or unlink (also of a

@@ -1,7 +1,7 @@
-"""File formats that Optimus reads, with a sound sample of each and the commands that read it.
+"""File formats that Optimus reads, with an unchanged sample of each and the commands that read it.
 
-Samples are made from the golden corpus (tests/golden). `FORMATS` lists the file to mutate, its
-syntax (of mutations.py), and the commands.
+Samples are made from the golden corpus (tests/golden). Each entry of `FORMATS` has the file to
+mutate, its syntax (a name of mutations.py), and the commands.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from files in the working directory. It returns None if the command reports dama
 
 @dataclass(frozen=True)
 class Command:
-    """Command that reads a sample: lines that run one after the other until one fails."""
+    """Command that reads a sample. Its command lines run in order until one of them fails."""
 
     lines: tuple[str, ...]
     content: Content
@@ -101,7 +101,8 @@ def _listed(text: str) -> Any:
 
 
 def _weights(text: str) -> str:
-    """Return the hash of the tensors in `out`, a Hugging Face directory or a model checkpoint."""
+    """Return the hash of the tensors in `out`, a Hugging Face directory or a model-only
+    checkpoint."""
     digest = hashlib.sha256()
     for path in sorted(Path("out").glob("*.safetensors")):
         data = path.read_bytes()

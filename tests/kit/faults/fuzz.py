@@ -40,7 +40,7 @@ Case = dict[str, Any]
 """A choice for each axis of SHARED and, for both runs, for each axis of LAYOUT, such as
 `first.pp`."""
 RUNS = ("first", "second")
-"""Names of the runs of a case. `alone` is the run on one process."""
+"""Names of the two runs of a case. The run on one process has the name `alone`."""
 
 _MODELS = MODELS | {
     "moe-by-layer": {"model__num_experts": [8, 0, 4, 8, 0, 8, 8, 4]},
@@ -92,7 +92,8 @@ def axes() -> dict[str, tuple[Any, ...]]:
 
 
 def draw(number: random.Random) -> Case:
-    """Draw a legal case. Half of the cases must have the same bits as a run on one process."""
+    """Draw a legal case. In half of the cases, the result must have the same bits as a run on one
+    process."""
     exact = number.choice((True, False))
     sizes = _SIZES[:2] if exact else _SIZES
     worlds = {run: number.choice((1, 2, 2, 4, 4, 8, 8)) for run in RUNS}
@@ -200,7 +201,7 @@ def _steps() -> Iterator[Callable[[Case], Case]]:
 
 
 def _with_equal_layouts(case: Case) -> Case:
-    """Return the case with the first layout also as the second."""
+    """Return a copy of the case in which both runs have the layout of the first run."""
     return case | {f"second.{axis}": case[f"first.{axis}"] for axis in LAYOUT}
 
 
@@ -298,7 +299,7 @@ class CaseRunner:
         make_tiny_data(folder / "two", documents=70, tokenizer=folder / "one" / "tokenizer.json")
 
     def judge(self, case: Case) -> str:
-        """Run a case. Return a message about its failure, "" if all promises hold."""
+        """Run a case. Return "" if all promises hold, else a message about the failure."""
         alone, many = self.folder / "alone", self.folder / "many"
         for run_dir in (alone, many):
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -348,10 +349,10 @@ def run_with_signal(
 
     Args:
         tree: The configuration.
-        step: The step after whose metrics the signal is sent.
-        victim: The rank.
-        number: The signal.
-        after_s: Delay of the signal.
+        step: The signal is sent after this step is in metrics.jsonl.
+        victim: The rank that gets the signal.
+        number: Number of the signal.
+        after_s: Delay of the signal, in seconds.
     """
     if int(os.environ["RANK"]) == victim:
         metrics = Path(tree["train"]["run_dir"]) / "metrics.jsonl"
@@ -368,7 +369,7 @@ def _send_signal(metrics: Path, step: int, number: int, after_s: float) -> None:
 
 
 def _damage(run_dir: Path, number: random.Random) -> None:
-    """Flip a bit of the newest full checkpoint if there is an older valid one."""
+    """Flip a bit of the newest valid full checkpoint, unless it is the only valid one."""
     steps = [step for step in range(1, STEPS + 1) if store.full_path(run_dir, step).is_dir()]
     valid = [store.full_path(run_dir, step) for step in steps if _is_valid(run_dir, step)]
     if len(valid) < 2:

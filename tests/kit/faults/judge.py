@@ -1,8 +1,8 @@
-"""Cases of the drill of mutated files, and the verdicts on their reports and file accesses.
+"""Cases of scripts/drills/hostile_files.py, and the verdicts on their reports and file accesses.
 
-A command must end with exit status 0 and the content of the sound file, or refuse the file in one
-line and with the exit status of a refusal. There must be no traceback and no hang, memory must be
-bounded, and no file outside the directory may be read, made or changed.
+A command must accept the file, with exit status 0 and the content of the unchanged file, or refuse
+the file, with one line and the exit status of a refusal. There must be no traceback and no hang.
+Memory must be bounded. No file outside the directory may be read, made or changed.
 
 The folder of a case contains `inside`, in which the command runs, and `outside`, whose files
 contain CANARY. An audit hook records accesses by name outside `inside`; a listing before and after
@@ -32,8 +32,8 @@ _PROGRAMS = ("g++", "c++", "clang++", "nvcc", "icpx", "gcc", "ldconfig", "ld")
 
 
 class Audit:
-    """Audit hook that records forbidden accesses: files opened by a name outside the folder,
-    started programs, and pickles.
+    """Audit hook that records forbidden accesses: opening a file by a name outside the folder,
+    starting a program, and loading a pickle.
 
     Links from the folder to other directories may be followed, since users store files there.
     CANARY shows if a command prints or copies the content of such a file.
@@ -48,8 +48,8 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self, inside: Path, names_files: bool) -> Iterator[None]:
-        """Record the accesses in a `with` block. With `names_files`, files in all directories may
-        be read."""
+        """Record the forbidden accesses in a `with` block. With `names_files`, reading a file of
+        any directory is allowed."""
         self.problem, self._is_on = "", True
         self._inside, self._names_files = os.path.normpath(inside), names_files
         try:
@@ -151,7 +151,7 @@ class Case:
     command: Command
     change: Change
     is_sealed: bool
-    """True if stored hashes of the file are those of the changed file, not of the sound file."""
+    """True if the stored hashes were replaced by those of the changed file."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,8 @@ class Verdict:
     """The verdict on a case."""
 
     outcome: str
-    """"same", "other", "refused" or "finding"."""
+    """"same": the command accepted the file and read the content of the unchanged file. "other": it
+    read other content, which is permitted. "refused": it refused the file. "finding": a fault."""
     kind: str = ""
     """One line that describes a finding."""
     output: str = ""
@@ -167,8 +168,7 @@ class Verdict:
 
 
 def draw(seed: int, number: int, formats: list[Format], samples: Path) -> Case:
-    """Return the case with this number. The number of cases of a format is in proportion to its
-    weight."""
+    """Return the case with this number. The formats have cases in proportion to their weights."""
     turns = [entry for entry in formats for _ in range(entry.weight)]
     random.Random(0).shuffle(turns)
     offset = number * len(formats) // len(turns)
@@ -215,7 +215,8 @@ def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:
 def _fault_of_output(
     case: Case, report: dict[str, Any], lines: list[str], errors: list[str]
 ) -> str:
-    """Return an error in the output, independent of the exit status; "" if there is none."""
+    """Return a fault of the output that is a finding whatever the exit status is; "" if there is
+    none."""
     controls = _CONTROLS.search(report["stderr"])
     # Standard output of these commands contains text of the file.
     if not controls and not any(word in case.command.name for word in ("generate", "inspect")):

@@ -38,7 +38,7 @@ _RAW = {
     f'"{_HUGE}"': "9" * 5000,
     f'"{_POWER}"': "1e999",
 }
-"""JSON texts that have no Python value, by the JSON string that they replace."""
+"""JSON texts with extreme values. A key is the JSON string that its text replaces."""
 
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 7, 255, 65536),

@@ -1,4 +1,4 @@
-"""Check that a run can resume from all states of its checkpoints that a power cut may leave."""
+"""Check that a run can resume from each state in which a power cut may leave its checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = "run"
 """Name of the run directory below the root of the modelled disk."""
 _NAMES = re.compile(r"(step|model)-\d{8}")
 WINDOW = 12
-"""All subsets of the pending changes are examined if there are at most this many changes."""
+"""If at most this number of changes are pending, the check examines each subset of them."""
 
 
 def is_examined(path: PurePath) -> bool:
@@ -177,10 +177,10 @@ class Promise(NamedTuple):
 
 
 def promises(calls: Sequence[Call], asynchronous: bool = False) -> Iterator[Promise]:
-    """Yield, for each call, the promise after it.
+    """Yield, for each call, the promise that holds after the call.
 
-    A save has returned if the metrics of the next step are written or a checkpoint that it replaces
-    is removed. For saves in the background, only the removal counts.
+    A save counts as complete when the metrics of the next step are written, or when a checkpoint
+    that it replaces is removed. For saves in the background, only the removal counts.
     """
     step, committed, models = 0, [0], dict[int, bool]()
     for call in calls:
@@ -213,7 +213,8 @@ def replay(
 ) -> Summary:
     """Cut the power after each call, and compare the states of the disk with the promises.
 
-    A run must start from the promised checkpoint or a newer one, with the bits that its save wrote.
+    A run must start from the promised checkpoint or from a newer one. It must load the bits that
+    the save of this checkpoint wrote.
 
     Args:
         calls: The recorded calls.
@@ -250,8 +251,8 @@ def replay(
 def _read_saves(
     calls: Sequence[Call], root: Path, loader: Loader
 ) -> tuple[dict[int, str], list[int]]:
-    """Return two results: by step, the hash of the states that its save wrote; and for each call,
-    the number of pending changes after it."""
+    """Return (saved states, pending changes). Saved states: for each step, the hash of the states
+    that its save wrote. Pending changes: their number after each call."""
     disk, saved_states, pending = Disk(str(root)), {0: _states(None)}, []
     for call in calls:
         disk.apply(call)

@@ -25,7 +25,7 @@ _LOSSES = ("nothing", "half", "zeros")
 Tree: TypeAlias = "bytes | tuple[tuple[str, Tree], ...]"
 """Content of a file; or, for a directory, pairs of name and Tree."""
 PathFilter = Callable[[PurePath], bool]
-"""Returns True for relative paths of files and directories that are examined."""
+"""Function that returns True if the file or directory at a relative path is examined."""
 
 
 class File:
@@ -47,7 +47,8 @@ class File:
             yield self._with(fates)
 
     def draw(self, rng: random.Random, probability: float) -> bytes:
-        """Draw one possible content. Each pending change is complete with this probability."""
+        """Draw one possible content of the file after a power cut. Each pending change is complete
+        with `probability`."""
         fates = ["all" if rng.random() < probability else rng.choice(_LOSSES) for _ in self.pending]
         return self._with(fates)
 
@@ -70,8 +71,8 @@ class File:
 
 
 class Directory:
-    """Durable entries of a directory, and later changes: of one name, or of the two names of a
-    rename."""
+    """Durable entries of a directory, and its pending changes. A pending change concerns one name
+    or, for a rename, two names."""
 
     def __init__(self) -> None:
         self.durable: dict[str, Node] = {}
@@ -116,8 +117,8 @@ class Directory:
                 yield examined
 
     def draw(self, rng: random.Random, probability: float) -> Tree:
-        """Draw one state of all entries. Each pending change is on the disk with this
-        probability."""
+        """Draw one possible state of the directory after a power cut. Each pending change is on the
+        disk with `probability`."""
         entries = dict(self.durable)
         for names in self.pending:
             if rng.random() < probability:

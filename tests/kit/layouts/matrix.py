@@ -30,10 +30,10 @@ from tests.kit.runs.training import local_batch, make_updater
 
 STEPS = 5
 NEAR_TIE = 1e-6
-"""Gap between two probabilities below which other rounding may exchange their order."""
+"""If two router probabilities differ by less than this gap, rounding may exchange their order."""
 TOLERANCE = 1e-5
-"""Bound for errors of gradients (relative norm) and losses (nats) if equal bits are not
-promised."""
+"""Largest accepted error of a gradient (relative norm) and of a loss (nats) in a layout for which
+equal bits are not promised."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {},
@@ -147,7 +147,8 @@ def all_cases() -> list[Case]:
 
 
 def _is_legal(case: Case) -> bool:
-    """Return True if the case is not refused and not equivalent to another case."""
+    """Return True if Optimus accepts the case, makes a promise for it, and no simpler case is
+    equivalent to it."""
     dense = MODELS[case.model].get("model__num_experts") == 0
     grouped = "model__num_key_value_heads" in MODELS[case.model]
     return not (
@@ -190,7 +191,7 @@ class Outcome(NamedTuple):
     """Results of a run over all ranks."""
 
     metrics: list[tuple[float, ...]]
-    """For each step: loss, auxiliary loss, z-loss, gradient norm."""
+    """For each step: (loss, auxiliary loss, z-loss, gradient norm)."""
     initial: dict[str, str]
     """SHA-256 of each whole initial parameter."""
     final: dict[str, str]

@@ -40,7 +40,8 @@ Array = NDArray[numpy.float32]
 
 
 class Holding(NamedTuple):
-    """Shards of a rank, and boxes and whole shapes of its parameters by name."""
+    """Shards of a rank. For each of its parameters, by name: the slice of the parameter (`boxes`)
+    and the whole shape (`shapes`)."""
 
     shards: list[ChunkShard]
     boxes: dict[str, Box]
@@ -124,8 +125,8 @@ def all_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
 
 
 def turns_of(config: Config, mesh: Mesh, coordinate: Coordinate) -> dict[str, Share]:
-    """Return the share of tied embeddings that the stage of a rank writes. The first and the last
-    stage write half each."""
+    """Return the share of the tied embeddings that a rank writes to a checkpoint: the first and the
+    last stage write one half each. Return {} if a single stage has the embeddings."""
     tied = config.model.tie_embeddings and mesh.pp > 1
     return {"embed.weight": Share(int(coordinate.pp > 0), 2)} if tied else {}
 

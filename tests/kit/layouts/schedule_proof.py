@@ -255,8 +255,8 @@ def _can_run(
 
 
 def _local_outputs(schedule: Schedule, rank: int, action: Action) -> list[Action]:
-    """Return the receives of the outputs that another stage on the same rank needs from an
-    action."""
+    """Return the receives that `action` makes unnecessary: its outputs for stages on the same rank
+    are available without a message."""
     receives = map(received_by, sends_of(action, schedule.num_stages))
     return [receive for receive in receives if schedule.rank_of(receive.stage) == rank]
 

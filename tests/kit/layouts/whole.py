@@ -87,8 +87,8 @@ class WholeModel:
         return whole
 
     def _sent_by(self, coordinate: Coordinate) -> dict[str, Placement]:
-        """Return the placements of the tensors that a rank sends. Only the first replica is
-        sent."""
+        """Return, by name, the placements of the parameters that the rank at `coordinate` sends.
+        Only the first replica of a parameter is sent."""
         mesh, count = self._layout.mesh, self._layout.schedule.num_microbatches
         placements = make_layout(self._config, mesh, coordinate, count).placements
         return {
@@ -100,7 +100,7 @@ class WholeModel:
 
 
 def put(placement: Placement, whole: Tensor, local: Tensor) -> None:
-    """Copy the local tensor of a rank to its intervals of the whole parameter."""
+    """Copy a rank's local tensor to the intervals of the whole parameter that it has."""
     assert tuple(local.shape) == placement.local_shape, (local.shape, placement)
     for intervals in itertools.product(*map(_with_offsets, placement.intervals)):
         target, source = whole, local

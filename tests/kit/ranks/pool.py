@@ -21,9 +21,9 @@ from tests.kit.ranks.server import Job, Outcome
 
 _ROOT = Path(__file__).resolve().parents[3]
 _START_S = 120.0
-"""Time limit for the imports of the server, with a margin for a busy machine."""
+"""Time limit in seconds for the imports of the server, with a margin for a busy machine."""
 _SPARE_S = 30.0
-"""If the server does not answer within this time after the limits of a job, it counts as lost."""
+"""Seconds after the time limits of a job. A server that has not answered by then is lost."""
 
 
 class RanksFailed(Exception):

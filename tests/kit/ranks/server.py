@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 _SHOW_STACKS = signal.SIGRTMAX - 1
 """Signal that makes a rank write its stacks. It is not SIGUSR1, which a trainer may handle."""
 _DUMP_S = 0.3
-"""Time for a rank to write its stacks before it is killed."""
+"""Seconds for which a rank may write its stacks before it is killed."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -148,7 +148,7 @@ class _RunningJob:
         self.live[receiver] = rank
 
     def _step(self) -> None:
-        """Wait for the next report, end of a rank, or deadline."""
+        """Wait until a rank reports or ends, or until the next deadline."""
         remaining_s = self.deadline - time.monotonic()
         connections = [self.control, *self.live]
         ready = wait(connections, timeout=remaining_s) if remaining_s > 0 else []

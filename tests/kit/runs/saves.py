@@ -146,8 +146,8 @@ def delay_writes(until: dict[int, int]) -> Hook:
 
 
 def full_states(run_dir: Path) -> dict[str, bytes]:
-    """Verify all checkpoints of a run. Return the states in the shard files of the full ones, by
-    the names of checkpoint and file."""
+    """Verify all checkpoints of a run. Return the states in each shard file of the full
+    checkpoints. A key has the names of the checkpoint and of the file."""
     content = {}
     for path in sorted((run_dir / "checkpoints").iterdir()):
         store.read_manifest(path).verify()
@@ -157,5 +157,5 @@ def full_states(run_dir: Path) -> dict[str, bytes]:
 
 
 def steps_kept(run_dir: Path) -> list[int]:
-    """Verify all checkpoints of a run. Return the steps of the full ones."""
+    """Verify all checkpoints of a run. Return the steps of its full checkpoints."""
     return sorted({int(name[5:13]) for name in full_states(run_dir)})

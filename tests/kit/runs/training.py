@@ -30,7 +30,7 @@ from optimus.train.update import Updater
 from tests.kit.runs.tiny import CONTEXT, VOCAB
 
 Hook = Callable[[int], None]
-"""Called with the number of an update."""
+"""Function that is called with the number of an update."""
 
 
 def run_tree(tree: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def make_rank_model(
     Args:
         tree: The configuration.
         world: The world of the ranks; None: start it.
-        recorder: It receives collectives and pipeline actions.
+        recorder: Receives the collectives and the pipeline actions of the rank.
     """
     torch.set_num_threads(1)
     config = make_config(tree)
