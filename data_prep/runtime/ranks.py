@@ -44,7 +44,7 @@ class RankFiles:
         """Args: out: the directory, which need not exist yet."""
         self._out = out
         self._old = self._names(_FAILED)
-        self._old_signs = {sign for signs in self._signs().values() for sign in signs}
+        self._old_signs: dict[str, int | None] = dict.fromkeys(self._names(_ALIVE))
 
     def _names(self, prefix: str) -> list[str]:
         try:
@@ -113,17 +113,21 @@ class RankFiles:
     def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
         """Return the last signs of life that these ranks gave since this object was made: names of
         files and times in ns. Clocks of machines differ, so only a change has a meaning."""
-        return {rank: signs - self._old_signs for rank, signs in self._signs(ranks).items()}
-
-    def _signs(self, ranks: Collection[int] | None = None) -> dict[int, set[tuple[str, int]]]:
-        """Return the last signs of life of these ranks, by default of all ranks that gave some."""
-        signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks or ()}
+        signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
-            if number.isascii() and number.isdecimal() and (ranks is None or int(number) in signs):
-                with contextlib.suppress(OSError):  # the rank has ended
-                    time_ns = os.stat(self._out / name).st_mtime_ns
-                    signs.setdefault(int(number), set()).add((name, time_ns))
+            if not (number.isascii() and number.isdecimal() and int(number) in signs):
+                continue
+            with contextlib.suppress(OSError):  # the rank has ended
+                time_ns = os.stat(self._out / name).st_mtime_ns
+                if name in self._old_signs:
+                    # The time of an old file is read at the first look, since the files of all
+                    # ranks can be many. It is a sign of life only when it changes.
+                    if self._old_signs[name] is None:
+                        self._old_signs[name] = time_ns
+                    if self._old_signs[name] == time_ns:
+                        continue
+                signs[int(number)].add((name, time_ns))
         return signs
 
     def remove_old(self) -> None:

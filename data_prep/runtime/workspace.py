@@ -172,7 +172,8 @@ def _sweep(directory: Path, alone: bool, everywhere: bool) -> None:
             path = os.path.join(folder, name)
             is_ours = False
             if alone and files.is_temporary_of_this_host(name):
-                with contextlib.suppress(OSError):  # the lock shows no runs of other users
+                with contextlib.suppress(OSError):  # another process has removed the file
+                    # Runs of other users may use other locks.
                     is_ours = os.lstat(path).st_uid == os.geteuid()
             if not is_ours:
                 if not everywhere:

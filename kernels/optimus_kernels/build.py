@@ -146,8 +146,9 @@ def build(backend: str) -> Entry:
         KernelError: the library cannot be compiled.
     """
     target, compiler = plan(backend)
+    compilers = {"cpu": _compile_cpu, "cuda": _compile_cuda, "sycl": _compile_sycl}
     record = {**asdict(target), "compiler_path": compiler[0]}
-    return cache.install(target.name, lambda work: _compile(backend, compiler, work), record)
+    return cache.install(target.name, lambda work: compilers[backend](compiler, work), record)
 
 
 def plan(backend: str) -> tuple[Target, list[str]]:
@@ -283,23 +284,10 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
     return next((line for line in lines if "release" in line.lower()), lines[0])
 
 
-def _compile(backend: str, compiler: Sequence[str], work: Path) -> Path:
-    """Compile the library of a backend in the folder `work` and return its path."""
-    include = csrc() / "include"
-    if backend == "sycl":
-        command, environ = sycl_build.command(sources("sycl"), include, work)
-        _run(command, environ=environ)
-        return sycl_build.built_library(work)
-    library = work / f"liboptimus_{backend}.so"
-    if backend == "cuda":
-        codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHS]
-        newest = CUDA_ARCHS[-1]
-        codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")  # PTX for later GPUs
-        _run([*compiler, *CUDA_FLAGS, *codes, "-I", include, *sources("cuda"), "-o", library])
-        return library
+def _compile_cpu(compiler: Sequence[str], work: Path) -> Path:
     openmp = _openmp_flags(is_clang(compiler_version(tuple(compiler))))
     portable_only = not _supports_isas(tuple(compiler))
-    common = [*compiler, *CPU_FLAGS, *openmp, "-I", include]
+    common = [*compiler, *CPU_FLAGS, *openmp, "-I", str(csrc() / "include")]
     common += PORTABLE_FLAGS if portable_only else ()
     objects = []
     for source in sources("cpu"):
@@ -310,10 +298,27 @@ def _compile(backend: str, compiler: Sequence[str], work: Path) -> Path:
         file_flags = (*CPU_ISAS.get(isa, ()), *CPU_FILE_FLAGS.get(name, ()))
         _run([*common, *file_flags, "-c", source, "-o", out])
         objects.append(out)
+    library = work / "liboptimus_cpu.so"
     # Link torch's OpenMP runtime, without -fopenmp, which would also link the compiler's runtime.
     runtime = [openmp_runtime()] if "-fopenmp" in openmp else []
     _run([*compiler, "-shared", *objects, *runtime, "-o", library])
     return library
+
+
+def _compile_cuda(compiler: Sequence[str], work: Path) -> Path:
+    library = work / "liboptimus_cuda.so"
+    codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHS]
+    newest = CUDA_ARCHS[-1]
+    codes.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")  # PTX for later GPUs
+    include = ("-I", str(csrc() / "include"))
+    _run([*compiler, *CUDA_FLAGS, *codes, *include, *sources("cuda"), "-o", library])
+    return library
+
+
+def _compile_sycl(compiler: Sequence[str], work: Path) -> Path:
+    command, environ = sycl_build.command(sources("sycl"), csrc() / "include", work)
+    _run(command, environ=environ)
+    return sycl_build.built_library(work)
 
 
 def _run(

@@ -129,7 +129,8 @@ def onednn_is_exact() -> bool:
 @functools.cache
 def _onednn_is_better() -> bool:
     """Return whether to prefer oneDNN to MKL for fp32 products on this CPU."""
-    # No times are measured, so that ranks on equal machines agree.
+    # No times are measured, so that ranks on equal machines agree. MKL is used if the vendor of the
+    # processor is unknown.
     if not torch.backends.mkl.is_available():
         return False
     try:

@@ -13,9 +13,12 @@ from optimus.config.sections import (
     MAX_PATTERN_CHARS,
     MAX_PATTERNS,
     ROPE_FIELDS,
+    CheckpointConfig,
     Config,
     ModelConfig,
+    OffloadConfig,
     OptimConfig,
+    ParallelConfig,
     RecomputeConfig,
     RopeScaling,
     TrainConfig,
@@ -34,7 +37,8 @@ def check(config: Config) -> None:
     _experts(model)
     _sizes(model)
     _rope(model)
-    _batch(train, model)
+    _sequence(train, model)
+    _batch(train)
     _schedule(optim, train)
     _patterns(optim)
     _determinism(config)
@@ -42,23 +46,10 @@ def check(config: Config) -> None:
     _loss_scale(optim, train)
     _kernels(config)
     _compile(config)
-    stages = config.parallel.pp * config.parallel.virtual_stages
-    refuse_if(
-        model.aux_loss_form == "hf" and stages > 1,
-        "model.aux_loss_form = 'hf' needs all layers on one pipeline stage, but there are "
-        f"{counted(stages, 'stage')}; use 'olmo', or parallel.pp = 1 and virtual_stages = 1",
-    )
+    _pipeline(config.parallel, model)
     _recompute(config.recompute, model)
-    refuse_if(
-        config.checkpoint.keep_models_every and not config.checkpoint.keep_models,
-        f"checkpoint.keep_models_every = {config.checkpoint.keep_models_every}: all model-only "
-        "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
-        "checkpoint.keep_models, or leave keep_models_every out",
-    )
-    refuse_if(
-        config.offload.mode != "off",
-        f"offload.mode = {config.offload.mode!r} is not available in this version; use 'off'",
-    )
+    _kept_models(config.checkpoint)
+    _offload(config.offload)
 
 
 def _sizes(model: ModelConfig) -> None:
@@ -239,7 +230,7 @@ def _rope(model: ModelConfig) -> None:
     )
 
 
-def _batch(train: TrainConfig, model: ModelConfig) -> None:
+def _sequence(train: TrainConfig, model: ModelConfig) -> None:
     seq_len, longest = train.seq_len, model.max_position_embeddings
     refuse_if(seq_len == 1, "train.seq_len = 1 leaves no target to predict; use at least 2")
     refuse_if(
@@ -247,9 +238,12 @@ def _batch(train: TrainConfig, model: ModelConfig) -> None:
         f"train.seq_len = {seq_len} exceeds model.max_position_embeddings = {longest}; "
         "raise max_position_embeddings or lower seq_len",
     )
-    microbatch_tokens = train.microbatch_size * seq_len
+
+
+def _batch(train: TrainConfig) -> None:
+    microbatch_tokens = train.microbatch_size * train.seq_len
     refuse_if(
-        train.global_batch_tokens and not seq_len,
+        train.global_batch_tokens and not train.seq_len,
         "train.seq_len is missing; set it to the data set's context, in tokens",
     )
     if train.global_batch_tokens and train.global_batch_tokens % microbatch_tokens:
@@ -257,7 +251,7 @@ def _batch(train: TrainConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"train.global_batch_tokens = {train.global_batch_tokens} is not a multiple of "
             f"{microbatch_tokens}, the number of tokens in a microbatch "
-            f"({counted(train.microbatch_size, 'sequence')} x {seq_len} tokens); the nearest "
+            f"({counted(train.microbatch_size, 'sequence')} x {train.seq_len} tokens); the nearest "
             f"multiple is {near}"
         )
 
@@ -391,6 +385,29 @@ def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
             f"recompute.modules names '{sparse[0]}': architecture 'olmo' has no experts; use "
             f"'block', or leave '{sparse[0]}' out"
         )
+
+
+def _pipeline(parallel: ParallelConfig, model: ModelConfig) -> None:
+    stages = parallel.pp * parallel.virtual_stages
+    refuse_if(
+        model.aux_loss_form == "hf" and stages > 1,
+        "model.aux_loss_form = 'hf' needs all layers on one pipeline stage, but there are "
+        f"{counted(stages, 'stage')}; use 'olmo', or parallel.pp = 1 and virtual_stages = 1",
+    )
+
+
+def _kept_models(checkpoint: CheckpointConfig) -> None:
+    refuse_if(
+        checkpoint.keep_models_every and not checkpoint.keep_models,
+        f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
+        "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
+        "checkpoint.keep_models, or leave keep_models_every out",
+    )
+
+
+def _offload(offload: OffloadConfig) -> None:
+    mode = offload.mode
+    refuse_if(mode != "off", f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def nearest_divisor(number: int, near: int) -> int:

@@ -244,7 +244,9 @@ class Agreement:
 
     def _decided(self, all_are_here: bool = False) -> RunEnded:
         """Return the RunEnded of the decision. Write the decision first if the store has none."""
-        key = next(filter(self._has, _CAUSES))
+        key = next(filter(self._has, _CAUSES), None)
+        if key is None:  # the file of a FileStore was removed
+            raise RuntimeError("the store has lost its keys")
         text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
         # Wake the ranks that still wait for all ranks to reach the round.
         self._store.compare_set(f"optimus/all-at-{self._round}", "", "decided")
@@ -267,9 +269,7 @@ class Agreement:
         answers: list[Answer] = []
 
         def run() -> None:
-            # ValueError: the text is not an Outcome. StopIteration: the file of a FileStore was
-            # removed, so that the store has lost all keys.
-            with suppress(RuntimeError, ValueError, StopIteration):
+            with suppress(RuntimeError, ValueError):  # ValueError: the text is not an Outcome
                 answers.append(ask())
 
         # torch waits without a time limit for a store whose process is suspended.

@@ -347,16 +347,19 @@ class TensorWriter(files.Closing):
             os.close(self._fds.popitem()[1])
 
     def _fd(self, file: str) -> int:
-        """Return the descriptor of a file, which is opened on first use."""
         if file not in self._fds:
-            path, statfs = os.fsencode(self._directory), (ctypes.c_long * 64)()
-            # struct statfs has 120 bytes. Its first field is f_type.
-            is_known = sys.platform == "linux" and not ctypes.CDLL(None).statfs(path, statfs)
             # With O_DSYNC an NFS client sends exactly the bytes of each write. Otherwise it sends
             # whole pages, which may overwrite the data of another client with old content.
-            sync = os.O_DSYNC if is_known and statfs[0] == _NFS_MAGIC else 0
+            sync = os.O_DSYNC if _file_system(self._directory) == _NFS_MAGIC else 0
             self._fds[file] = os.open(self._directory / file, os.O_WRONLY | sync)
         return self._fds[file]
+
+
+def _file_system(path: Path) -> int:
+    """Return the file system type of `path` (f_type of statfs(2)), or 0 if it is unknown."""
+    statfs = (ctypes.c_long * 64)()  # struct statfs: 120 bytes, of which f_type is the first field
+    is_known = sys.platform == "linux" and not ctypes.CDLL(None).statfs(os.fsencode(path), statfs)
+    return statfs[0] if is_known else 0
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

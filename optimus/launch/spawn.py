@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -130,39 +131,50 @@ def _send(ranks: list[subprocess.Popen], number: int) -> None:
                 rank.send_signal(number)
 
 
-def _ended_early(ranks: list[subprocess.Popen]) -> bool:
-    """Return True if SIGTERM has ended a rank before its first step."""
-    # After its first step starts, a rank handles SIGTERM.
-    return any(rank.returncode == -signal.SIGTERM for rank in ranks)
-
-
 def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
-    failed_at = None
-    while None in [rank.poll() for rank in ranks]:  # `any` would poll only up to a running rank
-        if failed_at is None and any(rank.returncode for rank in ranks):
-            failed_at = time.monotonic()
-        # After a usage error there is no need to wait for the exit statuses of other ranks.
-        refused = any(rank.returncode == OutcomeKind.USAGE.exit_status for rank in ranks)
-        if passed and _ended_early(ranks):
-            break  # the other ranks would wait in vain for the rank that has ended
-        if passed.count(signal.SIGINT) > 1:
-            break
-        stops = all(rank.returncode in (None, 0, _STOPPED) for rank in ranks)
-        grace_s = _STOP_GRACE_S if stops else _GRACE_S
-        if refused or (failed_at is not None and time.monotonic() - failed_at > grace_s):
+    stopped_at = failed_at = math.inf
+    while None in (statuses := [rank.poll() for rank in ranks]):
+        now = time.monotonic()
+        if _STOPPED in statuses:
+            stopped_at = min(stopped_at, now)
+        if not {*statuses} <= {None, 0, _STOPPED}:
+            failed_at = min(failed_at, now)
+        if (
+            now - stopped_at > _STOP_GRACE_S
+            or now - failed_at > _GRACE_S
+            # After a usage error there is no need to wait for the exit statuses of other ranks.
+            or OutcomeKind.USAGE.exit_status in statuses
+            or _ended_early(passed, statuses)  # the other ranks would wait in vain for this rank
+            or passed.count(signal.SIGINT) > 1
+        ):
             break
         time.sleep(_POLL_S)
     statuses = [rank.poll() for rank in ranks]
     _send(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.wait()
-    if passed and _ended_early(ranks):
+    if _ended_early(passed, statuses):
         return report_early_stop(passed[0])
     for number, status in enumerate(statuses):
         if status is not None and status < 0:
             name = signal.Signals(-status).name
             logger.error("rank %d was ended by %s", number, name)
-    kind = OutcomeKind.LOST_PEER if any(statuses) else OutcomeKind.DONE
-    code = next((cause for cause in _CAUSES if cause.exit_status in statuses), kind).exit_status
-    again = passed.count(signal.SIGINT) > 1
-    return report_interrupt() if again and None in statuses and code in (0, _STOPPED) else code
+    otherwise = OutcomeKind.LOST_PEER if any(statuses) else OutcomeKind.DONE
+    kind = next((cause for cause in _CAUSES if cause.exit_status in statuses), otherwise)
+    if None in statuses and kind in (OutcomeKind.DONE, OutcomeKind.STOPPED):
+        if passed.count(signal.SIGINT) > 1:
+            return report_interrupt()
+        logger.error(
+            "rank %d was killed: it did not end within %.0f s after another rank had stopped; "
+            "`optimus checkpoint list` shows which checkpoints are complete",
+            statuses.index(None),
+            _STOP_GRACE_S,
+        )
+        kind = OutcomeKind.LOST_PEER
+    return kind.exit_status
+
+
+def _ended_early(passed: list[int], statuses: Sequence[int | None]) -> bool:
+    """Return True if a stop signal has ended a rank before its first step."""
+    # After its first step starts, a rank handles SIGTERM.
+    return bool(passed) and -signal.SIGTERM in statuses

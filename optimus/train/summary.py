@@ -224,11 +224,7 @@ def _results(
     evaluation: EvalRecord | None,
 ) -> Iterator[tuple[str, str]]:
     first = plan.start.step + 1
-    minutes, rest = divmod(round(seconds), 60)
-    took = f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-    if minutes >= 60:
-        took = f"{minutes // 60} h {minutes % 60} min"
-    steps = f"{first:,} to {last_step:,} in {took}" if first <= last_step else "none"
+    steps = f"{first:,} to {last_step:,} in {_duration(seconds)}" if first <= last_step else "none"
     yield "steps", f"{steps}; {plan.tokens_after(last_step):,} tokens in all"
     if loss is not None:
         yield "loss", f"{loss:.4f}"
@@ -255,6 +251,14 @@ def _next_commands(
     except OptimusError:  # transformers cannot represent the model
         return
     yield f"optimus convert to-hf {run} {shlex.quote(run_dir.rstrip('/') + '-hf')}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def _log(title: str, facts: Iterable[tuple[str, str]]) -> None:

@@ -4,6 +4,7 @@ must be bitwise equal to those of the whole tensor."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -25,8 +26,18 @@ def native(cpu_library) -> Native:
 
 
 @pytest.fixture
-def compiled(native, monkeypatch) -> None:
+def compiled(native, monkeypatch) -> Iterator[None]:
+    """Use the compiled kernel, and check at the end of the test that it was called."""
+    calls, function = [], native.square_bins
+
+    def square_bins(*arguments: int) -> int:
+        calls.append(arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(native, "square_bins", square_bins)
     monkeypatch.setattr(library, "native", lambda tensor: native)
+    yield
+    assert calls
 
 
 def make(blocks: int, seed: int = 0) -> torch.Tensor:

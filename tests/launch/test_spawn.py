@@ -129,17 +129,35 @@ def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
     assert_gone(ranks)
 
 
+def start_scripts(*scripts: str) -> list[subprocess.Popen]:
+    return [subprocess.Popen([sys.executable, "-S", "-c", script]) for script in scripts]
+
+
 @pytest.mark.parametrize(("status", "result"), [(3, 3), (4, 4)])
 def test_ranks_that_end_late_after_a_stop_are_waited_for(monkeypatch, status, result):
     """After a failure, they are killed."""
     monkeypatch.setattr(spawn, "_GRACE_S", 0.1)
     late = f"import time; time.sleep(1.5); raise SystemExit({status})"
-    ranks = [
-        subprocess.Popen([sys.executable, "-S", "-c", code])
-        for code in (late, f"raise SystemExit({status})")
-    ]
+    ranks = start_scripts(late, f"raise SystemExit({status})")
     assert spawn._watch(ranks, []) == result
     assert ranks[0].returncode == (3 if status == 3 else -signal.SIGKILL)
+
+
+def test_a_rank_that_hangs_after_a_stop_is_killed_and_reported(monkeypatch, capsys):
+    monkeypatch.setattr(spawn, "_STOP_GRACE_S", 0.3)
+    ranks = start_scripts("import time; time.sleep(60)", "raise SystemExit(3)")
+    assert spawn._watch(ranks, []) == 5
+    assert ranks[0].returncode == -signal.SIGKILL
+    assert "rank 0 was killed: it did not end within 0 s" in capsys.readouterr().err
+
+
+def test_the_time_after_a_failure_counts_from_the_failure(monkeypatch):
+    """It does not count from an earlier stop of another rank."""
+    monkeypatch.setattr(spawn, "_GRACE_S", 2.0)
+    late = "import time; time.sleep({}); raise SystemExit({})"
+    ranks = start_scripts("raise SystemExit(3)", late.format(1.5, 4), late.format(2.5, 3))
+    assert spawn._watch(ranks, []) == 4
+    assert [rank.returncode for rank in ranks] == [3, 4, 3]
 
 
 def status_of(pid: int, field: str) -> str:
@@ -222,7 +240,8 @@ def test_a_mistake_is_printed_once_before_ranks_start(tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "result"), [([0, 0], 0), ([5, 4], 4), ([-9, 5], 5), ([5, 1], 1), ([3, 3], 3)]
+    ("statuses", "result"),
+    [([0, 0], 0), ([0, 5], 5), ([5, 4], 4), ([-9, 5], 5), ([5, 1], 1), ([3, 3], 3)],
 )
 def test_a_cause_comes_before_a_lost_peer(statuses, result):
     ranks = [
