@@ -4,10 +4,11 @@ The state machine is `State` with the table TRANSITIONS. All ranks are in the sa
 between two updates, they agree on the greatest `Status` of their threads, which selects the next
 state.
 
-Threads call no collectives. All ranks must call the collectives of a process group in the same
-order. A separate group for the threads would need more connections between all ranks (gloo) or
-could not use host memory (nccl). Therefore the commit starts one update after the last byte is
-durable, and the ranks know of its success one update after it has ended.
+Threads call no collectives, because all ranks must call the collectives of a process group in the
+same order, and threads cannot ensure that. A separate group for the threads would need more
+connections between all ranks (gloo) or could not use host memory (nccl). Therefore the commit
+starts only at the next `poll` after the last byte is durable, and the ranks learn of its success
+only at the next `poll` after it has ended.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Outcome(NamedTuple):
 
     step: int
     failure: Failure | None
+    """None if the checkpoint was committed."""
     rank: int = 0
     """The rank that failed."""
 
@@ -93,9 +95,9 @@ class AsyncSave:
 
     On every rank a thread calls `write(stop)`. When all have returned, a thread of the first rank
     calls `commit(stop, reports)` with the returned bytes in the order of ranks, and then
-    `after_commit()`. An OptimusError of `write` or `commit` on one rank fails the save on all;
-    another exception is raised on the rank where it occurred. After a failure `stop` is set. When
-    the threads have ended, a thread of the first rank calls `clean()`.
+    `after_commit()`. If `write` or `commit` raises OptimusError on one rank, the save fails on all
+    ranks. Any other exception is raised by `poll` on the rank where it occurred. After a failure,
+    `stop` is set. When the threads have ended, a thread of the first rank calls `clean()`.
 
     `commit` must call `stop.claim()` before it renames the directory. A checkpoint with its final
     name is therefore never reported as failed, except while the rename hangs.
@@ -137,7 +139,7 @@ class AsyncSave:
 
     @property
     def is_over(self) -> bool:
-        """True when the save has ended on all ranks. Old checkpoints may still be in removal."""
+        """True when the save has ended on all ranks. A slow `after_commit` may still be running."""
         return self._state is State.ENDED
 
     def poll(self) -> Outcome | None:
@@ -238,8 +240,8 @@ class AsyncSave:
         self._after_commit()
 
     def _fail(self) -> Outcome:
-        """Return the outcome with the failure of the first rank that has one. Failures because of
-        non-finite values take precedence."""
+        """Set `stop`, and return an outcome with the failure of the first rank that has one. A
+        failure because of non-finite values takes precedence."""
         failures = [
             (rank, failure)
             for rank, failure in enumerate(

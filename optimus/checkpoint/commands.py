@@ -25,11 +25,15 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         _verify,
         "Compare files with checksums, and weights with configurations.",
     )
-    verify.add_argument("--threads", type=int, default=0, metavar="N", help="threads (0: by cores)")
-    _add(actions, "show", _show, "Show one in detail (of a run: the newest full one).")
+    verify.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads (0: 2 per core)"
+    )
+    _add(actions, "show", _show, "Show one checkpoint (of a run: the newest full one) in detail.")
     export = _add(actions, "export", _export, "Write the weights as a Hugging Face directory.")
     export.add_argument("out", help="directory to create; it must not exist")
-    export.add_argument("--dtype", choices=("fp32", "bf16"), help="type of the weights (as stored)")
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="dtype to write (default: as stored)"
+    )
 
 
 def _add(
@@ -160,9 +164,9 @@ def _format_show(about: Mapping[str, Any]) -> str:
             facts.append(
                 (
                     "balance",
-                    f"checkpoint.scatter = {about['scatter']}: greatest by mean "
-                    f"{writers['rank_max_by_mean']:.3f} of a stage's ranks, "
-                    f"{writers['node_max_by_mean']:.3f} of its nodes",
+                    f"checkpoint.scatter = {about['scatter']}: maximum / mean of the bytes in a "
+                    f"stage: {writers['rank_max_by_mean']:.3f} over ranks, "
+                    f"{writers['node_max_by_mean']:.3f} over nodes",
                 )
             )
     width = max(len(name) for name, _ in facts)

@@ -223,7 +223,7 @@ def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
-    """Return `of_data` and `model.eos_token_ids` without duplicates and ids outside the vocabulary.
+    """Return `of_data` and `model.eos_token_ids`, except duplicates and ids outside the vocabulary.
 
     Args:
         config: The model.
@@ -251,8 +251,8 @@ def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
 
 
 def _eos_of_tokenizer(file: Path) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names. If it names none, search the
-    vocabulary for the usual names of end tokens."""
+    """Return the id of the end token that tokenizer_config.json names. If it names none, return the
+    id of a usual name of end tokens in the vocabulary; None if there is none."""
     try:
         named = _read_object(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
@@ -262,8 +262,8 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
-    """Add the missing tokenizer and generation configurations to a Hugging Face directory. Replace
-    tokens outside the vocabulary in existing ones.
+    """Add the tokenizer and generation configurations if a Hugging Face directory lacks them. If
+    it has them, replace tokens in them that are outside the vocabulary.
 
     Args:
         directory: A directory with config.json and a tokenizer.
@@ -278,7 +278,7 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
     )
     if not eos:
         lines.append(
-            "eos_token_id is not known, so generation ends at its limit alone; set "
+            "eos_token_id is not known, so generation stops only at its maximum length; set "
             "model.eos_token_ids in the run's configuration, or eos_token_id in config.json and "
             f"{GENERATION_CONFIG}"
         )

@@ -67,7 +67,7 @@ _READ_SETTINGS = {
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
     FROZEN: list,
 }
-"""Types of the settings that are used for more than a comparison."""
+"""Types of the settings whose values the code uses. Other settings are only compared."""
 _MOST_RANKS = 1 << 22
 _MANIFEST_BYTES = 4 << 20
 """Maximum size of a manifest. Saves write a few kilobytes."""
@@ -319,8 +319,8 @@ def is_checkpoint(path: str | os.PathLike) -> bool:
 
 
 def sidecars(directory: Path) -> list[str]:
-    """Return the names of the files of SIDECARS that are in a directory, relative to it. Links to
-    folders are not followed below TEMPLATES.
+    """Return the paths of the SIDECARS in `directory`, relative to it. The folder TEMPLATES is
+    replaced by the files in it and its subfolders. Links in it to other folders are not followed.
 
     Raises:
         CheckpointError: The folder TEMPLATES is too large or too deep, or cannot be read.

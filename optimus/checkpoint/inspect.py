@@ -30,14 +30,17 @@ _UNKNOWN = (
 
 
 def find(path: str | os.PathLike) -> list[Path]:
-    """Return checkpoint directories.
+    """Return the directory of a checkpoint, or all checkpoint directories of a run.
 
     Args:
-        path: A checkpoint, or a run directory. For a run directory, the result has its checkpoints
-            by step, then those in quarantine, then unfinished saves.
+        path: A checkpoint or a run directory.
+
+    Returns:
+        For a run, its checkpoints by step, then those in quarantine, then unfinished saves. For a
+        checkpoint, only `path`.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no checkpoint.
     """
     path = Path(path)
     if is_checkpoint(path):
@@ -75,9 +78,9 @@ def describe(path: Path) -> dict[str, Any]:
     try:
         about["bytes"] = _directory_bytes(path)
         if files.is_temporary(path):
-            reason = "a save that has not ended or never will"
+            reason = "a save that is in progress or was interrupted"
             if store.is_removed(path):
-                reason = "an old checkpoint whose removal has not ended or failed"
+                reason = "an old checkpoint whose removal is in progress or has failed"
             return about | {"state": "unsealed", "problem": reason}
         manifest = read_manifest(path)
         about |= _facts(manifest)
@@ -199,8 +202,9 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
         threads: As for `in_threads`.
 
     Returns:
-        `path`, `valid`, the names in `damaged`, and `checkpoints`: `name`, `kind`, `bytes`, the
-        seconds `s`, and `problems`, a line for each damaged file.
+        `path`; `valid`, True if no file is damaged; `damaged`, the names of damaged checkpoints;
+        and `checkpoints`, each with `name`, `kind`, `bytes`, the duration `s` in seconds, and
+        `problems`, a line for each damaged file.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -208,7 +212,10 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     paths = [Path(path)] if is_checkpoint(path) else store.find_all(path)
     if not paths:
         find(path)
-        raise CheckpointError(f"{path}: has only unfinished saves, or checkpoints in {QUARANTINE}/")
+        raise CheckpointError(
+            f"{path}: nothing to verify: it has only unfinished saves or checkpoints in "
+            f"{QUARANTINE}/; give the path of a checkpoint in {QUARANTINE}/ to verify it"
+        )
     results = [(checkpoint, _verify_path(checkpoint, threads)) for checkpoint in paths]
     checked = [result for checkpoint, result in results if checkpoint.is_dir()]  # not removed
     if not checked:
@@ -242,7 +249,9 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
         path: A checkpoint, or a run directory for its newest valid full checkpoint.
 
     Returns:
-        The keys of `describe`, the files, the settings, and the balance of the writers.
+        The keys of `describe`, and `files` (bytes by name), `settings`, `loss_scale` and `mesh`.
+        For a valid checkpoint with shard files also `tensors`, `scatter` and `writers`, which has
+        the number of shard files and the keys of `balance`.
 
     Raises:
         CheckpointError: There is no valid checkpoint.

@@ -1,10 +1,10 @@
-"""Loading of full checkpoints: every rank reads a share of its states and sends it to the others.
+"""Loading of full checkpoints: ranks with the same states read a share each and exchange them.
 
 If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
-place, by `checkpoint.distribute`: with `broadcast` each rank in turn sends its share, one mesh axis
-after the other; with `all_reduce` they add integers that are zero outside of their shares, which
-changes no bits. Only the exchange between pipeline stages that have the same parameter allocates
-memory, for one stripe.
+place, by `checkpoint.distribute`. With `broadcast`, each rank in turn sends its share, one mesh
+axis after the other. With `all_reduce`, each rank sets the rest of the shard to zero, and an
+all-reduce adds the shards as integers, which changes no bits. Pipeline stages that have the same
+parameter exchange it in stripes. Only this exchange allocates memory, for one stripe.
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ from optimus.io import files
 from optimus.io.safetensors import as_bytes, check_shapes
 
 HOST_BYTES = 1 << 30
-"""Maximum host memory for loading states that are not in host memory."""
+"""Maximum size of the host memory through which states on an accelerator are loaded."""
 Distribute = Literal["broadcast", "all_reduce"]
 """Values of `checkpoint.distribute`."""
 
 
 class ReadRequest(NamedTuple):
-    """A state of some slices of parameters, each with its offset in `memory`, in elements."""
+    """A request to read one state of some slices of parameters into `memory`."""
 
     state: str
     params: Sequence[tuple[ParamSlice, int]]
+    """The slices, each with its offset in `memory` in elements."""
     memory: memoryview
 
 
 class Readers(files.Closing):
     """The shard files of a checkpoint. The last `limit` files that were used stay open.
 
-    An open file keeps the last block that was read in part. Later requests do not read it again.
+    If only a part of the last block of an open file was needed, the file keeps this block in
+    memory. Later requests do not read the block again.
     """
 
     def __init__(self, directory: Path, index: Index, limit: int) -> None:
@@ -138,7 +140,7 @@ def load_full(states: RankStates, manifest: Manifest, method: Distribute) -> str
         method: `checkpoint.distribute`.
 
     Returns:
-        The reason of a failure, or "". The same on all ranks.
+        "" if all ranks succeeded, otherwise the reason of the failure. The same on all ranks.
     """
     everyone, problem, data = states.groups.everyone, "", b""
     if everyone.rank == 0:
@@ -221,11 +223,12 @@ def _batches(
 def broadcast_to_replicas(
     shard: ChunkShard, flats: Iterable[Tensor], groups: Groups, method: Distribute
 ) -> None:
-    """Complete the states of a shard. A collective of the ranks that have the same shard.
+    """Exchange the shares of a shard, so that all of its copies are complete. A collective of the
+    ranks that have the same shard.
 
     Args:
         shard: The shard.
-        flats: Its states, in which this rank has filled its share.
+        flats: The states of the shard. This rank has filled only its share of them.
         groups: Process groups of this rank.
         method: `checkpoint.distribute`.
     """
@@ -257,10 +260,11 @@ def broadcast_to_replicas(
 def send_to_later_stages(
     name: str, shards: Sequence[StateShard], stage_group: Group, method: Distribute
 ) -> None:
-    """Copy a parameter from the first pipeline stage that has it to the others, one stripe at a
-    time, since the chunk layouts of the stages may differ.
+    """Copy the states of a parameter from the first pipeline stage that has it to the others.
 
-    A collective of `stage_group` and of the shard groups.
+    The chunk layouts of the stages may differ. Therefore each rank of the other stages receives all
+    elements, one stripe at a time, and keeps those in its shard. A collective of `stage_group` and
+    of the shard groups.
 
     Args:
         name: Name of the parameter.

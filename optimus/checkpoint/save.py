@@ -62,14 +62,15 @@ BEGIN_S = 60.0
 
 @dataclass(frozen=True)
 class RankStates:
-    """The shards of a rank and the slices of the model's parameters that they contain."""
+    """A rank's shards of the model states, and the elements of each parameter that it has."""
 
     groups: Groups
     shards: Sequence[StateShard]
     names: tuple[str, ...]
     """Names of the states of trained parameters, in the order of the files."""
     boxes: Mapping[str, Box]
-    """Boxes of the parameters of this rank, by name."""
+    """Boxes of the parameters of this rank, by name. A box is the index ranges of every dim that a
+    rank has of a parameter."""
     shapes: Mapping[str, Sequence[int]]
     """Shapes of all whole parameters of the model, by name."""
     stage_groups: Mapping[str, Group] = field(default_factory=dict)
@@ -87,8 +88,8 @@ class RankStates:
         return self.shards[0].states["master"].device
 
     def with_states(self, slices: Sequence[StateSlice]) -> list[tuple[str, StateSlice]]:
-        """Return pairs of a state and a slice that has it, sorted by state. Frozen parameters have
-        no moments."""
+        """Return (state, slice) for each state that each slice has, in the order of `names`. Slices
+        of frozen parameters have no moments."""
         return [
             (state, state_slice)
             for state in self.names
@@ -97,13 +98,13 @@ class RankStates:
         ]
 
     def view(self, state: str, state_slice: StateSlice) -> Tensor:
-        """Return a state of a slice, as a view of the shard."""
+        """Return the elements of a state that `state_slice` selects, as a view of the shard."""
         shard = self.shards[state_slice.shard]
         return shard.states[state][state_slice.start : state_slice.stop]
 
 
 def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, StateSlice]]:
-    """Return the states and slices that this rank writes to a full checkpoint."""
+    """Return a (state, slice) pair for everything that this rank writes to a full checkpoint."""
     groups, stage_groups = states.groups, states.stage_groups
     turns = {name: Share(group.rank, group.size) for name, group in stage_groups.items()}
     return states.with_states(
@@ -117,7 +118,7 @@ def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, Sta
 def staging_bytes(
     slices: Sequence[tuple[str, StateSlice]], dtype: torch.dtype = torch.float32
 ) -> int:
-    """Return the bytes of a `Staging` of these states and slices."""
+    """Return the size in bytes of a `Staging` for these (state, slice) pairs."""
     return sum(aligned((s.stop - s.start) * dtype.itemsize) for _, s in slices)
 
 
@@ -135,7 +136,7 @@ class Staging:
 
         Args:
             slices: The states and slices to copy.
-            device: Device of the states. The memory is pinned unless it is the CPU.
+            device: Device of the states. The memory is pinned unless this device is the CPU.
             dtype: Type of the copies.
         """
         size = staging_bytes(slices, dtype) // dtype.itemsize
@@ -159,12 +160,12 @@ class Staging:
         platform.synchronize(states.device)
 
     def copy_of(self, state: str, state_slice: StateSlice) -> Tensor:
-        """Return the copy that `fill` made of a state of a slice."""
+        """Return the elements that `fill` copied for a (state, slice) pair."""
         return self._copies[state, state_slice]
 
 
 def shard_size(slices: Sequence[tuple[str, StateSlice]]) -> int:
-    """Return the bytes of the shard file of these states and slices."""
+    """Return the size in bytes of a shard file with these (state, slice) pairs."""
     return HEADER_BYTES + sum(aligned((s.stop - s.start) * ITEMSIZE) for _, s in slices)
 
 
@@ -183,8 +184,8 @@ def write_shard(
         directory: Directory of the checkpoint.
         identity: The save, step and writer.
         names: Names of all states of the checkpoint, in the order of its index.
-        slices: The states and slices to write.
-        bytes_of: Returns the bytes of a state of a slice.
+        slices: The (state, slice) pairs to write.
+        bytes_of: Function (state, slice) that returns the bytes to write.
         stop: As for ShardWriter.
         direct: As for ShardWriter.
 
@@ -210,7 +211,7 @@ def write_shard(
 
 
 class Generation(NamedTuple):
-    """A save: its random name, and the directory that it fills."""
+    """A save in progress: its random name, and the temporary directory that it fills."""
 
     name: str
     directory: Path
@@ -244,7 +245,7 @@ class Saver(ABC):
             states: The states of this rank.
             slices: The states and slices that this rank writes.
             dtype: Type of the staged copies.
-            output: Name of what this rank writes, for messages.
+            output: Name of this rank's output, such as its file, for messages.
             staged: True to copy the states to host memory first. The memory is allocated here.
             limit_s: As for AsyncSave.
             begin_s: Maximum time that the ranks wait in `begin` for the first rank.
@@ -266,11 +267,12 @@ class Saver(ABC):
         step: int,
         **facts: Any,
     ) -> AsyncSave:
-        """Start a save. A collective of all ranks; the previous save of this Saver has ended.
+        """Start a save. A collective of all ranks. The previous save of this Saver must have ended.
 
-        The first rank creates a directory, every rank writes its file there, and then the first
-        rank writes the other files, checks all and commits. If the states are staged, training may
-        change them after this function has returned, otherwise after the save has ended.
+        The first rank creates a directory, and every rank writes its file there. Then the first
+        rank writes the other files, checks all files and commits. If the states are staged,
+        training may change them after `begin` has returned, otherwise only after the save has
+        ended.
 
         Args:
             states: The states of this rank.
@@ -278,7 +280,8 @@ class Saver(ABC):
             write_sidecars: Writes further files to a directory. Called on the first rank.
             after_commit: Called on the first rank after the commit.
             clean: Removes the directory of a failed save. Called on the first rank.
-            reserve: Returns the bytes of another save that the disk must have space for.
+            reserve: Returns the bytes that another save will still write. The disk must have space
+                for both.
             step: Number of completed updates.
             facts: Other fields of the manifest.
 
@@ -322,8 +325,11 @@ class Saver(ABC):
     def _stage(
         self, states: RankStates, final: Path, reserve: Callable[[], int]
     ) -> tuple[RankStates, Generation]:
-        """Copy the states if they are staged, while the first rank creates the directory. If the
-        directory cannot be created, all ranks raise OptimusError."""
+        """Copy the states if they are staged, while the first rank creates the directory.
+
+        Returns the states, without `shards` if they were copied, and the new generation. If the
+        directory cannot be created, all ranks raise OptimusError.
+        """
         everyone, device = states.groups.everyone, states.device
         creating = Task(lambda: self._create(final, reserve)) if everyone.rank == 0 else None
         if self._staging is not None:
@@ -337,7 +343,7 @@ class Saver(ABC):
             created = (
                 creating.value()
                 if creating.has_ended
-                else f"{final.name} not opened within {self._begin_s:g} s: {final.parent} is slow "
+                else f"{final.name} not created within {self._begin_s:g} s: {final.parent} is slow "
                 "or hangs"
             )
         created = broadcast_object(created, everyone, Generation | str)
@@ -356,7 +362,8 @@ class Saver(ABC):
         return max(0, self.bytes - allocated)
 
     def _create(self, final: Path, reserve: Callable[[], int]) -> Generation | str:
-        """Return a new generation, or the reason why there is none."""
+        """Create the directory of a new generation. Return the generation, or the reason if that
+        fails."""
         try:
             self._directory = directory = store.create(final, self.bytes, reserve())
             try:
@@ -382,10 +389,10 @@ class Saver(ABC):
     def _describe(
         self, states: RankStates, generation: Generation, step: int, stop: Stop, reports: list[Any]
     ) -> dict[str, Any]:
-        """Return arguments for `store.commit`. Called on the first rank.
+        """Write the files that describe the weights, and return arguments for `store.commit`.
 
-        `reports` are the results of `_write` on all ranks, None for a rank without slices. Raises
-        OSError and OptimusError.
+        Called on the first rank. `reports` are the results of `_write` in the order of ranks, None
+        for a rank without slices. Raises OSError and OptimusError.
         """
 
 

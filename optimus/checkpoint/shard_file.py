@@ -3,8 +3,8 @@
 Each rank writes one shard file: raw bytes with a header of fixed size. The header names the save,
 the step and the writer, so that a file of another checkpoint is detected. The states follow,
 little-endian, each at a multiple of 64 bytes. The index of the checkpoint has the hashes of all
-blocks of the file, including the header. A reader compares each block that it reads. Needs no
-torch.
+blocks of the file, including the header. A reader compares each block that it reads with its hash.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _MAGIC = "optimus shard"
 _MIN_POOL_CALLS = 4
 """With fewer calls than this, a pool of threads costs more than it saves."""
 _BUFFERS = 2
-"""One is filled while the other is written. A third is not faster (docs/benchmarks)."""
+"""Number of buffers of a writer: one is filled while the other is written. A third is not faster
+(docs/benchmarks)."""
 _HUGE_PAGE = 2 << 20
 
 traffic = {"opens": 0, "bytes": 0}
@@ -217,8 +218,9 @@ class _BlockQueue:
 
 
 def _allocate(size: int) -> memoryview:
-    """Return page-aligned memory, in huge pages if the system has them. The system splits a direct
-    write into a few hundred pages each. With huge pages it writes 4 MiB at once, twice as fast."""
+    """Return page-aligned memory, in huge pages if the system has them. With small pages, the
+    system splits a direct write into requests of a few hundred pages each. With huge pages, it
+    writes 4 MiB at once, which is twice as fast."""
     whole = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
@@ -391,7 +393,7 @@ class ShardReader(files.Closing):
     def read(self, ranges: numpy.ndarray, targets: Sequence[memoryview]) -> None:
         """Copy ranges of the file to memory.
 
-        The last block that was read only in part is kept for the next call.
+        If only a part of the last block is copied, the block is kept in memory for the next call.
 
         Args:
             ranges: int64 [n, 4]: offset in this file, index in `targets`, offset in the target,

@@ -7,7 +7,7 @@ The vocabulary of this package. Lengths and offsets are in elements.
 - A `ChunkShard` is the shard of a chunk that a rank has. Several ranks may have the same shard.
 - A `StateSlice` is a contiguous range of a shard, and so a sequence of slices of parameters. It
   applies to the master weights and the moments of the shard.
-- A `Share` is one of n equal shares of a shard that n ranks have in common.
+- A `Share` is one of n equal shares of a shard, if n ranks have the same shard.
 - `StoredParam` lists the slices of a parameter in the files of a checkpoint.
 
 All functions are pure: they compute from coordinates of ranks and from index ranges alone.
@@ -55,7 +55,7 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Elements [start, stop) of a rank's shard with the number `shard`."""
+    """Elements [start, stop) of one of a rank's shards. `shard` is the index of the shard."""
 
     shard: int
     start: int
@@ -149,7 +149,8 @@ def slices_to_write(
             stages that have a parameter write stripes of it in turn. `paper`: one rank writes a
             whole shard: for model-parallel shard m, the rank with data-parallel index m mod dp. The
             first stage that has a parameter writes it.
-        turns: For each parameter that several pipeline stages have, the turn of this rank's stage.
+        turns: For each parameter that several pipeline stages have, the index of this rank's stage
+            among these stages, and their number.
     """
     slices: list[StateSlice] = []
     shares = {axes: share_of(mesh, coordinate, axes) for axes in {s.copy_axes for s in shards}}
@@ -172,9 +173,9 @@ def slices_to_read(
 ) -> list[StateSlice]:
     """Return the slices that a rank reads: an equal share of each shard.
 
-    It receives the other shares from the ranks that have the same shard. It reads nothing of a
-    shard with `is_later_copy`, which it receives from the first stage that has the parameters. The
-    arguments are those of `slices_to_write`.
+    The rank receives the other shares from the ranks that have the same shard. Of a shard with
+    `is_later_copy`, the rank reads nothing: it receives all elements from the first stage that has
+    the parameters. The arguments are those of `slices_to_write`.
     """
     slices: list[StateSlice] = []
     for number, shard in enumerate(shards):
@@ -270,11 +271,11 @@ class StoredParam:
         return ranges
 
     def byte_ranges(self, ranges: ndarray, state: int, itemsize: int) -> ndarray:
-        """Convert the result of `element_ranges` to bytes of files.
+        """Convert ranges of elements to ranges of bytes in shard files.
 
         Args:
             ranges: Result of `element_ranges`.
-            state: Number of the state.
+            state: Index of the state in `Index.states`.
             itemsize: Bytes of an element.
 
         Returns:

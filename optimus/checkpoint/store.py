@@ -127,14 +127,14 @@ def commit(
     stop: Stop | None = None,
     **facts: Any,
 ) -> Manifest:
-    """Make the files durable, write the manifest and rename the directory of `create`.
+    """Make the files durable, write the manifest, and rename `temporary` to `path`.
 
     Args:
         temporary: The directory that `create` returned.
         path: Directory of the committed checkpoint.
-        shards: Names of shard files. They are durable, and the index describes them.
-        entries: Entries of files that are durable and described already.
-        stop: The call claims it before the rename.
+        shards: Names of shard files. They are durable already, and the index describes them.
+        entries: Entries of the manifest for other files that are durable already.
+        stop: Claimed before the rename, so that no stop can follow.
         facts: Fields of `Manifest` except `files` and `path`.
 
     Returns:
@@ -191,7 +191,8 @@ def newest_valid(
     Args:
         run_dir: The run directory.
         thorough: True to compare every byte. False if the caller checks the states when it reads
-            them. If they are damaged, it adds the checkpoint to `excluded` and calls again.
+            them. If the states are damaged, the caller adds the checkpoint to `excluded` and calls
+            this function again.
         excluded: Checkpoints to skip, with reasons.
     """
     for path in reversed(_of_kind(run_dir, "step")):
@@ -212,10 +213,13 @@ def resolve(
     """Return the directory that a CKPT argument of a command selects.
 
     Args:
-        path: A checkpoint, a run directory (its newest valid full checkpoint), or any other
-            directory, which is returned unchanged and may be a Hugging Face directory.
+        path: A checkpoint, a run directory, or any other directory.
         thorough: As for `newest_valid`.
         excluded: As for `newest_valid`.
+
+    Returns:
+        For a run directory, its newest valid full checkpoint. Otherwise `path`, which may be a
+        Hugging Face directory.
 
     Raises:
         CheckpointError: The checkpoint is damaged or excluded, or there is none.
@@ -252,6 +256,7 @@ class Start:
     tokens: int = 0
     path: Path | None = None
     full: Manifest | None = None
+    """Manifest of the full checkpoint; None if the run starts from weights alone."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run that did the first `step` updates."""
     first_step: int | None = 0
@@ -286,8 +291,8 @@ def decide_start(
         available = [str(_step_of(path)) for path in _of_kind(run_dir, "model")]
         if text not in available:
             raise CheckpointError(
-                f"checkpoint.load = {load!r}: this run keeps the models of steps "
-                f"{', '.join(available) or '(none)'}"
+                f"checkpoint.load = {load!r}: the run has no model-only checkpoint of this step; "
+                f"use one of its steps: {', '.join(available) or '(none)'}"
             )
         model = read_manifest(model_path(run_dir, int(text)))
         model.check(weights=False)
@@ -312,7 +317,7 @@ def decide_start(
 
 
 def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
-    """Return the start from the full states of a checkpoint."""
+    """Return the start at the step of a checkpoint, from its full states."""
     step, tokens, path = manifest.step, manifest.tokens, manifest.path
     return Start(origin, step, tokens, path, manifest, manifest.settings, first_step)
 
@@ -336,8 +341,8 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
     directory, models = checkpoints_dir(run_dir), _of_kind(run_dir, "model")
     candidates = [*_of_kind(run_dir, "step"), *directory.glob(f"{QUARANTINE}/step-[0-9]*")]
     for model in models:
-        # The run may have been killed before its first full checkpoint, whose save may last until
-        # the second is due. A later model shows that there was a full checkpoint.
+        # A model of the first two intervals does not show that there was a full checkpoint: the run
+        # may have been killed during the first full save, which may last until the second is due.
         try:
             manifest = read_manifest(model)
         except CheckpointError:
@@ -352,8 +357,8 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
         other = f"resume with checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
             f"{directory}: none of {counted(len(_of_kind(run_dir, 'step')), 'full checkpoint')} "
-            "is valid, but the run has saved some: "
-            f"there is {newest.relative_to(directory)}; {other}start over with "
+            "is valid, but the run has saved at least one, as "
+            f"{newest.relative_to(directory)} shows; {other}start over with "
             "checkpoint.load=none or in another train.run_dir, or move that checkpoint away"
         )
 
@@ -406,7 +411,7 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
 def remove_old(
     run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0
 ) -> dict[Path, str]:
-    """Remove the checkpoints that retention does not keep, and what failed removals left.
+    """Remove the checkpoints that retention does not keep, and the rest of earlier failed removals.
 
     Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` models (0: all)
     and the models of steps that are multiples of `keep_every` (0: none of those). A failed removal
@@ -422,8 +427,8 @@ def remove_old(
 
 
 def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
-    """Return the paths before the last `count` paths with a readable manifest. `paths` are in the
-    order of steps."""
+    """Return the paths to remove so that `count` checkpoints with a readable manifest remain, the
+    newest ones. `paths` are in the order of steps."""
     for number in reversed(range(len(paths))):
         with contextlib.suppress(CheckpointError):
             read_manifest(paths[number])

@@ -2,9 +2,9 @@
 
 Weights are read in the order in which the files contain them, a few elements at a time. A
 model-only save has no shard files: every rank writes its master weights in bf16 into common
-safetensors files, at positions that follow from the model. No rank needs the whole model, and
-nothing is sent. The first rank creates the files before any rank writes. After all ranks have
-written, it reads the files once, to compute their hashes and to compare their content with the
+safetensors files, at positions that follow from the model. No rank needs the whole model, and ranks
+send each other no weights. The first rank creates the files before any rank writes. After all ranks
+have written, it reads the files once, to compute their hashes and to compare their content with the
 reports of the ranks.
 """
 
@@ -83,7 +83,7 @@ def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
 
 
 def check_weights(config: ModelConfig, path: Path) -> None:
-    """Check from the headers of the files that weights fit a model. Builds no model.
+    """Check that the weights in a directory fit a model. Reads only the headers of the files.
 
     Args:
         config: The model.
@@ -92,7 +92,7 @@ def check_weights(config: ModelConfig, path: Path) -> None:
     Raises:
         CheckpointError: Names the first setting or tensor that differs.
     """
-    # The headers are read once, below: this config.json builds no model.
+    # `compare_counts` would read the headers a second time: `check_hf_weights` reads them below.
     if difference := config.first_difference(model_config_of(path, compare_counts=False)):
         key, ours, theirs = difference
         raise CheckpointError(
@@ -155,11 +155,12 @@ def check_content(manifest: Manifest) -> None:
 
 
 class Weights(files.Closing, ABC):
-    """Weights in the order in which the files contain them, a few elements at a time.
+    """Base class of readers of weights, a few elements at a time. Also a context manager.
 
-    A context manager, and an iterable of the slices in `slices` with their values. The values are
-    flat on the host, in the stored type, and valid until the next iteration. Checksums are compared
-    during the iteration, the last one after the last slice. Raises CheckpointError.
+    The iteration yields (slice, values) for the elements of `slices`, in the order in which the
+    files contain them. The values are 1-D on the host, in the stored dtype, and valid until the
+    next iteration. The iteration also compares checksums, the last one after the last slice, and
+    raises CheckpointError if one differs.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -328,7 +329,8 @@ def _read_sharded(path: Path) -> Manifest | None:
 
 
 def masters_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, StateSlice]]:
-    """Return the master weights that this rank writes to a model-only checkpoint."""
+    """Return the (state, slice) pairs that this rank writes to a model-only checkpoint. The state
+    is always "master"."""
     return [pair for pair in states_to_write(states, scatter) if pair[0] == "master"]
 
 

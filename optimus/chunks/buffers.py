@@ -1,9 +1,9 @@
 """Flat buffers of model states: chunks, gradients of further uses, and frozen parameters.
 
-Parameters and gradients are views of flat buffers, and autograd saves such views. Therefore a
-buffer that is not needed gives back the memory of its storage and keeps the storage object: when
-the storage has memory again, all views are valid. (To replace `.data` of the views instead would
-miss the views that autograd or a recomputation has saved.)
+Parameters and gradients are views of flat buffers, and autograd saves such views. To free a buffer,
+its storage is resized to 0 bytes, but the storage object stays: when the storage has memory again,
+all views are valid. (To replace `.data` of the views instead would miss the views that autograd or
+a recomputation has saved.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class StateTensor(NamedTuple):
     """One of KINDS."""
     tensor: Tensor
     chunk: Chunk | None = None
-    """The chunk to which it belongs, for the share of padding."""
+    """The chunk to which the tensor belongs, so that the padding can be counted; None for a tensor
+    outside of chunks."""
 
 
 class Memory:
@@ -87,14 +88,15 @@ class GradBuffer(Protocol):
     grads: Tensor
     """Flat buffer of L elements, to which backward adds."""
     grad: Tensor
-    """Sum for the update, fp32 [L / shards]; `grads` itself if the states are not sharded."""
+    """Sum over microbatches and ranks for the update, fp32 [L / size of the shard group]. It is
+    `grads` itself if the states are not sharded."""
     grad_views: dict[str, Tensor]
     """Views of `grads` by parameter, in order of first use. They are valid whenever `grads` has
     memory."""
 
 
 class ChunkState:
-    """States of a chunk of L elements on one rank, which has a shard of L / shards elements.
+    """States of a chunk of L elements on one rank. `shards` is the size of the shard group.
 
     Attributes:
         chunk: The layout of the chunk.
@@ -300,15 +302,15 @@ class FrozenParams:
         return dict(self._views)
 
     def shards(self) -> Iterator[StateShard]:
-        """Yield the values in fp32, for checkpoints. Values that are written to these tensors take
-        effect in `settle`."""
+        """Yield the parameters in fp32, for checkpoints. A load writes to these tensors, and
+        `settle` copies them to the parameters."""
         self._wide = [flat.float() for flat in self._flats]
         for chunk, flat in zip(self.layout.chunks, self._wide, strict=True):
             assert isinstance(chunk.key, ParamProcessGroups)
             yield StateShard(chunk, 0, chunk.key, {"master": flat})
 
     def settle(self) -> None:
-        """Copy the tensors of `shards` to the parameters and free them."""
+        """Copy the tensors that `shards` has yielded to the parameters, and free these tensors."""
         for flat, wide in zip(self._flats, self._wide, strict=False):
             if wide is not flat:
                 flat.copy_(wide)
@@ -321,7 +323,7 @@ class FrozenParams:
 
 
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
-    """Return the bytes of each kind, their sum ("total"), and the bytes of "padding" among them.
+    """Return the bytes of each of KINDS, their sum "total", and "padding", which is included in it.
 
     Storage that several tensors share counts once, for the first tensor.
     """

@@ -46,13 +46,13 @@ class ChunkEngine:
         chunk_length: Target length of a chunk, in elements.
         deterministic: `train.deterministic`.
         reduce_dtype: The dtype of gradient reductions.
-        grad_dtype: The dtype of gradient accumulation: fp32, or `dtype` unless the mode is
-            deterministic or gradients are freed.
+        grad_dtype: The dtype of gradient accumulation: fp32 or `dtype`. It must be fp32 in
+            deterministic mode, and if `residency` divides gradients.
         everyone: All ranks.
         compiled: True if torch.compile will trace the module.
-        overlap: Reduce gradients during the last backward of a step.
-        residency: Determines the buffers that are whole only while they are needed. Such an engine
-            needs a call of `attach`.
+        overlap: True to reduce gradients during the last backward of a step.
+        residency: Settings for gradients and parameters that are whole only while they are needed.
+            An engine with such buffers must be attached to the model before the first step.
 
     Raises:
         ConfigError: A parameter has no groups, or ranks that add up gradients have different
@@ -150,10 +150,11 @@ class ChunkEngine:
 
         Args:
             segments: All segments in order of first use. They contain all parameters and uses.
-            passes: The passes of this rank in a training step.
+            passes: The forward and backward passes of this rank in a training step, in order.
             early: As for `GradReducer.attach`.
-            regions: Segments that are recomputed together.
-            overlap: Let the gathers of updated parameters continue until their first use.
+            regions: Ranges of indices of segments. Backward recomputes the segments of a range
+                together.
+            overlap: True to let the gathers of updated parameters continue until their first use.
         """
         if overlap:
             self.params.overlap(self._needs(segments))
@@ -204,7 +205,7 @@ class ChunkEngine:
     # -- a step ----------------------------------------------------------------------------------
 
     def add_use(self, use: FurtherUse) -> None:
-        """Add a gradient buffer for a further use of a parameter, unless it is frozen."""
+        """Add a gradient buffer for a further use of a parameter, except of a frozen parameter."""
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
         else:
@@ -223,8 +224,9 @@ class ChunkEngine:
             self.params.start_step()
 
     def grad_norm(self) -> float:
-        """Return the global 2-norm of the gradients, in which each parameter counts once. In
-        deterministic mode, all layouts that keep parameters whole give the same bits."""
+        """Return the 2-norm of the whole model's gradient, in which each parameter counts once. A
+        collective of all ranks. In deterministic mode, all data- and pipeline-parallel layouts give
+        the same bits."""
         counted = [state.grad for state in self.chunks if state.groups.counts]
         norm = exact_norm if self._deterministic else fast_norm
         return norm(counted, self.device, self._everyone)
@@ -241,7 +243,8 @@ class ChunkEngine:
         self.params.invalidate()
 
     def sync_params(self) -> None:
-        """Set the parameters of all ranks from the masters."""
+        """Set the parameters from the masters, after a load for example. A collective of all
+        ranks."""
         self.frozen.settle()
         self.wait()
         for state in self._by_first_use:
@@ -297,8 +300,9 @@ class ChunkEngine:
             target.copy_(values[low - start : high - start])
 
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> ShardSlice | None:
-        """Return the first slice of a parameter in this rank's shards for which `is_bad` is True;
-        None if there is none. A frozen parameter is its own master."""
+        """Return the first slice of a parameter in this rank's shards of `state` for which `is_bad`
+        is True; None if there is none. `state` is "master", which includes frozen parameters, or a
+        moment."""
         self.wait()
         for chunk_state in self.chunks:
             flat = chunk_state.states[state]
@@ -315,7 +319,7 @@ class ChunkEngine:
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
         """Return the name of the first parameter for which `is_bad` is True, "" if there is none.
-        Of a sharded parameter, this rank's shard is checked."""
+        Of a parameter in a sharded chunk, only the elements in this rank's shard are checked."""
         self.wait()
         for name, slot in self.slots.items():
             state = self.chunks[slot.chunk]
@@ -330,7 +334,7 @@ class ChunkEngine:
         return next((name for name, values in frozen if is_bad(values)), "")
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of all model states of this rank, as `count_bytes` divides them."""
+        """Return the bytes of all model states of this rank, by the keys of `count_bytes`."""
         tensors = [tensor for state in self.chunks for tensor in state.state_tensors()]
         return count_bytes(
             [*tensors, *self.gradients.state_tensors(), *self.frozen.state_tensors()]

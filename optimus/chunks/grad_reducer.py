@@ -1,11 +1,11 @@
 """Gradients of a rank from backward to the update: accumulation, and reduction over ranks.
 
-The loss contains the global scale, so every reduction is a plain sum. If the states are sharded,
-each of the n ranks of the reduce group receives 1/n of the summed chunk. The ranks of the replica
-group then gather these pieces to the shard that they update.
+Each loss term is already divided by a count of the global batch, so every reduction is a plain sum.
+If the states are sharded, each of the n ranks of the reduce group receives 1/n of the summed chunk.
+The ranks of the replica group then gather these pieces to the shard that they update.
 
-The collectives of a group must be launched in the same order on all ranks. Buckets of a stage are
-therefore launched in the reverse order of first use. Backward completes them in the same order.
+The collectives of a group must be launched in the same order on all ranks. Therefore the buckets of
+a stage are launched in the reverse order of first use, in which backward completes them.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ class GradBucket:
     leaves: dict[str, Tensor]
     """Leaves by name, in order of first use."""
     missing: set[str] = field(default_factory=set)
-    """Leaves without their last gradient of the step yet. Empty outside of `last_backward`."""
+    """Names of the leaves that still wait for their last gradient of the step. Empty outside of
+    `last_backward`."""
     is_ready: bool = False
     is_launched: bool = False
 
 
 class _ReduceOnce:
-    """Adds up microbatches locally, and reduces each buffer once per step. With `overlap`, backward
-    continues while buffers are reduced, and `finish` waits for the last of them.
+    """Adds up the gradients of microbatches locally, and reduces each buffer once per step. With
+    `overlap`, backward continues during the reductions, and `finish` waits for the last of them.
 
     A reduction needs additional memory only to convert to another dtype, or if a shard consists of
     several pieces.
@@ -209,9 +210,9 @@ class GradReducer:
     """Adds up the gradients of a rank's chunks over microbatches and ranks.
 
     Backward adds to views of the chunks, and to a separate buffer for each further use of a
-    parameter. The reductions follow one of three strategies: once per step, during the last
-    backward with `overlap`; after each microbatch; or after each microbatch in the order of
-    microbatch numbers (deterministic mode).
+    parameter. By default, each buffer is reduced once per step; with `overlap`, during the last
+    backward. If buffers are freed, they are reduced after each microbatch. In deterministic mode,
+    they are reduced after each microbatch too, and the sum has the order of microbatch numbers.
 
     Args:
         named: Trained parameters in order of first use, views of the chunks.
@@ -244,8 +245,8 @@ class GradReducer:
         frees_buffers: bool,
     ) -> None:
         self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
-        """Called with each buffer before it is reduced. The sum over ranks would hide which rank
-        has a NaN."""
+        """Called with each buffer before it is reduced, to search for a NaN: after the sum over
+        ranks, all of them have it."""
         self._by_name: dict[str, tuple[ChunkState, Slot]] = {
             slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
         }
@@ -337,11 +338,11 @@ class GradReducer:
 
     @property
     def owner_of(self) -> dict[str, str]:
-        """Parameters of further uses, by the name of the use."""
+        """Name of the parameter of each further use, by the name of the use."""
         return {buffer.use.name: buffer.use.owner for buffer in self._uses}
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield all tensors in addition to those of the chunks."""
+        """Yield the gradient tensors that exist in addition to those of the chunks."""
         yield from self._strategy.state_tensors()
         for buffer in self._uses:
             yield from buffer.state_tensors()
@@ -359,7 +360,8 @@ class GradReducer:
         self._in_step = True
 
     def before_backward(self, stage: int) -> None:
-        """Prepare for a backward of the stage, or for the part that computes weight gradients."""
+        """Allocate the stage's buffers if they are freed, but not early. Call this before each
+        backward action (B, I or W) of the stage."""
         if not self._frees_early:
             for segment_stage, buffers in self._segments:
                 if segment_stage == stage:
@@ -402,8 +404,8 @@ class GradReducer:
                 bucket.missing.clear()
 
     def reduce(self, stage: int) -> None:
-        """Reduce the rest of a stage: after each backward in deterministic mode or if buffers are
-        freed, otherwise after the last backward of a step."""
+        """Reduce the buffers of a stage that are not reduced yet. Call this after each backward in
+        deterministic mode or if buffers are freed, otherwise after the last backward of a step."""
         buckets = self._buckets.get(stage, [])
         for bucket in buckets:
             self._check_views(bucket)
@@ -418,7 +420,8 @@ class GradReducer:
             bucket.is_ready = False
 
     def finish(self) -> None:
-        """Complete all gradients before the update."""
+        """Complete all reductions, so that each `grad` has the whole sum. Call this before the
+        update."""
         assert not self._allocated, "a gradient was not reduced"
         self._in_step = False
         self._strategy.finish()
@@ -437,7 +440,8 @@ class GradReducer:
             self._strategy.release()
 
     def _on_grad(self, bucket: GradBucket, name: str, leaf: Tensor) -> None:
-        """Note that backward has added the gradient of a leaf; launch what is complete."""
+        """Note that backward has added the gradient of a leaf, and launch the buckets that are
+        ready."""
         assert not bucket.is_launched, f"the gradient of {name} came after its bucket was reduced"
         if name in bucket.missing:
             bucket.missing.discard(name)

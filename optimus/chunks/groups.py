@@ -62,14 +62,14 @@ class ParamProcessGroups:
 def groups_of_params(
     names: Iterable[str], groups_of: Callable[[str], ParamProcessGroups | None]
 ) -> dict[str, ParamProcessGroups]:
-    """Return the groups of each parameter. Raises ConfigError for a parameter without groups."""
+    """Return the process groups of each parameter. Raises ConfigError if a parameter has none."""
     result = {}
     for name in names:
         groups = groups_of(name)
         if groups is None:
             raise ConfigError(
-                f"parameter {name} has no groups, so it is unknown which ranks add up its gradient "
-                "and share its optimizer state; give it a placement"
+                f"parameter {name} has no process groups, so it is unknown which ranks add up its "
+                "gradient and divide its optimizer states; give it a placement"
             )
         result[name] = groups
     return result
@@ -80,9 +80,10 @@ def check_same_params(
     groups_of: Mapping[str, ParamProcessGroups],
     everyone: Group,
 ) -> None:
-    """Check that ranks that add up gradients have the same parameters in the same order.
+    """Check that the ranks of each reduce group have the same parameters in the same order.
 
-    A collective of all ranks, which exchange a few hashes. On the meta device there is one rank.
+    A collective of all ranks: they exchange a few hashes. Parameters on the meta device are not
+    checked, since a plan has no other ranks.
 
     Raises:
         ConfigError: The ranks differ. The message, the same on all ranks, names the first
@@ -112,8 +113,11 @@ def check_same_params(
 
 
 def _refuse(label: str, of_ranks: list[list[str] | None]) -> None:
-    """Raise ConfigError for the first difference. `of_ranks`: each rank's parameters with this
-    label; None for a rank without any."""
+    """Raise ConfigError for the first difference between the ranks of a reduce group.
+
+    `label` describes the group. `of_ranks` has a list for each rank of the run, with a line for
+    each of its parameters that this group reduces; None for a rank without such parameters.
+    """
     present = [(rank, lines) for rank, lines in enumerate(of_ranks) if lines is not None]
     first, reference = present[0]
     remedy = "give all ranks the same parameters in the same order"

@@ -5,9 +5,9 @@ first use into chunks of equal length, and each chunk is reduced, updated, gathe
 whole. The optimizer states of a chunk are divided evenly over its shard group.
 
 Lengths and offsets are in elements. Every parameter and every shard starts at a multiple of
-ALIGNMENT elements, which is 64 bytes in bf16, the narrowest dtype, and more in others: matrix
-products of unaligned views round differently, and a fused update may use another formula for an
-unaligned end.
+ALIGNMENT elements: 64 bytes in bf16, the narrowest dtype. Without this alignment, the layout would
+change the results: matrix products of unaligned views round differently, and a fused update may use
+another formula for an unaligned end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from functools import cached_property
 ALIGNMENT = 32
 """Elements in 64 bytes of a two-byte dtype."""
 MAX_WASTE = 0.01
-"""Share of padding below which the search for a length ignores differences."""
+"""`best_length` compares the padding of lengths in units of a quarter of this share of the class's
+elements."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     key: Hashable = None
-    """Parameters with equal keys share chunks. The key contains the groups and the stage."""
+    """Parameters with equal keys form a class. `ChunkEngine` uses their `ParamProcessGroups`."""
     reduce_size: int = 1
-    """Size of the reduce group, which divides the length of the chunk."""
+    """Size of the reduce group. The length of the parameter's chunk is a multiple of it."""
     shard_size: int = 1
     """Size of the shard group, a divisor of `reduce_size`."""
 
@@ -94,7 +95,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """All chunks of a rank, by key in order of first use."""
+    """All chunks of a rank. Chunks with the same key are adjacent, in order of first use."""
 
     chunks: tuple[Chunk, ...]
 
@@ -171,11 +172,12 @@ _FIRSTS = 64
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:
-    """Return the padding of a class in chunks of `length`, in coarse units. Lengths with about the
-    same padding have the same result, and the caller takes the one nearest to the target.
+    """Return the padding, in coarse units, of a class that is divided into chunks of `length`.
 
-    `ends` contains the sum of the padded sizes up to the end of each parameter. A binary search in
-    it finds the last parameter of a chunk, which is fast for models of a thousand layers.
+    Lengths with about the same padding have the same result. `best_length` then selects the one
+    nearest to the target. `ends` contains, for each parameter, the sum of the padded sizes up to
+    its end. A binary search in `ends` finds the last parameter of a chunk, which is fast for models
+    of a thousand layers.
     """
     total = start = 0
     while ends[-1] - start > length:

@@ -1,4 +1,5 @@
-"""Optimizers over shards of chunks. Chunks have memory for the moments that an optimizer declares.
+"""Optimizers that update shards of chunks. An optimizer declares its moments, and each shard has
+memory for them.
 
 Adafactor and SM3 keep statistics of rows and columns instead of a number for each element. Such an
 optimizer would need shards that begin with a row, and therefore slots whose start and length are
@@ -22,8 +23,8 @@ class Optimizer(Protocol):
     """An element-wise update rule."""
 
     moments: Mapping[str, torch.dtype]
-    """Dtype of each state that an element has in addition to the master. The names are those in
-    checkpoint files."""
+    """Dtypes of the moments, the states of an element in addition to its master weight, by name.
+    Checkpoint files use the same names."""
     num_updates: int
     """Number of updates, including the current one, for a bias correction."""
 

@@ -1,4 +1,4 @@
-"""Options of the optimizer for single parameters: a pure function of names and configuration."""
+"""Optimizer options of each parameter, computed from its name and the configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ParamOptions:
     """Options of the optimizer for a parameter, the same for all parameters of a chunk."""
 
     weight_decay: float | None = None
-    """Weight decay; None for that of `optim.weight_decay`."""
+    """Weight decay. None selects `optim.weight_decay`."""
     lr_scale: float = 1.0
     """Factor of the learning rate."""
     frozen: bool = False
@@ -76,5 +76,5 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
 
 @functools.lru_cache(maxsize=4 * MAX_PATTERNS)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern. The cache of fnmatch keeps only 256 of them."""
+    """Return the regular expression of a pattern, cached: fnmatch may keep only 256 patterns."""
     return re.compile(fnmatch.translate(pattern))

@@ -17,10 +17,10 @@ class ParamStore:
     use that needs it, into a cache of a fixed number of chunks (the rCache of the Elixir papers),
     and freed later.
 
-    In a training step the uses of sharded chunks follow the plan; any other use is a bug. Outside
-    of a step, each forward pass is assumed to be followed by another one, and the chunk that will
-    be needed last is freed first. A use is a collective of the ranks that shard the missing chunks.
-    All of them must have the same order of uses.
+    With sharded chunks, a training step must use the model's segments in the order of `plan`.
+    Outside of a step, the plan does not apply: the store assumes that another forward pass follows,
+    and frees first the chunk that is needed last. A use is a collective of the shard groups of the
+    chunks that it gathers, so all ranks of a shard group must use segments in the same order.
 
     Args:
         chunk_states: All chunks of this rank.
@@ -44,16 +44,16 @@ class ParamStore:
         """Let the gathers after each update run in the background until `use` or `wait`.
 
         Args:
-            needs: All chunks that each segment reads.
+            needs: For each segment, the numbers of all chunks that it reads.
         """
         self._needs, self._overlaps = needs, True
 
     def shard(self, needs: Sequence[frozenset[int]], uses: Sequence[Use], slots: int) -> None:
-        """Gather sharded chunks in `use`, at most `slots` of them at a time.
+        """Let `use` gather sharded chunks into a cache, in which at most `slots` have memory.
 
         Args:
-            needs: All chunks that each segment reads.
-            uses: The uses of sharded chunks in a training step.
+            needs: For each segment, the numbers of all chunks that it reads.
+            uses: The uses of all segments in a training step, in order.
             slots: Size of the cache, in chunks.
         """
         self._needs, self.plan = needs, plan_residency(uses, slots)
@@ -62,12 +62,14 @@ class ParamStore:
         self._cached = {n for n in sharded if self._memory.has(self._chunks[n].params)}
 
     def start_step(self) -> None:
-        """Follow the plan from its first use. Call this before each training step."""
+        """Empty the cache and return to the first use of the plan. Call this before each training
+        step."""
         self.invalidate()
         self._next = 0
 
     def use(self, segment: int, backward: bool) -> None:
-        """Make the parameters of a segment whole before it computes."""
+        """Gather the parameters of a segment, or wait for them. Call this before each forward and
+        each backward of the segment."""
         if self.plan is None:
             if self._overlaps:
                 self._wait_for(self._needs[segment])
@@ -90,7 +92,7 @@ class ParamStore:
 
         Args:
             numbers: The chunks.
-            segment: The segment that is used.
+            segment: The segment that will use them. It determines which other chunks are freed.
         """
         needed = {number for number in numbers if self._chunks[number].is_sharded}
         if self.plan is not None:
@@ -120,7 +122,7 @@ class ParamStore:
         self._wait_for(list(self._in_flight))
 
     def invalidate(self) -> None:
-        """Free all gathered chunks, because they are out of date or not needed any more."""
+        """Free all chunks in the cache, because they are out of date or not needed any more."""
         self._evict(sorted(self._cached))
 
     @property

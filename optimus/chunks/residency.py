@@ -11,11 +11,12 @@ Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks
     one microbatch                                         2n - min(B, n)
     k microbatches, forward and backward in turn           2kn - (2k-1)B, B <= n
     recomputed regions of m > 1 segments, B = 1            3n - 1
-      no backward use of the last segment of a region      3n - n/m
+      without the backward use of each last segment        3n - n/m
     recomputed regions, B >= m                             2n - B
 
-Gathers begin early, for one use at a time: those of the next use with missing chunks begin as soon
-as slots are free. With B >= 2, they overlap with computation. Their number is the same.
+Gathers begin early: as soon as slots are free, the gathers for the next use with missing chunks
+begin, but none for later uses. With B >= 2, gathers overlap with computation. Early gathers do not
+change the number of gathers.
 """
 
 from __future__ import annotations
@@ -93,18 +94,19 @@ def use_order(
     learns: Sequence[bool],
     regions: Iterable[range] = (),
 ) -> list[Use]:
-    """Return the uses of a step.
+    """Return the uses of all segments in a training step, in order.
 
     The backward of the last segment of a region recomputes the forward of all segments of the
     region.
 
     Args:
-        passes: The passes of this rank.
+        passes: The forward and backward passes of this rank, in order.
         stages: The stage of each segment, in order of first use.
         needs: The chunks of each segment.
-        learns: True for each segment with a backward; False if it and all earlier segments are
-            frozen.
-        regions: Segments that are recomputed together.
+        learns: For each segment, True if it has a backward. It has none if the segment and all
+            earlier segments of the model are frozen.
+        regions: Ranges of indices of segments. Backward recomputes the segments of a range
+            together.
     """
     again = {region[-1]: region for region in regions}
     uses: list[Use] = []
@@ -156,7 +158,7 @@ def farthest(
 
 
 class Future:
-    """The uses of each chunk."""
+    """For each chunk, the indices of the uses that need it."""
 
     def __init__(self, uses: Sequence[Use]) -> None:
         self._indices: dict[int, list[int]] = defaultdict(list)

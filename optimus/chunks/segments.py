@@ -20,10 +20,10 @@ class ModelSegment:
     name: str
     stage: int
     parameters: tuple[str, ...]
-    """Names of the parameters, and of further uses of parameters."""
+    """Names of the parameters in the segment, and of each `FurtherUse` in it."""
     register: Callable[[Hook, Hook | None], None]
-    """Registers a hook that runs before each forward and, unless it is None, a hook that runs
-    before each backward."""
+    """Function (before_forward, before_backward) that registers two hooks. The first runs before
+    each forward of the segment. The second runs before each backward; None registers none."""
 
 
 def register_uses(
@@ -39,9 +39,9 @@ def register_uses(
 def register_module(module: nn.Module, before_forward: Hook, before_backward: Hook | None) -> None:
     """Register the hooks of a segment that is one module.
 
-    Backward starts with the first gradient of the module's outputs. A recomputation inside the
-    module is part of its backward. If several modules are recomputed together, `before_forward` of
-    each runs again.
+    `before_backward` runs when backward has the first gradient of the module's outputs. A
+    recomputation inside the module is part of its backward and runs no further hook. If several
+    modules are recomputed together, `before_forward` of each module runs again.
     """
     module.register_forward_pre_hook(lambda *_: before_forward())
     if before_backward is not None:

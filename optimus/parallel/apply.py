@@ -46,7 +46,7 @@ class ParallelStyle(Protocol):
 def build_model(
     config: Config, layout: Layout, groups: Groups, device: torch.device
 ) -> Transformer:
-    """Return this rank's model with fp32 parameters on `device` that have no memory yet: see
+    """Return this rank's model. Its parameters are fp32 on `device`, but have no memory yet: see
     `materialise`."""
     model = _model_of_stages(config.model, layout)
     with torch.device("meta"):

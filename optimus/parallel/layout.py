@@ -38,7 +38,7 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def stage_of(self, name: str) -> int:
-        """Return the stage of this rank that uses the parameter, or the further use, `name`."""
+        """Return the stage of this rank that has the parameter or the `FurtherUse` of this name."""
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
             return next(s for s in self.stages if layer in self.layers[s])

@@ -65,8 +65,8 @@ def share(size: int, index: int, count: int) -> tuple[int, int]:
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
     """Replace the meta parameters of a model by this rank's slices on `device`.
 
-    All elements of a slice are NaN and have the same memory address, so that the model needs no
-    memory until its parameters are views of chunks, and no loss is finite before.
+    All elements of a slice have the same memory address, so the model needs no memory until its
+    parameters become views of chunks. The elements are NaN, so a use before that gives a NaN loss.
     """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):

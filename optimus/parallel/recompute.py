@@ -270,7 +270,7 @@ class KeptBytes:
         return sum(self._kept.values())
 
     def _count(self, saved: Tensor) -> Tensor:
-        """Count a tensor, and return it as a hook that packs tensors does."""
+        """Count the storage of a saved tensor. This is a pack hook: it returns the tensor."""
         memory = saved.untyped_storage()
         if memory._cdata not in self._skipped:
             self._kept[memory.data_ptr()] = memory.nbytes()

@@ -89,13 +89,13 @@ class RankModel:
         )
 
     def make_states(self, initial: bool = True, poison: bool = False) -> ChunkEngine:
-        """Create the model's states. Before, the parameters have no memory. All ranks must call
-        this.
+        """Create the model's states, which give the parameters their memory. A collective of all
+        ranks.
 
         Args:
-            initial: Set the parameters to the initial values of `train.seed`, otherwise to NaN,
-            so that a load must set all of them.
-            poison: Fill freed chunks with NaN, for tests.
+            initial: True to set the parameters to the initial values of `train.seed`. False to
+                leave them NaN; a load must then set all of them.
+            poison: True to fill freed chunks with NaN, for tests.
         """
         config, schedule = self._config, self.layout.schedule
         engine = make_states(
@@ -116,13 +116,13 @@ class RankModel:
         return engine
 
     def keep_microbatches_apart(self) -> None:
-        """Ensure that gradients of different microbatches are not accumulated together.
+        """Accumulate all gradients of a microbatch in its action W, including those of norms.
 
-        Deterministic mode needs this for schedules that compute input gradients and weight
-        gradients separately.
+        Deterministic mode needs this if the schedule divides backward into the actions I and W: the
+        next microbatch's I could otherwise add to a gradient before it is reduced.
         """
         if self.layout.schedule.splits_backward:
-            # By default, the pass for input gradients also accumulates the gradients of norms.
+            # By default, the action I accumulates the gradients of norms.
             leaves = [*self.model.parameters(), *self.model.separated_uses().values()]
             defer_whole_gradients(leaf for leaf in leaves if leaf.requires_grad)
 

@@ -1,7 +1,8 @@
-"""Creation of a rank's model states, for training or for a plan.
+"""Creation of a rank's model states, for training or to plan its memory.
 
-For training, the states are on the rank's device. A plan creates the same states on the meta
-device, which allocates no memory, and counts their bytes.
+Model states are parameters, gradients, master weights and moments. For training, they are on the
+rank's device. A plan creates the same states on the meta device, which allocates no memory, and
+counts their bytes.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def make_states(
         layout: Layout of the rank.
         groups: Process groups of the rank.
         model: Model of the rank, from `build_model`.
-        initial: Set the parameters to the initial values of `train.seed`, otherwise to NaN, so that
-            a load must set all of them.
+        initial: True to set the parameters to the initial values of `train.seed`. False to leave
+            them NaN; a load must then set all of them.
         poison: Fill freed chunks with NaN, for tests.
     """
     slices, seed = layout.placements, train.seed
@@ -131,7 +132,7 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
     """Check that the patterns of `optim.groups` and `optim.frozen` match parameters.
 
     Raises:
-        ConfigError: A pattern matches no parameter of the model.
+        ConfigError: A pattern has no effect, or no parameter is left to train.
     """
     if optim.groups or optim.frozen:
         check_patterns(optim, dict(whole_model(model).named_parameters()))
@@ -184,13 +185,13 @@ def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
-    """Plan the model states of one rank for each pair of a pp and a tp coordinate.
+    """Compute the bytes of one rank's model states for each pair of a pp and a tp coordinate.
 
     Ranks that differ only along dp or ep have states of the same size.
 
     Yields:
-        The coordinate of the rank, and a dict from each use of memory to its number of bytes. The
-        use "cache" is the memory of gathered parameters with optim.resident = "cache". The use
+        The coordinate of the rank, and a dict with the keys of `count_bytes` and two more, in
+        bytes. "cache" is the memory of gathered parameters with optim.resident = "cache".
         "staging" is the host memory for checkpoint.async_save. The sum "total" includes "cache" but
         not "staging".
 

@@ -60,8 +60,8 @@ def test_list_describes_all_checkpoints(run_dir, capsys):
         *sorted((unsealed.name, removed.name)),
     ]
     assert [about["state"] for about in by_name.values()] == [*["valid"] * 4, *["unsealed"] * 2]
-    assert by_name[unsealed.name]["problem"] == "a save that has not ended or never will"
-    assert "removal has not ended or failed" in by_name[removed.name]["problem"]
+    assert by_name[unsealed.name]["problem"] == "a save that is in progress or was interrupted"
+    assert "removal is in progress or has failed" in by_name[removed.name]["problem"]
     assert by_name[unsealed.name]["bytes"] == 100 and by_name["model-00000003"]["set_aside"]
     full, model = by_name["step-00000006"], by_name["model-00000006"]
     assert result["next_start"] == "step-00000006"

@@ -112,7 +112,7 @@ def test_a_hanging_directory_is_reported_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(save_module.store, "create", lambda *_: resume.wait(10))
     states = saves.make_states(1)
     saver = FullSaver(states, "balanced", limit_s=0.1)
-    with pytest.raises(OptimusError, match=r"c not opened within 0.1 s: .* is slow or hangs"):
+    with pytest.raises(OptimusError, match=r"c not created within 0.1 s: .* is slow or hangs"):
         saver.begin(states, tmp_path / "c", lambda directory: None, step=1)
     resume.set()
 

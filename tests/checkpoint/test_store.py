@@ -196,7 +196,7 @@ def test_going_back_to_a_model_moves_later_checkpoints_to_quarantine_once(tmp_pa
 
 def test_an_unknown_model_step_is_refused_with_the_known_steps(tmp_path):
     save(tmp_path, 10, "model")
-    with pytest.raises(CheckpointError, match=r"'model@11'.*steps 10"):
+    with pytest.raises(CheckpointError, match=r"'model@11'.*its steps: 10"):
         store.decide_start(tmp_path, "model@11")
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         store.decide_start(tmp_path, str(tmp_path / "absent"))
@@ -316,7 +316,7 @@ def test_a_run_that_went_back_to_a_model_does_not_start_again_unasked(tmp_path, 
     save(run, 20, origin=load)
     start_of(run, "model@10")
     assert start_of(run, "model@10").step == 10
-    message = r"none of 0 full .* there is set-aside/step-00000020.* checkpoint.load=model@10,"
+    message = r"none of 0 full .* as set-aside/step-00000020.* checkpoint.load=model@10,"
     with pytest.raises(CheckpointError, match=message):
         store.decide_start(run, "auto" if then == "auto" else load)
     assert start_of(run, "none").step == 0
@@ -326,10 +326,10 @@ def test_a_run_without_its_full_checkpoints_does_not_start_again_unasked(tmp_pat
     save(tmp_path, 200, "model")
     assert store.decide_start(tmp_path, "auto").step == 0  # killed before the first full one
     save(tmp_path, 201, "model")
-    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* as model-00000201"):
         store.decide_start(tmp_path, "auto")
     (tmp_path / "checkpoints" / "model-00000201" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00000201"):
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* as model-00000201"):
         store.decide_start(tmp_path, "auto")
 
 
@@ -340,7 +340,7 @@ def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
     save(run, 10_200, "model", origin=origin)
     assert store.decide_start(run, origin).step == 10_000  # killed before the first full one
     save(run, 10_201, "model", origin=origin)
-    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* as model-00010201"):
         store.decide_start(run, origin)
 
 
@@ -352,7 +352,7 @@ def test_a_model_has_the_first_step_of_its_run(tmp_path):
     assert store.decide_start(run, str(other)).first_step == 10_000
     save(run, 10_201, "model", origin=str(other), first_step=10_000)
     save(other, 10_150)
-    with pytest.raises(CheckpointError, match=r"none of 0 full .* there is model-00010201"):
+    with pytest.raises(CheckpointError, match=r"none of 0 full .* as model-00010201"):
         store.decide_start(run, str(other))
     save(run, 10_300, origin=str(other), first_step=10_000)
     assert store.decide_start(run, str(other)).first_step == 10_000

@@ -87,7 +87,7 @@ def test_ranks_that_agree_exchange_only_hashes(ranks):
 
 def test_a_parameter_without_groups_is_named():
     """One parameter has no groups. The error has its name."""
-    with pytest.raises(ConfigError, match="parameter orphan has no groups"):
+    with pytest.raises(ConfigError, match="parameter orphan has no process groups"):
         make_engine(SHAPES | {"orphan": (3,)}, ParamProcessGroups(), Group(1, 0))
 
 
