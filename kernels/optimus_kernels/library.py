@@ -38,8 +38,8 @@ class Native:
             self._functions[name] = function
         self.route_scratch = library.optimus_route_scratch
         self.route_scratch.argtypes, self.route_scratch.restype = (_L, _L, _L), _L
-        # Only the CPU library has this function, which is not in interface.h: it launches nothing and
-        # always succeeds. Libraries of tests may lack it.
+        # Only the CPU library has this function, which is not in interface.h. It always succeeds.
+        # Libraries of tests may lack it.
         self.square_bins = getattr(library, "optimus_cpu_square_bins", None)
         if self.square_bins is not None:
             self.square_bins.argtypes, self.square_bins.restype = (_P, _L, _P), _I

@@ -61,17 +61,7 @@ def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
     if args.threads < 0:
         raise ConfigError(f"--threads {args.threads} must not be negative; 0 selects two per core")
     result = verify(args.path, args.threads)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        lines = []
-        for about in result["checkpoints"]:
-            size, seconds = about["bytes"], about["s"]
-            speed = f"{_size(size)} in {seconds:.2f} s, {size / seconds / 1e6:,.0f} MB/s"
-            outcome = "DAMAGED" if about["problems"] else f"valid; {speed}"
-            lines.append(f"{about['name']}: {outcome}")
-            lines += [f"    {printable(problem)}" for problem in about["problems"]]
-        print("\n".join(lines))
+    print(json.dumps(result) if args.json else _format_verify(result))
     return 0 if result["valid"] else 1
 
 
@@ -135,6 +125,16 @@ def _format_list(result: Mapping[str, Any]) -> str:
     if any(about["kind"] == "full" for about in result["checkpoints"]):
         start = result["next_start"] or "nothing: no full checkpoint is valid"
         lines.append(f"checkpoint.load = auto resumes from {start}")
+    return "\n".join(lines)
+
+
+def _format_verify(result: Mapping[str, Any]) -> str:
+    lines = []
+    for about in result["checkpoints"]:
+        size, seconds = about["bytes"], about["s"]
+        speed = f"{_size(size)} in {seconds:.2f} s, {size / seconds / 1e6:,.0f} MB/s"
+        lines.append(f"{about['name']}: " + ("DAMAGED" if about["problems"] else f"valid; {speed}"))
+        lines += [f"    {printable(problem)}" for problem in about["problems"]]
     return "\n".join(lines)
 
 

@@ -30,10 +30,10 @@ DEFAULT_OPTIONS = ParamOptions()
 def options_of(name: str, optim: OptimConfig) -> ParamOptions:
     """Return the options of the parameter `name`: frozen if a pattern of `optim.frozen` matches,
     else those of the first entry of `optim.groups` whose pattern matches, else the default."""
-    if any(_compiled(pattern).match(name) for pattern in optim.frozen):
+    if any(_matches(pattern, name) for pattern in optim.frozen):
         return ParamOptions(frozen=True)
     for group in optim.groups:
-        if _compiled(group.pattern).match(name):
+        if _matches(group.pattern, name):
             return ParamOptions(group.weight_decay, group.lr_scale)
     return DEFAULT_OPTIONS
 
@@ -50,18 +50,18 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
     known = ", ".join(sorted(kinds))
     left = list(names)
     for pattern in optim.frozen:
-        if not any(_compiled(pattern).match(name) for name in names):
+        if not any(_matches(pattern, name) for name in names):
             raise ConfigError(
                 f"optim.frozen names {pattern!r}, which matches no parameter; the parameters are "
                 f"{known}"
             )
-        left = [name for name in left if not _compiled(pattern).match(name)]
+        left = [name for name in left if not _matches(pattern, name)]
     trained = bool(left)
     for index, group in enumerate(optim.groups):
         key = f"optim.groups[{index}].pattern = {group.pattern!r}"
-        if not any(_compiled(group.pattern).match(name) for name in names):
+        if not any(_matches(group.pattern, name) for name in names):
             raise ConfigError(f"{key} matches no parameter; the parameters are {known}")
-        rest = [name for name in left if not _compiled(group.pattern).match(name)]
+        rest = [name for name in left if not _matches(group.pattern, name)]
         if len(rest) == len(left):
             raise ConfigError(
                 f"{key} has no effect: optim.frozen or earlier groups match all of its parameters; "
@@ -72,6 +72,10 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
         raise ConfigError(
             f"optim.frozen = {list(optim.frozen)} leaves nothing to train; name fewer parameters"
         )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return _compiled(pattern).match(name) is not None
 
 
 @functools.lru_cache(maxsize=4 * MAX_PATTERNS)

@@ -21,25 +21,17 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
         ConfigError: the size of an axis does not divide one of these settings.
         ConfigError: parallel.sequence_parallel is true, but parallel.tp is 1.
     """
-    model, in_sequence = config.model, config.parallel.sequence_parallel
+    in_sequence = config.parallel.sequence_parallel
     if in_sequence and mesh.tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel = true has no effect with parallel.tp = 1; set "
             "parallel.sequence_parallel = false, or use parallel.tp = 2 or more"
         )
     for name, axis in AXES.items():
-        size, keys, counts = getattr(mesh, name), axis.divides, []
+        size, keys = getattr(mesh, name), axis.divides
         if name == "tp" and in_sequence:
             keys += ("train.seq_len",)
-        for key in keys:
-            section, setting = key.split(".")
-            values: set[Any]
-            if section == "model":
-                values = {model.layer(n).setting(setting) for n in range(model.num_layers)}
-            else:
-                values = {getattr(getattr(config, section), setting)}
-            # Dense layers have num_experts = 0.
-            counts += [(key, count) for count in sorted(values - {0}) or [0]]
+        counts = [(key, count) for key in keys for count in _sizes(config, key)]
         for key, count in counts if size > 1 else ():
             if not count and key == "model.num_experts":
                 raise ConfigError(
@@ -54,3 +46,13 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
                     "the nearest size that fits the model and "
                     f"{counted(mesh.world_size, 'rank')} is {near}"
                 )
+
+
+def _sizes(config: Config, key: str) -> list[int]:
+    """Return the distinct values of the setting `key` in all layers, in ascending order."""
+    section, name = key.split(".")
+    if section != "model":
+        return [getattr(getattr(config, section), name)]
+    model = config.model
+    sizes: set[Any] = {model.layer(number).setting(name) for number in range(model.num_layers)}
+    return sorted(sizes - {0}) or [0]  # dense layers have num_experts = 0

@@ -287,8 +287,8 @@ def _check(
     for name, block in list(blocks.items()):
         try:
             outputs = _outputs(block, x, grad)
-            # Time the second pass, because Triton may compile kernels in the first. On a CPU this is
-            # the processor time, otherwise the wall-clock time.
+            # Time the second pass, because Triton may compile kernels in the first. On a CPU this
+            # is the processor time, otherwise the wall-clock time.
             first[name] = clocked(functools.partial(block, x), x.device, grad)[1][x.is_cpu]
         except Exception as error:
             if name == "ours":
