@@ -109,10 +109,11 @@ def require_npy(path: Path, size: int, *headers: bytes) -> None:
         DataError: the file is missing.
         DamageError: the file has another size or header.
     """
-    actual = os.path.getsize(path) if path.exists() else None
+    if not path.exists():
+        raise DataError(f"{path}: is missing")
+    actual = os.path.getsize(path)
     if actual != size:
-        kind = DataError if actual is None else DamageError
-        raise kind(f"{path}: has size {actual}, not the {size} of its sidecar")
+        raise DamageError(f"{path}: has size {actual}, not the {size} of its sidecar")
     require_header(path, *headers)
 
 

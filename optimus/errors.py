@@ -167,8 +167,17 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
         return None
     if error.filename is None and error.errno not in _DISK_ERRORS:
         return None
-    reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    reason = reason_of(error)
+    if error.filename:
+        reason = f"{error.filename}: {reason}"
     return OptimusError(f"{reason}; fix it and give the same command again to continue")
+
+
+def reason_of(error: OSError) -> str:
+    """Return the reason of an error of a file as a phrase for a message."""
+    if error.errno == errno.ELOOP:  # usually of open(2) with O_NOFOLLOW
+        return "is a symbolic link, which is not followed; replace it by a file"
+    return error.strerror or str(error)
 
 
 def one_line(text: object) -> str:

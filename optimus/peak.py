@@ -33,7 +33,12 @@ _BF16_PEAKS = {
     "Max 1550": 256e12,
 }
 _FORMAT = "optimus-peak"
-_KINDS = {"str": str, "int": int, "float": (int, float)}
+_KINDS = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+}
 """Accepted types of a value in a cache file. The key is the annotation of the value's field in
 `Peak` or `Setup`."""
 _BUDGET_S = 0.8
@@ -72,9 +77,10 @@ class Peak:
 
     setup: Setup
     flops: float
-    spread: float
+    spread: float | None
     """Relative difference between the rate of the fastest matrix product and the rate of a slightly
-    slower one, such as the third fastest. A large spread means an unreliable measurement."""
+    slower one, such as the third fastest. A large spread means an unreliable measurement. None if
+    other programs interrupted too many products on several threads."""
     method: str
     """Phrase for log lines that says how `flops` was found, such as "measured 512^3 matmul"."""
     measured_at: str
@@ -82,7 +88,7 @@ class Peak:
 
     @property
     def is_reliable(self) -> bool:
-        return self.spread <= _MAX_SPREAD
+        return self.spread is not None and self.spread <= _MAX_SPREAD
 
     def __str__(self) -> str:
         setup = self.setup
@@ -90,7 +96,8 @@ class Peak:
         if self.measured_at:
             threads = f", {counted(setup.threads, 'thread')}"
             text += f", {setup.dtype}, {setup.library}{threads if setup.device == 'cpu' else ''}"
-            text += f"; spread {self.spread:.1%}, {self.measured_at}"
+            spread = "unknown" if self.spread is None else f"{self.spread:.1%}"
+            text += f"; spread {spread}, {self.measured_at}"
         return text + ")"
 
 
@@ -125,9 +132,12 @@ def find_peak(
     if peak.is_reliable:
         _cache(peak, log)
     else:
+        quality = "is only an estimate"
+        if peak.spread is not None:
+            quality = f"was measured with a spread of {peak.spread:.0%}"
         log(
-            f"the peak FLOP/s for MFU was measured with a spread of {peak.spread:.0%} because the "
-            "machine is busy; it is not cached, and the next run measures again"
+            f"the peak FLOP/s for MFU {quality} because the machine is busy; it is not cached, and "
+            "the next run measures again"
         )
     return peak
 
@@ -144,7 +154,7 @@ def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
 
     On a CPU with several threads, products that other programs interrupt do not count. If too few
     products count, the peak is the rate of one thread times the number of threads. The spread is
-    then 1, so that `find_peak` does not cache the peak.
+    then None, and `find_peak` does not cache the peak.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
@@ -164,7 +174,7 @@ def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
             finally:
                 torch.set_num_threads(threads)
             method += f" of one thread, times {threads}"
-            return Peak(setup, threads * 2 * size**3 / one_thread_s, 1.0, method, _now())
+            return Peak(setup, threads * 2 * size**3 / one_thread_s, None, method, _now())
     times_s = sorted(times_s)
     # The third fastest product or, of 30 or more products, the one at the 10th percentile.
     confirming_s = times_s[min(len(times_s) - 1, max(2, len(times_s) // 10))]
@@ -298,7 +308,8 @@ def _parse(data: bytes) -> Peak:
         is_peak = is_peak and all(isinstance(values[key], kinds[key]) for key in kinds)
         texts = (text for text in values.values() if isinstance(text, str))
         is_peak = is_peak and all(map(str.isprintable, texts))  # the texts are printed
-    if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= peak.spread < math.inf:
+    spread = 0.0 if peak.spread is None else peak.spread
+    if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= spread < math.inf:
         raise ValueError("not a peak")
     return peak
 
@@ -308,7 +319,8 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
     if (directory := cache_dir()) is None:
         return
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in reversed([directory, *directory.parents]):
+            folder.mkdir(mode=0o700, exist_ok=True)
         path = directory / f"{peak.setup.key}.json"
         write_peak(path, peak)
         path.chmod(0o600)  # under umask 002 the group could write it, and read_peak would refuse it

@@ -67,7 +67,7 @@ read_exported() {
     done
     while read -r name; do
         case $name in
-            *SECRET* | *PASSWORD* | *CREDENTIAL* | *_TOKEN | *_KEY) ;;
+            *SECRET* | *PASSW* | *CREDENTIAL* | *_TOKEN | *KEY | *_PAT) ;;
             *) [[ ! $name =~ ^($job_needs)$ ]] || names+=("$name") ;;
         esac
     done < <(compgen -e)

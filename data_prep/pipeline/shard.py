@@ -285,7 +285,9 @@ def read_shard_record(
         stop - first,
     ):
         raise DataError(f"{sidecar_path(dataset, shard)}: belongs to another {layout.ORDER}")
-    size = path.stat().st_size if path.exists() else None
+    if not path.exists():
+        raise DataError(f"{path}: is missing")
+    size = path.stat().st_size
     if size != record["size"]:
         raise DataError(f"{path}: has size {size}, not the {record['size']} of its sidecar")
     layout.require_header(path, layout.npy_header((stop - first, order.context), order.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -68,9 +68,9 @@ def verify(dataset: Path) -> Iterator[str]:
     for source in order.sources:
         yield from _check_tokens(dataset, source, repairs)
     with Progress(f"verify {dataset}", sum(shard.size for shard in manifest.shards), "B") as bar:
-        for shard in manifest.shards:
-            path = dataset / shard.name
-            for line in _check_shard(dataset, manifest, shard):
+        for number, shard in enumerate(manifest.shards):
+            path, first = dataset / shard.name, number * manifest.instances_per_shard
+            for line in _check_shard(dataset, manifest, shard, first):
                 yield f"{line}; {repairs.of_shards(path, path.with_suffix('.json'))}"
             bar.advance(shard.size)
     if manifest.part == layout.SPLITS[0] and manifest.eval_fraction > 0:
@@ -266,15 +266,25 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
         yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
 
 
-def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:
-    """Check size, header, hash and range of ids of a shard, which is read once."""
+def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry, first: int) -> Iterator[str]:
+    """Check size, header, hash and range of ids of a shard, which is read once, and its sidecar.
+    `first` is the number of the shard's first instance."""
     path = dataset / shard.name
     header = layout.npy_header((shard.instances, manifest.context), manifest.dtype)
     dtype = layout.little_endian(manifest.dtype)
     try:
         sidecar = path.with_suffix(".json")
-        if layout.read_record(sidecar, ShardRecord, SHARD_FORM)["xxh3"] != shard.xxh3:
-            yield f"{sidecar}: names another hash than the manifest"
+        record: Mapping[str, object] = layout.read_record(sidecar, ShardRecord, SHARD_FORM)
+        expected = {
+            "order": manifest.order_xxh3,
+            "first": first,
+            "instances": shard.instances,
+            "size": shard.size,
+            "xxh3": shard.xxh3,
+        }
+        if different := [key for key in expected if record[key] != expected[key]]:
+            verb = "differs" if len(different) == 1 else "differ"
+            yield f"{sidecar}: {', '.join(different)} {verb} from the manifest"
         size = path.stat().st_size
         if size != shard.size:
             yield f"{path}: has {size} bytes instead of {shard.size}"

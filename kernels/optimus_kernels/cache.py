@@ -302,7 +302,8 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
     if entry is not None:
         return entry
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in reversed([root, *root.parents]):  # parents=True would use the umask
+            folder.mkdir(mode=0o700, exist_ok=True)
         try:
             os.close(_open_cache(root)[0])
         except ValueError as error:

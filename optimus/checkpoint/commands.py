@@ -165,8 +165,8 @@ def _format_show(about: Mapping[str, Any]) -> str:
                 (
                     "balance",
                     f"checkpoint.scatter = {about['scatter']}: maximum / mean of the bytes in a "
-                    f"stage: {writers['rank_max_by_mean']:.3f} over ranks, "
-                    f"{writers['node_max_by_mean']:.3f} over nodes",
+                    f"stage: of ranks {writers['rank_max_by_mean']:.3f}, "
+                    f"of nodes {writers['node_max_by_mean']:.3f}",
                 )
             )
     width = max(len(name) for name, _ in facts)

@@ -76,22 +76,28 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
             a line longer than 1 MiB.
     """
     path = run_dir / "metrics.jsonl"
-    steps = _read_valid(path, _Step)
+    steps, damaged_steps = _read_valid(path, _Step)
     if not steps:
         raise DataError(f"{path}: no metrics; use the directory of a run that made a step")
-    evaluations = _read_valid(run_dir / "eval.jsonl", _Evaluation)
+    evaluations, damaged_evaluations = _read_valid(run_dir / "eval.jsonl", _Evaluation)
     picture = run_dir / "report.png"
     _draw(steps, evaluations, picture)
-    return picture, _summary(steps, evaluations)
+    text = _summary(steps, evaluations)
+    if damaged := damaged_steps + damaged_evaluations:
+        text += f"; {counted(damaged, 'damaged line')} left out"
+    return picture, text
 
 
-def _read_valid(path: Path, kind: type[_AnyLine]) -> list[_AnyLine]:
-    """Return the lines of a file that have the fields of `kind`. Skip all others."""
-    valid = []
+def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
+    """Return the lines of a file that have the fields of `kind`, and the number of other JSON
+    objects in the file."""
+    valid, damaged = [], 0
     for line in read_json_lines(path):
-        with contextlib.suppress(ValidationError):
+        try:
             valid.append(kind.model_validate(line))
-    return valid
+        except ValidationError:
+            damaged += 1
+    return valid, damaged
 
 
 def _summary(steps: Sequence[_Step], evaluations: Sequence[_Evaluation]) -> str:

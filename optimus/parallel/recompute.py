@@ -142,10 +142,13 @@ class _NormOutput:
         if isinstance(packed, Tensor):
             return packed
         output, *geometry = packed
-        if output._value is None:
+        return output._recomputed().as_strided(*geometry)
+
+    def _recomputed(self) -> Tensor:
+        if self._value is None:
             with torch.no_grad():
-                output._value = output._norm(output._x)
-        return output._value.as_strided(*geometry)
+                self._value = self._norm(self._x)
+        return self._value
 
 
 @contextlib.contextmanager

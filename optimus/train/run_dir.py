@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from optimus.checkpoint.store import prepare_directory
 from optimus.config import Config, dump_toml
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, reason_of
 from optimus.io import files
 from optimus.observe.events import Recorder
 from optimus.observe.log import LogRecorder, Progress
@@ -24,8 +24,17 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"
 
 
-def check_not_in_use(path: Path) -> None:
-    """Raise ConfigError if another run has locked the run directory `path`. Creates no file."""
+def check_usable(path: Path) -> None:
+    """Raise ConfigError if a run cannot use the run directory `path`: another run has locked it, or
+    it cannot be written or created. Creates no file."""
+    present = path.absolute()
+    while not os.path.lexists(present):
+        present = present.parent
+    if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
+        reason = "is not writable" if present.is_dir() else "is not a directory"
+        raise ConfigError(
+            f"train.run_dir = {str(path)!r}: {present} {reason}; choose another directory"
+        )
     try:
         with files.open_regular(path / LOCK) as file:
             _lock(file, path, fcntl.LOCK_SH)
@@ -38,8 +47,8 @@ def check_not_in_use(path: Path) -> None:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {error.strerror}; choose another "
-            "directory"
+            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {reason_of(error)}; choose "
+            "another directory"
         ) from None
 
 
@@ -115,8 +124,8 @@ class RunDirectory:
             file = os.fdopen(os.open(self.path / LOCK, flags, 0o600), "r+b", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"train.run_dir = {str(self.path)!r}: cannot open {LOCK}: {error.strerror}; choose "
-                "another directory"
+                f"train.run_dir = {str(self.path)!r}: cannot open {LOCK}: {reason_of(error)}; "
+                "choose another directory"
             ) from None
         with contextlib.suppress(OSError):  # earlier versions made it readable by others
             os.fchmod(file.fileno(), 0o600)

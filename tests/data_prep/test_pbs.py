@@ -77,7 +77,9 @@ def test_pbs_job_gets_only_named_variables(tmp_path):
         "OPTIMUS_KERNELS": value,
         "HF_TOKEN": "secret",
         "AWS_SECRET_ACCESS_KEY": "secret",
-        "OPTIMUS_SECRET": "secret",
+        **dict.fromkeys(
+            ("OPTIMUS_SECRET", "OPTIMUS_APIKEY", "CONDA_PAT", "PYTHONPASSWD"), "secret"
+        ),
         "WANTED": value,
     }
 

@@ -181,7 +181,8 @@ def test_run_reports_a_missing_or_short_shard_that_it_makes_again(made, tmp_path
     assert main(run_arguments(made.text, made.tokenizer, out)) == 0
     assert tree(out) == tree(made.data)
     error = capfd.readouterr().err
-    assert f"{shard}: has size {size}, not the " in error and "the shard is made again" in error
+    problem = "is missing" if size is None else f"has size {size}, not the "
+    assert f"{shard}: {problem}" in error and "the shard is made again" in error
 
 
 def test_run_makes_a_damaged_shard_of_a_fused_data_set_again(kinds, capsys):

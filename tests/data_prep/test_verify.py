@@ -97,6 +97,16 @@ def test_ids_outside_the_vocabulary_are_detected(copy):
     assert line.startswith(f"{shard}: holds id 65535, outside the vocabulary of 400; repair: ")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("first", -1), ("order", "zz"), ("instances", 1), ("size", 7)]
+)
+def test_sidecar_of_another_shard_is_detected(copy, key, value):
+    sidecar = copy / "shards" / "shard-00000.json"
+    rewritten(sidecar, **{key: value})
+    (line,) = verify(copy)
+    assert line.startswith(f"{sidecar}: {key} differs from the manifest; repair: ")
+
+
 def test_wrong_count_is_detected(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
     rewritten(copy / "manifest.json", num_instances=manifest["num_instances"] + 1)

@@ -188,14 +188,16 @@ def test_cache_below_a_folder_that_others_can_rename_is_refused(tmp_path, monkey
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o000, 0o077])
-def test_entries_are_usable_whatever_the_umask(umask):
+def test_entries_are_usable_whatever_the_umask(umask, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPTIMUS_KERNELS_CACHE", str(tmp_path / "a" / "b" / "cache"))
     before = os.umask(umask)
     try:
         entry = cache.install("cpu-1", write_library, {"backend": "cpu"})
     finally:
         os.umask(before)
     assert cache.entries("cpu") == [entry]
-    assert cache.cache_dir().stat().st_mode & 0o777 == 0o700
+    for folder in (cache.cache_dir(), *cache.cache_dir().parents[:2]):
+        assert folder.stat().st_mode & 0o777 == 0o700
     assert all(lock.stat().st_mode & 0o077 == 0 for lock in cache.cache_dir().glob("*.lock"))
 
 

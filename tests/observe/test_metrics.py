@@ -121,6 +121,14 @@ def test_report_from_a_deleted_working_directory(tmp_path, monkeypatch):
     assert picture.is_file() and os.stat(".").st_nlink == 0
 
 
+def test_report_counts_damaged_lines(tmp_path):
+    write_steps(tmp_path / "metrics.jsonl", [1, 2])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "loss": "x"}\n{"step": -1}\n')
+    _, summary = write_report(tmp_path)
+    assert summary.startswith("2 steps, ") and summary.endswith("; 2 damaged lines left out")
+
+
 def test_report_of_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"metrics.jsonl: no metrics"):
         write_report(tmp_path)
