@@ -41,12 +41,13 @@ SPLITS = ("train", "held-out")
 DTYPES = ("uint16", "uint32")
 """The dtypes of stored token ids."""
 MAX_CONTEXT = 1 << 31
-"""Tokens of an instance."""
+"""Largest number of tokens of an instance."""
 MAX_COUNT = 1 << 56
 """Counts of tokens, bytes or instances are below this, so that 64 times a count fits into int64."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
-"""Largest files that are read whole: a table of a unit, a tokenizer, JSON with a million inputs."""
+"""Largest sizes in bytes of files that are read whole: a table of a unit, a tokenizer, and JSON,
+which may list a million inputs."""
 HEADER_BYTES = 128
 """Length of the .npy headers that are written here, so that data is aligned to 64 bytes."""
 
@@ -61,17 +62,20 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def unit_name(unit: int) -> str:
-    """Return the stem of the files of a unit."""
+    """Return the stem of the names of the files of a unit, such as "unit-00000"."""
     return f"unit-{unit:05d}"
 
 
 def shard_name(shard: int) -> str:
-    """Return the stem of the files of a shard."""
+    """Return the stem of the names of the files of a shard, such as "shard-00000"."""
     return f"shard-{shard:05d}"
 
 
 def dtype_name(vocab_size: int) -> str:
-    """Return the dtype of ids below `vocab_size`: "uint16" or "uint32". Raises DataError."""
+    """Return the dtype of ids below `vocab_size`: "uint16" or "uint32".
+
+    Raises DataError if the ids do not fit in uint32.
+    """
     if not 1 <= vocab_size <= 1 << 32:
         raise DataError(f"a vocabulary of {vocab_size} ids does not fit in uint32")
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -87,8 +91,8 @@ def little_endian(dtype: str) -> np.dtype:
 def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     """Return the header (version 1.0) of a C-ordered little-endian .npy file, HEADER_BYTES long.
 
-    numpy does not write it, because the padding of numpy may change with its version, and the bytes
-    of a data set must not.
+    It is not written with numpy, whose padding may change with its version: the bytes of a data set
+    must not change.
     """
     code = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8", "uint8": "|u1"}[dtype]
     text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {shape!r}, }}"
@@ -103,7 +107,7 @@ def require_npy(path: Path, size: int, *headers: bytes) -> None:
     Args:
         path: The file.
         size: Its size in bytes.
-        headers: The headers that it may have.
+        headers: The allowed headers.
 
     Raises:
         DataError: the file is missing.
@@ -125,7 +129,10 @@ def require_header(path: Path, *headers: bytes) -> None:
 
 
 def read_bytes(path: str | os.PathLike, limit_bytes: int = ARRAY_BYTES) -> bytes:
-    """Return the content of a file. Raises DataError if it cannot be read or is larger."""
+    """Return the content of a file.
+
+    Raises DataError if the file cannot be read or has more than `limit_bytes` bytes.
+    """
     try:
         return files.read_regular(path, limit_bytes)
     except OSError as error:
@@ -148,7 +155,7 @@ def read_checked_json(
         path: The file.
         forms: The formats that it may have.
         newest: The largest version that it may have.
-        xxh3: The hash that order.json has of the file. A file with another hash is not parsed.
+        xxh3: The hash that the file must have, from order.json. None: any hash.
 
     Raises:
         DataError: the file is missing, or of another format or version.
@@ -190,7 +197,7 @@ def read_record(
     newest: int = VERSION,
     xxh3: str | None = None,
 ) -> _Record:
-    """Return the object that `write_checked_json` wrote as a `kind`.
+    """Read a file that `write_checked_json` wrote, and return its object as a `kind`.
 
     Arguments and errors are those of `read_checked_json` and `as_record`.
     """
@@ -198,18 +205,18 @@ def read_record(
 
 
 def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLike) -> _Record:
-    """Return the object `value` of a JSON file as a `kind`. Each key has the type of its field.
+    """Convert `value`, an object of a JSON file, to a `kind`, and check the type of each field.
 
     Args:
         kind: A dataclass or TypedDict. Its fields are str, int, float, bool, lists, tuples or such
-            classes. A field with a default may be missing in `value`. Keys without a field are
-            ignored.
+            classes. A field with a default may be missing in `value`. Keys of `value` that are
+            not fields are ignored.
         value: The object, from `read_checked_json`.
         path: The file, for the message.
 
     Raises:
-        DataError: a key is missing or of another type. The hash in a file does not exclude this: it
-            detects damage, but another program can write a file with a correct hash.
+        DataError: a key is missing or of another type. A correct hash in the file does not exclude
+            this: another program may have written the file.
     """
     try:
         return _column(kind, [value], "")[0]
@@ -218,7 +225,7 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
 
 
 def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
-    """Raise DataError with the text of the first of `checks` that does not hold."""
+    """Raise DataError with the text of the first check (condition, text) that is False."""
     for holds, problem in checks:
         if not holds:
             raise _not_ours(path, problem)
@@ -230,7 +237,7 @@ def are_hashes(texts: Sequence[str]) -> bool:
 
 
 def are_counts(numbers: Sequence[int]) -> bool:
-    """Return whether all numbers are counts."""
+    """Return whether all numbers are at least 0 and below MAX_COUNT."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < MAX_COUNT)
 
 
@@ -254,10 +261,10 @@ def _not_ours(path: str | os.PathLike, problem: object) -> DataError:
 
 
 def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
-    """Return `values`, those of `key` in a list of objects, as objects of type `kind`.
+    """Convert `values`, the values of `key` in a list of objects, to objects of type `kind`.
 
-    All values are checked in one call, because a data set may list a million files. Raises
-    ValueError.
+    One call checks all values, because a data set may list a million files. Raises ValueError if a
+    value has another type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # of a scalar and None

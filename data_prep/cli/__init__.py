@@ -1,4 +1,4 @@
-"""The process of `optimus-data`: signals, a closed output, exit status.
+"""Entry point of `optimus-data`: handles stop signals, a closed output pipe and the exit status.
 
 `main` sets the handlers of signals before it imports other modules. Without the handlers, Python
 prints a traceback for an interrupt.
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Args:
-        argv: The arguments. None: those of this process. Ctrl-C or SIGTERM then ends the process
-            with a message of one line.
+        argv: The arguments. None: use those of this process, and let Ctrl-C or SIGTERM end this
+            process with a message of one line.
 
     Returns:
         The exit status. docs/formats/dataset.md lists them.
@@ -68,7 +68,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except OptimusError as error:
         text = one_line(error)
         if isinstance(error, DamageError) and "verify" not in text:
-            text += "; optimus-data verify DIR, with the data set's directory, names the repair"
+            text += "; run optimus-data verify on the data set's directory: it names the repair"
         print(f"optimus-data: error: {text}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
@@ -103,15 +103,15 @@ class _StopSignals:
     """Handler that ends the process at the first Ctrl-C or SIGTERM.
 
     It kills the workers, removes temporary files, prints one line and exits. It raises no
-    exception, because imports, destructors and exit functions would ignore it or print a traceback.
-    No incomplete output remains: a file gets its final name when it is complete.
+    exception, because imports, destructors and exit functions would ignore an exception or print a
+    traceback. No incomplete output remains: a file gets its final name when it is complete.
     """
 
     def take_over(self) -> None:
         """Set the handlers. A signal that the parent ignores (nohup, `&`) is still ignored.
 
-        A thread also waits for the signals: the main thread cannot run a handler during a call of a
-        library, and a call that trains a tokenizer takes minutes.
+        A second thread also handles the signals. The main thread runs no handler until a call of a
+        library returns, and the call that trains a tokenizer takes minutes.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
         self._read, write = os.pipe()
@@ -145,7 +145,7 @@ class _StopSignals:
 def _kill_and_clean() -> list[object]:
     """Kill the workers, remove the temporary files, and return the directories with output.
 
-    A module that is not imported yet has not started or written anything.
+    Modules are not imported here: one that is not imported yet has no workers and no files.
     """
     pids = {os.getpid()}
     module = sys.modules.get("multiprocessing.process")

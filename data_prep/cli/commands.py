@@ -66,7 +66,11 @@ def _add_makers(commands: Any) -> None:
     text = "Train a byte-level BPE tokenizer."
     add = _add(commands, "train-tokenizer", _train_tokenizer, text, options.add_inputs)
     add.add_argument(
-        "--vocab-size", type=options.whole(1, 1 << 24), required=True, metavar="N", help="ids"
+        "--vocab-size",
+        type=options.whole(1, 1 << 24),
+        required=True,
+        metavar="N",
+        help="number of ids",
     )
     add.add_argument(
         "--out",
@@ -180,7 +184,10 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     }
     lines = [f"quarantined {problem}" for problem in set_aside]
     if size < args.vocab_size:
-        lines.append(f"the text has pairs for {size} ids only, not {args.vocab_size}")
+        lines.append(
+            f"the vocabulary has {size} ids instead of {args.vocab_size}: the text has no more "
+            "pairs to merge"
+        )
     lines.append(
         f"{args.out}: {counted(size, 'id')} from {counted(len(inputs), 'file')} in "
         f"{value['wall_s']:.1f} s"
@@ -242,8 +249,8 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Return the counts of the token arrays in `out`, by part of the data set, and a line on each
-    part."""
+    """Return the numbers of tokens and documents of each split in `out`, by the name of the split,
+    and a line of text for each split."""
     from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set
 

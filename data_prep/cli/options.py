@@ -50,7 +50,7 @@ def folder(text: str) -> str:
     """Return `text`, the name of a directory. An empty name, which pathlib reads as the working
     directory, is refused."""
     if not text:
-        raise argparse.ArgumentTypeError("'' is no name; the working directory is .")
+        raise argparse.ArgumentTypeError("'' is no name; use . for the working directory")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -125,7 +125,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     """Add the options for token files of other programs."""
     files = ".bin files of Megatron-LM with their .idx files, and .npy files of dolma or OLMo"
     _add_patterns(parser, files, "skip files whose full path matches")
-    _add_tokenizer(parser, "tokenizer.json of the ids")
+    _add_tokenizer(parser, "tokenizer.json that made the ids")
     parser.add_argument(
         "--dtype", choices=("uint16", "uint32"), help="type of ids in .npy files without header"
     )
@@ -249,8 +249,9 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=("auto", "gather", "bucket"),
         default="auto",
-        help="gather: random reads; bucket: sort rows in buckets, twice the bytes in long reads. "
-        "The output is the same (auto: the one that is probably faster)",
+        help="gather: read rows at random positions; bucket: first sort rows into buckets, which "
+        "moves twice the bytes, but in long reads. Both write the same output (auto: the one that "
+        "is probably faster)",
     )
 
 
@@ -274,7 +275,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 def _refuse_patience(text: str) -> NoReturn:
     raise ConfigError(
         f"--patience {text} is not an option any more: ranks do not do the work of a lost rank; "
-        "leave it out, and when a rank is lost, run the same command again on all ranks"
+        "leave out --patience. When a rank is lost, run the same command again on all ranks"
     )
 
 

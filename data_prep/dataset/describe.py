@@ -1,7 +1,8 @@
 """Descriptions of a finished data set: a report, statistics, and the text of an instance.
 
-Losses are in nats. The bigram model is p(b | a) = (count(a, b) + 1) / (count(a) + V). Its counts
-and its loss, like the training loss, include the C - 1 targets of each instance.
+Losses are in nats. The bigram model is p(b | a) = (count(a, b) + 1) / (count(a) + V), where V is
+the size of the vocabulary. Of the C tokens of an instance, the last C - 1 are targets, as in
+training.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def report(
 
     Args:
         out: Directory of the data set.
-        manifests: Manifest of the training part, and of the held-out part if there is one.
-        wall_s: Time of the command.
+        manifests: Manifest of the training split, and of the held-out split if there is one.
+        wall_s: Wall-clock time of the command in seconds.
 
     Returns:
         The report as a JSON object, and as lines of text.
@@ -88,7 +89,7 @@ def report(
 
 
 def for_training(manifest: Manifest) -> str:
-    """Return a line with the settings of a run on a training part, and the length of an epoch."""
+    """Return a line of text: settings to train on a training split, and the length of an epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
     steps = counted(number_steps, "step") if number_steps else "less than one step"
@@ -109,7 +110,7 @@ def _epochs(source: BlendEntry) -> float:
 
 
 def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
-    """Return the warnings of sources that are repeated too often and of small held-out parts."""
+    """Return warnings about blend sources that repeat too often and small held-out splits."""
     warnings = []
     for source in train.blend:
         if _epochs(source) > MAX_EPOCHS:
@@ -145,8 +146,8 @@ MAX_BIGRAM_CELLS = 64_000_000
 up to 256 MB."""
 
 MAX_IDS = 1 << 22
-"""Limit of the ids that are counted, above the ids of any tokenizer. The counts take up to 34 MB. A
-manifest may permit ids up to 2^32."""
+"""`stats` refuses ids from this number on, which no tokenizer has. The counts therefore take at
+most 34 MB, even if a manifest permits ids up to 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -160,7 +161,8 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
             `dataset` are computed.
 
     Returns:
-        Counts and unigram entropy and, with `held_out`, the losses under the key `held_out`.
+        Counts, and the unigram entropy in nats. With `held_out`, the key `held_out` contains its
+        counts and the losses in nats.
 
     Raises:
         DamageError: A data set is damaged.
@@ -206,12 +208,12 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
     """Yield blocks of the ids of all instances.
 
-    An instance that is longer than a block is divided into several blocks. Consecutive blocks share
-    a column, so that no pair is lost.
+    An instance that is longer than a block is divided into several blocks. Such blocks overlap by a
+    column, so that each pair of adjacent tokens is in a block.
 
     Yields:
-        int64 [n, c] with at most _BLOCK_TOKENS ids, and the number of columns that it shares with
-        the block before, 0 or 1.
+        A block, int64 [instances, columns] with at most _BLOCK_TOKENS ids, and the number of its
+        first columns that the previous block also has, 0 or 1.
     """
     reader, context = ShardReader(dataset, manifest), manifest.context
     step = max(1, _BLOCK_TOKENS // context)
@@ -233,8 +235,11 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int
 def _count(
     dataset: Path, manifest: Manifest, with_pairs: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the counts of ids, int64 [largest id + 1], and of pairs inside instances, uint32 [V*V]
-    or None if V is too large. Raise DamageError for an id that no tokenizer has."""
+    """Return the counts of ids, int64 [largest id + 1], and of pairs in instances, uint32 [V*V].
+
+    The second value is None without `with_pairs`, or if the vocabulary size V is too large. Raises
+    DamageError for an id that no tokenizer has.
+    """
     size = manifest.vocab_size
     counts = np.zeros(0, np.int64)
     fits = with_pairs and size * size <= MAX_BIGRAM_CELLS
@@ -253,8 +258,10 @@ def _count(
 def _losses(
     held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None, size: int
 ) -> dict[str, float | None]:
-    """Return the mean losses of the add-one unigram and bigram models, None if there is no target
-    or no count of pairs."""
+    """Return the mean losses on `held_out` of the add-one unigram and bigram models, in nats.
+
+    Both are None if there are no targets. The bigram loss is None if `pairs` is None.
+    """
     targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
         return {"unigram_loss": None, "bigram_loss": None}
@@ -292,14 +299,15 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
 
     Args:
         dataset: Directory of the data set.
-        number: Number of the instance. The numbers continue through the epochs.
+        number: Number of the instance, from 0. With N instances, epoch e has the numbers from e * N
+            to (e + 1) * N - 1.
 
     Raises:
         DataError: The data set is damaged, or the text is too long.
         ConfigError: The instance does not exist, or has too many tokens.
     """
     if number < 0:
-        raise ConfigError(f"instance {number} does not exist; they are numbered from 0")
+        raise ConfigError(f"instance {number} does not exist; instances are numbered from 0")
     manifest, order = read_manifest(dataset), read_any_order(dataset)
     if manifest.num_instances == 0:
         raise ConfigError(f"instance {number} does not exist; {dataset} has none")
@@ -360,10 +368,10 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 
 
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
-    """Return the documents in source instance `source`, in order.
+    """Return the documents in an instance, in order. `source` is its number before the shuffle.
 
     The tokens [first, stop) of the instance come from the document in line `line` (0: the whole
-    file) of `input`. The first of them is token `document_token` of that document.
+    file) of `input`. Token `first` of the instance is token `document_token` of that document.
     """
     if isinstance(order, BlendOrder):
         number, _, numbers = next(order.split(np.array([source])))

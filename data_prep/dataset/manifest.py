@@ -40,7 +40,7 @@ class InputEntry:
 
 @dataclass(frozen=True)
 class QuarantineEntry:
-    """Number of documents and damaged files in quarantine, and size and hash of their list."""
+    """Number of quarantined documents and files, and size and hash of quarantine.jsonl."""
 
     count: int
     size: int = 0
@@ -130,15 +130,15 @@ def read_manifest(dataset: str | os.PathLike) -> Manifest:
 
 
 def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> str:
-    """Return the reason why a manifest is not that of the held-out part of a data set.
+    """Return the reason why `held_out` is not the held-out split of a data set.
 
     Args:
         manifest: Manifest of the data set.
         dataset: Directory of the data set, for the message.
-        held_out: Manifest in the directory for the held-out part.
+        held_out: Manifest in the directory for the held-out split.
 
     Returns:
-        The reason, or "" if `held_out` is the manifest of the held-out part.
+        The reason, or "" if `held_out` is the manifest of the held-out split.
     """
     if held_out.part != layout.SPLITS[1]:
         problem = f"part = {held_out.part!r}"
@@ -151,7 +151,7 @@ def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> s
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Raise DataError if readers cannot rely on the values."""
+    """Raise DataError if a value is impossible or contradicts another value of the manifest."""
     layout.require(
         path,
         (manifest.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
@@ -225,8 +225,8 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
         path,
         (
             len(shards) == number,
-            f"lists {counted(len(shards), 'shard')}, and num_instances = "
-            f"{manifest.num_instances} by instances_per_shard = {full} are {number:,}",
+            f"lists {counted(len(shards), 'shard')}, but num_instances = "
+            f"{manifest.num_instances} and instances_per_shard = {full} make {number:,}",
         ),
     )
     row_bytes = manifest.context * layout.little_endian(manifest.dtype).itemsize
@@ -250,7 +250,7 @@ class HeldOutRule:
 
     fraction: float
     by_ids: bool
-    """True: the imported ids of a document decide. False: its text."""
+    """True: the hash of a document's imported token ids decides. False: the hash of its text."""
 
 
 def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
@@ -266,9 +266,9 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
         manifest: Its manifest.
 
     Returns:
-        The rule. All sources of a blend have the same rule, which is read from the first source. It
-        is None if the order of the blend is missing, or if that source is missing or has another
-        plan.
+        The rule. All sources of a blend have the same rule, which is read from the first source.
+        None for a blend whose order is missing, or whose first source is missing or has another
+        plan than the order names.
 
     Raises:
         DataError: The order of a blend is damaged.

@@ -27,14 +27,16 @@ def begin(
     quarantine: bool,
     limits: Limits = NO_LIMITS,
 ) -> TokenizeWork:
-    """Write the plan and a copy of the tokenizer of each split, unless they exist.
+    """Write the plan and a copy of the tokenizer to each split, and return the work of the workers.
+
+    Files that exist already are checked and not written again.
 
     Args:
         out: The output directory.
         tokenizer_file: The tokenizer.
         plan: The plan of tokenization.
         quarantine: Leave out documents that cannot be used, instead of raising an error.
-        limits: The largest memory and size of a document.
+        limits: The largest memory and size of a document, passed to the workers.
 
     Raises:
         DataError: `out` has another plan, order or tokenizer. The message names the difference.
@@ -54,7 +56,7 @@ def begin(
 def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
-    """Raise DataError if the data set of `tokens_dir` has another plan, order or tokenizer."""
+    """Raise DataError if the data set with `tokens_dir` has another plan, order or tokenizer."""
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
@@ -91,8 +93,8 @@ def check_tokenizer(source: Path, folder: Path) -> None:
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy a tokenizer into a data set, unless the copy exists.
 
-    The kind of the tokenizer decides the name of the copy, but a sentencepiece model that an
-    earlier version named tokenizer.json keeps its name.
+    The copy of a sentencepiece model is tokenizer.model, unless an earlier version of Optimus has
+    copied it as tokenizer.json. The copy of any other tokenizer is tokenizer.json.
     """
     content, name = _read(source), layout.TOKENIZER
     if is_sentencepiece(source):

@@ -37,7 +37,7 @@ from optimus.io import files
 
 _BLOCK_TOKENS = 1 << 20
 _AS_DESCRIBED = "as described"
-_SIDECARS = (".idx", ".csv.gz")  # of .bin; documents of dolma, which are known from EOS
+_SIDECARS = (".idx", ".csv.gz")  # index of .bin; list of dolma's documents: EOS ends them
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,10 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Return the indices in `block` of the documents of each split. Empty splits are left out."""
+    """Map each split to the indices of its documents in `block`. Empty splits are left out.
+
+    A document is held out if the hash of its ids is less than `below`.
+    """
     if not below:
         return {layout.SPLITS[0]: list(range(len(block)))}
     by_split: dict[str, list[int]] = {}

@@ -1,7 +1,7 @@
 """`optimus-data plan`: an estimate of the tokens, disk, memory and time of a run.
 
-It is based on a few MB of the inputs and on the present speed of this machine. If the inputs are
-similar, the error of counts is usually a few percent.
+The estimate is based on a few MB of the inputs and on the present speed of this machine. If the
+inputs are similar to each other, the error of counts is usually a few percent.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def estimate(
         "disk_free_bytes": free,
         "memory_bytes": min(memory_bytes, shard_workers * (block_bytes + (200 << 20))),
         "tokenize_s": encode_s / (request.workers * world),
-        # Each write has a read. None: no file can be written to measure the speed.
+        # Factor 2: all bytes are read and written. None: the speed could not be measured.
         "shard_s": 2 * writes * shard_bytes / written_per_s / world if written_per_s else None,
         "sampled_bytes": sample.encoded_bytes,
         "fits": peak <= free,
@@ -149,7 +149,7 @@ def _counts(
 
 
 def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
-    """Return the expected size in bytes, if packed, of token arrays of `token_bytes` bytes."""
+    """Return the expected bytes, after packing, of token arrays of `token_bytes` bytes."""
     require_zstd()
     ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
     return round(token_bytes * packed_share(ids)) if len(ids) else 0
@@ -158,8 +158,9 @@ def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
 def take_sample(
     inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
 ) -> Sample:
-    """Divide the inputs into strata by suffix and size. Read the start of a file of each stratum.
+    """Estimate the text, documents and tokens of the inputs from a sample of them.
 
+    Inputs of similar suffix and size are a stratum. The start of one file per stratum is read.
     Documents that cannot be used are left out. Raises DataError if no text can be sampled, or a
     document exceeds `limits`.
     """
@@ -176,10 +177,10 @@ def take_sample(
         for first, stop in itertools.pairwise(edges):
             _sample_stratum(similar[first:stop], text_field, tokenizer, sample, limits)
     if not sample.encoded_bytes:
-        reason = sample.problem or "what was read of them holds no text"
+        reason = sample.problem or "the parts that were read contain no text"
         if not known:
             size = f"{_LARGEST_WHOLE >> 20} MiB"
-            reason = f"they are texts of more than {size}, which are not read here"
+            reason = f"all are text files above {size}, which plan does not read"
         raise DataError(f"no text of {counted(len(inputs), 'input')} can be sampled: {reason}")
     left_out = sum(file.size for file in inputs) / max(1, sum(file.size for file in known))
     sample.text_bytes *= left_out
@@ -238,7 +239,7 @@ def _sample_stratum(
 
 
 def _write_speed(folder: Path) -> float | None:
-    """Measure the bytes per second that reach the disk, with a small file. None if it fails."""
+    """Return the speed of writes to `folder` in bytes per second, or None if a write fails."""
     path = files.temporary_name(folder / "plan")
     block = os.urandom(1 << 20)
     try:

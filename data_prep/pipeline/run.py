@@ -1,7 +1,7 @@
 """The pipeline from text to a finished data set: tokenize, shuffle, shard, manifest.
 
-Each step does what earlier runs have not completed, so that the same command after a kill ends with
-the same bytes.
+Each step skips the work that earlier runs completed. If a run is killed, the same command continues
+it and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TokenizeRequest:
     """None: half of the memory of the machine."""
     max_document: int | None = None
     id_field: str | None = None
-    """Field of the ids of documents. None: "id", or "" if `out` was started without ids."""
+    """Field of the ids of documents. "": no ids. None: "id", or "" if `out` was started so."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,10 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
-    """Return the number of workers, and the limits of a document. Raises ConfigError."""
+    """Return the number of workers that the memory allows, and the limits of a document.
+
+    Raises ConfigError if the memory is not enough for one worker.
+    """
     return memory_to_tokenize(
         request.memory_bytes, request.workers, tokenizer, request.max_document
     )
@@ -240,8 +243,8 @@ def drop_arrays(out: Path) -> None:
     """Remove the token arrays of a finished data set, for `--fused`.
 
     Before the first removal, each folder of arrays gets a mark that its arrays are removed.
-    `find_finished` reads the mark of the training split, so it is written first and removed last.
-    Raises DataError if an array is damaged.
+    `find_finished` reads the mark of the training split, so this mark is written first and removed
+    last. Raises DataError if an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:
@@ -259,8 +262,8 @@ def find_finished(
     """Return the manifests of request.out if a run with `--fused` has finished it, else [].
 
     The inputs are hashed again; each rank hashes its share. If a file of the data set is missing or
-    damaged, the marks that arrays were removed are deleted, so that the run makes the arrays again.
-    Raises the errors of `tokenize` and `shuffle`.
+    damaged, the result is [], and the marks of removed arrays are deleted: the run then makes the
+    arrays again. Raises the errors of `tokenize` and `shuffle`.
     """
     out = request.out
     if not removed(out / layout.TOKENS_DIR):
@@ -292,7 +295,7 @@ def _check_finished(dataset: Path) -> Manifest:
         read_shard_record(dataset, order, manifest.order_xxh3, number)
     for unit in range(len(order.units)):
         read_unit(dataset / layout.TOKENS_DIR, unit, order.plan, has_array=False)
-    # Each rank decides whether the data set is finished. All must decide the same.
+    # All ranks check the same sample of shards, so that all decide the same.
     chosen = sample([shard.size for shard in manifest.shards], seed=manifest.identity)
     if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:
         raise DataError(f"{dataset}: {counted(len(damaged), 'damaged shard')}")

@@ -57,7 +57,7 @@ PROCESS_BYTES = 100 << 20
 """Memory of a process without data: the interpreter, numpy and indices of arrays."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""If a row is larger than the block, memory has three copies: as read, gathered and written."""
+"""Copies in memory of a row that is larger than the block: as read, as gathered and as written."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that a process never uses."""
 _GOOD_BLOCK_BYTES = 28 << 20
@@ -72,7 +72,7 @@ class ShardWork:
     order: Order | BlendOrder
     order_xxh3: str
     block_bytes: int
-    """Memory of a block: rows, indices and the window through which they are read."""
+    """Memory of a worker for rows, their indices, and the window of tokens read at a time."""
     spill: Spill | None = None
     """The sorted runs to read. None: read the token arrays."""
     sample: frozenset[int] = frozenset()
@@ -100,15 +100,15 @@ def sidecar_path(dataset: Path, shard: int) -> Path:
 
 
 def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[int, int]:
-    """Divide memory between processes. The parent process is one of them.
+    """Divide memory between the workers and, if there are several, the parent process.
 
     Args:
         memory_bytes: Memory of all processes.
         workers: The largest number of workers.
-        row_bytes: Bytes of a row.
+        row_bytes: Bytes of a row, which is an instance.
 
     Returns:
-        The number of workers that may run at once, and the bytes of the block of each.
+        The number of workers that may run at once, and the bytes of rows that each may have.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
@@ -130,7 +130,8 @@ def memory_for(workers: int) -> int:
     """Return the default of `--memory` of sharding, in bytes.
 
     It is 2 GB. If the workers need more, it is what they need, but at most half of the memory of
-    the machine. Only `workers` and the machine decide it, so that ranks agree on the size of runs.
+    the machine. The default depends only on `workers` and the machine. Ranks on equal machines
+    therefore divide the instances into the same sorted runs (`gather.rows_of_run`).
     """
     needed = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
     return max(2 * 10**9, min(needed, usable_memory() // 2))
@@ -212,7 +213,7 @@ def _shard_together(
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The shards of a data set."""
+    """The task to write the shards of a data set. Each item is a shard."""
 
     work: ShardWork
     workers: int
@@ -223,7 +224,7 @@ class ShardTask:
         return self.work.dataset / layout.SHARDS_DIR
 
     def plan(self) -> list[int]:
-        """Return the rows of each shard."""
+        """Return the number of rows of each shard."""
         order = self.work.order
         return [stop - first for first, stop in map(order.shard_rows, range(order.num_shards))]
 
@@ -251,7 +252,7 @@ class ShardTask:
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
-    """Raise DamageError if a token array of the order is damaged."""
+    """Hash a sample of the token arrays of the order. Raise DamageError if one is damaged."""
     for source in order.sources:
         paths = plain_arrays(dataset / source.tokens_dir, range(len(source.units)))
         chosen = sample([path.stat().st_size for path in paths.values()])
@@ -295,13 +296,16 @@ def read_shard_record(
 
 
 def is_whole(dataset: Path, shard: int) -> bool:
-    """Return whether a complete shard has the hash of its sidecar."""
+    """Return whether the content of a complete shard has the hash in its sidecar."""
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     return are_whole({shard_path(dataset, shard): record["xxh3"]})
 
 
 def _promised_hash(work: ShardWork, shard: int) -> str | None:
-    """Return the hash of a shard of an earlier run, from its sidecar or the manifest, or None."""
+    """Return the hash that an earlier run wrote for a shard to its sidecar or to the manifest.
+
+    None if neither exists for this order.
+    """
     with contextlib.suppress(DataError):
         record = layout.read_record(sidecar_path(work.dataset, shard), ShardRecord, FORM)
         if record["order"] == work.order_xxh3:
@@ -366,7 +370,7 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
 
 @functools.lru_cache(maxsize=1)
 def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
-    """Return the block of this process, which all its shards use."""
+    """Return the array [rows, context] that this process uses again for each shard."""
     return np.empty((rows, context), layout.little_endian(dtype))
 
 

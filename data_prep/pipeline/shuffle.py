@@ -33,7 +33,7 @@ class ShuffleRequest:
 
 
 def data_sets(out: Path) -> list[Path]:
-    """Return the data set of the training split, and that of the held-out split if there is one."""
+    """Return the directories of the training split and, if there is one, of the held-out split."""
     held_out = out / layout.EVAL_DIR
     return [out, held_out] if (held_out / layout.TOKENS_DIR / layout.PLAN).exists() else [out]
 
@@ -133,7 +133,7 @@ def _check_request(
     carry_tails: bool,
     **more: Any,
 ) -> None:
-    """Raise DataError if an order does not have the values of the request and of `more`."""
+    """Raise DataError if a value of an order differs from the request or from `more`."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
     values = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
     for key, now in {**values, "instances_per_shard": length}.items():
@@ -153,7 +153,10 @@ def _another_order(
 
 
 def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Raise DataError if `dataset` has another order or other token arrays. Writes nothing."""
+    """Raise DataError if `dataset` has an order other than `order`, or its own other token arrays.
+
+    Writes nothing.
+    """
     path = dataset / layout.ORDER
     if not path.exists():
         plan = dataset / layout.TOKENS_DIR / layout.PLAN
@@ -173,7 +176,10 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
         if key in ("part", "plan", "tokens_dir"):
             raise DataError(f"{dataset} was made of other token arrays; choose another output")
         if key == "units":
-            raise DataError(f"{path}: the token arrays are not those that were shuffled; remove it")
+            raise DataError(
+                f"{path}: the token arrays have changed since they were shuffled; remove this file "
+                "and give the command again"
+            )
         if key == "blended":
             raise DataError(
                 f"{dataset} is a blend of other sources or shares; choose another --out"

@@ -37,7 +37,7 @@ _SAME_AS_ORDER = (
     *("part", "num_instances", "instances_per_shard", "context", "dtype", "seed", "permutation"),
     *("tail_tokens", "carry_tails"),
 )
-"""Keys that a manifest and its order both have."""
+"""Keys of a manifest whose values must be those of its order."""
 
 
 def verify(dataset: Path) -> Iterator[str]:
@@ -251,7 +251,7 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
         return
     array, docs = array_path(tokens_dir, number), docs_path(tokens_dir, number)
     if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
-        yield f"{array}: its sidecar is not the one that was shuffled"
+        yield f"{array}: the hashes in its sidecar are not those in {layout.ORDER}"
     itemsize = layout.little_endian(plan.dtype).itemsize
     if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
         size = counted(record["array"]["size"], "byte")

@@ -1,4 +1,4 @@
-"""A call in a forked child process, for calls of libraries that may crash, hang or fill memory."""
+"""Calls in a forked child process, for functions that may crash, hang or fill the memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ signal handler raises an exception before `fork` returns the id."""
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""
 _STOP_S = 1.0
-"""Time for this process to handle a stop signal that its process group received."""
+"""Seconds to wait so that this process can handle a stop signal that also ended the child."""
 
 
 class CrashError(Exception):
@@ -120,9 +120,9 @@ def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return the descriptors to read from and to write to a new pipe.
+    """Return the descriptors of a new pipe: one to read, one to write.
 
-    The second one is above 2. If this process has no standard error, it could otherwise be
+    The descriptor to write is above 2. In a process without standard error it could otherwise be
     descriptor 2, which the child replaces.
     """
     reader, writer = os.pipe()
@@ -139,9 +139,9 @@ def _pipe() -> tuple[int, int]:
 def _child_statuses() -> Iterator[None]:
     """Return a context in which the system keeps the exit status of a child process.
 
-    The system discards it if this process ignores SIGCHLD, so the context restores the default
-    action. Only the main thread can do this. In other threads a crash is then reported as a lack of
-    memory. Any other child that ends in the context remains a zombie.
+    The system discards the status if this process ignores SIGCHLD, so the context restores the
+    default action. Only the main thread can do this. In other threads a crash is then reported as a
+    lack of memory. Any other child that ends in the context remains a zombie.
     """
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if not is_ignored or threading.current_thread() is not threading.main_thread():

@@ -70,7 +70,10 @@ class Limits:
     it is unpacked)."""
 
     def refuse(self, where: str, label: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
-        """Raise DataError if `needs` bytes are more than a worker has for a document."""
+        """Raise DataError if `needs` bytes are more than a worker has for a document.
+
+        The message begins with `where` (file and line) and `label`, and ends with `or_else`.
+        """
         if self.room_bytes is None or needs <= self.room_bytes:
             return
         least = (needs + self.reserve_bytes) / 1e6 + 1

@@ -19,7 +19,8 @@ from optimus.launch.environment import available_cores, read_local_size
 _POLL_S = 0.2
 
 Job = Callable[[Any, int, Callable[[int], None]], Any]
-"""`job(context, index, advance) -> result`; it calls `advance(n)` after each part of its work."""
+"""`job(context, index, advance) -> result`. A job calls `advance(n)` when n more bytes or instances
+are done."""
 
 _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a worker process
 

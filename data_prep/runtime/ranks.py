@@ -1,9 +1,9 @@
 """Processes on any number of machines that share work through the output directory alone.
 
-A rank that ends in an error leaves its message in the output directory, and a rank that works gives
-signs of life there, so that no other rank waits for files that nobody writes:
-docs/formats/dataset.md, "Many machines". Every item of work is idempotent: if it is done twice, the
-same bytes are written under the same name.
+A rank that ends in an error leaves its message in the output directory. A rank that works gives
+signs of life there. No other rank therefore waits for files that nobody writes:
+docs/formats/dataset.md, "Many machines". Every item of work is idempotent: if two ranks do it, both
+write the same bytes under the same name.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class RankFiles:
                 path.unlink()
 
         thread = threading.Thread(target=give_signs, daemon=True)
-        # The thread starts with this mask. A signal that it received would not interrupt a wait of
-        # the main thread.
+        # The thread inherits this mask, so the main thread receives all signals. A signal to
+        # another thread would not interrupt a wait of the main thread.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             thread.start()
@@ -111,8 +111,9 @@ class RankFiles:
             thread.join(_END_S)
 
     def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
-        """Return the last signs of life that these ranks gave since this object was made: names of
-        files and times in ns. Clocks of machines differ, so only a change has a meaning."""
+        """Return the signs of life of each rank since this object was made: the names of its files
+        and their modification times in ns. Clocks of machines differ, so compare a time only with
+        an earlier time of the same file."""
         signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
@@ -147,15 +148,15 @@ _SILENCE_S = 120.0
 """Default of `WorkerGroup.silence_s`: longer than file systems need to show the files of other
 machines."""
 _STUCK_FACTOR = 30
-"""Ranks wait for a rank that gives signs of life up to this multiple of `silence_s` without
+"""Ranks wait this multiple of `silence_s` for a rank that gives signs of life but makes no
 progress. Work such as the comparison of ids may write no files for a long time."""
 _MOST_WATCHED = 16
-"""Ranks whose signs of life a waiting rank reads: those with the next higher numbers. A limit,
-because every rank may wait for every other rank."""
+"""Largest number of ranks whose signs of life a waiting rank reads: those with the next higher
+numbers, then those from 0. Without a limit, each rank could read the signs of all others."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
-"""The polling interval has one second for this number of ranks, so that all ranks together list a
-directory about 50 times per second."""
+"""The polling interval is the number of ranks divided by this, in seconds. All ranks together then
+list a directory about 50 times per second."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class WorkerGroup:
     rank: int = 0
     world: int = 1
     silence_s: float = _SILENCE_S
-    """Seconds without a sign of life of a rank after which a rank that waits for it ends."""
+    """A rank ends if another rank, for which it waits, gives no sign of life for these seconds."""
     files: RankFiles | None = None
     """Files by which the ranks inform each other; set by `failure_scope`."""
 
@@ -217,10 +218,9 @@ def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
 def assign(sizes: Sequence[int], world: int) -> list[int]:
     """Return the rank of each item.
 
-    Items are assigned in the order of decreasing size, each to the rank with the smallest sum.
-
-    No rank gets more than 4/3 of the best possible maximum (Graham 1969). All ranks compute the
-    same assignment. An item of size 0 counts as 1.
+    Items are assigned in the order of decreasing size, each to the rank with the smallest sum of
+    sizes. The largest sum is at most 4/3 of the best possible one (Graham 1969). All ranks compute
+    the same assignment. An item of size 0 counts as 1.
     """
     loads = [(0, rank) for rank in range(world)]
     ranks = [0] * len(sizes)
@@ -246,7 +246,7 @@ class PrepTask(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Return the directory of the items. Unfinished files in it grow while a rank works."""
+        """Return the directory to which items are written. Its unfinished files show progress."""
 
     def plan(self) -> Sequence[int]:
         """Return the size of each item. The sizes decide the shares, so all ranks need the same."""
@@ -331,7 +331,7 @@ class _Watch:
         """Return the ranks that are lost, and whether there was no progress for too long.
 
         A rank is lost if its signs of life have stopped for `silence_s`. A rank that never gave a
-        sign may start late: it is lost only if, for as long, the others made no progress either.
+        sign may only be late: it is lost if the others also made no progress for `silence_s`.
 
         Args:
             left: The number of items that each rank has left.
@@ -388,13 +388,13 @@ def _wait(
                     group.files.write_failure(lost[0], silence)
                 raise LostPeerError(
                     f"no sign of life of rank {', '.join(map(str, lost))} for {group.silence_s:g} "
-                    f"s while waiting for {work}: it was lost or has not started; run the same "
-                    "command again on all ranks"
+                    f"s while waiting for {work}: the rank was lost or has not started; run the "
+                    "same command again on all ranks"
                 )
             if is_stuck:
                 raise LostPeerError(
                     f"no progress for {_STUCK_FACTOR * group.silence_s:g} s while waiting for "
                     f"{work} of {counted(len(left), 'rank')}, the first rank {min(left)}; look at "
-                    "its process, and run the same command again on all ranks"
+                    "the process of this rank, and run the same command again on all ranks"
                 )
         time.sleep(group.poll_s)

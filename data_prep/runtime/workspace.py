@@ -42,12 +42,13 @@ def make_folder(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
-    """Make `directory`, and remove the incomplete files of killed runs in it.
+    """Return a context for work in `directory`, which is made if it does not exist.
 
-    Several runs at once are allowed: every commit is atomic, and all runs write the same bytes. A
-    lock shows whether another run of this user works in the directory. If none does, incomplete
-    files of this user and machine are removed. The lock may not be visible on other machines: rank
-    0 removes other incomplete files only if nobody has written to them for a day.
+    At its start and end, the context removes the incomplete files of killed runs. Several runs at
+    once are allowed: every commit is atomic, and all runs write the same bytes. A lock shows
+    whether another run of this user works in the directory. If none does, incomplete files of this
+    user and machine are removed. The lock may not be visible on other machines: rank 0 removes
+    other incomplete files only if nobody has written to them for a day.
 
     Raises:
         DataError: the directory cannot be made, is not writable or stays locked.
@@ -67,10 +68,13 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 
 
 def remove_temporaries(pids: Collection[int]) -> list[Path]:
-    """Remove the temporary files of processes of this machine, which have all ended or stopped.
+    """Remove the temporary files of the processes `pids` of this machine.
+
+    Only the directories in which this process works are searched. No process of `pids` may still
+    write.
 
     Returns:
-        The directories in which this process is working, each once.
+        These directories, each once.
     """
     directories = list(dict.fromkeys(_in_use))
     for directory in directories:

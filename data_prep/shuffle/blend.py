@@ -72,7 +72,7 @@ class Mixing:
     """An infinite, periodic sequence of sources, for weights that are whole numbers. Immutable."""
 
     def __init__(self, weights: Sequence[int]):
-        """Compute a period, which has source i weights[i] times.
+        """Compute one period of the sequence. Source i occurs weights[i] times in the period.
 
         `weights` are from `integer_weights`.
         """
@@ -112,7 +112,10 @@ class Mixing:
         return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """Return the largest number of instances without repeats. Source i has available[i]."""
+        """Return the largest length of a mix that repeats no instance.
+
+        Source i has available[i] instances.
+        """
         ends = []
         for source, (weight, count) in enumerate(zip(self.weights, available, strict=True)):
             rounds, rest = divmod(count, weight)
@@ -132,7 +135,8 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _PASS_KEYS = 1 << 32
-"""Pass p of source s is permuted with epoch (s + 1) * 2^32 + p, above all epochs of training."""
+"""A pass is one use of all instances of a source. If the last pass p of source s is partial, it is
+permuted with epoch (s + 1) * 2^32 + p, which is above all epochs of training."""
 
 
 def parse_weight(text: str) -> Fraction:
@@ -149,7 +153,7 @@ def mixing_of(weights: Sequence[str]) -> Mixing:
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend. `order` gives its instances, but not their permutation."""
+    """A source of a blend. `order` defines its instances. The permutation of `order` is unused."""
 
     weight: str
     quota: int
@@ -214,7 +218,8 @@ class BlendOrder(InShards):
     def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
         """Return the instances of source `number` at these indices of its quota.
 
-        Whole passes have the order of the source. The last, partial pass is permuted.
+        The quota is one or more passes over the source. Complete passes have the order of the
+        source. A partial pass, the last, is permuted, so that it is a random sample.
         """
         source = self.blended[number]
         size = source.order.num_instances

@@ -1,12 +1,13 @@
 """Instances collected from token arrays in a given order, in bounded memory.
 
 Legend: R requested rows, C context, U units. Two strategies return the same bytes. `gather` reads
-random rows. `bucket` first writes sorted runs, so that all reads are long: a shard needs one piece
-of each run (docs/formats/dataset.md, "Strategies").
+random rows. `bucket` first writes runs. A run contains consecutive instances of the token arrays,
+sorted by their position in the shards. A shard needs one piece, which is a range of rows, of each
+run, so that all reads are long (docs/formats/dataset.md, "Strategies").
 
 OUT/spill/ORDER-ROWS-2/unit-00000.npy         run 0: [ROWS * C] tokens; exists only when complete
 OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  its pieces: int64 [shards + 1, 2], first row and xxh3
-of each piece; the hash is compared when a shard has read the piece
+of the piece of each shard, then the number of rows; the hash is compared when the piece was read
 """
 
 from __future__ import annotations
@@ -56,10 +57,13 @@ class Gatherer:
             source.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Fill `out` [R, C] with the instances int64 [R], in their order, and return it.
+        """Copy the tokens of instance instances[i] to out[i], for all i, and return `out`.
 
-        Callers pass the same `out` again, which saves a tenth of the time: the kernel has to clear
-        no new pages.
+        Callers reuse `out`, which saves a tenth of the time: the kernel has to clear no new pages.
+
+        Args:
+            instances: int64 [R], numbers of instances before the shuffle.
+            out: [R, C].
         """
         for number, rows, of_source in self._order.split(instances):
             self._sources[number].fill(out, rows, of_source)
@@ -132,7 +136,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Spill:
-    """The runs of one order."""
+    """The task to write the sorted runs of one order. Each item is a run."""
 
     dataset: Path
     order: Order | BlendOrder
@@ -147,7 +151,7 @@ class Spill:
         return -(-self.order.num_instances // self.run_rows)
 
     def rows(self, run: int) -> tuple[int, int]:
-        """Return the source instances [first, stop) of a run."""
+        """Return the range [first, stop) of instances of a run, as numbered before the shuffle."""
         first = run * self.run_rows
         return first, min(first + self.run_rows, self.order.num_instances)
 
@@ -155,7 +159,7 @@ class Spill:
         return array_path(self.folder, run).with_suffix(".pieces.npy")
 
     def plan(self) -> list[int]:
-        """Return the rows of each run."""
+        """Return the number of rows of each run."""
         return [stop - first for first, stop in map(self.rows, range(self.num_runs))]
 
     def missing(self) -> list[int]:
@@ -170,7 +174,7 @@ class Spill:
             run_jobs(_do_run, self, runs, self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return no run. `SpillReader` compares the hash of each piece when it reads the piece."""
+        """Return []. `SpillReader` checks the hash of each piece when it reads the piece."""
         return []
 
 
@@ -267,7 +271,7 @@ class SpillReader:
         self._reader.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Fill `out` [R, C] with the next instances of the shard, int64 [R], and return it."""
+        """Copy the next `instances` int64 [R] of the shard to `out` [R, C], and return `out`."""
         runs = instances // self._run_rows
         rows = np.argsort(runs, kind="stable")
         edges = np.flatnonzero(np.diff(runs[rows])) + 1
@@ -283,7 +287,7 @@ class SpillReader:
         return out
 
     def _check(self, run: int, piece: np.ndarray) -> None:
-        """Raise DamageError if a piece has been read to its end and differs from its hash."""
+        """Raise DamageError if a piece was read to its end and its hash is wrong."""
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece.data)
         if self._next[run] < self._stop[run]:

@@ -1,6 +1,7 @@
 """The order of instances: how token arrays divide into instances, and their permutation.
 
-docs/formats/dataset.md, "Instances and their order". An order is a value; sharding executes it.
+docs/formats/dataset.md, "Instances and their order". An `Order` describes the shards, and the shard
+step writes them.
 
 The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch): a Feistel
 network on b bits, 2^b < 2N, repeated until its value is below N (cycle walking). It needs O(1)
@@ -106,12 +107,12 @@ FORM = "optimus-order"
 
 @dataclass(frozen=True)
 class Unit:
-    """A token array in an order."""
+    """A token array in an order: the tokens of one unit, which is a range of input files."""
 
     tokens: int
     documents: int
     kept: int
-    """Number of tokens from its start that are in instances. The other tokens are its tail."""
+    """Number of tokens, from the start, that go to instances. The other tokens are the tail."""
     xxh3: str
     """Hash of the file of the array."""
     docs_xxh3: str
@@ -119,7 +120,7 @@ class Unit:
 
 
 class InShards(ABC):
-    """Division of instances into shards, given their number, a seed and the length of a shard."""
+    """Division of a number of instances into shards of `instances_per_shard` rows."""
 
     part: str
     context: int
@@ -146,7 +147,7 @@ class InShards(ABC):
         return first, min(first + self.instances_per_shard, self.num_instances)
 
     def epoch_zero(self) -> Permutation:
-        """Return the permutation of the rows of the shards."""
+        """Return the permutation from a row of the shards to the instance in that row."""
         return Permutation(self.num_instances, self.seed)
 
 
@@ -197,7 +198,7 @@ class Order(InShards):
         return tuple(tails)
 
     def starts(self) -> np.ndarray:
-        """Return the offset of each unit in all kept tokens, then their number: int64 [U + 1]."""
+        """Return the first kept token of each of U units, then their total: int64 [U + 1]."""
         return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
 
     def to_json(self) -> dict[str, Any]:

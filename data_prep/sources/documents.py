@@ -2,8 +2,8 @@
 
 A text or source file is one document; a file of JSON lines has a document per line, a Parquet file
 a document per row. Text is used byte for byte: no newline is translated and no blank is removed.
-An empty text is a document. The reader knows the memory that a document needs before it reads the
-document: it reads a long text file once to check it, and then again in blocks.
+An empty text is a document. A text file above LONG_BYTES is read twice: once to check it, and then
+in blocks, so that it need not fit in memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Survey:
 
 @dataclass
 class LongText:
-    """A document in blocks of text. Read them before the next document of the reader."""
+    """A document in blocks of text. Read the blocks before the reader yields the next document."""
 
     size: int
     xxh3: int
@@ -135,7 +135,7 @@ class InputReader:
         text_field: The field or column of the text.
         advance: Called with the number of bytes after each read from disk.
         start: The position to start from. None: the start of the file.
-        limits: The memory and the bytes that a document may have.
+        limits: The largest memory and the largest size of a document.
         id_field: The field or column of the id. "": the documents have no ids.
     """
 

@@ -28,7 +28,7 @@ _NPY_ERRORS = (
     *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
     TokenError,
 )
-"""Errors of numpy for a damaged header, which it parses as Python without checking the shape."""
+"""Errors of numpy for a damaged header: numpy parses it as Python and does not check the shape."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def open_foreign(name: str, dtype: str | None) -> Foreign:
 
     Args:
         name: A .bin file, whose .idx has the same stem, or a .npy file.
-        dtype: The dtype of a .npy file without a header.
+        dtype: The dtype of a .npy file without a header. None: the file must have a header.
 
     Raises:
         DataError: the file is damaged, incomplete or of another format.

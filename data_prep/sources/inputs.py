@@ -1,8 +1,9 @@
 """Input files of a command, their kinds, and their division into units of work.
 
-The units depend only on names and sizes, so that all workers and all later runs have the same
-units. Each directory is read once, under its shortest path. `**` of the module glob would read a
-directory again through each link: a directory with two links to itself would have 2^40 names.
+A unit is a range of consecutive input files, which becomes one token array per split. Units depend
+only on names and sizes, so that all workers and all later runs have the same units. Each directory
+is read once, under its shortest path. `**` of the module glob would read a directory again through
+each link: a directory with two links to itself would have 2^40 names.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class _Skipped:
 
 
 def _expand(pattern: str, skipped: _Skipped) -> Iterator[str]:
-    """Yield the names that match `pattern`, which may be directories and broken links. A name may
-    be yielded several times."""
+    """Yield the names that match `pattern`. A name may be that of a directory or a broken link, and
+    may be yielded several times."""
     if os.path.isdir(pattern):
         names = _match_below(pattern, "*", skipped)
     elif os.path.isfile(pattern):
@@ -163,8 +164,8 @@ def find_inputs(
     kept = sorted(_each_file_once([name for name in names if not _matches(name, exclude)], out))
     if not kept and not all(_matches(name, exclude) for name in names):
         raise DataError(
-            f"--input names only files below --out {str(out)!r}, and what is there is output; "
-            "choose an --out that does not hold the inputs"
+            f"--input names only files below --out {str(out)!r}, which are not read as inputs; "
+            "choose an --out that does not contain the inputs"
         )
     if not kept:
         raise DataError(
@@ -197,7 +198,7 @@ def _below(name: str, out: str | os.PathLike | None) -> bool:
 def _with_lists(patterns: Sequence[str]) -> Iterable[str]:
     for pattern in patterns:
         if not pattern:
-            raise DataError("--input '' names nothing; the working directory is --input .")
+            raise DataError("--input '' names nothing; use --input . for the working directory")
         if not pattern.startswith("@"):
             yield pattern
             continue
@@ -272,10 +273,10 @@ def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int
 
 
 def require_file(path: str | os.PathLike, flag: str) -> Path:
-    """Return a path that must be a readable file.
+    """Return `path`, and check that it is a readable file.
 
     Raises:
-        DataError: it is not. The message names the option `flag`.
+        DataError: it is not. The message begins with `flag`, the option that named the path.
     """
     path = Path(path)
     if not path.is_file():

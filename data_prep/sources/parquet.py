@@ -69,7 +69,7 @@ def read_column(
         column: The column.
         id_column: The column of ids. If the table has no such column, the ids are None.
         skip: The number of first rows to skip.
-        limits: The memory and the bytes that a document may have.
+        limits: The largest memory and the largest size of a document.
 
     Yields:
         Value and id of a row, as scalars of pyarrow, and the memory to read its batch, in bytes.
@@ -173,8 +173,8 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
 
 
 def _check_metadata(name: str, metadata: Any) -> None:
-    """Raise DamagedTable if the description of a column cannot be read, or if the row groups do not
-    add up to the rows of the table, which pyarrow does not check.
+    """Raise DamagedTable if the description of a column cannot be read, or if the rows of the row
+    groups do not add up to the rows of the table. Pyarrow checks neither.
 
     A child process reads the descriptions. For some damaged statistics, pyarrow throws a C++
     exception that nothing catches, which ends the process. Raise OptimusError if the child cannot
@@ -201,12 +201,13 @@ def _check_metadata(name: str, metadata: Any) -> None:
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
         raise DamagedTable(
-            f"row groups of {counted(sum(rows), 'row')} in a table of {metadata.num_rows}"
+            f"its row groups have {counted(sum(rows), 'row')}, its metadata says "
+            f"{metadata.num_rows}"
         )
 
 
 def _group(metadata: Any, number: int, first: int, wanted: Sequence[str]) -> RowGroup:
-    """Return a row group with the wanted columns, or the leaves of such columns."""
+    """Return a row group with the sizes of the wanted columns: one for each leaf of a column."""
     group = metadata.row_group(number)
     chunks = [group.column(index) for index in range(group.num_columns)]
     sizes = tuple(

@@ -19,7 +19,8 @@ from optimus.errors import DataError, one_line
 
 READ_BYTES = 1 << 20
 _ZSTD_WINDOW = 1 << 31
-"""The window of `zstd --long=31`. Only files that were packed with it need so much memory."""
+"""Largest accepted window of a zstd frame, in bytes, that of `zstd --long=31`. Only files that were
+packed with this option take so much memory."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPED_MAGIC = b"\x2a\x4d\x18"

@@ -41,10 +41,10 @@ _SHOWN_CHARS = 80
 
 
 def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) -> None:
-    """Tokenize all units without documents that have the id of an earlier document.
+    """Tokenize all units, and exclude documents that have the id of an earlier document.
 
     Rank 0 compares the ids of all units. If `work.quarantine` is set, units with duplicates are
-    then tokenized again without them. Otherwise a duplicate is an error.
+    then tokenized again without the duplicates. Otherwise a duplicate is an error.
 
     Raises:
         DataError: a document cannot be used or is a duplicate, or an input has changed.
@@ -93,8 +93,8 @@ class _DistinctTask(UnitTask):
             make_unit(work, unit, _duplicates_of(work, unit, rows), advance)
             if work.plan.id_field and rows is None and not work.quarantine:
                 _compare_neighbours(work, unit)
-            # If other ranks have compared all ids meanwhile, with the unit as they had made it, the
-            # unit may now be wrong. If they compare later, they tokenize it again.
+            # If the list of duplicates was written while this unit was made, the unit may contain
+            # duplicates, and is made again. If it is written later, `_RepeatTask` does this.
             before, rows = rows, _read(work)
             if (before is None) == (rows is None):
                 return
@@ -140,8 +140,8 @@ def _compare(work: TokenizeWork) -> None:
 def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
     """Compare the ids of a unit and of the units before and after it, if these are complete.
 
-    The comparison of all ids needs all units, which may take hours. This one detects early that a
-    field is not an id, or that the ids of each file start with the same number.
+    The comparison of all ids needs all units, which may take hours. This comparison detects early
+    that a field is not an id, or that the ids of each file start with the same number.
 
     Raises:
         DataError: two documents have the same id.
@@ -167,8 +167,8 @@ def find(folders: Sequence[Path], units: Sequence[int], memory_bytes: int) -> np
             less memory needs more buckets.
 
     Returns:
-        int64 [n, 4], sorted by input and line. A row has the input and line of such a document and
-        then the input and line of the first document with its id.
+        int64 [n, 4], sorted by input and line. A row is the input and line of a duplicate, and then
+        the input and line of the first document with the same id.
     """
     unit_files = [(folder, unit) for folder in folders for unit in units]
     total = sum(len(read_docs(folder, unit)) for folder, unit in unit_files)
@@ -187,7 +187,7 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
         if ids is None:
             continue
         halves = ids.view(">u8")
-        # The upper 32 bits times the number of buckets over 2^32: even, without a division.
+        # Upper 32 bits * buckets / 2^32: buckets of even size, with a shift instead of a division.
         buckets_of = (halves[:, 0] >> 32).astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)
         chosen = (buckets_of == bucket) & (halves != 0).any(axis=1)
         hashes.append(halves[chosen])
@@ -264,7 +264,7 @@ def read_duplicates(tokens_dir: Path, plan_xxh3: str) -> np.ndarray:
 
 
 def _read(work: TokenizeWork) -> np.ndarray | None:
-    """Return the list of duplicates, or None if no ids have been compared."""
+    """Return the list of duplicates, or None if this plan has no valid list."""
     try:
         return read_duplicates(work.tokens_dir, work.plan_xxh3) if work.plan.id_field else None
     except DataError:

@@ -1,9 +1,9 @@
 """Packed token arrays, which `--fused` writes instead of .npy files.
 
 `unit-*.packed` contains zstd frames, an index and _FOOT. A frame has BLOCK_TOKENS tokens; the last
-one may have fewer. The index is int64 [frames + 1, 2]. It has a row (number of its first token,
-offset) for each frame. Its last row is (number of tokens, offset of the index). A file gets this
-name when it is complete. The size and hash in a sidecar are those of a .npy file with the same
+one may have fewer. The index is int64 [frames + 1, 2]: a row (number of the first token, offset in
+bytes) for each frame, and a last row (number of tokens, offset of the index). A file gets this name
+when it is complete. The size and hash in a sidecar are those of a .npy file with the same
 tokens, so that no other file depends on how tokens are stored.
 """
 
@@ -114,7 +114,7 @@ class PackedStore:
         return ids[first - begin : stop - begin]
 
     def save(self, first: int, stop: int) -> bytes:
-        """Return the ids [first, stop) for a checkpoint."""
+        """Return the ids [first, stop), packed, for a checkpoint."""
         return _pack(self.read(first, stop))
 
     def restore(self, saved: bytes | memoryview) -> int:

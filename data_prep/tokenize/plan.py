@@ -32,7 +32,7 @@ class TokenPlan:
     eval_fraction: float
     inputs: tuple[InputFile, ...]
     units: tuple[tuple[int, int], ...]
-    """Ranges [first, stop) of the inputs, one for each unit."""
+    """Range [first, stop) of the inputs of each unit. A unit becomes one token array per split."""
     id_field: str = ""
     """Field with the id of a document. Ids must be unique. "": ids are not compared."""
     max_document: int | None = None

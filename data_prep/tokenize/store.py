@@ -40,7 +40,7 @@ ID_BYTES = 16
 """Bytes of the hash of a document id."""
 _OPEN_FILES = 256
 _ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
-_EOS_IN_TEXT = "the tokenizer returned the EOS id for plain text; name another with --eos"
+_EOS_IN_TEXT = "the tokenizer returned the EOS id for plain text; name another EOS token with --eos"
 
 
 def array_path(tokens_dir: Path, unit: int, packed: bool = False) -> Path:
@@ -87,7 +87,8 @@ def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
 def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
     """Check that the token array of a unit exists, packed or not, and has `tokens` tokens.
 
-    `size` is the size of the .npy file. Raises the errors of `layout.require_npy`.
+    `size` is the size in bytes of the array as a .npy file. Raises the errors of
+    `layout.require_npy`.
     """
     path = array_path(tokens_dir, unit)
     if not path.exists():
@@ -99,7 +100,9 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
 
 
 def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -> None:
-    """Read the token array of a unit, packed or not, and compare it with `size` and `xxh3`.
+    """Read the token array of a unit, packed or not, and check it.
+
+    `size` in bytes and `xxh3` are those of the array as a .npy file.
 
     Raises:
         DataError: the array cannot be read.
@@ -241,7 +244,7 @@ class TokenArrayWriter:
         )
 
     def drop_input(self, source: int) -> None:
-        """Remove all documents of an input. No document of a later input has been appended."""
+        """Remove all documents of an input. It must be the input that was appended last."""
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
         self.tokens = self._docs[-3] if self._docs else 0
@@ -357,7 +360,7 @@ class _PlainArray:
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
         """Fill each row out[rows[i]] with the ids that begin at starts[i].
 
-        Most of the time is that of the system calls that read the rows.
+        Each row takes a system call. These calls take most of the time.
         """
         fd, size = self._file.fileno(), out.shape[1] * self._itemsize
         offsets = (HEADER_BYTES + starts * self._itemsize).tolist()

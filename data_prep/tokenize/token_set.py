@@ -1,16 +1,16 @@
 """Sets of token arrays: their sidecars, their check and their removal.
 
-A unit is complete when the sidecars of all splits exist. They are written after its other files.
+A unit is complete when its sidecars of all splits exist. They are written after its other files.
 
 A run with existing output checks the sizes and headers of all token arrays and shards. It compares
-the hashes of all these files if they have at most HASH_BYTES, and otherwise of a random sample of
-that size. `optimus-data verify` compares all hashes. Cost: docs/formats/dataset.md, "Commit and
-resume".
+the hashes of all these files if their total size is at most HASH_BYTES, and otherwise those of a
+random sample of that size. `optimus-data verify` compares all hashes. Cost:
+docs/formats/dataset.md, "Commit and resume".
 
 With `--fused`, arrays are removed when the shards are complete. Tables of documents and sidecars
 stay, so that `inspect` can name sources. A mark shows that the arrays were removed on purpose. It
 is written after the manifest, when the arrays are no longer needed, and before the first array is
-removed. A run that is killed in between therefore reports no missing array.
+removed. If a run is killed during the removal, the next run therefore reports no missing array.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def damaged(promised: Mapping[Path, str]) -> list[Path]:
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return whether `damaged` returns no files. Print a line for each file that it returns."""
+    """Return whether files have their hash in `promised`. Print a line for each damaged file."""
     paths = damaged(promised)
     for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
@@ -323,5 +323,6 @@ def require_arrays(tokens_dir: Path) -> None:
     """Raise DataError, with the remedy, if the arrays were removed."""
     if removed(tokens_dir):
         raise DataError(
-            f"{tokens_dir}: its arrays were removed by --fused; tokenize makes them again"
+            f"{tokens_dir}: its arrays were removed by --fused; make them again with optimus-data "
+            "tokenize"
         )

@@ -1,8 +1,9 @@
 """Tokenization of units of input files.
 
-Unit i becomes the token array T_i of the training split. Its held-out documents become a second
-array. The content of a unit depends only on the plan and on the excluded documents. Any process
-may therefore make any unit, in any order, and may make a unit again.
+A unit is a range of consecutive input files. Unit i becomes the token array T_i of the training
+split. Its held-out documents become a second array. The content of a unit depends only on the plan
+and on the excluded documents. Any process may therefore make any unit, in any order, and may make a
+unit again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Exclusions(Protocol):
 
     @property
     def documents(self) -> Mapping[tuple[int, int], tuple[int, int]]:
-        """Return a map from the input and line of each document to a value for its reason."""
+        """Map the input and line of each left-out document to those of the document it repeats."""
 
     def reason(self, source: int, document: Document) -> str | None:
         """Return the reason to leave out a document of the input `source`, or None."""

@@ -217,7 +217,9 @@ class UnitWriter:
                 yield section
         except NoCut as error:
             (size,) = error.args
-            self._limits.refuse(where, f"a stretch of {size} bytes without a cut", size * needs)
+            self._limits.refuse(
+                where, f"a section of {size} bytes that cannot be cut", size * needs
+            )
             raise AssertionError("a section above the memory limit was not refused") from error
 
     def _array_of(self, xxh3: int) -> TokenArrayWriter:

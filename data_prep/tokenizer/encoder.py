@@ -1,14 +1,14 @@
 """Byte-level BPE with a cache of pieces of text, for tokenizers that are recognised.
 
-A recognised tokenizer divides a text into pieces and encodes each piece separately. Few pieces
-are distinct: 0.3 M of the 18.9 M pieces of documentation and code. A pre-tokenizer is recognised by
-its configuration, if a pattern for Python's `re` finds exactly the same pieces. The patterns are
-those in tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`,
-three digits) and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white space come
-from the tokenizers library, whose Unicode version may differ from Python's. The library encodes all
-other text.
+A recognised tokenizer divides a text into pieces and encodes each piece separately. Few pieces are
+distinct: 0.3 M of the 18.9 M pieces of documentation and code. A tokenizer is recognised if a
+pattern for Python's `re` finds exactly the pieces of its pre-tokenizer, given its configuration.
+The patterns are those in tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo
+2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white
+space come from the tokenizers library, whose Unicode version may differ from Python's. The library
+encodes all other text.
 
-A long text is cut into sections whose ids are together the ids of the text. A cut is a position
+A long text is cut into sections whose concatenated ids are the ids of the text. A cut is a position
 where every normalizer and pre-tokenizer starts again and that no added token can cross. Cuts depend
 on the text only.
 """
@@ -70,7 +70,7 @@ class Recipe:
     """Regular expression with {L}, {N} and {S} for the classes of characters."""
     nfc: bool
     added: tuple[str, ...]
-    """Contents of added tokens that are not special. They are removed from the text first."""
+    """Contents of added tokens that are not special. A text is first divided at these tokens."""
     special: tuple[str, ...]
     """Contents of special tokens, which are encoded as plain text."""
 
@@ -133,7 +133,10 @@ def _compile(template: str, classes: tuple[tuple[str, str], ...]) -> re.Pattern[
 
 @functools.cache
 def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
-    """Return the members of the classes in the library's regular expressions. Takes 0.3 s."""
+    """Return the names L, N and S with the characters that the library has in these classes.
+
+    With `astral`, these include code points outside the basic plane. Takes 0.3 s.
+    """
     from tokenizers import Regex, pre_tokenizers
 
     characters = map(chr, [*range(0xD800), *range(0xE000, _LAST + 1 if astral else 0x10000)])
@@ -218,7 +221,7 @@ class NoCut(Exception):
 
 
 class Cutter:
-    """Divides texts into sections whose ids are together the ids of the text.
+    """Divides texts into sections whose concatenated ids are the ids of the text.
 
     Args:
         added: Contents of the added tokens of the tokenizer, including special ones.

@@ -49,7 +49,7 @@ def max_growth(component: dict[str, Any]) -> float:
         component: The component as the tokenizers library writes it to tokenizer.json.
 
     Returns:
-        An upper bound of the ratio of the bytes after it to those before it, at least 1.
+        An upper bound of the bytes after the component divided by those before, at least 1.
 
     Raises:
         ValueError: A step or a character map is not known.
@@ -88,8 +88,8 @@ class _Weights:
 
     Steps are added from the last to the first. If a step replaces a pattern, the weight of the
     pattern's characters is the number of bytes that the replacement can become, divided by the
-    bytes of the pattern. So replacements multiply only if one writes characters that another
-    replaces.
+    bytes of the pattern. The factors of two replacements are therefore multiplied only if one
+    writes characters that the other replaces.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _Weights:
             raise ValueError(f"its step {kind} is not known")
 
     def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
-        """Add the keys of at most `key_bytes` bytes of a sentencepiece character map."""
+        """Add a sentencepiece character map as a step, without keys above `key_bytes` bytes."""
         text = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
         sums = np.concatenate(([0.0], np.cumsum(self._of_bytes(text))))
         ends = np.append(np.flatnonzero(np.frombuffer(text, np.uint8) == 0), len(text))
@@ -294,7 +294,8 @@ def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndar
         Keys are big-endian integers, or 0 if they have more than 4 bytes.
 
     Raises:
-        ValueError: Keys have `_MAX_KEY_BYTES` or more, or the trie has more than `_MAX_NODES`.
+        ValueError: Keys have `_MAX_KEY_BYTES` bytes or more, or the trie has more than `_MAX_NODES`
+            nodes.
     """
     trie_bytes = int.from_bytes(charsmap[:4], "little")
     count = max(0, min(trie_bytes, len(charsmap) - 4)) // 4

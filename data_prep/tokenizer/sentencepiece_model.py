@@ -41,7 +41,8 @@ class SentencePieceTokenizer:
         path: A `.model` file.
 
     Raises:
-        DataError: The file is not a model, makes texts too long, or the package is missing.
+        DataError: The file is not a model, its normalizer may make a text more than MAX_GROWTH
+            times as long, or the package is missing.
     """
 
     def __init__(self, path: str | os.PathLike):

@@ -55,8 +55,8 @@ escape letters."""
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
-"""Memory to encode a byte of a text. Measured with one token per character: 241 and 49; ordinary
-text takes half of it."""
+"""Bytes of memory that a library takes to encode a byte of text. Measured with one token per
+character: 241 and 49. Ordinary text takes half as much."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class TokenizerFacts:
 def open_tokenizer(
     path: str | os.PathLike, check: bool = True
 ) -> Tokenizer | SentencePieceTokenizer:
-    """Return the library's tokenizer, set so that a text gives all its ids and no others.
+    """Return the library's tokenizer, set to encode the whole text without special tokens.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: Try the file in a child process first. Set False in a process that has used a
-            GPU or the network, where a fork is not safe, for a file that was checked before.
+        check: Try the file in a forked child process first. Set False for a file that was checked
+            before, if this process has used a GPU or the network: a fork is then not safe.
 
     Raises:
         DataError: The file is not a tokenizer, or it crashes, hangs or fills memory.
@@ -113,7 +113,7 @@ def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
 
 def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) -> None:
     """Call `work` in a child process with limits of processor time and of memory for a file of
-    `size` bytes. Raise DataError if it raises an exception, crashes or exceeds them."""
+    `size` bytes. Raise DataError if `work` raises an exception, crashes or exceeds the limits."""
 
     def call() -> None:
         try:
@@ -159,7 +159,10 @@ def _try(path: str | os.PathLike, content: bytes) -> None:
 
 
 def _without_model(content: bytes) -> bytes:
-    """Return a tokenizer.json with a small model if its model is its last key, else all of it."""
+    """Return `content` with a small model in place of its model.
+
+    Return `content` unchanged if the model is not its last key.
+    """
     if (model := _MODEL.search(content)) is None:
         return content
     if b"\\u00" in content and _ESCAPED_LETTER.search(content):
@@ -292,10 +295,10 @@ class Encoder:
         self._path, self._tokenizer = path, open_tokenizer(path)
         self._memo: MemoEncoder | None = None
         self.cutter: Cutter | None = None
-        """Divides a long text into sections that are encoded separately. None: the tokenizer may
-        not be divided so."""
+        """Divides a long text into sections that are encoded separately. None: the tokenizer has to
+        encode each text whole."""
         self.bytes_per_byte = _SENTENCEPIECE_BYTES
-        """Memory that the library takes to encode a byte of a text."""
+        """Bytes of memory that the library takes to encode a byte of text."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
         self.bytes_per_byte = _LIBRARY_BYTES
@@ -327,5 +330,5 @@ class Encoder:
 
 @functools.lru_cache(maxsize=1)
 def shared_encoder(path: str) -> Encoder:
-    """Return the encoder that a process shares: a large vocabulary takes a second to load."""
+    """Return an encoder that all callers in this process share. A large one loads for a second."""
     return Encoder(path)

@@ -219,7 +219,9 @@ def test_text_without_a_cut_needs_memory_for_all_of_it(
     error = refused(
         capsys, [*command, "--on-error", "quarantine"]
     )  # the limit of memory quarantines no document
-    assert "bytes without a cut needs " in error and f"{name}:{int('jsonl' in name)}: " in error
+    assert (
+        "bytes that cannot be cut needs " in error and f"{name}:{int('jsonl' in name)}: " in error
+    )
     enough = error.split("--memory ")[1].split(",")[0]
     command[command.index("260MB")] = enough
     assert main(command) == 0, enough
