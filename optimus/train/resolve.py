@@ -216,7 +216,8 @@ def divide(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
 def check_run_dir(run_dir: str) -> None:
     """Raise ConfigError if `run_dir` is not a directory, is not writable or cannot be created."""
     path = Path(run_dir).absolute()
-    nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    # lexists: mkdir cannot replace a link without a target.
+    nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not nearest.is_dir():
         problem = f"{nearest} is not a directory"
     elif not os.access(nearest, os.W_OK | os.X_OK):

@@ -24,17 +24,8 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"
 
 
-def check_usable(path: Path) -> None:
-    """Raise ConfigError if a run cannot use the run directory `path`: another run has locked it, or
-    it cannot be written or created. Creates no file."""
-    present = path.absolute()
-    while not os.path.lexists(present):
-        present = present.parent
-    if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
-        reason = "is not writable" if present.is_dir() else "is not a directory"
-        raise ConfigError(
-            f"train.run_dir = {str(path)!r}: {present} {reason}; choose another directory"
-        )
+def check_not_in_use(path: Path) -> None:
+    """Raise ConfigError if another run has locked the run directory `path`. Creates no file."""
     try:
         with files.open_regular(path / LOCK) as file:
             _lock(file, path, fcntl.LOCK_SH)

@@ -53,13 +53,13 @@ def check_run(
     plan = resolve(config, world_size, check_data, check_run_dir)
     # Only these import torch, which takes seconds.
     from optimus.rank.states import check_names, check_slots
-    from optimus.train.run_dir import check_usable
+    from optimus.train.run_dir import check_not_in_use
     from optimus.train.save import check_saves
 
     check_names(config.optim, config.model)
     check_slots(config, plan.mesh)
     if check_run_dir:
-        check_usable(Path(config.train.run_dir))
+        check_not_in_use(Path(config.train.run_dir))
         check_saves(config.model, config.checkpoint.model_interval, plan.start)
     return plan
 

@@ -252,6 +252,14 @@ def test_resolving_creates_no_run_directory(tiny_data, tmp_path):
         RunDirectory("/proc/x")
 
 
+def test_run_directory_that_cannot_be_created_is_refused(tiny_data, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(ConfigError, match=f"{name} is not a directory; choose another"):
+            resolved(tiny_data, tmp_path / name / "run")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_run_directory_is_refused(tiny_data, tmp_path):
     tmp_path.chmod(0o500)
