@@ -142,7 +142,7 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int = ARRAY_BYTES) -> bytes
 
 
 def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
-    """Atomically write `value` with its hash, which `read_checked_json` compares."""
+    """Atomically write `value` and its hash. `read_checked_json` checks the hash."""
     files.write_bytes(path, files.checked_json(value))
 
 
@@ -242,7 +242,7 @@ def are_counts(numbers: Sequence[int]) -> bool:
 
 
 def are_paths(texts: Iterable[str]) -> bool:
-    """Return whether all texts can be paths."""
+    """Return whether all texts are valid paths: encodable and without NUL."""
     try:
         return b"\0" not in os.fsencode("".join(texts))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -275,7 +275,7 @@ def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
         # NaN is refused, too: it is not within bounds.
         ends = (min(values), max(values)) if values and kind is int else values
         if kind in (int, float) and not all(-_LARGEST < value < _LARGEST for value in ends):
-            raise ValueError(f"{key} is not a number within 2^64")
+            raise ValueError(f"{key} is not a number between -2^64 and 2^64")
     elif origin is None:
         return _objects(kind, values, key)
     elif not set(map(type, values)) <= {list}:
@@ -285,7 +285,7 @@ def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
         return [origin(islice(items, len(value))) for value in values]
     else:
         if any(len(value) != len(arguments) for value in values):
-            raise ValueError(f"{key} is not a list of {len(arguments)}")
+            raise ValueError(f"{key} is not a list of {len(arguments)} values")
         columns = zip(*values, strict=True)
         checked = [_column(a, list(c), key) for a, c in zip(arguments, columns, strict=False)]
         return list(zip(*checked, strict=True))

@@ -114,7 +114,7 @@ def build_kernels(names: Sequence[str]) -> None:
         reasons = "; ".join(
             f"{status['backend']}: {status['why_not']}" for status in backend.status()
         )
-        raise ConfigError(f"kernels build: no backend can be compiled here ({reasons})")
+        raise ConfigError(f"kernels build: this machine cannot compile any backend: {reasons}")
     for name in wanted:
         try:
             entry = build.build(name)

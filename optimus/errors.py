@@ -170,11 +170,11 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
     reason = reason_of(error)
     if error.filename:
         reason = f"{error.filename}: {reason}"
-    return OptimusError(f"{reason}; fix it and give the same command again to continue")
+    return OptimusError(f"{reason}; fix this problem and give the same command again to continue")
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an error of a file as a phrase for a message."""
+    """Return the cause of a file error as a phrase, such as "Permission denied"."""
     if error.errno == errno.ELOOP:  # usually of open(2) with O_NOFOLLOW
         return "is a symbolic link, which is not followed; replace it by a file"
     return error.strerror or str(error)

@@ -46,8 +46,8 @@ _MIN_RUNS = 3
 _MAX_SPREAD = 0.1
 """Maximum `Peak.spread` of a measurement that is cached."""
 _MIN_CPU_SHARE = 0.9
-"""A timed matrix product counts if its processor time / (wall-clock time * threads) is at least
-this value. If the quotient is lower, other programs interrupted the product."""
+"""Minimum of processor time / (wall-clock time * threads) for the measured time of a matrix product
+to be used. If the quotient is lower, other programs interrupted the product."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ class Peak:
     setup: Setup
     flops: float
     spread: float | None
-    """Relative difference between the rate of the fastest matrix product and the rate of a slightly
-    slower one, such as the third fastest. A large spread means an unreliable measurement. None if
-    other programs interrupted too many products on several threads."""
+    """Relative difference between the rates of the fastest matrix product and the third fastest (of
+    30 or more products, the product at the 10th percentile). A large spread means an unreliable
+    measurement. None if `flops` is an estimate, because other programs interrupted too many
+    products."""
     method: str
     """Phrase for log lines that says how `flops` was found, such as "measured 512^3 matmul"."""
     measured_at: str
@@ -240,10 +241,11 @@ def _device_times(size: int, dtype: torch.dtype, device: torch.device) -> list[f
 
 
 def cache_dir() -> Path | None:
-    """Return the directory of cached peaks, or None if there is none.
+    """Return the directory of cached peaks, or None if the user has no cache directory.
 
     The environment variable OPTIMUS_PEAK_CACHE can name the directory. If it is not set, the
-    directory is in the user's cache directory. A user without a home directory may have none.
+    directory is in the user's cache directory. A user without a home directory may have no cache
+    directory.
     """
     if setting := os.environ.get("OPTIMUS_PEAK_CACHE"):
         return Path(setting)
@@ -270,7 +272,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
         private: Refuse a file that another user owns or can change.
 
     Returns:
-        The peak; None if the file does not exist; the reason as a str if it cannot be used.
+        The peak; None if the file does not exist; a str with the reason if the file cannot be used.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -310,7 +312,7 @@ def _parse(data: bytes) -> Peak:
         is_peak = is_peak and all(map(str.isprintable, texts))  # the texts are printed
     spread = 0.0 if peak.spread is None else peak.spread
     if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= spread < math.inf:
-        raise ValueError("not a peak")
+        raise ValueError("a field has an invalid value")
     return peak
 
 

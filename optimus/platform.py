@@ -54,7 +54,9 @@ def pick_device(local_rank: int, wanted: str = "auto") -> torch.device:
         device = torch.device(kind, local_rank)
         module.set_device(device)
         return device
-    raise ConfigError(f"train.device = {wanted!r}: torch finds no such device here; use 'cpu'")
+    raise ConfigError(
+        f"train.device = {wanted!r}: torch finds no {wanted} device; set train.device=cpu"
+    )
 
 
 def collective_backend(device: torch.device) -> str:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.test_imports import ALL, ALLOWED, COMMON, ENTRY_POINTS
 
 SHARED = {**dict.fromkeys(COMMON.split(), "common"), **dict.fromkeys(ENTRY_POINTS, "entry")}
-"""Node of each package that shares a node. Any other package is a node with the package's name."""
+"""Packages that share a node, each with the name of this node. Every other package is a node."""
 NAMES_PER_LINE = 5
 
 

@@ -138,7 +138,8 @@ main()"""
 
 
 def test_ctrl_c_ends_a_command_even_if_an_import_ignores_exceptions():
-    """The second Ctrl-C arrives while the line is printed."""
+    """The handler of the first Ctrl-C must end the process without an exception. The second Ctrl-C
+    arrives while this handler prints "interrupted"."""
     code = """
 import logging, os, signal
 handler = logging.Handler()

@@ -1,5 +1,5 @@
-"""Test that docs/design and tests/kit/README.md name functions that exist, and that docs/design
-shows imports and figures of the code."""
+"""Tests of documentation pages: the functions and files that they name exist, and docs/design has
+the import graph and the numbers that follow from the code."""
 
 from __future__ import annotations
 

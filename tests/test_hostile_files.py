@@ -1,6 +1,6 @@
 """Tests of scripts/drills/hostile_files.py, which gives mutated files to all readers.
 
-One test runs 100 cases. The other tests plant faults in readers, which the drill must find.
+One test runs 100 cases. Other tests plant faults in readers. The drill must find these faults.
 """
 
 from __future__ import annotations
@@ -254,7 +254,8 @@ def test_correct_reader_has_no_finding(arena):
 
 
 def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):
-    """The reader fails only in a process that has already run two other cases."""
+    """The reader fails only in the third case of a process. The finding must begin with "only after
+    other cases"."""
     calls: list[int] = []
 
     def raises_later(words: Sequence[str]) -> int:

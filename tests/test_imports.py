@@ -73,7 +73,7 @@ BANNED = {
     **dict.fromkeys(("model", "data", "kernels"), ("torch.distributed",)),
 }
 ENTRANCES = {"data_prep": "data_prep.dataset"}
-"""The only module of a package that other packages may import."""
+"""Packages with a single module that other packages may import, and the name of this module."""
 LAYERS = [
     "layout",
     "runtime",
@@ -85,7 +85,8 @@ LAYERS = [
     "pipeline",
     "cli",
 ]
-"""Modules and folders of data_prep. Each imports only itself and those before it."""
+"""Modules and folders of data_prep. The code of an entry may import only from the same entry and
+from earlier entries."""
 OURS = ("optimus", "data_prep", "optimus_kernels")
 OUTSIDE = ("tests", "scripts")
 """Folders whose code imports the packages, but which the packages may not import."""
@@ -100,7 +101,7 @@ class Import:
 
     importer: str
     imported: str
-    """A module of ours, or the dotted name of another library's."""
+    """Dotted name of the imported module, of our packages or of another library."""
     line: int
     lazy: bool
     """True for an import inside a function."""
@@ -121,8 +122,8 @@ def find_modules(root: Path) -> dict[str, Path]:
 
 
 def read_imports(modules: Mapping[str, Path]) -> list[Import]:
-    """Return all imports of all modules, with lazy ones, calls of `import_module("name")` and uses
-    of the attribute `torch.distributed`."""
+    """Return all imports of all modules: import statements, also inside functions; calls of
+    `import_module("name")`; and uses of the attribute `torch.distributed`."""
     imports = []
     for name, path in modules.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -134,7 +135,7 @@ def read_imports(modules: Mapping[str, Path]) -> list[Import]:
 
 
 def find_cycle(imports: Iterable[Import]) -> list[str]:
-    """Return modules of ours that form a cycle of imports, the first again at the end; or []."""
+    """Return our modules in a cycle of imports, and the first module again; [] without a cycle."""
     edges: dict[str, list[str]] = {}
     for statement in imports:
         edges.setdefault(statement.importer, []).append(statement.imported)
@@ -220,7 +221,7 @@ def forbidden(statement: Import) -> str:
 
 
 def _is_below(statement: Import) -> bool:
-    """Return whether the importer's folder of data_prep is not below the imported one."""
+    """Return True if the imported module is not after the importer in LAYERS."""
     importer, imported = (name.split(".")[1:2] for name in (statement.importer, statement.imported))
     return not imported or LAYERS.index(imported[0]) <= LAYERS.index(importer[0])
 

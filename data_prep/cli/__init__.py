@@ -81,7 +81,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _discard_output() -> None:
-    """Write buffered output to the null device, so that the exit does not fail."""
+    """Flush stdout and stderr. If a pipe is closed, discard its output, so that Python's flush at
+    exit does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -145,7 +146,7 @@ class _StopSignals:
 def _kill_and_clean() -> list[object]:
     """Kill the workers, remove the temporary files, and return the directories with output.
 
-    Modules are not imported here: one that is not imported yet has no workers and no files.
+    No module is imported here: a module that is not yet imported has no workers and no files.
     """
     pids = {os.getpid()}
     module = sys.modules.get("multiprocessing.process")

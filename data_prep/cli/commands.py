@@ -249,7 +249,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Return the numbers of tokens and documents of each split in `out`, by the name of the split,
+    """Return a dict from the name of each split in `out` to its numbers of tokens and documents,
     and a line of text for each split."""
     from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set
@@ -359,7 +359,7 @@ def _report(
 
 def _existing(path: str) -> Path:
     if not Path(path).is_dir():
-        raise DataError(f"{path} is not a directory; give that of a data set")
+        raise DataError(f"{path} is not a directory; give the directory of a data set")
     return Path(path)
 
 

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low` to `high`, None for no limit."""
+    """Return a parser of whole numbers from `low` to `high`. None: no upper limit."""
 
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else low - 1
@@ -55,7 +55,7 @@ def folder(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not UTF-8, in which a data set writes names; choose another"
+            f"{text!r} is not UTF-8, the encoding of names in a data set; choose another name"
         ) from None
     return text
 
@@ -203,7 +203,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the memory."""
+    """Add the option for the memory limit of all processes of this rank."""
     parser.add_argument(
         "--memory",
         type=size,

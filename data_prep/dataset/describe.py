@@ -27,12 +27,14 @@ from data_prep.tokenizer.tokenizer import library_errors, open_tokenizer, sha256
 from optimus.errors import ConfigError, DamageError, DataError, counted
 
 MAX_EPOCHS = 4
-"""Up to four epochs of a text are nearly as good as new text (arXiv 2305.16264)."""
+"""Epochs of a blend source above which a report warns. Up to four epochs of a text are nearly as
+good as new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
-"""With fewer, the held-out loss is mostly noise: see docs/formats/dataset.md, "Documents"."""
+"""A report warns of smaller held-out splits, whose loss is mostly noise:
+docs/formats/dataset.md, "Documents"."""
 _EXAMPLE_BATCH_TOKENS = 4096
-"""`train.global_batch_tokens` of configs/run/demo.toml."""
+"""Tokens of a training step in reports: `train.global_batch_tokens` of configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
 
 
@@ -89,7 +91,7 @@ def report(
 
 
 def for_training(manifest: Manifest) -> str:
-    """Return a line of text: settings to train on a training split, and the length of an epoch."""
+    """Return a line of text: settings for training on a data set, and the length of an epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
     steps = counted(number_steps, "step") if number_steps else "less than one step"
@@ -146,8 +148,8 @@ MAX_BIGRAM_CELLS = 64_000_000
 up to 256 MB."""
 
 MAX_IDS = 1 << 22
-"""`stats` refuses ids from this number on, which no tokenizer has. The counts therefore take at
-most 34 MB, even if a manifest permits ids up to 2^32."""
+"""`stats` refuses larger and equal ids, which no tokenizer has. The counts therefore take at most
+34 MB, even if a manifest permits ids up to 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -186,11 +188,15 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
     if held_out is not None:
         other = read_manifest(held_out)
         if other.tokenizer_sha256 != manifest.tokenizer_sha256:
-            raise DataError(f"{held_out} was made by another tokenizer than {dataset}")
+            raise DataError(
+                f"{held_out} was made with another tokenizer than {dataset}; make both with the "
+                "same --tokenizer"
+            )
         if other.vocab_size > manifest.vocab_size:
             raise DataError(
-                f"{held_out} has {other.vocab_size} ids, more than the {manifest.vocab_size} of "
-                f"{dataset} with the same tokenizer; make one of them again"
+                f"{held_out} has vocab_size = {other.vocab_size}, above the {manifest.vocab_size} "
+                f"of {dataset}, although both have the same tokenizer; make one of the data sets "
+                "again"
             )
     counts, pairs = _count(dataset, manifest, with_pairs=other is not None)
     share = counts[counts > 0] / counts.sum()
@@ -212,8 +218,8 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int
     column, so that each pair of adjacent tokens is in a block.
 
     Yields:
-        A block, int64 [instances, columns] with at most _BLOCK_TOKENS ids, and the number of its
-        first columns that the previous block also has, 0 or 1.
+        A block, int64 [instances, columns] with at most _BLOCK_TOKENS ids, and 1 if its first
+        column repeats the last column of the previous block, else 0.
     """
     reader, context = ShardReader(dataset, manifest), manifest.context
     step = max(1, _BLOCK_TOKENS // context)
@@ -224,7 +230,7 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int
                 rows = reader.rows(first, stop, left, min(left + _BLOCK_TOKENS, context))
                 if int(rows.max()) >= manifest.vocab_size:
                     raise DamageError(
-                        f"{dataset}: holds id {int(rows.max())}, outside its vocabulary of "
+                        f"{dataset}: contains id {int(rows.max())}, outside its vocabulary of "
                         f"{manifest.vocab_size}; optimus-data verify {dataset} names the damaged "
                         "shard"
                     )
@@ -235,10 +241,10 @@ def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int
 def _count(
     dataset: Path, manifest: Manifest, with_pairs: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the counts of ids, int64 [largest id + 1], and of pairs in instances, uint32 [V*V].
+    """Return the counts of ids, int64 [largest id + 1], and of bigrams, uint32 [V*V].
 
-    The second value is None without `with_pairs`, or if the vocabulary size V is too large. Raises
-    DamageError for an id that no tokenizer has.
+    No bigram spans two instances. The second value is None without `with_pairs`, or if the
+    vocabulary size V is too large. Raises DamageError for an id that no tokenizer has.
     """
     size = manifest.vocab_size
     counts = np.zeros(0, np.int64)
@@ -246,7 +252,7 @@ def _count(
     pairs = np.zeros(size * size, np.uint32) if fits else None
     for rows, seen in _blocks(dataset, manifest):
         if (largest := int(rows.max())) >= MAX_IDS:
-            raise DamageError(f"{dataset}: holds id {largest}; stats counts ids below {MAX_IDS}")
+            raise DamageError(f"{dataset}: contains id {largest}; stats counts ids below {MAX_IDS}")
         block_counts = np.bincount(rows[:, seen:].ravel(), minlength=len(counts))
         block_counts[: len(counts)] += counts
         counts = block_counts
@@ -282,7 +288,7 @@ def _losses(
 
 
 def default_held_out(dataset: Path) -> Path | None:
-    """Return the directory of the held-out part of a data set, or None if there is none."""
+    """Return the directory of the held-out split of a data set, or None if there is none."""
     held_out = dataset / layout.EVAL_DIR
     return held_out if (held_out / layout.MANIFEST).is_file() else None
 
@@ -310,17 +316,22 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
         raise ConfigError(f"instance {number} does not exist; instances are numbered from 0")
     manifest, order = read_manifest(dataset), read_any_order(dataset)
     if manifest.num_instances == 0:
-        raise ConfigError(f"instance {number} does not exist; {dataset} has none")
+        raise ConfigError(f"instance {number} does not exist; {dataset} contains no instances")
     if manifest.context > MAX_TOKENS:
         raise ConfigError(
             f"{dataset / layout.MANIFEST}: context = {manifest.context:,}, and inspect shows at "
             f"most {MAX_TOKENS:,} tokens; use optimus-data stats"
         )
     if (order.num_instances, order.context) != (manifest.num_instances, manifest.context):
-        raise DamageError(f"{dataset / layout.ORDER}: is not the order of {layout.MANIFEST}")
+        raise DamageError(
+            f"{dataset / layout.ORDER}: num_instances or context differs from {layout.MANIFEST}"
+        )
     epoch, position = divmod(number, manifest.num_instances)
     if epoch > MAX_SEED:
-        raise ConfigError(f"instance {number} is after the last epoch, number {MAX_SEED}")
+        raise ConfigError(
+            f"instance {number} is in epoch {epoch}, and the last epoch is {MAX_SEED}; give a "
+            "smaller number"
+        )
     row = position
     if epoch > 0:
         permutation = Permutation(manifest.num_instances, manifest.seed, epoch)
@@ -351,7 +362,7 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
     of a token may be as long as the file of the tokenizer."""
     tokenizer = open_tokenizer(tokenizer_path)
     if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
-        raise DamageError(f"{tokenizer_path}: has no piece of id {ids.max()}")
+        raise DamageError(f"{tokenizer_path}: has no piece with id {ids.max()}")
     with library_errors(tokenizer_path):
         length = sum(
             count * len(tokenizer.decode([token], skip_special_tokens=False))
@@ -368,7 +379,8 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 
 
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
-    """Return the documents in an instance, in order. `source` is its number before the shuffle.
+    """Return the documents in an instance, in order. `source` is the number of the instance before
+    the shuffle.
 
     The tokens [first, stop) of the instance come from the document in line `line` (0: the whole
     file) of `input`. Token `first` of the instance is token `document_token` of that document.

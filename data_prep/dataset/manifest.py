@@ -87,7 +87,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...]
     inputs: tuple[InputEntry, ...]
     blend: tuple[BlendEntry, ...] = ()
-    """Sources of a blend. The JSON of other data sets does not have this key."""
+    """Sources of a blend. Empty for other data sets, whose manifest.json omits this key."""
 
     @property
     def identity(self) -> str:
@@ -215,7 +215,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def _check_shards(manifest: Manifest, path: Path) -> None:
-    """Raise DataError if the list of shards does not follow from the counts."""
+    """Raise DataError if the shards contradict num_instances, instances_per_shard or context."""
     shards, full = manifest.shards, manifest.instances_per_shard
     layout.require(
         path, (0 < full < layout.MAX_COUNT, f"instances_per_shard = {full} is not above 0")
@@ -267,8 +267,8 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
 
     Returns:
         The rule. All sources of a blend have the same rule, which is read from the first source.
-        None for a blend whose order is missing, or whose first source is missing or has another
-        plan than the order names.
+        None for a blend if its order is missing, or if its first source is missing or was made
+        again with another plan.
 
     Raises:
         DataError: The order of a blend is damaged.
@@ -298,12 +298,12 @@ def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutR
     """
     if other.fraction != rule.fraction:
         raise DataError(
-            f"{second} holds out {other.fraction:g} of its documents and {first} "
-            f"{rule.fraction:g}, so that one might train on what the other holds out; make "
-            "them with the same --eval-fraction"
+            f"{second} holds out the fraction {other.fraction:g} of its documents and {first} the "
+            f"fraction {rule.fraction:g}, so that training may use held-out documents; make both "
+            "with the same --eval-fraction"
         )
     if other.fraction and other.by_ids != rule.by_ids:
         raise DataError(
-            f"{first} and {second} hold out documents, one by text and one by imported ids, so "
-            "that one might train on what the other holds out; make them without --eval-fraction"
+            f"{first} and {second} select held-out documents differently, by text and by imported "
+            "ids, so that training may use held-out documents; make both without --eval-fraction"
         )

@@ -69,8 +69,8 @@ def _check_output(
         expected = (tokens_dir.name, plan_xxh3)
         if not isinstance(order, Order) or (order.tokens_dir, order.plan) != expected:
             raise DataError(
-                f"{dataset} has an order of other token arrays, as after blend or `shuffle --to`; "
-                "choose another --out"
+                f"{dataset} contains the order of other token arrays, made by blend or "
+                "`shuffle --to`; choose another --out"
             )
     check_tokenizer(tokenizer_file, dataset)
 
@@ -82,7 +82,7 @@ def require_tokens(tokens_dir: Path) -> None:
 
 
 def check_tokenizer(source: Path, folder: Path) -> None:
-    """Raise DataError if a folder without plan and order has another tokenizer."""
+    """Raise DataError if a folder has a tokenizer other than `source`, but no order."""
     if (folder / layout.ORDER).exists():
         return  # the order names its tokenizer; a damaged copy is written again
     copy = layout.tokenizer_file(folder)
@@ -116,7 +116,7 @@ def write_once(path: Path, content: bytes) -> None:
 
 
 def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
-    """Yield the differences between two plans, each as `key = then, now ...`."""
+    """Yield the differences between two plans, such as `eval_fraction = 0.0, now 0.1`."""
     for key in ("sha256", "eos_token", "vocab_size"):
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:

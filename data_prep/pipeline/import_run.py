@@ -61,7 +61,7 @@ def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[st
         The number of repairs by kind: `eos_added` and `empty_documents`.
 
     Raises:
-        DataError: a file is no token file, or has an id outside the vocabulary.
+        DataError: a file is not a token file, or contains an id outside the vocabulary.
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
@@ -100,7 +100,7 @@ def _make_plan(
         units.append((len(inputs), len(inputs) + len(unit)))
         inputs += unit
     if not units:
-        raise DataError("--input names no .bin and no .npy file; check the path")
+        raise DataError("--input matches no .bin or .npy file; check the path")
     how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)  # another dtype is another plan
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
@@ -182,7 +182,8 @@ def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list
     if not seen_eos:
         raise DataError(
             f"{name}: has no {facts.eos_token} (id {facts.eos_id}), so its documents cannot be "
-            "separated; give the tokenizer that made it, and its end-of-document token as --eos"
+            "separated; set --tokenizer to the tokenizer of this file, and --eos to the token at "
+            "the end of its documents"
         )
     if sum(map(len, unfinished)):
         yield [np.concatenate(unfinished)]
@@ -196,6 +197,7 @@ def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndar
         index = int(wrong.argmax())
         raise DataError(
             f"{name}: id {int(block[index])} at token {start + index} is outside the vocabulary "
-            f"of {vocab_size}; give the tokenizer that made it, or its real --dtype"
+            f"of {vocab_size}; set --tokenizer to the tokenizer of this file, or --dtype to the "
+            "type of its ids"
         )
     return block.astype(np.uint32)

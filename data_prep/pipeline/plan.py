@@ -1,7 +1,8 @@
 """`optimus-data plan`: an estimate of the tokens, disk, memory and time of a run.
 
 The estimate is based on a few MB of the inputs and on the present speed of this machine. If the
-inputs are similar to each other, the error of counts is usually a few percent.
+inputs are similar to each other, the estimated numbers of documents and tokens are usually exact to
+a few percent.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Sample:
     text_bytes: float = 0.0
     documents: float = 0.0
     tokens: float = 0.0
-    """Without EOS."""
+    """Number of tokens without EOS."""
     encoded_bytes: int = 0
     encode_s: float = 0.0
     """CPU seconds of encoding `encoded_bytes`."""

@@ -73,7 +73,7 @@ class TokenizeRequest:
     """None: half of the memory of the machine."""
     max_document: int | None = None
     id_field: str | None = None
-    """Field of the ids of documents. "": no ids. None: "id", or "" if `out` was started so."""
+    """Field of the document ids. "": no ids. None: "id", or "" if `out` has a plan without ids."""
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,9 @@ def _shard_split(dataset: Path, request: ShardRequest, group: WorkerGroup) -> Ma
 def drop_arrays(out: Path) -> None:
     """Remove the token arrays of a finished data set, for `--fused`.
 
-    Before the first removal, each folder of arrays gets a mark that its arrays are removed.
-    `find_finished` reads the mark of the training split, so this mark is written first and removed
-    last. Raises DataError if an array is damaged.
+    A mark file in each folder records the removal. All mark files are written before any array is
+    removed. The mark file of the training split is written first and removed last, because
+    `find_finished` reads only this file. Raises DataError if an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:

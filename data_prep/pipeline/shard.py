@@ -59,9 +59,9 @@ _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
 """Copies in memory of a row that is larger than the block: as read, as gathered and as written."""
 _SPARE_BYTES = 16 << 20
-"""Bytes of PROCESS_BYTES that a process never uses."""
+"""Bytes of PROCESS_BYTES that are free for copies of large rows."""
 _GOOD_BLOCK_BYTES = 28 << 20
-"""Block of a worker if there is enough memory."""
+"""Bytes for the rows of a worker that `memory_for` plans, if the machine has enough memory."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
         row_bytes: Bytes of a row, which is an instance.
 
     Returns:
-        The number of workers that may run at once, and the bytes of rows that each may have.
+        The number of workers that can run at once, and the bytes of memory for rows of each worker.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
@@ -129,8 +129,8 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
 def memory_for(workers: int) -> int:
     """Return the default of `--memory` of sharding, in bytes.
 
-    It is 2 GB. If the workers need more, it is what they need, but at most half of the memory of
-    the machine. The default depends only on `workers` and the machine. Ranks on equal machines
+    The default is the memory that the workers need, but at most half of the memory of the machine
+    and at least 2 GB. It depends only on `workers` and the machine. Ranks on equal machines
     therefore divide the instances into the same sorted runs (`gather.rows_of_run`).
     """
     needed = (workers + 1) * (PROCESS_BYTES + _GOOD_BLOCK_BYTES)
@@ -138,7 +138,8 @@ def memory_for(workers: int) -> int:
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
-    """Return the line with the number of workers that `--memory` allows."""
+    """Return a line of text: only `workers` of `asked` workers fit in `memory_bytes`, and all fit
+    in `enough` bytes."""
     return (
         f"{step}: {workers} of {counted(asked, 'worker')}, because more do not fit in --memory "
         f"{memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
@@ -285,7 +286,7 @@ def read_shard_record(
         first,
         stop - first,
     ):
-        raise DataError(f"{sidecar_path(dataset, shard)}: belongs to another {layout.ORDER}")
+        raise DataError(f"{sidecar_path(dataset, shard)}: was written for another {layout.ORDER}")
     if not path.exists():
         raise DataError(f"{path}: is missing")
     size = path.stat().st_size

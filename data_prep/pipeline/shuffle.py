@@ -43,8 +43,8 @@ def shuffle(
 ) -> list[Order]:
     """Write the orders of the token arrays of both splits. Rank 0 does it for all ranks.
 
-    For the held-out split, tails are always carried: a unit has few held-out documents, so that
-    its tail may be most of them.
+    Held-out instances always continue in the next unit (`carry_tails`): a unit has few held-out
+    documents, and most of their tokens could otherwise be in its tail.
 
     Args:
         source: The output directory with the token arrays.
@@ -153,7 +153,7 @@ def _another_order(
 
 
 def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Raise DataError if `dataset` has an order other than `order`, or its own other token arrays.
+    """Raise DataError if `dataset` has another order, or token arrays that `order` does not use.
 
     Writes nothing.
     """
@@ -162,14 +162,14 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
         plan = dataset / layout.TOKENS_DIR / layout.PLAN
         folders = [source.tokens_dir for source in order.sources]
         if plan.exists() and layout.TOKENS_DIR not in folders:
-            raise DataError(f"{dataset} has token arrays of its own; choose another output")
+            raise DataError(f"{dataset} already contains token arrays; choose another output")
         check_tokenizer(tokenizer, dataset)
         return
     then = read_any_order(dataset)
     old, new = then.to_json(), order.to_json()
     if old["format"] != new["format"]:
         kind = "a blend" if isinstance(then, BlendOrder) else "another data set, no blend"
-        raise DataError(f"{dataset} holds {kind}; choose another output")
+        raise DataError(f"{dataset} already contains {kind}; choose another output")
     for key, value in old.items():
         if value == new.get(key):
             continue
@@ -266,7 +266,8 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
     """Return the hash of the plan of each source.
 
     Raises DataError if the sources have different tokenizers or rules of held-out documents, or if
-    a source is a held-out split. With these checks, no source has a text that another holds out.
+    a source is a held-out split. These checks ensure that no source contains a held-out document of
+    another source.
     """
     plans = []
     first = None
@@ -276,8 +277,8 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
         plan = read_plan(tokens_dir)
         if split_of(tokens_dir) != layout.SPLITS[0]:
             raise DataError(
-                f"--source {folder} is the held-out part of a data set and must not be trained on; "
-                f"give its training part, {folder.parent}"
+                f"--source {folder} is a held-out split, which must not be used for training; give "
+                f"the training split, {folder.parent}"
             )
         first = first or plan
         if plan.tokenizer != first.tokenizer:
@@ -315,8 +316,8 @@ def _check_disk(out: Path, order: BlendOrder) -> None:
     if needs > free:
         fit = free // order.row_bytes  # of --instances, 0 means the most
         raise ConfigError(
-            f"{counted(order.num_instances, 'instance')} of {order.context} take "
-            f"{needs / 1e9:,.1f} GB and "
-            f"the disk of {out} has {free / 1e9:,.1f} GB; give "
+            f"{counted(order.num_instances, 'instance')} of {order.context} tokens take "
+            f"{needs / 1e9:,.1f} GB, and "
+            f"the disk of {out} has {free / 1e9:,.1f} GB of free space; give "
             + (f"--instances {fit} or fewer, or another --out" if fit else "another --out")
         )

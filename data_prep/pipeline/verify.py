@@ -123,8 +123,8 @@ class Repairs:
     def of_tokens(self, source: Order, *paths: Path) -> str:
         """Return the repair of token arrays and of the other files of their folder.
 
-        The repair removes no file from a folder outside the data set, because it may be any folder
-        of the user.
+        The repair removes no file from a folder outside the data set: order.json may name any
+        folder of the user.
         """
         if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)
@@ -156,7 +156,7 @@ def _makers(dataset: Path) -> str:
 
 
 def _is_fused(tokens_dir: Path) -> bool:
-    """Return whether `--fused` removed the arrays: its mark exists, or there is no array."""
+    """Return whether `--fused` removed the arrays: its mark file exists, or no array exists."""
     if not tokens_dir.is_dir():
         return False
     return (tokens_dir / MARK).exists() or not has_any_array(tokens_dir)
@@ -267,7 +267,7 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
 
 
 def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry, first: int) -> Iterator[str]:
-    """Check size, header, hash and range of ids of a shard, which is read once, and its sidecar.
+    """Compare a shard and its sidecar with the manifest, in a single read of the shard.
     `first` is the number of the shard's first instance."""
     path = dataset / shard.name
     header = layout.npy_header((shard.instances, manifest.context), manifest.dtype)
@@ -298,7 +298,7 @@ def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry, first: in
     elif actual_header != header:
         yield f"{path}: its header is not that of {manifest.dtype} [{shard.instances}, C]"
     elif largest >= manifest.vocab_size:
-        yield f"{path}: holds id {largest}, outside the vocabulary of {manifest.vocab_size}"
+        yield f"{path}: contains id {largest}, outside the vocabulary of {manifest.vocab_size}"
 
 
 def _scan(path: Path, dtype: np.dtype) -> tuple[int, str, bytes]:

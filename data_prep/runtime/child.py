@@ -30,7 +30,8 @@ signal handler raises an exception before `fork` returns the id."""
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""
 _STOP_S = 1.0
-"""Seconds to wait so that this process can handle a stop signal that also ended the child."""
+"""Seconds to wait after a stop signal ended the child. This process usually receives the signal,
+too, and its handler should run before an error is raised."""
 
 
 class CrashError(Exception):

@@ -66,8 +66,8 @@ class Limits:
     room_bytes: int | None = None
     """Bytes of memory that a worker has for one document."""
     max_document: int | None = None
-    """`--max-document`: largest size of a line, of a value of a table, or of a text file (after
-    it is unpacked)."""
+    """`--max-document`: largest size in bytes of a JSON line, of a value in a Parquet column, or of
+    an unpacked text file."""
 
     def refuse(self, where: str, label: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
         """Raise DataError if `needs` bytes are more than a worker has for a document.
@@ -125,7 +125,7 @@ def default_bytes() -> int:
 
 
 def _reserve(tokenizer: Path) -> int:
-    """Return the memory that a worker needs in addition to a document."""
+    """Return the bytes of memory that a worker needs in addition to the memory for a document."""
     return _BASE_BYTES + _TOKENIZER_FACTOR * tokenizer.stat().st_size
 
 

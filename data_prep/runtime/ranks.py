@@ -30,7 +30,8 @@ _FAILED, _ALIVE = ".failed-rank-", ".alive-rank-"
 _MESSAGE_BYTES = 1 << 20
 _SIGNS_PER_SILENCE = 8
 _END_S = 1.0
-"""Time for the thread of the signs of life to end, for example if the file system hangs."""
+"""Longest wait in seconds for the end of the thread that gives signs of life. The thread may hang
+with the file system."""
 
 
 class RankFiles:
@@ -151,8 +152,8 @@ _STUCK_FACTOR = 30
 """Ranks wait this multiple of `silence_s` for a rank that gives signs of life but makes no
 progress. Work such as the comparison of ids may write no files for a long time."""
 _MOST_WATCHED = 16
-"""Largest number of ranks whose signs of life a waiting rank reads: those with the next higher
-numbers, then those from 0. Without a limit, each rank could read the signs of all others."""
+"""Largest number of ranks whose signs of life a waiting rank reads. Higher ranks come
+first, then the ranks from 0. Without a limit, each rank could read the signs of all others."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """The polling interval is the number of ranks divided by this, in seconds. All ranks together then
@@ -249,7 +250,7 @@ class PrepTask(Protocol):
         """Return the directory to which items are written. Its unfinished files show progress."""
 
     def plan(self) -> Sequence[int]:
-        """Return the size of each item. The sizes decide the shares, so all ranks need the same."""
+        """Return the size of each item. The sizes decide the shares and are equal on all ranks."""
 
     def missing(self) -> list[int]:
         """Return the indices of items that are not done, as cheaply as possible."""
@@ -309,10 +310,10 @@ def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], obje
 
 
 class _Watch:
-    """Observations of the ranks for which this rank waits, at regular looks.
+    """Periodic observations of the ranks for which this rank waits.
 
-    Looks are counted instead of seconds: if this process or its file system was suspended, that
-    time does not count.
+    Time is counted in calls of `look` instead of seconds: a period in which this process or its
+    file system was suspended does not count.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -320,12 +321,12 @@ class _Watch:
         self._looks = 0
         self._signs: dict[int, tuple[int, object]] = {}
         self._silent: Counter[int] = Counter()
-        """Looks at each rank since its last sign of life or completed item."""
+        """For each rank, calls of `look` since its last sign of life or completed item."""
         self._heard: set[int] = set()
         """Ranks that gave a sign of life in this run or completed an item."""
         self._progress: object = None
         self._idle = 0
-        """Periods of `_SIGNS_PER_SILENCE` looks without progress."""
+        """Periods of `_SIGNS_PER_SILENCE` calls of `look` without progress."""
 
     def look(self, left: Counter[int], progress: Callable[[], object]) -> tuple[list[int], bool]:
         """Return the ranks that are lost, and whether there was no progress for too long.
@@ -384,7 +385,9 @@ def _wait(
             lost, is_stuck = watch.look(left, progress)
             if lost:
                 if group.files:  # for the ranks that do not watch it
-                    silence = LostPeerError(f"no sign of life for {group.silence_s:g} s")
+                    silence = LostPeerError(
+                        f"no sign of life for {group.silence_s:g} s; check its process"
+                    )
                     group.files.write_failure(lost[0], silence)
                 raise LostPeerError(
                     f"no sign of life of rank {', '.join(map(str, lost))} for {group.silence_s:g} "
@@ -394,7 +397,7 @@ def _wait(
             if is_stuck:
                 raise LostPeerError(
                     f"no progress for {_STUCK_FACTOR * group.silence_s:g} s while waiting for "
-                    f"{work} of {counted(len(left), 'rank')}, the first rank {min(left)}; look at "
-                    "the process of this rank, and run the same command again on all ranks"
+                    f"{work} of {counted(len(left), 'rank')}; check the process of rank "
+                    f"{min(left)}, and run the same command again on all ranks"
                 )
         time.sleep(group.poll_s)

@@ -135,8 +135,8 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _PASS_KEYS = 1 << 32
-"""A pass is one use of all instances of a source. If the last pass p of source s is partial, it is
-permuted with epoch (s + 1) * 2^32 + p, which is above all epochs of training."""
+"""A pass is one use of all instances of a source. If the last pass p of source s is partial, its
+permutation has epoch (s + 1) * 2^32 + p. Training reaches no such epoch."""
 
 
 def parse_weight(text: str) -> Fraction:
@@ -157,7 +157,7 @@ class BlendSource:
 
     weight: str
     quota: int
-    """Its number of instances in the blend."""
+    """Number of instances of the source in the blend."""
     order: Order
 
 
@@ -218,8 +218,8 @@ class BlendOrder(InShards):
     def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
         """Return the instances of source `number` at these indices of its quota.
 
-        The quota is one or more passes over the source. Complete passes have the order of the
-        source. A partial pass, the last, is permuted, so that it is a random sample.
+        The quota is one or more passes over the source. Complete passes keep the order of the
+        source. If the last pass is partial, it is permuted, so that it is a random sample.
         """
         source = self.blended[number]
         size = source.order.num_instances
@@ -292,12 +292,15 @@ def make_blend(
     available = [order.num_instances for order in orders]
     for order, count in zip(orders, available, strict=True):
         if count == 0:
-            raise ConfigError(f"{order.tokens_dir} has no instance of {order.context} tokens")
+            raise ConfigError(
+                f"{order.tokens_dir} has no instance of {order.context} tokens; give more text or "
+                "a smaller --context"
+            )
     first = orders[0]
     assert all((o.context, o.dtype) == (first.context, first.dtype) for o in orders)
     total = total or mixing.before_repeating(available)
     if total == 0:
-        raise ConfigError("the blend is empty at these weights; give --instances or more text")
+        raise ConfigError("the blend has no instances; give --instances or more text")
     return BlendOrder(
         part="train",
         context=first.context,

@@ -2,8 +2,8 @@
 
 Legend: R requested rows, C context, U units. Two strategies return the same bytes. `gather` reads
 random rows. `bucket` first writes runs. A run contains consecutive instances of the token arrays,
-sorted by their position in the shards. A shard needs one piece, which is a range of rows, of each
-run, so that all reads are long (docs/formats/dataset.md, "Strategies").
+sorted by their position in the shards. The rows that a shard needs from a run are adjacent and form
+a piece of the run, so that all reads are long (docs/formats/dataset.md, "Strategies").
 
 OUT/spill/ORDER-ROWS-2/unit-00000.npy         run 0: [ROWS * C] tokens; exists only when complete
 OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  its pieces: int64 [shards + 1, 2], first row and xxh3
@@ -37,7 +37,7 @@ from optimus.errors import DamageError
 from optimus.io import files
 
 INDEX_BYTES = 80
-"""Memory of a row in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
+"""Bytes of memory per row, in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
 
 _DENSE = 4
 """A range is read whole if the requested rows are at least a quarter of it: one sequential read
@@ -271,7 +271,10 @@ class SpillReader:
         self._reader.close()
 
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copy the next `instances` int64 [R] of the shard to `out` [R, C], and return `out`."""
+        """Copy the next R rows of the shard to `out` [R, C], and return `out`.
+
+        `instances`, int64 [R], are the numbers of the instances in these rows before the shuffle.
+        """
         runs = instances // self._run_rows
         rows = np.argsort(runs, kind="stable")
         edges = np.flatnonzero(np.diff(runs[rows])) + 1

@@ -198,7 +198,7 @@ class Order(InShards):
         return tuple(tails)
 
     def starts(self) -> np.ndarray:
-        """Return the first kept token of each of U units, then their total: int64 [U + 1]."""
+        """Return the kept tokens before each of U units, then of all units: int64 [U + 1]."""
         return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
 
     def to_json(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ NO_LIMITS = Limits()
 _DEPTH = 500
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 LONG_BYTES = 4 << 20
-"""Size of a text file above which it becomes a LongText."""
+"""Unpacked bytes above which a text file becomes a LongText."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Document:
     data: bytes
     line: int
     id: object = None
-    """The value of the id field, if InputReader has one."""
+    """The value of the id field. None: no value, or no id field."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Position:
     """Bytes of the unpacked file, or rows of a table, before the position."""
     line: int
     raw_bytes: int
-    """Bytes that were read from disk. Their hash shows whether the file is the same."""
+    """Bytes that were read from disk. Their hash shows whether the file has changed."""
     raw_xxh3: str
 
 
@@ -193,7 +193,8 @@ class InputReader:
         if raw.size != self._file.size:
             raise DataError(
                 f"{self._file.name}: had {self._file.size} bytes when the work was planned and has "
-                f"{raw.size} now; stop what writes to it, remove the output and start again"
+                f"{raw.size} now; stop the program that writes to it, remove the output and "
+                "start again"
             )
 
     def _documents(self, buffered: IO[bytes]) -> Iterator[Document | Problem | LongText]:
@@ -335,7 +336,7 @@ def _from_json(data: bytes, line: int, text_field: str, id_field: str) -> Docume
     if not isinstance(value, dict):
         return Problem(line, f"a JSON {type(value).__name__} where an object was expected")
     if text_field not in value:
-        return Problem(line, f"no field {text_field!r}; --text-field names the right one")
+        return Problem(line, f"no field {text_field!r}; set --text-field to the field with the text")
     text = value[text_field]
     if not isinstance(text, str):
         return Problem(line, f"field {text_field!r} is {type(text).__name__}, not a string")

@@ -69,18 +69,21 @@ def _megatron(path: Path) -> Foreign:
     with files.open_regular(idx) as file:
         data, size = file.read(head), os.fstat(file.fileno()).st_size
     if not data.startswith(_IDX_MAGIC) or len(data) < head:
-        raise DataError(f"{idx}: is not the index of a Megatron-LM data set (MMIDIDX); remove it")
+        raise DataError(
+            f"{idx}: is not a Megatron-LM index, which begins with MMIDIDX; copy it again, or "
+            "--exclude the .bin file"
+        )
     version, code, sequences, documents = _IDX_HEAD.unpack_from(data, len(_IDX_MAGIC))
     if version != 1 or code not in _IDX_TYPES:
         raise DataError(
-            f"{idx}: has version {version} and type {code} of ids; write version 1 with ids that "
-            "are whole numbers"
+            f"{idx}: version {version} with ids of type {code} is not supported; write version 1 "
+            "with integer ids"
         )
     if size != head + 12 * sequences + 8 * documents:  # before all of it is read
         raise DataError(
-            f"{idx}: has {size} bytes, not those of "
+            f"{idx}: its size of {size} bytes does not match "
             f"{counted(sequences, 'sequence')} and {documents} document indices; it is "
-            "damaged or multimodal, copy or make it again"
+            "damaged or multimodal: copy it again, or make it again from text"
         )
     data = read_bytes(idx)
     lengths = np.frombuffer(data, "<i4", sequences, head).astype(np.int64)
@@ -89,15 +92,18 @@ def _megatron(path: Path) -> Foreign:
     dtype = np.dtype(_IDX_TYPES[code])
     stops = np.cumsum(lengths)
     if (lengths < 0).any() or not np.array_equal(pointers, (stops - lengths) * dtype.itemsize):
-        raise DataError(f"{idx}: its sequences do not follow one another; make the data set again")
+        raise DataError(f"{idx}: its sequences are not adjacent; make the data set again")
     ascending = documents == 0 or (indices[0] == 0 and (np.diff(indices) >= 0).all())
     if not ascending or (documents and indices[-1] != sequences):
-        raise DataError(f"{idx}: its document indices do not run from 0 to {sequences}; damaged")
+        raise DataError(
+            f"{idx}: its document indices do not ascend from 0 to {sequences}; copy it again"
+        )
     ids = _raw(path, dtype)
     tokens = int(stops[-1]) if sequences else 0
     if len(ids) != tokens:
         raise DataError(
-            f"{path}: holds {counted(len(ids), 'id')}, its index says {tokens}; copy it again"
+            f"{path}: contains {counted(len(ids), 'id')}, but its index lists {tokens}; copy both "
+            "files again"
         )
     ends = np.concatenate([[0], stops])[indices[1:]] if documents else stops
     return Foreign(ids, ends.astype(np.int64))
@@ -120,9 +126,12 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
     except _NPY_ERRORS as error:
         raise DataError(f"{path}: is a damaged .npy file: {one_line(error)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise DataError(f"{path}: is {ids.dtype} {list(ids.shape)}, not one row of whole numbers")
+        raise DataError(
+            f"{path}: is an array {ids.dtype} {list(ids.shape)}; write a one-dimensional array of "
+            "integers"
+        )
     if dtype is not None and ids.dtype != np.dtype(dtype):
-        raise DataError(f"{path}: holds {ids.dtype}, not --dtype {dtype}; leave out --dtype")
+        raise DataError(f"{path}: its ids are {ids.dtype}, not --dtype {dtype}; leave out --dtype")
     return Foreign(ids, no_ends)
 
 
@@ -130,7 +139,8 @@ def _raw(path: Path, dtype: np.dtype) -> np.ndarray:
     size = os.path.getsize(path)
     if size % dtype.itemsize:
         raise DataError(
-            f"{path}: has {size} bytes, which is no whole number of {dtype.name} ids; it is cut "
-            "short or of another type"
+            f"{path}: its size of {size} bytes is not a multiple of the {dtype.itemsize} bytes of "
+            f"a {dtype.name} id; it is truncated or has ids of another type: copy it again, or "
+            "give the right type"
         )
     return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)

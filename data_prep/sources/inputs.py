@@ -245,7 +245,7 @@ def kind_of(name: str) -> Literal["text", "jsonl", "parquet"]:
 
 
 def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
-    """Return the packing of a file, by its suffix."""
+    """Return the compression of a file, by its suffix. None: not compressed."""
     lower = name.lower()
     if lower.endswith(".gz"):
         return "gzip"

@@ -25,7 +25,8 @@ _TEXT_FACTOR = 2
 """Memory of an ASCII text and of its copy as UTF-8, as a multiple of its bytes."""
 _NO_LIMITS = Limits()
 _CHECK_S = 300.0
-"""Limit of the time to check the descriptions of columns. A million columns take a few seconds."""
+"""Longest time in seconds to check the descriptions of columns. A million columns take a few
+seconds."""
 
 
 class DamagedTable(Exception):
@@ -125,7 +126,8 @@ def _read_group(
         del batch, rest, values, ids  # free before the next batch is read
     if left:
         raise DamagedTable(
-            f"row group {group.number} gives {group.rows - left} of {counted(group.rows, 'row')}"
+            f"only {group.rows - left} of {counted(group.rows, 'row')} of row group "
+            f"{group.number} can be read"
         )
 
 
@@ -158,7 +160,7 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
     if column not in schema.names:
         raise DataError(
             f"{name}: has no column {column!r}, only {', '.join(schema.names)}; "
-            "--text-field names the right one"
+            "set --text-field to the column with the text"
         )
     wanted = [column]
     if id_column in schema.names and id_column != column:
@@ -201,13 +203,13 @@ def _check_metadata(name: str, metadata: Any) -> None:
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:
         raise DamagedTable(
-            f"its row groups have {counted(sum(rows), 'row')}, its metadata says "
+            f"its row groups have {counted(sum(rows), 'row')}, but its metadata counts "
             f"{metadata.num_rows}"
         )
 
 
 def _group(metadata: Any, number: int, first: int, wanted: Sequence[str]) -> RowGroup:
-    """Return a row group with the sizes of the wanted columns: one for each leaf of a column."""
+    """Return a row group. Its `sizes` has an entry for each leaf of the wanted columns."""
     group = metadata.row_group(number)
     chunks = [group.column(index) for index in range(group.num_columns)]
     sizes = tuple(

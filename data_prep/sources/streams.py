@@ -89,13 +89,13 @@ class HashingFile(io.RawIOBase):
 class _ZstdReader(io.RawIOBase):
     """The content of consecutive zstd frames as one stream.
 
-    `zstandard` unpacks all input of a call at once, and four bytes may become 128 KiB. A call
-    therefore gets one block, because the content of a block has at most 128 KiB. The file has the
-    length of each block (RFC 8878).
+    `zstandard` unpacks all input of a call at once, and four bytes may become 128 KiB. Each call
+    therefore gets a single block, which contains at most 128 KiB. The file stores the length of
+    each block (RFC 8878).
 
     `backports.zstd` is not used. It limits its output, but at an error it discards content before
-    the damage. With it, 539 of 600 damaged files ended at an earlier line than with this reader,
-    and quarantine.jsonl would list that line.
+    the damage: 539 of 600 damaged files ended at an earlier line than with this reader. The line
+    numbers in quarantine.jsonl would be too small.
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -137,7 +137,7 @@ class _ZstdReader(io.RawIOBase):
                 continue
             if magic != _ZSTD_MAGIC:
                 cut = _ZSTD_MAGIC.startswith(magic)
-                raise DamagedStream("the file ends within a frame" if cut else "no frame of zstd")
+                raise DamagedStream("the file ends within a frame" if cut else "not a zstd frame")
             frame, flags = self._unpacker.decompressobj(), self._take(1)
             # The rest of the header: window, dictionary, size of the content (RFC 8878, 3.1.1.1).
             one_segment = flags[0] >> 5 & 1

@@ -221,7 +221,7 @@ def _error(plan: TokenPlan, source: int, line: int, first: int, first_line: int)
 
 
 def _reason(plan: TokenPlan, document_id: object, source: int, line: int) -> str:
-    """Return the reason for a duplicate. The document at `source` and `line` has the same id."""
+    """Return the reason to exclude a duplicate of the document at `source` and `line`."""
     shown = "" if document_id is None else f" {document_id!r}"
     shown = shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."
     return f"duplicate id{shown}: {plan.inputs[source].name}:{line} has it"

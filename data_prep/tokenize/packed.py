@@ -69,7 +69,7 @@ def packed_share(ids: np.ndarray) -> float:
 
 
 class PackedStore:
-    """Writes the ids of a TokenArrayWriter to a packed array. `file` is empty."""
+    """Writes the ids of a TokenArrayWriter to a packed array in `file`, which must be empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._name, self._dtype = file, dtype, little_endian(dtype)

@@ -18,7 +18,8 @@ from data_prep.tokenizer.tokenizer import TokenizerFacts
 
 _FORM_PLAN = "optimus-token-plan"
 IMPORT_FIELD = "import "
-"""Prefix of `text_field` in a plan of `optimus-data import`. The dtype of the ids follows it."""
+"""Prefix of `text_field` in a plan of `optimus-data import`. The dtype of the ids follows the
+prefix."""
 _SINCE_2 = ("max_document", "id_field")
 """Keys of a plan of version 2. A plan without them is of version 1."""
 
@@ -36,7 +37,7 @@ class TokenPlan:
     id_field: str = ""
     """Field with the id of a document. Ids must be unique. "": ids are not compared."""
     max_document: int | None = None
-    """Bytes of the largest document that can be used. None: no limit, and no key in the JSON."""
+    """Bytes of the largest document that can be used. None: no limit; the JSON omits the key."""
 
     @property
     def dtype(self) -> str:
@@ -68,7 +69,7 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
         xxh3: The hash that the file must have. None: any hash.
 
     Raises:
-        DataError: the plan is missing, damaged or not as optimus-data writes it.
+        DataError: the plan is missing, damaged or invalid.
     """
     path = tokens_dir / layout.PLAN
     plan = layout.read_record(path, TokenPlan, _FORM_PLAN, newest=layout.PLAN_VERSION, xxh3=xxh3)
@@ -122,6 +123,6 @@ def held_out_below(eval_fraction: float) -> int:
 
 
 def tokens_dirs(out: Path, plan: TokenPlan) -> dict[str, Path]:
-    """Return the folder of token arrays of each split that the plan makes."""
+    """Return the folder of token arrays for each split in the plan."""
     parents = {layout.SPLITS[0]: out, layout.SPLITS[1]: out / layout.EVAL_DIR}
     return {split: parents[split] / layout.TOKENS_DIR for split in plan.splits}

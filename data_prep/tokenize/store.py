@@ -64,9 +64,9 @@ def sidecar_path(tokens_dir: Path, unit: int) -> Path:
 
 
 def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
-    """Return the path of the .npy array of each unit that has one.
+    """Return the path of the .npy array of each unit, if this file exists.
 
-    Packed arrays are not included, because they are checked whenever they are read.
+    Packed arrays are not included. Their hashes need no comparison, because every read checks them.
     """
     paths = {unit: array_path(tokens_dir, unit) for unit in units}
     return {unit: path for unit, path in paths.items() if path.exists()}
@@ -87,8 +87,8 @@ def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
 def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
     """Check that the token array of a unit exists, packed or not, and has `tokens` tokens.
 
-    `size` is the size in bytes of the array as a .npy file. Raises the errors of
-    `layout.require_npy`.
+    `size` is the size in bytes of its .npy file. Raises DataError if the array is missing, and
+    DamageError if the size or the header of the array is wrong.
     """
     path = array_path(tokens_dir, unit)
     if not path.exists():
@@ -102,7 +102,7 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
 def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -> None:
     """Read the token array of a unit, packed or not, and check it.
 
-    `size` in bytes and `xxh3` are those of the array as a .npy file.
+    `size` (in bytes) and `xxh3` are values of the .npy file, even if the array is packed.
 
     Raises:
         DataError: the array cannot be read.
@@ -127,7 +127,7 @@ def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -
 
 
 class PlainStore:
-    """Writes the ids of a TokenArrayWriter to a .npy file. `file` is empty."""
+    """Writes the ids of a TokenArrayWriter to a .npy file. `file` must be empty at the start."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._dtype, self._itemsize = file, dtype, little_endian(dtype).itemsize
@@ -156,7 +156,7 @@ class PlainStore:
         return ids
 
     def restore(self, saved: bytes | memoryview) -> int:
-        """Append the ids in a result of `save`. Return their number."""
+        """Append the ids that `save` returned. Return the number of ids."""
         self._file.write(saved)
         return len(saved) // self._itemsize
 
@@ -170,7 +170,7 @@ class PlainStore:
 
 
 class TokenArrayWriter:
-    """Appends documents to the token array of a unit. `file` is empty."""
+    """Appends documents to the token array of a unit. `file` must be empty at the start."""
 
     def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool):
         self._store = PackedStore(file, dtype) if packed else PlainStore(file, dtype)
@@ -318,10 +318,10 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     rows, rest = divmod(len(data) - HEADER_BYTES, 3 * 8)
     whole = rows >= 0 and not rest and data[:HEADER_BYTES] == npy_header((rows, 3), "int64")
     if not whole or (xxh3 is not None and files.xxh3_bytes(data) != xxh3):
-        raise DamageError(f"{path}: is damaged; optimus-data verify names the repair")
+        raise DamageError(f"{path}: its content is damaged (header or hash differs)")
     table = np.frombuffer(data, little_endian("int64"), offset=HEADER_BYTES).reshape(-1, 3)
     if (np.diff(table[:, 0], prepend=0) <= 0).any():  # a document has at least EOS
-        raise DamageError(f"{path}: the ends of its documents do not increase")
+        raise DamageError(f"{path}: the document ends in column 0 do not increase")
     return table
 
 

@@ -8,9 +8,10 @@ random sample of that size. `optimus-data verify` compares all hashes. Cost:
 docs/formats/dataset.md, "Commit and resume".
 
 With `--fused`, arrays are removed when the shards are complete. Tables of documents and sidecars
-stay, so that `inspect` can name sources. A mark shows that the arrays were removed on purpose. It
-is written after the manifest, when the arrays are no longer needed, and before the first array is
-removed. If a run is killed during the removal, the next run therefore reports no missing array.
+stay, so that `inspect` can name the input file of a document. A mark shows that the arrays were
+removed on purpose. It is written after the manifest, when the arrays are no longer needed, and
+before the first array is removed. If a run is killed during the removal, the next run therefore
+reports no missing array.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[i
         seed: The seed of the sample. Ranks that must agree use the same seed.
 
     Returns:
-        The indices of all files if they have at most HASH_BYTES in total. Otherwise those of a
-        random sample of at most that size, or of a single file that is larger.
+        The indices of all files if their total size is at most HASH_BYTES. Otherwise the indices
+        of a random sample of at most HASH_BYTES, or of a single random file that is larger.
     """
     chosen, left = list(range(len(sizes))), HASH_BYTES
     if sum(sizes) > left:
@@ -90,7 +91,7 @@ def damaged(promised: Mapping[Path, str]) -> list[Path]:
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return whether files have their hash in `promised`. Print a line for each damaged file."""
+    """Return whether files have the hashes in `promised`. Print a line for each damaged file."""
     paths = damaged(promised)
     for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
@@ -112,7 +113,7 @@ class _Repairs(TypedDict, total=False):
 
 
 class _EveryUnit(TypedDict):
-    """The keys of all sidecars of units. Keys that no code reads are not listed."""
+    """Keys that every sidecar of a unit contains. Keys that no code reads are not listed."""
 
     plan: str
     part: str
@@ -154,8 +155,8 @@ def write_unit(
         writers: The writer of the array of each split.
         inputs: The hashes of the inputs of the unit.
         set_aside: The quarantined documents of the unit.
-        more: Further keys of the sidecar of each split. The key `dropped`, the number of excluded
-            documents, makes the sidecar one of version 2.
+        more: Further keys of the sidecar of each split. If they include `dropped`, the number
+            of excluded documents, the sidecar is written in version 2 of its format.
         arrays: Size and hash of the array of each split.
     """
     for split in reversed(list(folders)):

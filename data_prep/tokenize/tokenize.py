@@ -51,11 +51,11 @@ from optimus.io import files
 
 
 class Exclusions(Protocol):
-    """Readable documents that a unit leaves out."""
+    """Documents that are excluded from a unit, although they are readable."""
 
     @property
     def documents(self) -> Mapping[tuple[int, int], tuple[int, int]]:
-        """Map the input and line of each left-out document to those of the document it repeats."""
+        """Map each excluded document to the document that it repeats, both as (input, line)."""
 
     def reason(self, source: int, document: Document) -> str | None:
         """Return the reason to leave out a document of the input `source`, or None."""
@@ -72,7 +72,7 @@ class TokenizeWork:
     quarantine: bool
     limits: Limits = NO_LIMITS
     packed: bool = False
-    """Write packed arrays, for `--fused`. Arrays that exist already may be packed or not."""
+    """Write packed arrays, for `--fused`. Existing arrays that are not packed are also used."""
     sample: frozenset[int] = frozenset()
     """Units of an earlier run whose hashes are compared (`token_set.sample`)."""
 
@@ -130,8 +130,8 @@ def make_units(
     """Make all units, and check complete units of an earlier run. Ranks share the work.
 
     Args:
-        task_type: The task with the job that makes a unit.
-        work: The work.
+        task_type: The task whose `job` makes a unit.
+        work: The values that each worker needs.
         workers: Processes of this rank.
         group: The ranks.
         label: Name of the step in lines of progress.
@@ -201,7 +201,8 @@ def check_inputs_of(
         advance: Called with the number of input bytes that were read.
 
     Raises:
-        DataError: for the reasons of `check_inputs`.
+        DataError: an input has changed, or an earlier run quarantined a document and this run has
+            no quarantine.
     """
     first, stop = work.plan.units[unit]
     for source, xxh3 in zip(range(first, stop), record["inputs"], strict=True):
@@ -223,8 +224,8 @@ def _check_unchanged(
     file = work.plan.inputs[source]
     if files.xxh3_file(file.name) != xxh3:
         raise DataError(
-            f"{file.name}: changed since {work.out} was started; choose another --out, or remove "
-            f"{work.out} to start again"
+            f"{file.name}: changed since the first run that wrote to {work.out}; choose another "
+            f"--out, or remove {work.out} to start again"
         )
     advance(file.size)
 
@@ -234,7 +235,7 @@ def complete_and_whole(
 ) -> Mapping[str, Any] | None:
     """Return the result of `complete`, or None if the hash of a file of the unit differs.
 
-    Hashes are compared only if the unit is in `work.sample`. A line is printed for damage.
+    Hashes are compared only if the unit is in `work.sample`. A line is printed per damaged file.
     """
     record = complete(work, unit, num_excluded, report=True)
     if record is None or unit not in work.sample:

@@ -1,1 +1,1 @@
-"""Encoding of text to token ids, with the ids of the tokenizers and sentencepiece libraries."""
+"""Encoding of text to the same token ids as the tokenizers and sentencepiece libraries."""

@@ -1,8 +1,8 @@
 """Byte-level BPE with a cache of pieces of text, for tokenizers that are recognised.
 
 A recognised tokenizer divides a text into pieces and encodes each piece separately. Few pieces are
-distinct: 0.3 M of the 18.9 M pieces of documentation and code. A tokenizer is recognised if a
-pattern for Python's `re` finds exactly the pieces of its pre-tokenizer, given its configuration.
+distinct: 0.3 M of the 18.9 M pieces of documentation and code. A tokenizer is recognised if its
+configuration shows that a pattern for Python's `re` finds exactly the pieces of its pre-tokenizer.
 The patterns are those in tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo
 2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white
 space come from the tokenizers library, whose Unicode version may differ from Python's. The library
@@ -44,11 +44,11 @@ _TEMPLATES = {
 """Patterns of the library and the same patterns for `re`, where {L}, {N} and {S} are the classes of
 letters, numbers and white space."""
 NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
-"""Characters that are not white space in any version of Unicode, before and after NFC."""
+"""Characters that are not white space in any version of Unicode, and do not become it by NFC."""
 CUT = re.compile(f" (?={NOT_SPACE})")
-"""Positions before the last space of a run. Every template begins a piece there: the space is in
-one piece with the following letter, number or sign, or is a piece alone. The pieces before the
-position do not depend on the text after it, and NFC joins no character to a space."""
+"""Positions before the last of consecutive spaces. Every template begins a piece there: the space
+is in one piece with the following letter, number or sign, or is a piece alone. The pieces before
+the position do not depend on the text after it, and NFC joins no character to a space."""
 
 _ASCII = {"L": "A-Za-z", "N": "0-9", "S": "\t-\r "}
 _LAST = 0x1FFFF
@@ -56,9 +56,9 @@ _LAST = 0x1FFFF
 points (rare ideographs)."""
 BEYOND = re.compile("[\U00020000-\U0010ffff]")
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")
-"""Code points outside the basic plane. `re` looks up a class of the basic plane in a table, and
-searches a class with other members, which is 10 times slower. So texts without such code points
-have separate patterns."""
+"""Code points outside the basic plane. If a class contains such code points, `re` searches its
+ranges instead of a table, which is 10 times slower. Texts without such code points therefore have
+separate patterns."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Recipe:
 
 
 def recognise(config: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe of a tokenizer.json, or None if `re` may not reproduce the tokenizer."""
+    """Return the recipe of a tokenizer.json, or None if `re` might find other pieces."""
     model, normalizer = config.get("model") or {}, config.get("normalizer")
     if model.get("type", "BPE") != "BPE" or model.get("dropout"):
         return None
@@ -206,7 +206,7 @@ _CUT = re.compile(
 )
 """Positions where every template begins a piece and NFC joins no characters:
 
-- Before the last space of a run (CUT).
+- Before the last of consecutive spaces (CUT).
 - After a single newline. The newline is a piece, or ends the piece of the sign before it.
 - Before a single sign between letters of scripts without spaces. The sign is a piece, or begins a
   piece.
@@ -289,7 +289,7 @@ class Cutter:
         return None, max(start, stop)
 
     def _may_cut(self, around: str) -> bool:
-        """Return whether no added token crosses the middle of `around`, before and after NFC."""
+        """Return False if an added token could cross the middle of `around` or of its NFC form."""
         if self._added is None:
             return True
         if self._all_ascii:
@@ -340,8 +340,8 @@ def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
 
 
 class _Memo(dict[str, bytes]):
-    """Cache from a piece to its ids as native uint32 bytes. It is cleared when it is full, so that
-    it has pieces of recent texts."""
+    """Cache from a piece to its ids as native uint32 bytes. A full cache is cleared, which
+    removes the pieces of older texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         super().__init__()
@@ -377,7 +377,7 @@ class MemoEncoder:
         self._unchecked = _CHECK_EVERY_CHARS  # so that the first text is checked
 
     def agrees(self) -> bool:
-        """Return whether this and the library encode SAMPLES and all added tokens equally."""
+        """Return whether the ids of SAMPLES and of all added tokens equal those of the library."""
         samples = [*SAMPLES, *(f"a {token}b  {token} c" for token in self._recipe.added)]
         expected = reference_encode(self._tokenizer, samples)
         return all(
@@ -386,7 +386,9 @@ class MemoEncoder:
         )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, uint32 [T]. One text in 4 MB is compared with the library.
+        """Return the ids of each text, uint32 [T].
+
+        After every 4 M characters, the ids of a short text are compared with the library's ids.
 
         Raises:
             OptimusError: The ids differ from those of the library.

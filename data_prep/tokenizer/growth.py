@@ -84,17 +84,18 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Weights:
-    """Weight of each character: the bytes that one byte of it can become in the steps added so far.
+    """Weight of each character: its largest growth factor in the steps added so far.
 
-    Steps are added from the last to the first. If a step replaces a pattern, the weight of the
-    pattern's characters is the number of bytes that the replacement can become, divided by the
-    bytes of the pattern. The factors of two replacements are therefore multiplied only if one
-    writes characters that the other replaces.
+    The factor is the bytes that a character can become, divided by its bytes. Steps are added
+    from the last to the first. If a step replaces a pattern, the weight of the pattern's characters
+    is the number of bytes that the replacement can become, divided by the bytes of the pattern. The
+    factors of two replacements are therefore multiplied only if one writes characters that the
+    other replaces.
     """
 
     def __init__(self) -> None:
         self._by_character = np.zeros(0x110000)
-        """Weight of each code point, unless `_of_all` is larger."""
+        """Value of each code point. Its weight is the maximum of this value and `_of_all`."""
         self._of_all = 1.0
         self.top = 1.0
         """Largest weight of a character."""
@@ -102,7 +103,7 @@ class _Weights:
         """Bytes that steps put before a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Add the step that precedes those added so far. `first` is True for the first step of the
+        """Add a step. Steps are added in reverse order. `first` is True for the first step of the
         component, which is added last."""
         kind = step["type"]
         if kind == "Replace":
@@ -172,7 +173,8 @@ class _Weights:
 
     def _compose(self) -> None:
         """Add the composition of a character and its marks, or of Hangul letters, into one
-        character. Each mark, and each letter after the first, can become the composed character."""
+        character. Each mark, and each letter after the first, is given the weight of becoming the
+        composed character alone."""
         codes = np.flatnonzero(self._by_character > self._of_all)
         for start, stop in _CHINESE:  # these compose with no character
             codes = codes[(codes < start) | (codes >= stop)]
@@ -188,7 +190,8 @@ class _Weights:
         return float((_sizes(codes) * np.maximum(self._by_character[codes], self._of_all)).sum())
 
     def _of_bytes(self, text: bytes) -> np.ndarray:
-        """Return the weight of each character at its first byte, and 0 at its other bytes."""
+        """Return the number of bytes that each character can become at its first byte, and 0 at its
+        other bytes. If `text` is not UTF-8, return the largest weight at each byte."""
         try:
             codes = _code_points(text.decode())
         except UnicodeDecodeError:
@@ -260,8 +263,8 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the changes that a normalization of the library makes. Takes 0.2 s.
 
     Returns:
-        The code points that it changes; the joined texts that they become, as code points; and the
-        index at which the text of each changed code point begins.
+        The code points that it changes; the concatenated replacements of these code points; and the
+        index in this concatenation at which each replacement begins.
     """
     from tokenizers import normalizers
 
@@ -281,9 +284,9 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Read a sentencepiece character map, the shortest keys first.
 
-    A map is the size of a trie in bytes (4 bytes, little-endian), the trie as a double array
-    (github.com/s-yata/darts-clone) of units of 4 bytes, and texts that end with NUL. A value of the
-    trie is the offset of a text. Nodes of the trie may have common children.
+    A map consists of the size of a trie in bytes (4 bytes, little-endian), the trie, and texts that
+    end with NUL. The trie is a double array (github.com/s-yata/darts-clone) of 4-byte units. Its
+    values are offsets of texts. Two nodes may have the same children.
 
     Args:
         charsmap: The map.

@@ -1,7 +1,7 @@
 """Tokenizers in sentencepiece's `.model` format. Needs the sentencepiece package.
 
-That library never encodes text as a control symbol (`<s>`, `</s>`), so the text of a special token
-is plain text. It encodes user-defined symbols in text.
+The package never encodes text as a control symbol (`<s>`, `</s>`): the text `<s>` is plain text. In
+contrast, the text of a user-defined symbol becomes the id of this symbol.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SentencePieceTokenizer:
         if growth > MAX_GROWTH:
             raise DataError(
                 f"{path}: its normalizer makes texts up to {growth:.3g} times as long; use a "
-                f"tokenizer with at most {MAX_GROWTH}"
+                f"tokenizer that makes them at most {MAX_GROWTH} times as long"
             )
 
     @property
@@ -100,7 +100,8 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the number and value of each field of a protobuf message.
 
     Yields:
-        The value is an int for a varint, a float for a 32-bit field, and bytes for any other field.
+        (number, value). The value is an int for a varint, a float for a 32-bit field, and bytes for
+        any other field.
 
     Raises:
         ValueError: The message is damaged.
@@ -124,7 +125,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
         key = varint()
         number, wire = key >> 3, key & 7
         if not 0 < key >> 3 < 1 << 29:  # protobuf's own parser would drop the upper bits
-            raise ValueError(f"field {number} has a number out of range")
+            raise ValueError(f"the field number {number} is out of range")
         if wire == 0:
             yield number, varint()
             continue
@@ -155,5 +156,5 @@ def _max_growth(model: bytes) -> float:
         if key == _CHARSMAP and isinstance(charsmap, bytes)
     ]
     if len(maps) > 2:  # a normalizer and a denormalizer; the check of each takes a second
-        raise ValueError(f"it has {len(maps)} character maps")
+        raise ValueError(f"it has {len(maps)} character maps, more than 2")
     return max(map(max_growth_by_map, maps), default=1.0)

@@ -1,7 +1,7 @@
 """Tokenizer files, and the encoding of text to token ids.
 
-Every encoder returns exactly the ids of `Tokenizer.encode(text, add_special_tokens=False)` of the
-library, set so that it reads the text of special tokens as plain text.
+For a tokenizer.json, `Encoder` returns exactly the ids of `encode(text, add_special_tokens=False)`
+of the tokenizers library, in which `encode_special_tokens` makes special tokens plain text.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Names of end-of-document tokens that are recognised without `--eos`."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
-"""Limits of the check of a tokenizer: time, and memory in addition to that of the file."""
+"""Limits of the check of a tokenizer: seconds, and bytes of memory. The limit of memory increases
+by _BYTES_PER_BYTE for each byte of the file."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
-"""Limits of the check: its processor time for a small file, and the speed at which it must load a
-large file. It loads a file twice."""
+"""Limit of the processor time of the check: seconds for any file, plus the time to load the
+file twice at this speed."""
 _BYTES_PER_BYTE = 32
 """Limit of the memory to load a tokenizer.json, as a multiple of its bytes. The library was
 measured to take 11 times its bytes."""
@@ -50,8 +51,8 @@ _MODEL = re.compile(rb'"model"\s*:\s*\{')
 _OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decoder"')
 _COMPONENT = re.compile(rb"\s*:\s*[{\[]")
 _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
-"""Escaped letters. The search for keys finds no key with an escaped letter. Writers of JSON do not
-escape letters."""
+"""Escaped ASCII letters in JSON. `_without_model` does not change a file with such letters, because
+it would not find an escaped key. Writers of JSON do not escape letters."""
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
@@ -77,8 +78,8 @@ def open_tokenizer(
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: Try the file in a forked child process first. Set False for a file that was checked
-            before, if this process has used a GPU or the network: a fork is then not safe.
+        check: Try the file in a forked child process first. A fork is not safe if this process has
+            used a GPU or the network. Check the file earlier in this case, and set False here.
 
     Raises:
         DataError: The file is not a tokenizer, or it crashes, hangs or fills memory.
@@ -190,7 +191,7 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
     if growth > MAX_GROWTH:
         raise DataError(
             f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "
-            f"with at most {MAX_GROWTH}"
+            f"that makes them at most {MAX_GROWTH} times as long"
         )
 
 
@@ -248,7 +249,10 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
         names = [name for name in EOS_NAMES if name in special]
         if len(names) != 1:
             known = " and ".join(names) or f"none of {', '.join(EOS_NAMES)}"
-            raise DataError(f"{path}: has {known} as special tokens; name the one with --eos TOKEN")
+            raise DataError(
+                f"{path}: its special tokens include {known}; name the end-of-document token with "
+                "--eos TOKEN"
+            )
         eos = names[0]
     if eos not in special:
         raise DataError(f"{path}: --eos {eos!r} is not one of its special tokens")
@@ -281,7 +285,7 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 class Encoder:
-    """Encoder of texts on the calling thread: parallel work has one process per core.
+    """Encoder of texts. It uses a single thread, because data preparation runs a process per core.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
@@ -330,5 +334,5 @@ class Encoder:
 
 @functools.lru_cache(maxsize=1)
 def shared_encoder(path: str) -> Encoder:
-    """Return an encoder that all callers in this process share. A large one loads for a second."""
+    """Return an encoder that all callers in this process share. Loading may take a second."""
     return Encoder(path)

@@ -2,8 +2,8 @@
 
 Each device type has one compiled backend: sycl for xpu, cuda for cuda, cpu for cpu. The environment
 variable OPTIMUS_KERNELS selects a backend by name and takes precedence over `choose`. With "auto"
-(the default), plain torch replaces a compiled backend that is not available. If a backend is
-selected by its own name and is not available, KernelError is raised.
+(the default), plain torch replaces a compiled backend that is not available. With any other
+name, KernelError is raised if the backend is not available.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def experts(
 def _without_absent_rows(rows: Rows) -> Rows:
     """Return `rows` with `token` and `slot` shortened to the rows of local experts.
 
-    Return `rows` unchanged if the offsets are not on the CPU, and under torch.compile.
+    Return `rows` unchanged under torch.compile, or if the offsets are not on the CPU.
     """
     offsets, token, slot, row = rows
     # Under torch.compile, sizes must not depend on values. Reading offsets on an accelerator would

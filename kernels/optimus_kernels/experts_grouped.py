@@ -31,8 +31,8 @@ def backward(
     """Compute the gradients, and write the weight gradients to `into` unless it is None.
 
     Returns:
-        dx [T, D], dweights [T, K] (fp32 or fp64), and the inputs for `weight_grads`. The last is
-        None unless `defer`.
+        dx [T, D], dweights [T, K] (fp32 or fp64), and the inputs for `weight_grads` (None
+        unless `defer`).
     """
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     h = _hidden(x, gate_up, rows) if h is None else h

@@ -43,7 +43,7 @@ class DeferredInputs(NamedTuple):
 
 
 def _with_fastest_library(run: _Pass) -> _Pass:
-    """Wrap a forward or backward pass so that its products use the fastest library."""
+    """Wrap a forward or backward pass in `fastest_library`, which selects MKL or oneDNN."""
 
     @functools.wraps(run)
     def call(first: Tensor | Operands, *rest: Any, **more: Any) -> Any:
@@ -96,8 +96,8 @@ def backward(
     """Compute the gradients, and write the weight gradients to `into` unless it is None.
 
     Returns:
-        dx [T, D], dweights [T, K] (fp32 or fp64), and the inputs for `weight_grads`. The last is
-        None unless `defer`.
+        dx [T, D], dweights [T, K] (fp32 or fp64), and the inputs for `weight_grads` (None
+        unless `defer`).
     """
     (x, weights, gate_up, down, *_), rows = operands, operands.rows
     hidden, inner = x.shape[1], down.shape[2]

@@ -32,8 +32,8 @@ _SPARE = 1.5
 """Limit of the total size of all buffers, as a multiple of the peak size of the buffers in use.
 Above the limit, free buffers are released."""
 _MAX_IDLE_REQUESTS = 4096
-"""If a free buffer has not been used for more than this number of requests, it is released when the
-next new buffer is created."""
+"""A free buffer is idle if its last use was more than this number of buffer requests ago. All idle
+buffers are released when a new buffer is created."""
 
 _lock = threading.Lock()
 _buffers: list[_Buffer] = []
@@ -92,8 +92,8 @@ def total_bytes() -> int:
 
 
 def _find(size: int) -> _Buffer:
-    """Return the smallest free buffer with at least `size` bytes. If there is none, or if its size
-    exceeds the limit _SLACK, return a new buffer."""
+    """Return the smallest free buffer with at least `size` bytes. If there is none, or if it is
+    larger than _SLACK * `size`, return a new buffer."""
     global _most_used
     size = -(-size // _GRAIN) * _GRAIN
     free = [buffer for buffer in _buffers if buffer.free()]

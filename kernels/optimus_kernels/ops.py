@@ -84,7 +84,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def refuse_gradient(name: str, *operands: Tensor) -> None:
-    """Raise NotImplementedError if gradients are enabled and an operand requires one."""
+    """Raise NotImplementedError if gradients are enabled and an operand requires a gradient."""
     # For an op that writes to operands, torch accepts no backward that could raise this error.
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         raise _no_gradient(name)

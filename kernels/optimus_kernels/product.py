@@ -1,7 +1,7 @@
 """Matrix products of one expert.
 
-On CPUs with AMX, our own kernel computes products of bf16 operands. torch.mm computes all others.
-Our kernel (csrc/cpu/amx_avx512.cpp) has less overhead than torch.mm and can add to the output.
+On CPUs with AMX, the kernel in csrc/cpu/amx_avx512.cpp computes products of bf16 operands. torch.mm
+computes all others. The kernel has less overhead than torch.mm and can add to the output.
 
 A product is computed completely and rounded before it is added to fp32 sums. The sums are therefore
 bitwise equal to those of autograd.

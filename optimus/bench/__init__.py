@@ -1,1 +1,1 @@
-"""Measurements of an update: against a plain torch loop, on several ranks, and by module."""
+"""Benchmarks of an update: comparison with plain torch, times on several ranks, and a profile."""

@@ -1,10 +1,10 @@
 """`optimus bench step --nproc N`: time, traffic and pipeline bubble of an update on several ranks.
 
 Times are those of the slowest rank. Traffic is the payload of the rank with the most bytes. The
-pipeline bubble is measured from the actions of the executor. The same schedule is also simulated
-twice: with the measured mean time of each action, and with equal stages whose backward takes twice
-as long as their forward. For 1F1B with p pipeline ranks, m microbatches and v stages per rank, the
-second simulation gives (p-1)/(m*v).
+pipeline bubble is measured from the times of the pipeline actions, such as the forward of a
+microbatch. The pipeline schedule is also simulated twice: with the measured mean time of each
+action, and with stages of equal time whose backward takes twice as long as forward. For 1F1B with p
+pipeline ranks, m microbatches and v stages per rank, the second simulation gives (p-1)/(m*v).
 """
 
 from __future__ import annotations
@@ -146,8 +146,9 @@ def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:
 def _bubbles(
     schedule: Schedule, measured: list[float], means: dict[tuple[Kind, int], float]
 ) -> dict[str, float]:
-    """Return bubble ratios (idle time / compute time): measured, of both simulations, and of the
-    formula for 1F1B. Also return the measured bubble fraction (idle time / total time)."""
+    """Return bubble ratios (idle time / compute time): the measured ratio, the ratios of the two
+    simulations, and the ratio of the formula for 1F1B. Also return the measured bubble fraction
+    (idle time / total time)."""
 
     def cost(action: Action) -> float:
         return means.get((action.kind, action.stage), 0.0) if action.kind in COMPUTE else 0.0

@@ -73,7 +73,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 class PeakGemm:
     """Large matrix product, whose speed is taken as the peak FLOP/s of the device.
 
-    In fp32 on a CPU, torch's default library and oneDNN are both timed, and the faster one counts.
+    In fp32 on a CPU, torch's default library and oneDNN are both timed. The faster time is used.
     oneDNN is not timed if it computes fp32 products in bf16, as on CPUs with AMX.
 
     Attributes:

@@ -52,7 +52,7 @@ _MODULES: tuple[tuple[type, str], ...] = (
     (nn.Linear, "projections"),
     (Attention, "rotary"),
 )
-"""Component of an op, by the type of the module that runs it. The innermost module counts."""
+"""Component of an op, by the type of the innermost module that runs it."""
 _OPS = {
     "aten::_scaled_dot_product": "attention",
     "_CrossEntropySum": "cross-entropy",

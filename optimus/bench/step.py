@@ -48,7 +48,7 @@ class TrainingRank(NamedTuple):
 
     def updater(self) -> Updater:
         """Return an Updater. After this call, the backward of experts and embeddings adds gradients
-        directly to the chunks."""
+        directly to the gradient chunks of `states`."""
         return Updater(
             self.config, self.groups, self.local, self.states, self.plan, self.world.device
         )

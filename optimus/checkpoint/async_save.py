@@ -25,9 +25,9 @@ from optimus.distributed.collectives import Group, all_gather_objects, gather_by
 from optimus.errors import NonFiniteError, OptimusError
 
 _PAUSES_S = (0.001, 0.2)
-"""The first and the longest pause of `drain` between two polls."""
+"""First and longest pause of `drain` between two polls, in seconds."""
 _GRACE_S = 30.0
-"""Time in which threads have to stop after a failure, before they count as hanging."""
+"""Seconds in which a thread must stop after a failure. After this time, it counts as hanging."""
 
 
 class State(Enum):
@@ -45,7 +45,10 @@ class State(Enum):
 
 
 class Status(IntEnum):
-    """The status of a rank's thread in the current state. The greatest of all ranks counts."""
+    """The status of a rank's thread in the current state.
+
+    The greatest status of all ranks selects the next state.
+    """
 
     DONE = 0
     COMMITTED = 1
@@ -100,7 +103,8 @@ class AsyncSave:
     `stop` is set. When the threads have ended, a thread of the first rank calls `clean()`.
 
     `commit` must call `stop.claim()` before it renames the directory. A checkpoint with its final
-    name is therefore never reported as failed, except while the rename hangs.
+    name is therefore not reported as failed. If the rename exceeds the time limit by _GRACE_S,
+    `poll` reports a failure first, and the commit when the rename ends.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class AsyncSave:
             step: Number of completed updates.
             group: All ranks.
             device: Device of collectives.
-            limit_s: Maximum time to write, and maximum time to commit.
+            limit_s: Maximum seconds to write, and maximum seconds to commit.
             write: Writes the file of this rank.
             commit: Commits the checkpoint. Called on the first rank.
             clean: Removes the directory of a failed save. Called on the first rank.
@@ -240,7 +244,7 @@ class AsyncSave:
         self._after_commit()
 
     def _fail(self) -> Outcome:
-        """Set `stop`, and return an outcome with the failure of the first rank that has one. A
+        """Set `stop`, and return an outcome with the failure of the first rank that failed. A
         failure because of non-finite values takes precedence."""
         failures = [
             (rank, failure)

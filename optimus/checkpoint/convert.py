@@ -57,7 +57,7 @@ def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
     source = Path(source)
     if not is_hf_directory(source):
         raise CheckpointError(
-            f"{source}: not a Hugging Face directory (config.json and safetensors)"
+            f'{source}: not a Hugging Face directory; it needs a config.json with "model_type"'
         )
     _check_links(source)
     config = read_hf_config(source)
@@ -89,7 +89,7 @@ def to_hf(source: str | os.PathLike, out: str | os.PathLike, dtype: str | None =
 
     Raises:
         CheckpointError: The checkpoint is damaged.
-        ConfigError: There is something at `out`.
+        ConfigError: `out` exists.
     """
     source, out = Path(source), Path(out)
     damaged: dict[Path, str] = {}
@@ -129,7 +129,8 @@ def _copy_sidecars(source: Path, target: Path) -> None:
     published. Therefore links to files outside `source` are refused.
 
     Raises:
-        CheckpointError: A file is such a link, or is not of the type that its name implies.
+        CheckpointError: A file is a link to a file outside `source`, is too large, or does not have
+            the type that its name implies.
     """
     _resolve_inside(source / TEMPLATES, source)
     copied_bytes = 0
@@ -200,12 +201,12 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
 
 
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text of a model; () if no source has one.
+    """Return the ids of the tokens that end a text of a model; () if they are unknown.
 
-    The first id ended each document of the training data. It comes from the manifest. For a
-    checkpoint of an earlier version, it comes from the data set, if that still exists with the same
-    tokenizer. A converted Hugging Face directory has no such id. The ids of `model.eos_token_ids`
-    follow. If these sources have no id, the id comes from the tokenizer files.
+    The first id is the end token of the training documents, from the manifest. The manifest of an
+    earlier version lacks this id, which then comes from the data set, if the data set still exists
+    with the same tokenizer. For a converted Hugging Face directory, it is unknown. The ids of
+    `model.eos_token_ids` follow. Without any of these ids, the tokenizer files provide an id.
 
     Args:
         path: A checkpoint or a Hugging Face directory.
@@ -236,8 +237,8 @@ def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
 def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
     """Return the id of the end token of the data set that a checkpoint was trained on.
 
-    It is the first data set in the checkpoint's configuration that has the checkpoint's tokenizer.
-    The result is None if there is none, or if a data set before it cannot be read.
+    Use the first data set in the checkpoint's configuration that has the checkpoint's tokenizer.
+    Return None if no data set has this tokenizer, or if an earlier data set cannot be read.
     """
     try:
         data = load_saved_config(path / CONFIG).data
@@ -251,8 +252,8 @@ def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
 
 
 def _eos_of_tokenizer(file: Path) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names. If it names none, return the
-    id of a usual name of end tokens in the vocabulary; None if there is none."""
+    """Return the id of the end token that tokenizer_config.json names. If the file names no end
+    token, return the result of `eos_from_names`. Return None for an unknown or missing token."""
     try:
         named = _read_object(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
@@ -262,8 +263,8 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
-    """Add the tokenizer and generation configurations if a Hugging Face directory lacks them. If
-    it has them, replace tokens in them that are outside the vocabulary.
+    """Add the tokenizer and generation configurations that a Hugging Face directory lacks. In the
+    existing configurations, replace tokens that are outside the vocabulary.
 
     Args:
         directory: A directory with config.json and a tokenizer.
@@ -306,9 +307,11 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
 
 
 def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
-    """Replace the special tokens in tokenizer_config.json or generation_config.json that are not in
-    the model's vocabulary: the padding token by the end token, others by null. Returns a line for
-    each."""
+    """Replace special tokens outside the model's vocabulary in a configuration of the tokenizer or
+    of generation. The padding token becomes the end token, other tokens become null.
+
+    Returns a warning for each replaced token.
+    """
     fields, file = _read_object(path), tokenizer_path(path.parent)
     tokenizer = TextTokenizer(file) if file.is_file() else None
     suffix = "_token_id" if path.name == GENERATION_CONFIG else "_token"

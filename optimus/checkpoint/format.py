@@ -56,7 +56,7 @@ FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
 """The key of `settings` with the token that ends each document of the run's data."""
 _BLOCKS_A_TASK = 16
-"""Number of blocks that a thread verifies after it has opened a shard file: 64 MiB."""
+"""Number of blocks (4 MiB each) that a thread verifies each time it opens a shard file."""
 _READ_SETTINGS = {
     **dict.fromkeys((f"parallel.{axis}" for axis in AXES), int),
     **dict.fromkeys(("train.batch_tokens", "train.seq_len", "train.max_steps"), int),
@@ -72,8 +72,8 @@ _MOST_RANKS = 1 << 22
 _MANIFEST_BYTES = 4 << 20
 """Maximum size of a manifest. Saves write a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
-"""Maximum size of a file that is neither weights nor an index, and of an index. The second is 40
-times the size of an index with 400,000 slices."""
+"""Maximum bytes of a sidecar or configuration file, and maximum bytes of the index: 40 times an
+index with 400,000 slices."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
@@ -103,8 +103,8 @@ class FileEntry:
 
 
 class _Fields(BaseModel):
-    """The types and ranges of the fields of manifest.json. A file with a valid hash may have
-    invalid fields."""
+    """The types and ranges of the fields of manifest.json. The hash detects damage, but not an
+    invalid value that a program wrote."""
 
     kind: Literal["full", "model"]
     step: _Int
@@ -272,7 +272,9 @@ class Manifest:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if index.step != self.step:
-            raise CheckpointError(f"{self.path}: its index has another step, {index.step}")
+            raise CheckpointError(
+                f"{self.path}: {INDEX} has step {index.step}, but {MANIFEST} has step {self.step}"
+            )
         return index
 
     def index_bytes(self) -> bytes:
@@ -280,7 +282,7 @@ class Manifest:
         for entry in self.files:
             if entry.name == INDEX:
                 return _read_checked(self.path / INDEX, entry, wanted=True)
-        raise CheckpointError(f"{self.path}: its manifest lists no {INDEX} of its states")
+        raise CheckpointError(f"{self.path}: {MANIFEST} does not list {INDEX}")
 
 
 def _problem(check: Callable[[], object]) -> str:
@@ -380,7 +382,7 @@ def _check_dependent(fields: _Fields) -> None:
     """Check conditions on several fields or entries. Raises ValueError."""
     names = {entry.name for entry in fields.files}
     if len(names) != len(fields.files):
-        raise ValueError("files lists a name twice")
+        raise ValueError('the key "files" lists a name twice')
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
             raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} has a wrong type")
@@ -394,20 +396,25 @@ def _check_dependent(fields: _Fields) -> None:
         )
     # The files must include those that every save of the kind writes.
     if fields.kind == "full" and INDEX not in names:
-        raise ValueError(f"files lists no {INDEX}, which every full checkpoint has")
+        raise ValueError(f'the key "files" lacks {INDEX}, which every full checkpoint has')
     if fields.kind == "model" and INDEX in names:
-        raise ValueError(f"files lists {INDEX}, which no model-only checkpoint has")
+        raise ValueError(f'the key "files" lists {INDEX}, which no model-only checkpoint has')
     if fields.kind == "model" and names.isdisjoint((tensor_file.MODEL, tensor_file.INDEX)):
-        raise ValueError(f"files lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}")
+        raise ValueError(
+            f'the key "files" lists neither {tensor_file.MODEL} nor {tensor_file.INDEX}'
+        )
     if names.isdisjoint(_CONFIGS):
-        raise ValueError(f"files lists neither {' nor '.join(_CONFIGS)}")
+        raise ValueError(f'the key "files" lists neither {_CONFIGS[0]} nor {_CONFIGS[1]}')
     for entry in fields.files:
         most = _INDEX_BYTES if entry.name == INDEX else _SIDECAR_BYTES
         if entry.size > most and not entry.name.endswith(".safetensors"):
             raise ValueError(f"files: {entry.name} is larger than {most:,} bytes")
     scale, ranks = fields.loss_scale, fields.ranks
     if scale is not None and scale.keys() != {"scale", "good_steps", "skipped"}:
-        raise ValueError(f"loss_scale lacks fields: it has {', '.join(scale) or 'none'}")
+        raise ValueError(
+            'the key "loss_scale" needs scale, good_steps and skipped, but has '
+            f"{', '.join(scale) or 'none'}"
+        )
     if ranks is None:
         return
     sizes = [ranks.get(axis, 1) for axis in AXES]

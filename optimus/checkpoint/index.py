@@ -40,9 +40,9 @@ KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
 """Names of the states of an element, one tuple for each supported optimizer: the master weight,
 then the moments. The columns of the index have the same order."""
 _MOST = 1 << 56
-"""Maximum number of elements or bytes: int64 can count their bits."""
+"""Limit of a number of elements or bytes. The number of bits still fits into int64."""
 _MOST_BLOCK_BYTES = 64 << 20
-"""Maximum block size, the memory that a reader allocates. Saves write blocks of 4 MiB."""
+"""Maximum bytes of a block, for which a reader allocates memory. Saves write blocks of 4 MiB."""
 _INTEGERS = re.compile("[-0-9,]+")
 _MOST_DIMS, _MOST_CELLS, _MOST_NAME_CHARS = 8, 1 << 24, 500
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError)
@@ -53,10 +53,11 @@ class ShardReport(NamedTuple):
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
-    """Names and boxes of the parameters in the file, without duplicates."""
+    """(name, box) pairs of the parameters in the file, without duplicates. A box is the index
+    ranges of every dim that a rank has of a parameter."""
     rows: list[tuple[int, ...]]
-    """A row for each slice of a parameter: number in `boxes`, start and stop of the elements in the
-    box, and for each state the byte offset in the file (-1: not stored)."""
+    """A row for each slice of a parameter: index of its (name, box) pair in `boxes`, start and stop
+    in the flattened box, and for each state the byte offset in the file (-1: not stored)."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,10 @@ class Index:
         if (offsets[:, 0] < 0).any() or (
             (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
         ).any():
-            raise ValueError(f"a row lacks some of {', '.join(self.states)}")
+            raise ValueError(
+                f"a row needs the offset of {self.states[0]}, and all or none of the offsets of "
+                f"{', '.join(self.states[1:])}"
+            )
         full = offsets[(offsets >= 0).all(1)]
         if (full[:, 1:] <= full[:, :-1]).any():  # a writer writes state by state
             raise ValueError(f"the states of a row are not in the order {', '.join(self.states)}")
@@ -134,12 +138,12 @@ class Index:
         return numpy.array([shard.size for shard in self.shards], dtype=numpy.int64)
 
     def check_rows(self, frozen: Sequence[str] = ()) -> None:
-        """Check the rows of all parameters together, for three conditions.
+        """Check three conditions for the rows of all parameters together.
 
-        Every parameter has all its elements and all states, but without moments if a pattern of
-        `frozen` matches its name. No two rows have the same bytes, and together they have all bytes
-        of the shard files except headers and padding. Neighboring rows of a shard file have the
-        same distance in bytes between two states.
+        - The rows of a parameter contain all elements and all states. Only parameters that match a
+          pattern of `frozen` may lack moments.
+        - Each byte of the shard files, except headers and padding, belongs to exactly one row.
+        - The distances in bytes between states are the same in neighboring rows of a shard file.
 
         Args:
             frozen: `optim.frozen` of the run.
@@ -256,7 +260,7 @@ def decode(data: bytes) -> Index:
         shapes = {name: tuple(shape) for name, shape in raw["shapes"].items()}
         _check_head(raw, shards, shapes)
         if by_name.keys() != shapes.keys() or len(lines) != len(shapes):
-            raise ValueError("it does not have exactly one line for each shape")
+            raise ValueError('must have exactly one line for each parameter in "shapes"')
         sizes = raw["step"], raw["block_bytes"]
         return Index(raw["generation"], *sizes, tuple(raw["states"]), shards, shapes, by_name)
     except (*_UNREADABLE, AttributeError) as error:
@@ -315,7 +319,7 @@ def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
     element of a parameter of this shape is in exactly one box."""
     for box in boxes:
         if len(box) != len(shape):
-            raise ValueError(f"a box of {len(box)} dims, where the shape has {len(shape)}")
+            raise ValueError(f"a box has {len(box)} dims, but the parameter has {len(shape)}")
         for dim, size in zip(box, shape, strict=True):
             ends = [end for interval in dim for end in interval]
             if not ends or not all(type(end) is int for end in ends):
@@ -325,7 +329,7 @@ def _box_sizes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> numpy.ndarray:
                 raise ValueError("a box is not inside the shape of the parameter")
     sizes = [math.prod(sum(b - a for a, b in dim) for dim in box) for box in boxes]
     if sum(sizes) != math.prod(shape) or (len(boxes) > 1 and _overlap(boxes, shape)):
-        raise ValueError("its boxes omit elements or contain some twice")
+        raise ValueError("the boxes do not contain every element exactly once")
     return numpy.array(sizes, dtype=numpy.int64)
 
 
@@ -337,7 +341,7 @@ def _overlap(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
         for dim, size in enumerate(shape)
     ]
     if math.prod(map(len, cuts)) > _MOST_CELLS:
-        raise ValueError("its boxes have too many boundaries")
+        raise ValueError("the boxes have more boundaries than any layout produces")
     number = [{cut: n for n, cut in enumerate(dim)} for dim in cuts]
     covered = numpy.zeros([len(dim) - 1 for dim in cuts], dtype=bool)
     for box in boxes:

@@ -62,9 +62,10 @@ def find(path: str | os.PathLike) -> list[Path]:
 def describe(path: Path) -> dict[str, Any]:
     """Return a description of a checkpoint. Of large files, only the sizes and headers are checked.
 
-    `state` is "valid", "damaged" or "unsealed" (the save has not committed the directory), and
-    `problem` has the reason. Unknown values are None. `bytes` is the size of the directory, and
-    `bytes_per_param` is `bytes` divided by the number of parameters.
+    `state` is "valid", "damaged" or "unsealed" (an unfinished save or removal). `problem` describes
+    the damage or the unfinished action, and is "" for a valid checkpoint. Unknown values are None.
+    `bytes` is the size of the directory, and `bytes_per_param` is `bytes` divided by the number of
+    parameters.
     """
     about: dict[str, Any] = {
         "name": path.name,
@@ -213,8 +214,8 @@ def verify(path: str | os.PathLike, threads: int = 0) -> dict[str, Any]:
     if not paths:
         find(path)
         raise CheckpointError(
-            f"{path}: nothing to verify: it has only unfinished saves or checkpoints in "
-            f"{QUARANTINE}/; give the path of a checkpoint in {QUARANTINE}/ to verify it"
+            f"{path}: nothing to verify, since the run has only unfinished saves or checkpoints in "
+            f"{QUARANTINE}/; to verify a checkpoint in {QUARANTINE}/, give its path"
         )
     results = [(checkpoint, _verify_path(checkpoint, threads)) for checkpoint in paths]
     checked = [result for checkpoint, result in results if checkpoint.is_dir()]  # not removed
@@ -249,9 +250,10 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
         path: A checkpoint, or a run directory for its newest valid full checkpoint.
 
     Returns:
-        The keys of `describe`, and `files` (bytes by name), `settings`, `loss_scale` and `mesh`.
-        For a valid checkpoint with shard files also `tensors`, `scatter` and `writers`, which has
-        the number of shard files and the keys of `balance`.
+        The keys of `describe`, and `files` (bytes by name), `settings`, `loss_scale`, `mesh` and
+        `writers`. For a valid checkpoint with shard files, `tensors` and `scatter` are added, and
+        `writers` contains the number of shard files and the keys of `balance`; otherwise, `writers`
+        is None.
 
     Raises:
         CheckpointError: There is no valid checkpoint.
@@ -281,8 +283,8 @@ def show(path: str | os.PathLike) -> dict[str, Any]:
 def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any]:
     """Return how evenly the bytes of the shard files are distributed over ranks and over nodes.
 
-    The measure is the ratio of maximum to mean. Since pipeline stages have different parameters, it
-    is computed for each stage, and the result is the greatest ratio of all stages.
+    The measure is the ratio of maximum to mean. Each pipeline stage has a separate ratio, since the
+    stages have different parameters. The result contains the greatest ratio of all stages.
 
     Args:
         sizes: Bytes of the shard files, by rank.

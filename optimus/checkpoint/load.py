@@ -1,10 +1,10 @@
 """Loading of full checkpoints: ranks with the same states read a share each and exchange them.
 
 If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
-place, by `checkpoint.distribute`. With `broadcast`, each rank in turn sends its share, one mesh
-axis after the other. With `all_reduce`, each rank sets the rest of the shard to zero, and an
-all-reduce adds the shards as integers, which changes no bits. Pipeline stages that have the same
-parameter exchange it in stripes. Only this exchange allocates memory, for one stripe.
+place, by the collective that `checkpoint.distribute` selects. With `broadcast`, each rank in turn
+sends its share, one mesh axis after the other. With `all_reduce`, each rank sets the other shares
+of its shard to zero, and an all-reduce adds the shards as integers, which changes no bits. Pipeline
+stages that have the same parameter exchange it in stripes, with additional memory for one stripe.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
         for (state, state_slice), host in zip(batch, hosts, strict=True):
             if nonfinite := find_nonfinite(host.numpy(), state_slice):
                 raise CheckpointError(
-                    f"{manifest.path}: {state} of {nonfinite}; the hash matches, so the save wrote "
-                    "this value"
+                    f"{manifest.path}: {state} of {nonfinite}; the save wrote this value, since "
+                    "the hash matches; use an older checkpoint"
                 )
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
@@ -297,7 +297,7 @@ def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> No
     """Copy integers of the first rank to all ranks. A collective of `group`.
 
     Args:
-        tensor: Integers. With `all_reduce`, those of other ranks must be zero.
+        tensor: Integers. With `all_reduce`, the tensors of all other ranks must be zero.
         group: The ranks.
         method: `checkpoint.distribute`.
     """
@@ -308,6 +308,6 @@ def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> No
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """Return a view as integers, so that adding zeros changes no bits. (gloo cannot add integers of
-    two bytes.)"""
+    """Return a view as integers, so that adding zeros changes no bits. Two-byte elements are viewed
+    as bytes, since gloo cannot add two-byte integers."""
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)

@@ -218,7 +218,7 @@ class Generation(NamedTuple):
 
 
 class Saver(ABC):
-    """Saves checkpoints of one kind, one at a time. The sizes of the states do not change."""
+    """Saves checkpoints of one kind, one at a time. The states have the same sizes in all saves."""
 
     bytes: int
     """Total size of the files that the ranks write."""
@@ -280,8 +280,8 @@ class Saver(ABC):
             write_sidecars: Writes further files to a directory. Called on the first rank.
             after_commit: Called on the first rank after the commit.
             clean: Removes the directory of a failed save. Called on the first rank.
-            reserve: Returns the bytes that another save will still write. The disk must have space
-                for both.
+            reserve: Returns the number of bytes that another unfinished save may still write. The
+                disk must have space for both saves.
             step: Number of completed updates.
             facts: Other fields of the manifest.
 
@@ -434,10 +434,11 @@ class FullSaver(Saver):
             values = numpy.frombuffer(content, dtype=numpy.float32)
             if nonfinite := find_nonfinite(values, state_slice):
                 raise NonFiniteError(
-                    f"non-finite values on rank {rank} ({socket.gethostname()}) in the copy of the "
-                    f"states of step {step} in host memory: {state} of {nonfinite}; no checkpoint "
-                    "contains them; check the host's memory, and give the same command again to "
-                    "resume from the newest checkpoint, or from the start if there is none"
+                    f"non-finite values on rank {rank} ({socket.gethostname()}): after the copy of "
+                    f"the states of step {step} to host memory, {state} of {nonfinite}; no "
+                    "checkpoint contains non-finite values; check the host's memory, and give the "
+                    "same command again to resume from the newest checkpoint, or from the start if "
+                    "there is none"
                 )
             return content
 

@@ -101,7 +101,7 @@ class Stop:
         return self._set
 
     def claim(self) -> bool:
-        """Refuse later requests. Return False if the stop was requested before."""
+        """Refuse all later calls of `set`. Return False if `set` came first."""
         with self._lock:
             self._claimed = not self._set
             return self._claimed
@@ -173,10 +173,10 @@ def aligned(size: int) -> int:
 
 
 class _BlockQueue:
-    """Buffers that a thread writes in the order of `submit`, while the caller fills the next one.
+    """A thread that writes buffers in the order of `submit` while the caller fills the next buffer.
 
     An error of a write is raised by a later call, at the latest by `finish`. After an error,
-    nothing more is written. `close` ends the thread in any case.
+    nothing more is written. `close` ends the thread, also after an error.
     """
 
     def __init__(self, block_bytes: int, write: Callable[[memoryview], None]) -> None:
@@ -233,8 +233,8 @@ class ShardWriter(files.Closing):
     """Writes a shard file with two buffers: the caller fills and hashes one while a thread writes
     the other.
 
-    If the file system supports it, writes bypass the page cache. The cache would require another
-    copy, and memory that other programs need. A later check would read the cache, not the disk.
+    If the file system supports it, writes bypass the page cache. The page cache would take memory
+    and a further copy, and a check after the save would read the page cache instead of the disk.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class ShardReader(files.Closing):
         try:
             size = os.fstat(self._fd).st_size
             if size != shard.size:
-                raise CheckpointError(f"{self.path}: {size} bytes, not {shard.size} as written")
+                raise CheckpointError(f"{self.path}: {size} bytes, but the index says {shard.size}")
             content = bytearray(HEADER_BYTES)
             self._read(memoryview(content), 0)
             if content != header(identity, size):

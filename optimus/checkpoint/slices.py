@@ -5,9 +5,9 @@ The vocabulary of this package. Lengths and offsets are in elements.
 - A box is the set of elements that a rank has of a parameter: index ranges of every dim.
 - A `ParamSlice` is a range of a flattened box. It is independent of ranks and layouts.
 - A `ChunkShard` is the shard of a chunk that a rank has. Several ranks may have the same shard.
-- A `StateSlice` is a contiguous range of a shard, and so a sequence of slices of parameters. It
+- A `StateSlice` is a contiguous range of a shard, which contains slices of several parameters. It
   applies to the master weights and the moments of the shard.
-- A `Share` is one of n equal shares of a shard, if n ranks have the same shard.
+- A `Share` is the 1/n of a shard that a rank reads or writes, if n ranks have the same shard.
 - `StoredParam` lists the slices of a parameter in the files of a checkpoint.
 
 All functions are pure: they compute from coordinates of ranks and from index ranges alone.
@@ -79,7 +79,7 @@ class ChunkShard(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One of `count` shares of about equal size."""
+    """Share number `index` of a shard that is divided into `count` shares of about equal size."""
 
     index: int  # type: ignore[assignment]  # hides a method of tuple that is not used
     count: int  # type: ignore[assignment]  # the same
@@ -145,10 +145,10 @@ def slices_to_write(
         boxes: The boxes of the rank's parameters, by name.
         mesh: The mesh of all ranks.
         coordinate: The rank's coordinate.
-        scatter: `balanced`: all ranks that have a copy of a shard write equal shares of it, and the
-            stages that have a parameter write stripes of it in turn. `paper`: one rank writes a
-            whole shard: for model-parallel shard m, the rank with data-parallel index m mod dp. The
-            first stage that has a parameter writes it.
+        scatter: With `balanced`, all ranks that have a copy of a shard write equal shares of it,
+            and the pipeline stages that have a parameter write stripes of it in turn. With `paper`,
+            the rank with data-parallel index m mod dp writes the whole model-parallel shard m, and
+            only the first stage that has a parameter writes it.
         turns: For each parameter that several pipeline stages have, the index of this rank's stage
             among these stages, and their number.
     """
@@ -287,7 +287,7 @@ class StoredParam:
         """
         start = self.rows[ranges[:, 0], 4 + state]
         if (start < 0).any():
-            raise CheckpointError(f"the index lacks a state of parameter {self.name}")
+            raise CheckpointError(f"the checkpoint lacks moments of parameter {self.name}")
         shard = self.rows[ranges[:, 0], 0]
         offset, target, length = (ranges[:, column] * itemsize for column in (1, 2, 3))
         return numpy.stack([shard, start + offset, target, length], 1)

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 KEPT_FULL = 2
 """Number of full checkpoints that retention keeps."""
 QUARANTINE = "set-aside"
-"""Folder in `checkpoints/`. When a run starts, it moves the checkpoints that do not precede its
-start to this folder. Nothing removes them."""
+"""Folder in `checkpoints/`. At its start, a run moves to this folder the checkpoints from which it
+does not continue, such as those of later steps. No command removes them."""
 _REMOVED = "removed-"
 """Prefix of the temporary names of directories that are being removed. No save writes to them."""
 NOTHING: Mapping[Path, str] = MappingProxyType({})
@@ -89,7 +89,8 @@ def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int =
     Args:
         path: Directory of the committed checkpoint.
         needed_bytes: Size of the checkpoint.
-        reserved_bytes: Bytes that the full save of the same step still has to write.
+        reserved_bytes: Bytes that the full checkpoint of the same step, which is being saved, still
+            needs.
 
     Returns:
         The temporary directory, next to `path`.
@@ -134,7 +135,7 @@ def commit(
         path: Directory of the committed checkpoint.
         shards: Names of shard files. They are durable already, and the index describes them.
         entries: Entries of the manifest for other files that are durable already.
-        stop: Claimed before the rename, so that no stop can follow.
+        stop: Request to stop the save. Requests are refused as soon as the rename begins.
         facts: Fields of `Manifest` except `files` and `path`.
 
     Returns:
@@ -142,7 +143,7 @@ def commit(
 
     Raises:
         OptimusError: `stop` was set before the rename.
-        CheckpointError: There is something at `path`, or the files are not valid.
+        CheckpointError: `path` exists, or the files are not valid.
         OSError: A file cannot be read or written.
     """
     final = Path(path)
@@ -278,8 +279,8 @@ def decide_start(
         excluded: Checkpoints that proved to be damaged, with reasons.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or the run has saved full checkpoints and none
-            is valid. The user decides whether to start again.
+        CheckpointError: `load` does not name a valid checkpoint, or the run has saved full
+            checkpoints and none is valid. The user decides whether to start again.
     """
     if load == "none":
         return Start("none")
@@ -292,7 +293,7 @@ def decide_start(
         if text not in available:
             raise CheckpointError(
                 f"checkpoint.load = {load!r}: the run has no model-only checkpoint of this step; "
-                f"use one of its steps: {', '.join(available) or '(none)'}"
+                f"set a step with a model-only checkpoint: {', '.join(available) or '(none)'}"
             )
         model = read_manifest(model_path(run_dir, int(text)))
         model.check(weights=False)
@@ -357,9 +358,9 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
         other = f"resume with checkpoint.load=model@{_step_of(models[-1])}, or " if models else ""
         raise CheckpointError(
             f"{directory}: none of {counted(len(_of_kind(run_dir, 'step')), 'full checkpoint')} "
-            "is valid, but the run has saved at least one, as "
-            f"{newest.relative_to(directory)} shows; {other}start over with "
-            "checkpoint.load=none or in another train.run_dir, or move that checkpoint away"
+            "is valid, but the run has saved at least one full checkpoint, as "
+            f"{newest.relative_to(directory)} shows; {other}start over with checkpoint.load=none "
+            f"or in another train.run_dir, or move {newest.relative_to(directory)} away"
         )
 
 
@@ -401,21 +402,21 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
             files.commit(path, target)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; move it away "
-                "by hand, since it does not precede this start, and give the same command again"
+                f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; this run does not "
+                "continue from it, so move it away by hand, and give the same command again"
             ) from None
-        logger.info("moved %s to set-aside/: it does not precede this start", path.name)
+        logger.info("moved %s to set-aside/: this run does not continue from it", path.name)
     files.fsync_dir(directory)
 
 
 def remove_old(
     run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0
 ) -> dict[Path, str]:
-    """Remove the checkpoints that retention does not keep, and the rest of earlier failed removals.
+    """Remove the checkpoints that retention does not keep, and the remains of failed removals.
 
-    Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` models (0: all)
-    and the models of steps that are multiples of `keep_every` (0: none of those). A failed removal
-    does not prevent the others.
+    Retention keeps the newest KEPT_FULL full checkpoints, the newest `keep_models` models (0: all
+    models), and the models of steps that are multiples of `keep_every` (0: no further models). A
+    failed removal does not prevent the others.
 
     Returns:
         The reason for each path that cannot be removed.

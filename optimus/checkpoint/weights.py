@@ -61,7 +61,7 @@ CONFIG = "config.toml"
 DTYPE = torch.bfloat16
 """Type of the weights in model-only checkpoints."""
 _OPEN_FILES = 32
-"""Shard files that are open at once, each with a block of 4 MiB."""
+"""Maximum number of open shard files. Each may keep a block of 4 MiB in memory."""
 _BLOCK_BYTES = 4 << 20
 
 
@@ -96,8 +96,8 @@ def check_weights(config: ModelConfig, path: Path) -> None:
     if difference := config.first_difference(model_config_of(path, compare_counts=False)):
         key, ours, theirs = difference
         raise CheckpointError(
-            f"model.{key} = {ours!r}, but the model at {path} has {theirs!r}; load it into the "
-            "configuration it was made with"
+            f"model.{key} = {ours!r}, but the model at {path} has {theirs!r}; set [model] to the "
+            "configuration of that model"
         )
     if is_hf_directory(path):
         check_hf_weights(config, path)
@@ -128,7 +128,7 @@ def check_weights(config: ModelConfig, path: Path) -> None:
 
 def check_content(manifest: Manifest) -> None:
     """Check that a checkpoint can be loaded: its configurations are readable and agree, and its
-    weights are the tensors of their model, with supported types. Reads no weights.
+    tensors have the names and shapes of the model and supported types. Reads no weights.
 
     Raises:
         CheckpointError, ConfigError: Names the file, and the first setting or tensor.
@@ -159,8 +159,8 @@ class Weights(files.Closing, ABC):
 
     The iteration yields (slice, values) for the elements of `slices`, in the order in which the
     files contain them. The values are 1-D on the host, in the stored dtype, and valid until the
-    next iteration. The iteration also compares checksums, the last one after the last slice, and
-    raises CheckpointError if one differs.
+    next iteration. The iteration also compares checksums, and raises CheckpointError if a checksum
+    differs. The last comparison follows the last slice.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -417,7 +417,7 @@ def _check_file(
     with open(path, "rb") as file:
         files.sync_to_disk(file.fileno())  # what all local ranks have written
         if (actual := os.fstat(file.fileno()).st_size) != size:
-            raise OptimusError(f"{path.name}: {actual} bytes, not {size} as written")
+            raise OptimusError(f"{path.name}: {actual} bytes, but the save planned {size}")
         has_header = file.read(len(header)) == header
         while block := file.read(_BLOCK_BYTES):
             if stop.is_set():

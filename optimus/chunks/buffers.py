@@ -1,9 +1,10 @@
-"""Flat buffers of model states: chunks, gradients of further uses, and frozen parameters.
+"""Flat buffers of model states: chunks, gradients of further uses of a parameter, and frozen
+parameters. A further use is, for example, that of a tied embedding in the output head.
 
 Parameters and gradients are views of flat buffers, and autograd saves such views. To free a buffer,
 its storage is resized to 0 bytes, but the storage object stays: when the storage has memory again,
-all views are valid. (To replace `.data` of the views instead would miss the views that autograd or
-a recomputation has saved.)
+all views are valid. An assignment to `.data` of the views would not reach the views that autograd
+or a recomputation has saved.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from optimus.chunks.layout import Chunk, ChunkLayout, Parameter, Slot, lay_out
 from optimus.distributed.collectives import ALONE, all_gather
 
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
-"""Kinds of states. "parameters" are in the training dtype; "gradients" are those of chunks and of
-shards; "deterministic" are the sums in microbatch order of deterministic mode; "tied" are gradients
-of further uses of parameters."""
+"""Kinds of states. "parameters" have the training dtype. "gradients" are the gradients of whole
+chunks and their sums in shards. "deterministic" are the sums in deterministic mode, which have the
+order of microbatches. "tied" are the gradients of further uses of parameters."""
 
 
 class StateTensor(NamedTuple):
@@ -208,8 +209,8 @@ class FurtherUse:
 
 
 class UseGradBuffer:
-    """Gradient of a further use of a parameter. It is reduced like that of a chunk without shards,
-    since every rank of the reduce group needs the whole sum."""
+    """Gradient of a further use of a parameter. It is reduced like the gradient of an unsharded
+    chunk, since every rank of the reduce group needs the whole sum."""
 
     def __init__(self, use: FurtherUse, groups: ParamProcessGroups, dtype: torch.dtype) -> None:
         self.use = use
@@ -237,7 +238,7 @@ class StateShard:
     """Index in the chunk of the shard's first element."""
     groups: ParamProcessGroups
     states: Mapping[str, Tensor]
-    """Flat [L / shards] by name: the memory that the optimizer updates."""
+    """Flat tensor [L / shards] of each state, by name. A load writes to these tensors."""
 
 
 class ShardSlice(NamedTuple):
@@ -323,7 +324,7 @@ class FrozenParams:
 
 
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
-    """Return the bytes of each of KINDS, their sum "total", and "padding", which is included in it.
+    """Return the bytes of each of KINDS, their sum "total", and the padding in this sum, "padding".
 
     Storage that several tensors share counts once, for the first tensor.
     """

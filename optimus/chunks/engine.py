@@ -52,11 +52,11 @@ class ChunkEngine:
         compiled: True if torch.compile will trace the module.
         overlap: True to reduce gradients during the last backward of a step.
         residency: Settings for gradients and parameters that are whole only while they are needed.
-            An engine with such buffers must be attached to the model before the first step.
+            If `residency` divides gradients or parameters, call `attach` before the first step.
 
     Raises:
         ConfigError: A parameter has no groups, or ranks that add up gradients have different
-            parameters. All ranks raise the same error for the latter.
+            parameters. If parameters differ, all ranks raise the same error.
     """
 
     def __init__(

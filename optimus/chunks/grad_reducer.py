@@ -65,8 +65,8 @@ class _ReduceOnce:
     """Adds up the gradients of microbatches locally, and reduces each buffer once per step. With
     `overlap`, backward continues during the reductions, and `finish` waits for the last of them.
 
-    A reduction needs additional memory only to convert to another dtype, or if a shard consists of
-    several pieces.
+    A reduction needs additional memory only to convert to another dtype, or if each rank of a
+    replica group first receives a piece of the shard.
     """
 
     def __init__(self, dtype: torch.dtype, overlap: bool) -> None:
@@ -132,10 +132,10 @@ class _ReducePerMicrobatch:
     1/n of the sum. After a reduction, `memory` frees the buffer until the next backward (ZeRO-2) or
     sets it to zero.
 
-    With `is_ordered`, microbatches are added in the order of their numbers, so that the bits do not
-    depend on the layout. Microbatch i of data rank d of w has the number i * w + d. Therefore every
-    rank receives the contributions of ranks 0 to w-1 after each backward, and adds them in this
-    order. Without `is_ordered`, the collective adds the contributions in `dtype`.
+    With `is_ordered`, microbatches are added in the order of their numbers, so that the bits of the
+    sum do not depend on the layout. Microbatch i of rank d of the w ranks has number i * w + d.
+    Therefore every rank receives the contributions of ranks 0 to w-1 after each backward, and adds
+    them in this order. Without `is_ordered`, the collective adds the contributions in `dtype`.
 
     A buffer to which only one rank adds is not reduced.
     """
@@ -245,8 +245,8 @@ class GradReducer:
         frees_buffers: bool,
     ) -> None:
         self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
-        """Called with each buffer before it is reduced, to search for a NaN: after the sum over
-        ranks, all of them have it."""
+        """Called with each buffer before it is reduced, to find the rank of a NaN. The reduction
+        copies a NaN to all ranks."""
         self._by_name: dict[str, tuple[ChunkState, Slot]] = {
             slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
         }
@@ -287,13 +287,14 @@ class GradReducer:
         self._add_bucket(buffer, {use.name: use.leaf})
 
     def attach(self, segments: Sequence[ModelSegment], early: bool) -> None:
-        """Free and allocate buffers as segments are used, if this reducer frees them.
+        """Register the buffers of each segment, so that they have memory only when it is needed. Do
+        nothing unless `frees_buffers`.
 
-        Before the backward of a segment, the gradients of all later segments are complete. With
-        `early`, buffers to which only later segments add are then reduced and freed, and the
-        buffers of the segment are allocated. Without `early`, the buffers of a stage have memory
-        from its backward to `reduce`. This is necessary if weight gradients are computed after the
-        backward of their segment, or if hooks cannot observe the uses.
+        With `early`, the buffers of a segment are allocated before its backward. At this time, the
+        gradients of all later segments are complete, so buffers to which only later segments add
+        are reduced and freed. Without `early`, the buffers of a stage have memory from its backward
+        to `reduce`. This is necessary if weight gradients are computed after the backward of their
+        segment, or if hooks cannot observe the uses.
 
         Args:
             segments: All segments in order of first use.
@@ -360,7 +361,7 @@ class GradReducer:
         self._in_step = True
 
     def before_backward(self, stage: int) -> None:
-        """Allocate the stage's buffers if they are freed, but not early. Call this before each
+        """Allocate the freed buffers of a stage, unless `attach` had `early`. Call this before each
         backward action (B, I or W) of the stage."""
         if not self._frees_early:
             for segment_stage, buffers in self._segments:

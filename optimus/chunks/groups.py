@@ -44,7 +44,8 @@ class ParamProcessGroups:
 
     @property
     def counts(self) -> bool:
-        """True if this rank's shard counts in the gradient norm. Of all copies, one counts."""
+        """True if this rank's shard counts in the gradient norm. Only the first copy of a shard
+        counts."""
         return self.is_first_copy and not self.is_later_copy
 
     @property
@@ -68,8 +69,8 @@ def groups_of_params(
         groups = groups_of(name)
         if groups is None:
             raise ConfigError(
-                f"parameter {name} has no process groups, so it is unknown which ranks add up its "
-                "gradient and divide its optimizer states; give it a placement"
+                f"parameter {name} has no process groups, which add up its gradient and divide its "
+                f"optimizer states; add {name} to the placements of the layout"
             )
         result[name] = groups
     return result
@@ -83,7 +84,7 @@ def check_same_params(
     """Check that the ranks of each reduce group have the same parameters in the same order.
 
     A collective of all ranks: they exchange a few hashes. Parameters on the meta device are not
-    checked, since a plan has no other ranks.
+    checked, since `optimus plan` computes in a single process.
 
     Raises:
         ConfigError: The ranks differ. The message, the same on all ranks, names the first
@@ -126,9 +127,9 @@ def _refuse(label: str, of_ranks: list[list[str] | None]) -> None:
             ours, theirs = (some[index : index + 1] for some in (reference, lines))
             if ours != theirs:
                 raise ConfigError(
-                    f"parameters differ: rank {first} has {ours[0] if ours else 'none'} where "
-                    f"rank {rank} has {theirs[0] if theirs else 'none'}, although these ranks "
-                    f"add up gradients ({label}); {remedy}",
+                    f"ranks {first} and {rank} add up gradients ({label}), but their parameters "
+                    f"differ: rank {first} has {ours[0] if ours else 'none'}, and rank {rank} has "
+                    f"{theirs[0] if theirs else 'none'}; {remedy}",
                 )
     raise ConfigError(
         f"parameter {reference[0]} exists on rank {first}, but not on all ranks that should add "

@@ -22,8 +22,8 @@ from functools import cached_property
 ALIGNMENT = 32
 """Elements in 64 bytes of a two-byte dtype."""
 MAX_WASTE = 0.01
-"""`best_length` compares the padding of lengths in units of a quarter of this share of the class's
-elements."""
+"""Fraction of the elements of a class. `best_length` rounds the padding down to multiples of a
+quarter of it."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
     """Return the length of the chunks of a class: a multiple of `reduce_size` * ALIGNMENT near
     `target` with the least padding.
 
-    In addition to `target`, this tries lengths that fit a run of consecutive parameters. The run
-    begins with one of the first parameters. Models repeat their layers, so a length that fits once
-    fits again.
+    In addition to `target`, this tries the total lengths of runs of consecutive parameters, which
+    begin with one of the first parameters. Models repeat their layers, so a length that fits a run
+    of parameters also fits the runs of later layers.
     """
     step = reduce_size * ALIGNMENT
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
@@ -168,16 +168,16 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
 
 
 _FIRSTS = 64
-"""Number of parameters with which a run in `best_length` may begin: those of several layers."""
+"""Number of first parameters with which `best_length` begins runs: those of several layers."""
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:
-    """Return the padding, in coarse units, of a class that is divided into chunks of `length`.
+    """Return the padding of a class that is divided into chunks of `length`, rounded down.
 
-    Lengths with about the same padding have the same result. `best_length` then selects the one
-    nearest to the target. `ends` contains, for each parameter, the sum of the padded sizes up to
-    its end. A binary search in `ends` finds the last parameter of a chunk, which is fast for models
-    of a thousand layers.
+    The unit is MAX_WASTE / 4 of the elements of the class. Lengths with about the same padding have
+    the same result, and `best_length` then selects the length nearest to the target. `ends`
+    contains, for each parameter, the sum of the padded sizes up to its end. A binary search in
+    `ends` finds the last parameter of a chunk, which is fast for models of a thousand layers.
     """
     total = start = 0
     while ends[-1] - start > length:

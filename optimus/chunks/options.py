@@ -65,7 +65,7 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
         if len(rest) == len(left):
             raise ConfigError(
                 f"{key} has no effect: optim.frozen or earlier groups match all of its parameters; "
-                "remove it, or put it first"
+                "remove this group, or change optim.frozen or the order of optim.groups"
             )
         left = rest
     if not trained:
@@ -80,5 +80,6 @@ def _matches(pattern: str, name: str) -> bool:
 
 @functools.lru_cache(maxsize=4 * MAX_PATTERNS)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern, cached: fnmatch may keep only 256 patterns."""
+    """Return the regular expression of a pattern. The cache of fnmatch may be too small for all
+    patterns: it may have only 256 entries."""
     return re.compile(fnmatch.translate(pattern))

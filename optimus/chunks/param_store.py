@@ -19,8 +19,9 @@ class ParamStore:
 
     With sharded chunks, a training step must use the model's segments in the order of `plan`.
     Outside of a step, the plan does not apply: the store assumes that another forward pass follows,
-    and frees first the chunk that is needed last. A use is a collective of the shard groups of the
-    chunks that it gathers, so all ranks of a shard group must use segments in the same order.
+    and first frees the chunk whose next use is the latest. A use is a collective of the shard
+    groups of the chunks that it gathers, so all ranks of a shard group must use segments in the
+    same order.
 
     Args:
         chunk_states: All chunks of this rank.
@@ -127,7 +128,7 @@ class ParamStore:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of chunks whose gather has not been waited for."""
+        """Number of chunks whose gather was started and has not been completed by a wait."""
         return len(self._in_flight)
 
     def _wait_for(self, numbers: Collection[int]) -> None:

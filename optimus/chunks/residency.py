@@ -3,8 +3,8 @@
 A training step uses the segments of a model (embedding, blocks, head) in an order that the pipeline
 schedule determines before the run: forward through the segments of a stage, backward in reverse. A
 chunk with sharded parameters is gathered before a use if it is not in the cache (the rCache of the
-Elixir papers). The cache has a fixed number of slots. If it is full, the chunk that is needed again
-last is freed. This rule (Belady 1966) minimises the gathers.
+Elixir papers). The cache has a fixed number of slots. If it is full, the chunk whose next use is
+the latest is freed. This rule (Belady 1966) minimises the number of gathers.
 
 Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks/test_residency.py):
 
@@ -15,8 +15,8 @@ Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks
     recomputed regions, B >= m                             2n - B
 
 Gathers begin early: as soon as slots are free, the gathers for the next use with missing chunks
-begin, but none for later uses. With B >= 2, gathers overlap with computation. Early gathers do not
-change the number of gathers.
+begin. The gathers for the uses after it do not begin yet. With B >= 2, gathers overlap with
+computation. Early gathers do not change the number of gathers.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class Use(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Actions for one use. First, the chunks `evict` are freed and `gather` are gathered. While the
-    segment computes, `evict_early` are freed, and gathers of `prefetch` begin."""
+    """Actions for one use. First, the chunks in `evict` are freed, and those in `gather` are
+    gathered. Then, for a later use, the chunks in `evict_early` are freed, and the gathers of those
+    in `prefetch` begin and overlap with the computation of the segment."""
 
     use: Use
     evict: tuple[int, ...] = ()
@@ -76,7 +77,7 @@ class Step(NamedTuple):
     evict_early: tuple[int, ...] = ()
     prefetch: tuple[int, ...] = ()
     resident: frozenset[int] = frozenset()
-    """Chunks in the cache while the segment computes, including those that are still gathered."""
+    """Chunks in the cache while the segment computes, including those of unfinished gathers."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ class Future:
 
 @dataclass
 class _Demand:
-    """Chunks that one use frees and gathers if no gather begins early. `dead` are not needed again.
-    `victims` are needed again, but are freed to make room for `missing`."""
+    """Chunks that are freed and gathered for a use, without early gathers. Those in `dead` have no
+    further use. Those in `victims` have a later use, but their slots are needed for `missing`."""
 
     dead: tuple[int, ...]
     missing: list[int]

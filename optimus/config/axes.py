@@ -18,7 +18,7 @@ class Axis(NamedTuple):
     ranks_have: Literal["other layers", "other data", "parts of the data", "the same data"]
     """Difference between the ranks along the axis.
 
-    "other layers": Each rank has different layers.
+    "other layers": Each rank computes different layers.
 
     "other data": Each rank reads different data.
 

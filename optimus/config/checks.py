@@ -1,4 +1,4 @@
-"""Checks of combinations of settings, which run when a configuration is loaded.
+"""Check combinations of settings when a configuration is loaded.
 
 Each error names the key, the value and the remedy. `optimus.train.resolve` checks settings that
 depend on the world size or on files.
@@ -27,7 +27,7 @@ from optimus.errors import ConfigError, counted, refuse_if
 
 _MAX_ELEMENTS = 1 << 56
 """Largest accepted number of elements of a tensor. Torch counts the bytes of a tensor in a signed
-64-bit integer."""
+64-bit integer, which would overflow at 2^60 elements of 8 bytes."""
 
 
 def check(config: Config) -> None:
@@ -187,7 +187,8 @@ def _compile(config: Config) -> None:
 
 
 _FEWEST_ROTATIONS = 1e-6
-"""Smallest `beta_fast` and `beta_slow` except 0. A far smaller number overflows in RoPE."""
+"""Smallest nonzero value of `beta_fast` and `beta_slow`. With a far smaller value, the computation
+of the RoPE frequencies would overflow."""
 
 
 def _rope(model: ModelConfig) -> None:
@@ -382,8 +383,8 @@ def _recompute(recompute: RecomputeConfig, model: ModelConfig) -> None:
     sparse = [name for name in modules if name in ("moe", "experts")]
     if sparse and model.architecture == "olmo":
         raise ConfigError(
-            f"recompute.modules names '{sparse[0]}': architecture 'olmo' has no experts; use "
-            f"'block', or leave '{sparse[0]}' out"
+            f"recompute.modules contains '{sparse[0]}', but architecture 'olmo' has no experts; "
+            f"use 'block', or leave '{sparse[0]}' out"
         )
 
 
@@ -411,8 +412,10 @@ def _offload(offload: OffloadConfig) -> None:
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """Return the divisor of `number` that is nearest to `near`; 1 if none differs from `near` by at
-    most 4,096."""
+    """Return the divisor of `number` that is nearest to `near`.
+
+    If `near` is less than `number` and no divisor is within 4,096 of `near`, return 1.
+    """
     near = min(near, number)
     # The distance is limited, because the numbers of a faulty configuration can be huge.
     candidates = (d for distance in range(4097) for d in (near - distance, near + distance))

@@ -22,11 +22,12 @@ from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
 _PLANNED_SECTIONS = ("resilience",)
-"""Names of sections that only later versions will have. The error for such a section says so."""
+"""Names of sections that this version does not support, but later versions will. An error message
+asks the user to remove such a section."""
 _MAX_FILES = 50
 """Maximum number of files of a configuration, including all `base` files."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
-"""Maximum size of a configuration file in bytes, and maximum number of dots in a line of it."""
+"""Maximum size of a configuration file in bytes, and maximum number of dots in each line."""
 
 SYNONYMS: dict[str, str] = {
     "model.num_layers": "n_layer n_layers num_hidden_layers layers depth",
@@ -130,8 +131,7 @@ def make_config(
     """Validate nested dicts of plain values and return the configuration.
 
     Args:
-        tree: Dict from the name of each section to a dict. This dict maps the section's keys to
-            their values.
+        tree: Dict of sections by name. Each section is a dict of values by key.
         source: Origin of the values for error messages, such as a file name.
         overridden: Key paths of the values from the command line, such as `["train", "seed"]`.
             Errors in these values name the command line instead of `source`.
@@ -194,14 +194,15 @@ def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) 
     path = path.resolve()
     if path in children:
         raise ConfigError(
-            f"{path}: the file inherits from itself; remove it from the key base of {children[-1]}"
+            f"{path}: the file inherits from itself; remove this file from the key 'base' in "
+            f"{children[-1]}"
         )
     # Without the cache, 25 files that each name the next file twice would take 2^25 reads.
     if path in trees:
         return copy.deepcopy(trees[path])
     if len(children) + len(trees) >= _MAX_FILES:
         raise ConfigError(
-            f"{path}: inheritance by base leads to more than {_MAX_FILES} files; merge some of them"
+            f"{path}: the key 'base' leads to more than {_MAX_FILES} files; merge some of them"
         )
     tables = _read_toml(path)
     bases = tables.pop("base", [])
@@ -226,7 +227,9 @@ def _read_toml(path: Path) -> Tree:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: no such configuration file{hint}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a TOML file") from None
+        raise ConfigError(
+            f"{path}: {error.strerror}; give the path of a readable TOML file"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path}: not readable as TOML: {one_line(error)}") from None
 
@@ -342,8 +345,8 @@ def _hint(location: Sequence[str], value: Any) -> str:
 def _synonymous(wrong: str, section: str) -> list[str]:
     """Return the settings whose name is `wrong` or, if there are none, whose synonym is `wrong`.
 
-    If some of these settings are in `section`, only they are returned. Each setting is returned
-    with its section, such as `optim.lr`.
+    If `section` contains some of these settings, leave out the settings of other sections. Each
+    setting is returned with its section, such as `optim.lr`.
     """
     wrong = wrong.lower().replace("-", "_")
     same = [

@@ -22,7 +22,8 @@ apply to patterns from a checkpoint, which may be untrusted."""
 
 
 def _experts(value: Any) -> Any:
-    """Validate `model.num_experts` and convert a list to a tuple. Raises ValueError."""
+    """Validate `model.num_experts` and convert a list to a tuple. Raises ValueError if a number is
+    not a whole number >= 0."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("must be a whole number >= 0, or a list with such a number for each layer")
@@ -51,8 +52,8 @@ class RopeScaling(Section):
 
     type: Literal["linear", "dynamic", "llama3", "yarn"]
     """Method. `linear`: divide all frequencies by `factor`. `llama3`, `yarn`: divide low
-    frequencies, with a gradual transition to unchanged high frequencies. `dynamic`: increase the
-    base for sequences longer than max_position_embeddings."""
+    frequencies, with a gradual transition to unchanged high frequencies. `dynamic`: increase
+    rope_theta for sequences longer than max_position_embeddings."""
     factor: Annotated[float, Field(gt=0)]
     """Ratio of the extended context length to the original context length."""
     original_max_position_embeddings: CountOrZero = 0
@@ -70,8 +71,8 @@ class RopeScaling(Section):
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context. The value 0 means the usual number, 1."""
     truncate: bool = True
-    """yarn: round the limits of the transition from unchanged to divided frequencies to integer
-    indices. The lower limit is rounded down, the upper limit up."""
+    """yarn: round the first and the last frequency index of the transition from unchanged to
+    divided frequencies to integers. The first index is rounded down, the last index up."""
     attention_factor: NonNegative = 0.0
     """yarn: factor by which the rotated queries and keys are multiplied; 0: a factor derived from
     `factor`, `mscale` and `mscale_all_dim`."""
@@ -117,8 +118,8 @@ FREE_IN_LOGITS = {
     "aux_loss_form",
     "max_position_embeddings",
 }
-"""Settings that do not change the logits of a model with given weights. The one exception is
-`max_position_embeddings`, which changes them if the rotary embedding has dynamic scaling."""
+"""Settings that do not change the logits of a model with given weights, except
+`max_position_embeddings` if the rotary embedding has dynamic scaling."""
 
 
 class ModelConfig(Section):
@@ -184,9 +185,9 @@ class ModelConfig(Section):
     z_loss_coef: NonNegative = 0.001
     """Coefficient of the router z-loss in the training objective."""
     aux_loss_form: Literal["olmo", "hf"] = "olmo"
-    """Form of the load-balancing loss. `olmo`: the loss is computed per layer and averaged over
-    layers. A balanced load gives 1. `hf`: the loss is computed once from the tokens of
-    all layers, for comparison with transformers."""
+    """Form of the load-balancing loss. `olmo`: mean of the losses of the layers; it is 1 if the
+    load is balanced. `hf`: a single loss from the expert choices and router probabilities of all
+    layers together, for comparison with transformers."""
 
     @property
     def head_size(self) -> int:
@@ -217,8 +218,8 @@ class ModelConfig(Section):
 
     @property
     def experts(self) -> int:
-        """Number of experts (E) of one layer. The object must be the configuration of one layer, as
-        returned by the method `layer`."""
+        """Number of experts (E) of a layer. Call this only on the configuration of a single layer,
+        as returned by the method `layer`."""
         assert isinstance(self.num_experts, int)
         return self.num_experts
 
@@ -235,8 +236,8 @@ class ModelConfig(Section):
     def setting(self, key: str) -> object:
         """Return the value of setting `key`. If 0 means a derived value, return the derived value.
 
-        `num_experts` is one number if it is the same in all layers, else a list with one number per
-        layer.
+        For `num_experts`, return a number if all layers have the same number of experts, else a
+        list with the number of each layer.
         """
         if key == "num_key_value_heads":
             return self.num_kv_heads
@@ -279,11 +280,12 @@ class DataConfig(Section):
     path: str = ""
     """Directory of the training data set."""
     mix: Annotated[tuple[MixSource, ...], Field(strict=False)] = ()
-    """Data sets to mix by weight, instead of `path`. The shares are exact, and each data set has
-    its own epochs."""
+    """Data sets to mix, instead of `path`. Each data set contributes instances exactly in
+    proportion to its weight, and starts its next epoch when its instances are used up."""
     eval_path: str = ""
-    """Directory of the held-out data set; empty: the folder eval in `path`, if it exists. With
-    `mix`, empty means a mix of the eval folders with the same weights, if all of them exist."""
+    """Directory of the held-out data set; empty: the folder `eval` in `path`, if it exists. With
+    `mix`, empty means a mix of the `eval` folders of the data sets, with the weights in `mix`, if
+    all these folders exist."""
     document_mask: bool = False
     """Restrict the attention of each token to its own document, in training and evaluation."""
 
@@ -396,9 +398,9 @@ class OptimConfig(Section):
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of all parameters, unless `groups` sets another value."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
-    """Weight decay and learning rate of parameters that are selected by name. Names are those in a
-    checkpoint's model.safetensors. The first matching group applies. A pattern that matches no
-    parameter is an error."""
+    """Weight decay and learning rate of parameters that are selected by name. The name of a
+    parameter is its tensor name in a checkpoint's model.safetensors. The first group that matches a
+    parameter applies. A pattern that matches no parameter is an error."""
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Glob patterns of the names of parameters that are not trained. Such parameters have neither
     gradients nor optimizer states."""
@@ -407,8 +409,8 @@ class OptimConfig(Section):
     clip_after_warmup: bool = False
     """Clip gradients only after the warm-up, as in the Optimus paper."""
     sharding: Literal["none", "so", "epso"] = "none"
-    """Axes over which optimizer states are sharded. `none`: not sharded. `so`: dp. `epso`: dp for
-    experts, dp and ep for all other parameters."""
+    """Axes over which optimizer states are sharded. `none`: no sharding. `so`: over dp. `epso`:
+    states of experts over dp, states of all other parameters over dp and ep."""
     resident: Literal["all", "parameters", "cache"] = "all"
     """Model states that each rank keeps unsharded. `all`: parameters and gradients (ZeRO-1).
     `parameters`: only parameters (ZeRO-2). `cache`: neither; parameters are gathered when they are
@@ -422,14 +424,15 @@ class OptimConfig(Section):
     """Dtype of gradients in the reduction over ranks."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which a rank sums the gradients of its microbatches. `bf16`, as in the Optimus
-    paper, takes half the memory of `fp32` but rounds each sum. It needs train.dtype = "bf16"."""
+    paper, takes half the memory of `fp32` but rounds each sum. `bf16` needs
+    train.dtype = "bf16"."""
     overlap: bool = True
     """Overlap the reduction of gradients with backward, and the gather of updated parameters with
     the next forward. In deterministic mode, only the gather overlaps. Results do not change."""
     loss_scale: NonNegative = 0.0
     """fp16: initial loss scale, a power of two; 0: 65536 times the number of microbatches, rounded
-    up. If a gradient overflows, all ranks skip the update and halve the loss scale. An overflow at
-    `min_loss_scale` ends the run."""
+    up to a power of two. If a gradient overflows, all ranks skip the update and halve the loss
+    scale. An overflow at `min_loss_scale` ends the run."""
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
     """fp16: minimum loss scale, a power of two."""
     loss_scale_growth_steps: Count = 1000
@@ -497,8 +500,8 @@ class CheckpointConfig(Section):
     """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
     save after the last update always ends the run with this status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of settings, such as `optim.weight_decay`, that a resumed run may change. If such a
-    setting is not listed here, a change of it is an error."""
+    """Names of settings, such as `optim.weight_decay`, that a resumed run may change. By default, a
+    change of these settings is an error."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face

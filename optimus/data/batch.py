@@ -8,7 +8,8 @@ from optimus.config import TrainConfig
 from optimus.errors import ConfigError, counted
 
 MAX_MICROBATCHES = 1 << 16
-"""Largest number of microbatches per rank in an update. The schedule lists each of them."""
+"""Largest number of microbatches per rank in an update. It limits the length of the pipeline
+schedule, which lists every microbatch."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def plan_batch(train: TrainConfig, num_data_ranks: int) -> BatchPlan:
     microbatches = batch_tokens // tokens_per_round
     if microbatches > MAX_MICROBATCHES:
         raise ConfigError(
-            f"train.global_batch_tokens = {batch_tokens} is {microbatches:,} microbatches a rank; "
-            f"at most {MAX_MICROBATCHES:,} are supported: use larger microbatches or more ranks"
+            f"train.global_batch_tokens = {batch_tokens} makes {microbatches:,} microbatches per "
+            f"rank, but at most {MAX_MICROBATCHES:,} are supported; use larger microbatches or "
+            "more ranks"
         )
     return BatchPlan(train.microbatch_size, train.seq_len, microbatches, num_data_ranks)

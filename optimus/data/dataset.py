@@ -1,4 +1,4 @@
-"""Data sets of instances (token sequences). Instance numbers continue over epochs."""
+"""Data sets of instances (token sequences). Instance numbers do not restart at a new epoch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from data_prep.dataset import (
 from optimus.errors import DamageError, DataError, counted
 
 _BLOCK = 256
-"""Size of a block of consecutive positions in an epoch. `_permute_block` computes the stored rows
-of a whole block. The rows are cached, because several microbatches use them."""
+"""Number of instances in a block, a range of consecutive positions in a permuted epoch.
+`_permute_block` computes the row of each instance in the stored order. The rows of recent blocks
+are cached, because several microbatches use them."""
 _CACHED_BLOCKS = 4
 
 
@@ -63,8 +64,8 @@ class FiniteSource(InstanceSource, Protocol):
 class TokenDataset:
     """Reader of a complete data set. Threads may share a reader.
 
-    Epoch 0 has the stored order of instances. Later epochs have pseudorandom orders, which
-    docs/formats/dataset.md specifies.
+    Epoch 0 reads the instances in stored order. Later epochs read them in pseudorandom orders,
+    which docs/formats/dataset.md specifies.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -105,7 +106,8 @@ class TokenDataset:
     def held_out(self) -> HeldOutRule | None:
         """Return the rule by which `optimus-data` held out documents for evaluation.
 
-        Return None for a blend of data sets if the sources are missing or have changed.
+        Return None if `optimus-data blend` made the data set and its sources are missing or have
+        changed.
         """
         return dataset_held_out_rule(self.path, self._manifest)
 
@@ -114,7 +116,7 @@ class TokenDataset:
         return str(tokenizer_file(self.path))
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Return instances [start, stop). Instance numbers continue over epochs.
+        """Return instances [start, stop). Instance numbers do not restart at a new epoch.
 
         Args:
             start: Number of the first instance.
@@ -194,7 +196,8 @@ class TokenDataset:
             number += count
 
     def _permuted(self, epoch: int, first: int, stop: int) -> np.ndarray:
-        """Return the stored rows, int64, of the positions [first, stop) of an epoch > 0."""
+        """Return the rows in the stored order, int64 [stop - first], of the instances at positions
+        [first, stop) of an epoch > 0."""
         blocks = range(first // _BLOCK, -(-stop // _BLOCK))
         rows = np.concatenate([self._permuted_block(epoch, block) for block in blocks])
         return rows[first - blocks[0] * _BLOCK : stop - blocks[0] * _BLOCK]

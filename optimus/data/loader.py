@@ -19,9 +19,9 @@ from optimus.io import files
 
 _PREFETCH = 2  # groups of updates in memory: one in use, and a reserve for slow reads
 _GROUP_BYTES = 1 << 21
-"""Maximum size in bytes of the tokens in a group of updates. A group of one update may be larger.
-The loader's thread delivers all updates of a group together, because each delivery wakes the thread
-that waits for microbatches."""
+"""Maximum size of the token ids in a group of updates, in bytes. A group of a single update may be
+larger. The loader's thread puts a whole group into its queue, which wakes the training thread once
+per group instead of once per update."""
 
 
 def microbatch_starts(

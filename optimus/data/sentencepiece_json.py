@@ -177,17 +177,17 @@ def _read(data: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], di
 
 
 def _fields_of(message: object, types: Mapping[int, type]) -> dict[int, Any]:
-    """Parse the protobuf message `message`, which is itself the value of a field.
+    """Parse a protobuf message that is nested in a field of another message.
 
     Args:
-        message: The value of the field.
+        message: Value of that field.
         types: Dict from the number of each field to read to the type of its value.
 
     Returns:
         Dict from field numbers to values. Fields that are not in `types` are left out.
 
     Raises:
-        ValueError: `message` is not a message, or the value of a field is not of its type.
+        ValueError: `message` is a number, or a field has a value of a wrong type.
     """
     if not isinstance(message, bytes):
         raise ValueError("a field contains a number instead of a message")

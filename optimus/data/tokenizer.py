@@ -37,8 +37,9 @@ class TextTokenizer:
     as `optimus-data`."""
 
     def __init__(self, path: str | os.PathLike, check: bool = True) -> None:
-        """Load the file `path`. With `check`, a child process (fork) tries the file first. Raises
-        DataError if the file is not a tokenizer."""
+        """Load the file `path`. With `check`, a forked child process first loads and uses the
+        tokenizer, because a damaged file can crash the process. Raises DataError if the file is not
+        a tokenizer."""
         self._path, self._tokenizer = path, open_tokenizer(path, check)
 
     def encode(self, text: str) -> list[int]:
@@ -68,8 +69,9 @@ class TextTokenizer:
 def eos_from_names(file: Path) -> int | None:
     """Return the id of a tokenizer's end-of-document token, or None if it cannot be determined.
 
-    In a tokenizer.json, it is a special token with a usual name, such as <|endoftext|>, or the only
-    special token. In a sentencepiece model, it is the end-of-sentence symbol.
+    In a tokenizer.json, the end-of-document token is a special token with a usual name, such as
+    <|endoftext|>, or else the only special token. In a sentencepiece model, it is the
+    end-of-sentence symbol.
 
     Raises:
         DataError: The file is not a tokenizer.

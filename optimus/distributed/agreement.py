@@ -37,13 +37,13 @@ _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0",
 that is set. An Outcome is either a cause, such as a data error, or the loss of a peer."""
 _PRINTED, _LEFT, _ALL_LEFT = "optimus/printed", "optimus/left", "optimus/all-left"
 _OTHERS_S = 1.9
-"""Longest time, in seconds, that a rank waits for other ranks, either until they have published
-their Outcomes or until one of them has printed the error."""
+"""Longest time, in seconds, that a rank waits for the other ranks to publish their Outcomes. Also
+the longest time that it waits for another rank to print the error."""
 _STORE_S = 2.0
 """Time limit, in seconds, of the store operations of one Agreement method. The time for which the
 method waits for other ranks is added to this limit."""
 _LEAVE_S = 5.0
-"""Longest time, in seconds, that rank 0 waits for the other ranks to leave."""
+"""Longest time, in seconds, that rank 0 waits until all ranks have called `RunEnded.leave`."""
 
 
 class RunEnded(OptimusError):
@@ -128,8 +128,8 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Create or renew a file that marks the loss of the store as printed on this machine. Return
-    False if another rank of this run has already made the mark."""
+    """Record in a file that a rank of this machine prints the loss of the store. Return False if
+    another rank of this run has already recorded it."""
     # The mark is a file, because it must outlive the process. A file older than this process is
     # from an earlier run at the same address.
     user = os.geteuid()
@@ -207,8 +207,8 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Publish an Outcome and return without waiting for the decision. Ranks that fail as a
-        consequence can then adopt this Outcome."""
+        """Publish an Outcome and return without waiting for the decision. Other ranks that fail
+        because this rank ends can then adopt the Outcome."""
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
@@ -243,7 +243,8 @@ class Agreement:
         return self._has(all_here) and self._store.get(all_here) == b"all"
 
     def _decided(self, all_are_here: bool = False) -> RunEnded:
-        """Return the RunEnded of the decision. Write the decision first if the store has none."""
+        """Return a RunEnded with the decided Outcome. If the store contains no decision, first
+        write the decision. `all_are_here` is True if all ranks have called `end`."""
         key = next(filter(self._has, _CAUSES), None)
         if key is None:  # the file of a FileStore was removed
             raise RuntimeError("the store has lost its keys")

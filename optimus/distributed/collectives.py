@@ -118,7 +118,7 @@ _PEER_IS_GONE = re.compile(
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return the reason why another rank is lost if `error` shows that one is lost, else ""."""
+    """Return a phrase that explains the loss of another rank; "" if `error` has another cause."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)

@@ -71,7 +71,8 @@ class Groups:
 
     def over(self, *axes: str) -> Group:
         """Return this rank's group along `axes`, which are in the order of `AXES`. `over(*ENDS)`
-        returns the group of the end stages, and `over()` the group of this rank alone."""
+        returns the group of the first and the last pipeline stage, and `over()` the group of this
+        rank alone."""
         return self.along[axes] if axes else ALONE
 
     @property
@@ -163,8 +164,8 @@ def _open_channels(
     """Open this rank's channels to its neighbours along pp. All ranks of `line` must call this.
 
     Args:
-        line: Global ranks along pp. Each of them must have made the same number of process groups
-            before.
+        line: Global ranks along pp. Before this call, all of them must have made the same number of
+            process groups.
         is_ring: True if each rank has several stages.
         world: World of this rank.
         recorder: Receives an event for each message.

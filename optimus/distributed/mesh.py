@@ -1,9 +1,9 @@
 """Mesh of the axes of parallelism: coordinates and groups of ranks, computed without communication.
 
 The world size is pp * dp * ep * tp. Ranks are numbered with tp as the innermost axis and pp as the
-outermost. `ParameterKind` has the axes over which gradients are summed and optimizer states are
-sharded or copied. The optimizer, the gradient reduction and checkpoints use these axes, so that
-their groups are consistent.
+outermost. `ParameterKind` determines the axes over which gradients are summed and optimizer states
+are sharded or copied. The optimizer, the gradient reduction and checkpoints all use these axes, so
+that their groups are consistent.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ class ParameterKind:
             gradient of its slice. Example: ep for experts.
         partial: Axes along which each rank has the whole parameter, but computes only one summand
             of its gradient. Example: tp for norms under sequence parallelism.
-        stages: Key of the group of the pipeline stages that have the parameter; () for a single
-            stage. Example: ENDS for tied embeddings. Each stage computes one summand of the
-            gradient. The states of the copies are identical. Only the first stage's copy is counted
-            in the norm, and checkpoints have the states once.
+        stages: Key of the group of the pipeline stages that have a copy of the parameter; () for a
+            single stage. Example: ENDS for tied embeddings. Each stage computes one summand of the
+            gradient. The copies have identical states. The gradient norm includes only the first
+            stage's copy, and a checkpoint contains the states only once.
     """
 
     divided: Axes = ()

@@ -139,7 +139,7 @@ def end_run(
 
     Args:
         error: The error that ends this rank.
-        launch: This rank.
+        launch: Rank of this process and rendezvous address.
         agreement: The agreement of the run's world; None for a single rank and before the
             rendezvous.
         phase: The phase in which the error was raised.

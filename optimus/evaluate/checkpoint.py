@@ -125,8 +125,8 @@ def evaluate_checkpoint(
 
 @contextlib.contextmanager
 def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropies]:
-    """Yield a function that calls `compute` and then advances a progress bar by the number of
-    evaluated instances, `instances` in total. The bar is shown only on a terminal."""
+    """Yield a function that calls `compute` and advances a progress bar by the number of evaluated
+    instances. The bar ends at `instances` and is shown only on a terminal."""
     with (
         tqdm(total=instances, unit="instance", disable=None, dynamic_ncols=True) as bar,
         contextlib.ExitStack() as stack,

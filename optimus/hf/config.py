@@ -322,7 +322,7 @@ def _check_supported(config: ModelConfig) -> None:
 
 
 def _mixture(fields: _Olmoe) -> dict[str, Any]:
-    """Return the settings of `[model]` whose fields in config.json exist only for OLMoE."""
+    """Return the settings of `[model]` for the config.json fields that only OLMoE models have."""
     return {
         "num_experts": fields.num_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,

@@ -244,7 +244,7 @@ def write_all(directory: Path, plan: FilePlan, weights: Iterable[tuple[str, int,
     for name, num_missing in missing.items():
         if num_missing:
             raise CheckpointError(
-                f"cannot write the weights: {name} is missing or has "
+                f"cannot write the weights: the input for {name} has "
                 f"{counted(abs(num_missing), 'element')} too {'few' if num_missing > 0 else 'many'}"
                 "; use weights of this model"
             )

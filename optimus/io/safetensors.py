@@ -39,8 +39,8 @@ _DTYPE_ORDER = tuple(DTYPES)
 _NFS_MAGIC = 0x6969
 """File system type of NFS, as in statfs(2)."""
 _WEIGHTS = numpy.arange(1, 65522, dtype=numpy.float64)
-"""Weights of the 16-bit values of a block, for `_weighted_sum`. The weighted sum of a block is
-below 2^53 and thus exact in fp64."""
+"""Weights by which `_weighted_sum` multiplies the 16-bit values of a block of at most 65,521
+values. The weighted sum of a block is below 2^53 and therefore exact in fp64."""
 
 
 class TensorFiles:
@@ -66,12 +66,14 @@ class TensorFiles:
                 be read.
         """
         if name not in self._file_of:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is missing; use weights of this model"
+            )
         file = self._file(self._file_of[name])
         if name not in file.tensors:
             raise CheckpointError(
-                f"{file.path}: tensor {name} is missing, but {INDEX} names this file for it; use "
-                "files of one model"
+                f"{file.path}: tensor {name} is missing, although {INDEX} lists it in this file; "
+                "use weight and index files of the same model"
             )
         entry = file.tensors[name]
         if entry.dtype not in DTYPES:
@@ -247,9 +249,9 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the checksum of all ranges in this checksum and of one more range. The new range
-        starts at byte `offset` of the file and contains `data`. `offset` and the length of `data`
-        must be even."""
+        """Return the checksum after the addition of a byte range to this checksum. The range starts
+        at byte `offset` of the file and contains `data`. `offset` and the length of `data` must be
+        even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )

@@ -24,8 +24,8 @@ JSON parser."""
 INDEX_BYTES = 64 << 20
 """Size limit of an index file, enough for the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""Limit of sizes and offsets in a header. Torch counts the bytes of a tensor in a signed 64-bit
-integer, which a size below this limit cannot overflow."""
+"""Limit of tensor dims and byte offsets in a header. Below this limit, the size of a tensor in
+bytes fits into torch's signed 64-bit integer."""
 
 traffic = {"opens": 0, "bytes": 0}
 """Number of files that `TensorFile` has opened, and number of bytes that it has read. Tests set
@@ -130,8 +130,8 @@ def _parse_entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEn
         )
     if not numel and math.prod(filter(None, shape)) >= _MAX_ELEMENTS:
         raise ValueError(
-            f"tensor {name} has the shape {list(shape)}, in which the product of the nonzero sizes "
-            "is too large"
+            f"tensor {name} has the shape {list(shape)}, but the product of its nonzero dims must "
+            f"be less than {_MAX_ELEMENTS}"
         )
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
@@ -148,7 +148,7 @@ def weight_map(directory: Path) -> dict[str, str]:
         file_of = dict(json.loads(files.read_regular(index, INDEX_BYTES))["weight_map"])
         for name, file in file_of.items():
             if type(file) is not str or "\0" in file or Path(file).name != file:
-                raise ValueError(f"the entry of tensor {name}, {file!r}, is not a file name")
+                raise ValueError(f"the entry of tensor {name} is {file!r}, not a file name")
             os.fsencode(file)  # raises UnicodeEncodeError, a ValueError, if no file can have it
         return file_of
     except FileNotFoundError:

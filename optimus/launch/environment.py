@@ -124,21 +124,25 @@ _OF_RANK = {name for launcher in _LAUNCHERS for name in (launcher.rank, *launche
 STARTED = time.monotonic()
 """`time.monotonic()` at about the start of this process, before imports that take seconds."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
-"""Environment variable in which the parent process of `--nproc` passes its `STARTED` to ranks."""
+"""Environment variable by which the parent process of `--nproc` passes the value of its `STARTED`
+to the ranks that it starts."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable that torchrun sets to True if its agent already runs the store."""
+"""Environment variable that torchrun sets to True if the torchrun agent already serves the TCPStore
+at MASTER_ADDR and MASTER_PORT."""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 30000)
-"""Range of the default MASTER_PORT. Systems do not assign these ports to outgoing connections."""
+"""Range of the default MASTER_PORT. By default, Linux does not assign these ports to outgoing
+connections."""
 _DEFAULT_PORT = 29500
 
 
 def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
     """Return this process's rank and rendezvous address, as set by its launcher.
 
-    The launcher is torchrun, `--nproc`, mpiexec or srun. Without a launcher, this returns SINGLE.
-    The default of MASTER_ADDR is the first machine of the run. The default of MASTER_PORT depends
-    on the job ID. Each job of a job array is a separate run.
+    The launcher is torchrun, `--nproc`, mpiexec or srun. Without a launcher, the function returns
+    `SINGLE`, which describes a run of a single process. The default of MASTER_ADDR is the first
+    machine of the run. The default of MASTER_PORT depends on the job ID. Each job of a job array is
+    a separate run.
 
     Args:
         environ: Environment variables.
@@ -198,10 +202,10 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
-    """Return this process's rank among all processes of its launcher and its job array.
+    """Return this process's rank among all processes of its job, or of its job array.
 
-    A job array of n jobs with w processes each has n * w ranks. If there is neither a launcher nor
-    a job array, this returns ALONE.
+    A job array of n jobs with w processes each has n * w ranks. Without a launcher and without a
+    job array, the function returns `ALONE`: rank 0 of 1.
 
     Args:
         environ: Environment variables.
@@ -374,7 +378,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         return default
     if text is None or not text.isdigit():
         raise LaunchError(
-            f"environment variable {name}={text!r} must be a whole number >= 0; export one",
+            f"environment variable {name}={text!r} must be a whole number >= 0; correct the value",
             of_rank=name in _OF_RANK,
         )
     return int(text)

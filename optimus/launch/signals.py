@@ -1,7 +1,7 @@
 """Stop signals before the first update of a run, and Ctrl-C in other commands.
 
-Such a signal ends the process at once, because there is nothing to save. This module imports no
-torch.
+A stop signal before the first update ends the process at once, because there is no training state
+to save. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def report_interrupt(number: int = signal.SIGINT) -> int:
 
 
 def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> None:
-    """Install a handler that ends this process, for each signal that has its default handler.
+    """Make those signals that still have the default handler end this process.
 
     Args:
         numbers: The signals.
@@ -61,8 +61,8 @@ def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> Non
 
 @contextlib.contextmanager
 def raising_keyboard_interrupt() -> Iterator[None]:
-    """Return a context in which Ctrl-C raises KeyboardInterrupt, for work that then removes its
-    incomplete files. If Ctrl-C was ignored before (nohup), it stays ignored."""
+    """Return a context in which Ctrl-C raises KeyboardInterrupt, so that a command can remove its
+    incomplete files. If the process ignores Ctrl-C (nohup), this does not change."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

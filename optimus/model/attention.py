@@ -19,7 +19,7 @@ from optimus.model.rope import rotate
 class Attention(nn.Module):
     """Causal self-attention: x [B, S, D] -> [B, S, D].
 
-    Under tensor parallelism, a module has only some of the heads.
+    Under tensor parallelism, the module of a rank computes only some of the heads.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -35,8 +35,8 @@ class ParamSlice(Protocol):
         """Return this rank's slice of a tensor that has the shape of the whole parameter."""
 
     def of_entry(self) -> ParamSlice:
-        """Return this rank's slice of the weight of one expert; it is the same for all experts. The
-        parameter must contain the weights of several experts, stacked in its first dim."""
+        """Return this rank's slice of one expert's weight. The slice is the same for each expert.
+        The parameter must contain the weights of several experts, stacked in its first dim."""
 
 
 def initialise_(model: nn.Module, seed: int) -> None:

@@ -115,8 +115,8 @@ class Experts(nn.Module):
     def _destination(self) -> kernels.Destination:
         """Return the destination of the weight gradients in the current backward pass.
 
-        The destination is a function that defers the gradients, the tensors to which they are
-        written, or None if they are accumulated into `.grad`.
+        Inside a `DeferredGradients` context, the destination is a function that defers the
+        computation. Otherwise, it is the tensors that receive the gradients, or None for `.grad`.
         """
         # The op calls this method in backward, because the forward pass cannot know if a
         # `DeferredGradients` context will be active.

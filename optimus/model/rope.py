@@ -73,7 +73,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: ModelConfig, seq_len: int) -> tuple[Tensor, float]:
-    """Return the frequencies of the pairs and the factor for cosines and sines.
+    """Return the frequencies of the pairs, and the factor that multiplies all cosines and sines.
 
     Args:
         config: configuration of the model.

@@ -31,8 +31,8 @@ class Routing(NamedTuple):
     def balance(self) -> Tensor:
         """Return the load-balancing loss in OLMo's form, E * sum_e f_e * P_e.
 
-        E is the number of experts, f_e is the fraction of all choices that are expert e, and P_e is
-        the mean probability of expert e. A balanced load gives 1.
+        E is the number of experts, f_e is counts[e] / sum(counts), and P_e is mean_prob[e]. A
+        balanced load gives 1.
         """
         shares = self.counts / self.counts.sum().clamp(min=1)
         return len(shares) * (shares * self.mean_prob).sum()
@@ -47,8 +47,8 @@ def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the probabilities and numbers of experts in forced uniform routing.
 
-    Choice j of token t is expert (t*k + j) mod E. The router still trains, because the
-    probabilities are the routing weights.
+    Choice j of token t is expert (t*k + j) mod E. The router still receives gradients,
+    because its probabilities are the routing weights.
     """
     tokens, experts = probs.shape
     slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
@@ -108,8 +108,9 @@ def layer_losses(
 
     Returns:
         The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
-        layer. With `aux_loss_form = "hf"`, there is one load-balancing loss of all layers, fp32
-        [1], multiplied by the number of layers with experts, because the caller divides by it.
+        layer. With `aux_loss_form = "hf"`, the load-balancing losses are a single value, fp32 [1].
+        It is the loss of all layers times the number of layers with experts, because the caller
+        divides by this number.
     """
     if not routings:
         return torch.zeros(0), torch.zeros(0), []
@@ -124,9 +125,9 @@ def layer_losses(
 def hf_load_balancing_loss(routings: Sequence[Routing], top_k: int) -> Tensor:
     """Return the load-balancing loss in the Hugging Face form, E * sum_e f_e * P_e.
 
-    E is the number of experts. f_e is `top_k` times the fraction of choices that are expert e, and
-    P_e is the mean probability of expert e. Both f_e and P_e are means over all layers, so all
-    layers must be on one pipeline stage.
+    E is the number of experts. f_e is `top_k` times the fraction of routed tokens that expert e
+    gets, and P_e is the mean probability of expert e. Both f_e and P_e are means over all layers,
+    so all layers must be on one pipeline stage.
     """
     counts = torch.stack([routing.counts for routing in routings]).sum(0).float()
     mean_prob = torch.stack([routing.mean_prob for routing in routings]).mean(0)

@@ -178,8 +178,8 @@ class Transformer(nn.Module):
     def router_losses(self, routings: list[Routing]) -> tuple[Tensor, Tensor]:
         """Return the load-balancing loss and the router z-loss, averaged over MoE layers.
 
-        The means are over all layers of the model. A pipeline stage returns the share of its
-        layers, and the shares of all stages sum to the loss of the model.
+        Each pipeline stage sums the losses of its layers and divides by the number of MoE layers
+        of the whole model. The results of all stages sum to the losses of the model.
         """
         if not routings:
             zero = torch.zeros((), device=next(self.parameters()).device)
@@ -219,26 +219,27 @@ class Transformer(nn.Module):
 
     @property
     def shared_uses(self) -> dict[str, str]:
-        """Return a dict from the name of each second use of a parameter to the parameter's name.
+        """Return a dict from the second name of a shared parameter to the parameter's name.
 
-        With tied embeddings, the output head on the last pipeline stage uses the weight of the
-        embedding, which is on the first stage. Otherwise, the dict is empty.
+        With tied embeddings, the dict is {"head.weight": "embed.weight"}: the output head on the
+        last pipeline stage uses the weight of the embedding, which is on the first stage.
+        Otherwise, the dict is empty.
         """
         return {"head.weight": "embed.weight"} if self.config.tie_embeddings else {}
 
     def separate_uses(self) -> None:
         """Give the output head a separate leaf tensor that has the storage of the tied embedding.
 
-        The two then have separate gradients, which deterministic mode adds in a fixed order. Call
-        this after the weights have their final storage. Code that clears or reduces gradients must
-        include the leaves in `separated_uses`.
+        The head and the embedding then have separate gradients, which deterministic mode adds in a
+        fixed order. Call this method after the weights have their final storage. Code that clears
+        or reduces gradients must include the leaves in `separated_uses`.
         """
         if self.config.tie_embeddings and self.final_norm is not None:
             self._tied_head = self.embed.weight.detach().requires_grad_()
 
     def separated_uses(self) -> dict[str, Tensor]:
-        """Return the leaves that `separate_uses` created, as a dict from the name in `shared_uses`
-        to the leaf; {} if there are none."""
+        """Return the leaf tensor that `separate_uses` created, as {"head.weight": leaf}; {} if it
+        created none."""
         return {} if self._tied_head is None else {"head.weight": self._tied_head}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:

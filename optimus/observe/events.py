@@ -64,8 +64,8 @@ class StepRecord:
     mfu: float | None
     """Model FLOP/s divided by the peak FLOP/s of the device; None if above 1."""
     mem_bytes: int
-    """Peak memory of the first rank in bytes. On an accelerator, this is the memory of the tensors;
-    on a CPU, that of the process."""
+    """Peak memory of the first rank in bytes: the memory of its tensors on an accelerator, or the
+    memory of its process on a CPU."""
     moe: MoeFigures | None = None
     """None for a dense model."""
     loss_scaling: LossScaleFigures | None = None
@@ -152,8 +152,8 @@ class PipelineTimes(NamedTuple):
 
     step: int
     seconds_by_kind: dict[str, float]
-    """Seconds for each kind of action, without waiting. The key `wait` has the total time that the
-    actions waited for other stages."""
+    """Seconds for each kind of action, without the time that actions wait for other stages. The sum
+    of these waiting times is the value of the key `wait`."""
 
 
 class StartUpRecord(NamedTuple):

@@ -25,14 +25,14 @@ _CALM = 2.0
 """A spike has ended when the norm is at most this multiple of the median."""
 
 _UPDATES = 10
-"""Number of recent updates in which a layer is checked for imbalance. A recovery is reported after
-the same number of consecutive balanced updates."""
+"""Number of latest updates in which the expert loads of a layer are checked. A recovery is reported
+after this number of consecutive balanced updates."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
-"""An expert with less than this fraction of an equal share of the rows is idle."""
+"""An expert is idle if its load (see `expert_loads`) is below this value."""
 _MIN_ROWS = 32
-"""Loads are judged only if, in each update, the experts of each layer get at least this mean number
-of rows (routed tokens). With fewer rows, loads are uneven by chance."""
+"""Expert loads are checked only if, in each update and layer, an expert gets at least this number
+of rows (tokens) on average. With fewer rows, loads are uneven by chance."""
 
 _FIRST_PAUSE = 100
 """Minimum number of updates from a warning to its first repetition. This pause doubles with each
@@ -167,8 +167,9 @@ class _ExpertBalance:
 
     A layer is unbalanced if one of two rules applies to the last 10 updates:
 
-    - Overload: in each update, one expert got far more rows than an equal share.
-    - Idleness: in all updates together, one expert got almost no rows.
+    - Overload: in each update, some expert got far more rows than an equal share. This expert may
+      differ between updates.
+    - Idleness: in all updates together, an expert got almost no rows.
     """
 
     def __init__(self, model: ModelConfig) -> None:

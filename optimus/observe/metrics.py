@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 _LINE_BYTES = 1 << 20
 """Maximum length in bytes of a line that is read. A run writes lines of about 1 kB."""
 _MOST_STEPS = 1 << 22
-"""Maximum number of steps that are checked for missing lines. There is a limit because a damaged
-manifest can contain a huge step."""
+"""Maximum number of steps whose lines `cut_after` looks for in a file. The limit bounds the memory
+if a damaged manifest contains a huge step number."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags for opening a file to append. With them, opening a symbolic link fails: another user may
-have created the link."""
+"""Flags for opening a file to append. They make the opening of a symbolic link fail, because
+another user may have created the link."""
 _BATCH_BYTES = 1 << 16
-"""Size in bytes of a batch of new lines for the copy of a metrics file. The lines are collected in
-memory until they reach this size, and are then written."""
+"""Number of bytes of new lines that are collected in memory before they are written to the copy of
+a metrics file."""
 
 
 class MetricsFiles(Recorder):
@@ -59,8 +59,8 @@ class MetricsFiles(Recorder):
         Args:
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
             step: Step at which the run starts.
-            expected: Dict with the keys `metrics` and `eval`. Each value has the steps up to
-                `step` that must have a line in the file.
+            expected: Dict with the keys `metrics` and `eval`. Its values are those steps up to
+                `step` for which the file must contain a line.
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         lines = []
@@ -164,7 +164,7 @@ class JsonLines:
         return next(iter(read_json_lines(self._path)[-1:]), {})
 
     def _write_copy(self) -> None:
-        """Append the lines that the copy lacks to the copy. If the write fails, keep these lines in
+        """Append the lines collected in memory to the copy. If the write fails, keep these lines in
         memory."""
         with self._copy_lock:
             with self._lock:
@@ -230,7 +230,7 @@ def cut_after(
     copy: Path | None = None,
     expected: Iterable[int] = (),
 ) -> None:
-    """Remove the lines of steps after `step` from a file, and repair the file.
+    """Remove the lines of steps after `step` from a file, and restore lost lines from its copy.
 
     Damaged lines are removed, too. If several lines have the same step and the same `source`, only
     the last one is kept. Lines in metrics.jsonl have no `source`.
@@ -239,8 +239,8 @@ def cut_after(
         path: File to change. It is replaced atomically.
         step: Last step to keep.
         cut_log: File to which removed lines are appended.
-        copy: Copy of the file. Lines that the file lacks are restored from the copy. Then the copy
-            is made equal to the file.
+        copy: Copy of the file, from which missing lines are restored. At the end, the copy is
+            overwritten with the new content of the file.
         expected: Steps that must have lines. A warning names the steps without a line.
 
     Raises:
@@ -290,8 +290,8 @@ def _up_to(step: int, lines: Iterable[bytes]) -> dict[tuple[int, str], bytes]:
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return `lines` without the lines in `kept`. Of several equal lines, each line in `kept`
-    removes one."""
+    """Return `lines` without the lines in `kept`. If a line occurs several times in `lines`, each
+    occurrence in `kept` removes a single occurrence."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:
@@ -344,8 +344,8 @@ class TensorBoard(Recorder):
 
         Args:
             directory: The directory `tb/` of the run.
-            first_step: Step at which the run starts. If this is a resume, TensorBoard hides the
-                earlier events of all later steps.
+            first_step: Step at which the run starts. TensorBoard hides events of later steps that
+                the run wrote before it was resumed.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -396,7 +396,8 @@ class TensorBoard(Recorder):
     def _end(self, error: OSError) -> None:
         self._writer = None
         logger.warning(
-            "tb/: %s; TensorBoard events end here, but metrics.jsonl continues", error.strerror
+            "tb/: %s; the run writes no more TensorBoard events, but continues metrics.jsonl",
+            error.strerror,
         )
 
 

@@ -31,8 +31,8 @@ _Loss = Annotated[float, AfterValidator(_check_size)]
 
 
 class _Line(BaseModel):
-    """Fields of a line that the report uses. A line is invalid if a field has another type or
-    range."""
+    """Fields of a line that the report uses. A line is invalid if a field is missing, has a wrong
+    type or is out of range."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -78,7 +78,7 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
     path = run_dir / "metrics.jsonl"
     steps, damaged_steps = _read_valid(path, _Step)
     if not steps:
-        raise DataError(f"{path}: no metrics; use the directory of a run that made a step")
+        raise DataError(f"{path}: no metrics; use the directory of a run that completed a step")
     evaluations, damaged_evaluations = _read_valid(run_dir / "eval.jsonl", _Evaluation)
     picture = run_dir / "report.png"
     _draw(steps, evaluations, picture)
@@ -132,8 +132,8 @@ def _root_as_cwd() -> Iterator[None]:
     When matplotlib is imported, it prefers a file `matplotlibrc` in the working directory to the
     file that MATPLOTLIBRC names. Another user may have written the file in the working directory.
 
-    A file descriptor is used to return to the original directory, which has no path if it has been
-    deleted.
+    The context returns to the original directory by a file descriptor, because a directory that has
+    been deleted has no path.
     """
     cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
 """Linear layers that can defer their weight gradients, for zero-bubble pipeline schedules.
 
-Such a schedule divides the backward pass of a stage into two actions. I computes the gradient of
-the stage's input. W later computes the gradients of the stage's weights.
+Such a schedule divides the backward pass of a stage into two actions. The action I computes
+the gradient of the stage's input. The action W later computes the gradients of the stage's weights.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ def time_dispatchers(
         seed: the seed of the input and the routing. All ranks of a tp group pass the same seed.
 
     Returns:
-        A dict from dispatcher name to the dispatcher's time in seconds. The time of a round is that
-        of the slowest rank, and the dict contains the median over all rounds. All ranks return the
-        same dict.
+        A dict from dispatcher name to the dispatcher's time in seconds. Each dispatcher is timed
+        several times, with the time of the slowest rank as the result. The dict contains the median
+        of these results. All ranks return the same dict.
     """
     device = next(model.parameters()).device
     # All MoE layers have the same T, D and K and will use the same dispatcher. Only the numbers of

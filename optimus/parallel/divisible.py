@@ -15,10 +15,10 @@ from optimus.errors import ConfigError, counted
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """Check that the size of each mesh axis divides the settings that `AXES` lists for the axis.
+    """Check that the size of each mesh axis divides the values of the settings in `Axis.divides`.
 
     Raises:
-        ConfigError: the size of an axis does not divide one of these settings.
+        ConfigError: the size of an axis does not divide one of these values.
         ConfigError: parallel.sequence_parallel is true, but parallel.tp is 1.
     """
     in_sequence = config.parallel.sequence_parallel

@@ -66,7 +66,8 @@ def materialise(model: Transformer, placements: dict[str, Placement], device: to
     """Replace the meta parameters of a model by this rank's slices on `device`.
 
     All elements of a slice have the same memory address, so the model needs no memory until its
-    parameters become views of chunks. The elements are NaN, so a use before that gives a NaN loss.
+    parameters become views of chunks. The elements are NaN, so the use of a parameter that is not
+    yet a view gives a NaN loss.
     """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):

@@ -63,7 +63,7 @@ class RecomputeBlock(Block):
         self._enabled = True
         # torch calls only the innermost saved-tensor hooks, so outer hooks miss these tensors.
         self.observers: list[Callable[[Tensor], object]] = []
-        """Functions that receive each tensor that the block's own saved-tensor hooks keep."""
+        """Functions that are called with each tensor that `_NormOutput.pack` keeps for backward."""
 
     def run(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: list[int] | None = None
@@ -114,8 +114,7 @@ def _checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
 class _NormOutput:
     """Output of a norm. Forward keeps the norm's input for backward, but not the output.
 
-    Backward recomputes the output once. All views of the output that backward needs are views of
-    the recomputed tensor.
+    Backward recomputes the output only once, even if it needs several views of the output.
     """
 
     def __init__(
@@ -245,7 +244,8 @@ def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> floa
 class KeptBytes:
     """Context manager that counts the bytes that forward passes of a model keep for backward.
 
-    Each storage counts once. Parameters and tensors outside autograd's saved tensors do not count.
+    The count includes only tensors that autograd saves, without parameters. A storage that several
+    tensors share is counted once.
     """
 
     def __init__(self, model: nn.Module) -> None:

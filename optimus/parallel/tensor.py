@@ -284,7 +284,8 @@ class DividedRMSNorm(RMSNorm):
 
 
 class _DividedRMSNorm(torch.autograd.Function):
-    """Autograd function of DividedRMSNorm. Forward and backward each all-reduce one sum per row."""
+    """Autograd function of DividedRMSNorm. Forward and backward each run an all-reduce, which adds
+    a number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:

@@ -118,8 +118,9 @@ class RankModel:
     def keep_microbatches_apart(self) -> None:
         """Accumulate all gradients of a microbatch in its action W, including those of norms.
 
-        Deterministic mode needs this if the schedule divides backward into the actions I and W: the
-        next microbatch's I could otherwise add to a gradient before it is reduced.
+        Deterministic mode needs this if the schedule divides backward into the actions I and W.
+        Otherwise, the action I of the next microbatch could add to a gradient before the gradient
+        is reduced.
         """
         if self.layout.schedule.splits_backward:
             # By default, the action I accumulates the gradients of norms.

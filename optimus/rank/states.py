@@ -139,7 +139,7 @@ def check_names(optim: OptimConfig, model: ModelConfig) -> None:
 
 
 def check_slots(config: Config, mesh: Mesh) -> None:
-    """Check that the parameter cache has enough slots for every segment of every rank.
+    """Check that each rank's parameter cache is large enough for the chunks of each segment.
 
     Raises:
         ConfigError: optim.cache_chunks is too small.
@@ -190,10 +190,10 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
     Ranks that differ only along dp or ep have states of the same size.
 
     Yields:
-        The coordinate of the rank, and a dict with the keys of `count_bytes` and two more, in
-        bytes. "cache" is the memory of gathered parameters with optim.resident = "cache".
-        "staging" is the host memory for checkpoint.async_save. The sum "total" includes "cache" but
-        not "staging".
+        The coordinate of the rank, and a dict of sizes in bytes, with the keys of `count_bytes` and
+        the keys "cache" and "staging". "cache" is the memory of gathered parameters with
+        optim.resident = "cache". "staging" is the host memory for checkpoint.async_save. The sum
+        "total" includes "cache" but not "staging".
 
     Raises:
         ConfigError: An axis does not divide a model dimension, a pattern matches no parameter, or

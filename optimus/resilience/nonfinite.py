@@ -42,7 +42,8 @@ _LABELS = {
     "exp_avg_sq": "exp_avg_sq (second moment) of",
     "master": "the fp32 master of",
 }
-"""Labels of states in messages. The label of another moment is its name."""
+"""Text before the parameter's name in messages, by optimizer state. For any other state, the text
+is the name of the state and "of"."""
 
 
 def is_finite(flat: Tensor) -> bool:
@@ -259,13 +260,15 @@ class Finding(NamedTuple):
     Finding of all ranks is nearest to the cause.
 
     Attributes:
-        distance: 0 for a parameter, 1 for an output computed from finite inputs, 2 for a gradient,
-            3 for a value that is finite when it is computed again.
+        distance: Distance of the value from the cause, by the kind of value: 0 for a parameter, 1
+            for an output computed from finite inputs, 2 for a gradient, 3 for a value that is
+            finite when it is computed again.
         stage: Pipeline rank; negated for a gradient, since gradients spread towards the first
             stage.
         when: Number of module outputs and collectives that the rank checked before it found the
             value.
-        layer: Index of a gradient in its buffer, counted from the last layer; 0 for other values.
+        layer: Number of parameters after the gradient's parameter in the gradient buffer; 0 for a
+            value of another kind.
         rank: The rank that found the value.
         text: Description of the value for the message.
         host: Host name of the rank's machine.

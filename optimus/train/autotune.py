@@ -116,9 +116,8 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
     """Choose the kernel backend and the implementation of the grouped GEMM, and install them.
 
-    A collective of all ranks, with the same choices on every rank. For a model without experts, the
-    settings are returned unchanged and nothing is installed, unless a rank selects a backend by
-    name.
+    A collective of all ranks, with the same choices on every rank. If the model has no experts and
+    no rank selects a backend by name, return the settings unchanged and install nothing.
 
     Args:
         config: The run's configuration.
@@ -244,14 +243,15 @@ def _rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def _form_setting(config: Config) -> str:
-    """Return the grouped GEMM that the configuration selects: "torch", "loop" or "auto"."""
+    """Return the implementation of the grouped GEMM that the configuration selects: "torch", "loop"
+    or "auto"."""
     sparse = any(config.model.experts_by_layer)
     return "loop" if sparse and config.train.deterministic else config.kernels.grouped_gemm
 
 
 def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return the grouped GEMM that the configuration selects. If this is "auto", return the value
-    in the checkpoint's settings `stored`, or "auto" if they have no value."""
+    """Return the implementation of the grouped GEMM that is selected by the configuration, else by
+    the checkpoint's settings `stored`. Return "auto" if neither selects an implementation."""
     form = _form_setting(config)
     return stored.get(_FORM, "auto") if form == "auto" else form
 
@@ -282,8 +282,8 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
-    """Return "" if `form` supports the model with the dtype and device of `like`. Otherwise return
-    the reason why not."""
+    """Return the reason why the implementation `form` of the grouped GEMM does not support the
+    model with the dtype and device of `like`; "" if it does."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))
@@ -424,8 +424,8 @@ def autotune_dispatch(
 def _recorded_dispatch(
     parallel: ParallelConfig, train: TrainConfig, stored: Mapping[str, Any]
 ) -> str:
-    """Return the dispatcher that the checkpoint's settings `stored` record. Return "auto" if they
-    record none or differ in ep, tp, the microbatch size or `train.deterministic`."""
+    """Return the dispatcher in the checkpoint's settings `stored` if ep, tp, the microbatch size
+    and `train.deterministic` have the same values in `stored` and in this run, else "auto"."""
     layout = {
         "parallel.ep": parallel.ep,
         "parallel.tp": parallel.tp,
@@ -442,8 +442,7 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
     Args:
         device_type: As in `torch.device.type`.
         deterministic: `train.deterministic`.
-        recorded: The result of `_recorded_dispatch`: a dispatcher, or "auto" if the checkpoint
-            records none for this layout.
+        recorded: The checkpoint's dispatcher, as `_recorded_dispatch` returns it, or "auto".
     """
     # Measurements in two runs can select different dispatchers, which may add results in different
     # orders. Deterministic mode therefore fixes the choice, as for the grouped GEMM.
@@ -463,7 +462,7 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
 
 
 def check_fp16(model: ModelConfig, device: torch.device) -> None:
-    """Check that the device can compute in fp16: older torch lacks some fp16 operations on CPUs.
+    """Check that the device can compute in fp16. Older torch lacks some fp16 operations on CPUs.
 
     Runs forward and backward of a small model that has the same kinds of layers as `model`: dense,
     MoE or both.

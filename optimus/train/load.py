@@ -45,11 +45,12 @@ def load_start(
 ) -> RunPlan:
     """Fill the states of every rank from the checkpoint or the weights that `plan.start` names.
 
-    If a full checkpoint is damaged, an older one is loaded instead. If the plan has nothing to
-    load, the states keep their initial values. A collective of all ranks.
+    If a full checkpoint is damaged, an older checkpoint is loaded instead. If `plan.start` has no
+    path, the states keep their initial values. A collective of all ranks.
 
     Returns:
-        `plan` with the start that was loaded, the same on all ranks.
+        `plan`, or a copy with another `start` if the checkpoint of `plan.start` is damaged. The
+        result is the same on all ranks.
 
     Raises:
         CheckpointError: No checkpoint can be loaded.

@@ -41,13 +41,13 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if the scale can be halved: in fp16, while it is above its minimum. If False, an
-        overflow ends the run."""
+        """True if the dtype is fp16 and the scale is above its minimum, so that the scale can be
+        halved. If False, an overflow ends the run."""
         return self._dynamic and self.scale > self._least
 
     def at_its_least(self) -> str:
-        """Return text for the end of an overflow's error message. The text says that the loss scale
-        is at its minimum; for other dtypes than fp16, the text is empty."""
+        """Return the end of the error message about an overflow at the minimum loss scale; "" if
+        the dtype is not fp16."""
         return f"; the loss scale is at its minimum, {self.scale:g}" if self._dynamic else ""
 
     def after_update(self) -> None:

@@ -42,9 +42,9 @@ FROZEN = (
     "optim.groups",
     "optim.frozen",
 )
-"""Settings that, like all settings in `[model]`, must not change when a run resumes. Those in
-CHANGEABLE may change if `checkpoint.allow_change` names them. `train.batch_tokens` is the actual
-number of tokens per update."""
+"""Settings that a resumed run must not change, in addition to all settings in `[model]`. Exceptions
+are the settings in CHANGEABLE that `checkpoint.allow_change` names. `train.batch_tokens` is the
+actual number of tokens per update."""
 
 _DATA_POSITION = ("data.identity", "train.batch_tokens")
 """Settings that, together with the step, determine the instances that an update reads."""
@@ -69,7 +69,7 @@ class RunData(NamedTuple):
 
     training: InstanceSource
     held_out: FiniteSource | None
-    """Data for the held-out loss; None if there is none."""
+    """Data for the held-out loss; None if the run does not compute this loss."""
     tokenizer: bytes
     """Content of the tokenizer file of the training data. Every checkpoint contains a copy."""
 
@@ -94,8 +94,8 @@ class PartialPlan:
     """The step and the checkpoint from which the run starts. If the run directory was not read,
     this is the start of a new run."""
     changes: tuple[str, ...]
-    """Log lines about settings that differ from the checkpoint's, and about their effect on the
-    learning rate."""
+    """Log lines about settings whose values differ from those in the checkpoint, and about a change
+    of the learning rate."""
 
     def tokens_after(self, step: int) -> int:
         """Return the number of tokens that the run has read after update `step`."""
@@ -193,7 +193,7 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
             near = difflib.get_close_matches(key, CHANGEABLE, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(CHANGEABLE)}"
             raise ConfigError(
-                f"checkpoint.allow_change = {key!r} is not a setting that may change; {hint}"
+                f"checkpoint.allow_change does not support the setting {key!r}; {hint}"
             )
     return mesh, batch
 

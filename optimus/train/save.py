@@ -32,9 +32,8 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""Free disk space is low if it suffices for fewer saves than this number. Then `Saves` repeats the
-warning about directories that cannot be removed, each time that the space suffices for fewer saves
-than at the last warning."""
+"""`Saves` repeats the warning about directories that cannot be removed if the free disk space
+suffices for fewer saves than this number, and for fewer saves than at the last warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
@@ -219,9 +218,9 @@ class Saves:
     def _begin(
         self, pending: _PendingSave, step: int, reserve: Callable[[], int] = lambda: 0
     ) -> None:
-        """Wait for the previous save of this kind and start a new one. `reserve` returns the number
-        of bytes that the full save of the same step has not written yet. The disk must have space
-        for these bytes, too."""
+        """Wait for the previous save of this kind and start the save of `step`. The disk must have
+        space for this save and for `reserve()` more bytes, which the save of the full checkpoint of
+        `step` has not written yet."""
         assert pending.saver is not None, "model-only saves need checkpoint.model_interval"
         if (before := pending.save) is not None:
             start = time.monotonic()
@@ -234,7 +233,10 @@ class Saves:
             )
         try:
             if before is not None and pending.save is not None:
-                raise OptimusError(f"the disk has not finished the save of step {before.step}")
+                raise OptimusError(
+                    f"the failed save of step {before.step} still waits for the disk; "
+                    "check the disk"
+                )
             # Get the shards again, since the chunks may have moved to other buffers.
             pending.save = pending.saver.begin(
                 replace(self._rank_states, shards=self._states.shards()),

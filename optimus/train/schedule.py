@@ -26,11 +26,11 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Return a log line if the configuration changes the learning rate of an update from `step` on,
-    compared with the checkpoint's settings, else "".
+    """Return a log line about a learning rate that differs between the configuration and the
+    checkpoint's settings; "" if no rate differs from update `step` on.
 
-    The line has both rates and the settings that keep the checkpoint's rate. Updates after the
-    smaller of the two values of `train.max_steps` are not compared, except `step`.
+    The line contains both rates and the settings that keep the checkpoint's rate. The comparison
+    ends at the smaller of the two values of `train.max_steps`, but always includes `step`.
 
     Args:
         step: Number of the next update, from 1.

@@ -80,9 +80,9 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error` so that a run with several ranks prints one error.
+    """Raise `error`. In a run with several ranks, only one error is printed for all ranks.
 
-    The ranks first start the process group and agree on one error to print.
+    Several ranks first start the process group, through which they choose the error to print.
     """
     if launch.world_size > 1:
         prepare_meeting(launch)
@@ -125,9 +125,9 @@ class StartUp:
 
         Args:
             process_start: Value of `time.monotonic` at the start of this process. The phase
-                `imports` lasts from then until now. With `--nproc`, the phase `launch` lasts from
-                the start of the command to `process_start`. If `process_start` is None, the
-                stopwatch starts now and has neither phase.
+                `imports` lasts from `process_start` to this call. With `--nproc`, the phase
+                `launch` lasts from the start of the command to `process_start`. If `process_start`
+                is None, the stopwatch starts at this call, without these two phases.
         """
         self._phases: list[tuple[str, float]] = []
         self._processor_start = 0.0 if process_start is not None else time.process_time()

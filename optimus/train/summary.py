@@ -180,8 +180,7 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return text for the end of a line in the plan: ": PATH", with the path of the data set. The
-    text is "" for a mixture."""
+    """Return ": " and the path of the data set, which end a line of the plan; "" for a mixture."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 

@@ -171,8 +171,8 @@ class Updater:
         )
 
     def _sums(self, values: list[Tensor]) -> list[float]:
-        """Return the sum of each tensor over all ranks. If the update was skipped and some rank has
-        a non-finite value in any of the tensors, all sums are NaN."""
+        """Return the sum of each tensor over all ranks. In a skipped update, all sums are NaN if a
+        tensor of any rank contains a non-finite value."""
         if not math.isnan(self._norm):
             return exact_sums(values, self._groups.everyone)
         finite = [value.nan_to_num(0.0, 0.0, 0.0) for value in values]

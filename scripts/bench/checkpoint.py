@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Compare the saving, loading and verifying of checkpoints with the disk and with other libraries.
+"""Compare the times to save, load and verify checkpoints with the disk and with other libraries.
 
     python scripts/bench/checkpoint.py [--dir FOLDER] [--ranks N] [--hidden N] [--rounds N] [--json]
 
-On each number of local ranks, these methods save and load the same states in turn, in new folders
-of one file system. Before a load, the files are removed from the page cache.
+For each value of --ranks, these methods save and load the same states in turn, in new folders of
+one file system. Before a load, the files are removed from the page cache.
 
 `ours` is Optimus; `cached` is Optimus with `checkpoint.direct_io = false`.
 
 `raw` writes the same bytes by pwrite and fsync, and reads them with a checksum.
 
-`dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. Both receive few flat
-tensors, so that they need not manage many small ones.
+`dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. Both receive few large
+tensors, which avoids their overhead for each tensor.
 
 Two more comparisons: `verify` compares `optimus checkpoint verify` in one process with reading and
 hashing the raw files. `stall` compares the time for which an asynchronous save stops training
@@ -276,8 +276,9 @@ def _compare(
     rounds: int,
     world: World,
 ) -> dict[str, Any]:
-    """Return the seconds of each contestant, `ours` among them. For each other contestant, also
-    return the least, median and greatest ratio of its time to our time in the same round."""
+    """Return `s`, the seconds of each contestant in each round, and `ours_by`. For each contestant
+    except `ours`, which is Optimus, `ours_by` is the least, median and greatest ratio of its time
+    to the time of `ours` in the same round."""
     seconds = common.race(contestants, rounds, world, before=before)
     ours_by = {name: paired(s, seconds["ours"]) for name, s in seconds.items() if name != "ours"}
     return {"s": seconds, "ours_by": ours_by}
@@ -329,7 +330,7 @@ def _peak_bytes(method: Method, folder: SaveFolder, world: World) -> dict[str, i
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """Return two tables in Markdown."""
+    """Return two tables in Markdown: speeds with ratios of times, and peaks of memory."""
     lines = [
         "| ranks | GB | what | ours, MB/s | ours by others: least, median, greatest |",
         "|---|---|---|---|---|",

@@ -41,7 +41,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class Absent(Exception):
-    """Error of a peer library that cannot run on this machine. The message gives the reason."""
+    """Raised if a peer library cannot run on this machine. The message gives the reason."""
 
 
 def run_script(
@@ -176,8 +176,8 @@ def race(
 class MemoryMeter:
     """Resident memory of this process, in bytes.
 
-    Once a meter exists, malloc returns freed blocks of 64 KiB or more to the system at once, so
-    that resident memory does not include them.
+    The constructor makes malloc return freed blocks of 64 KiB or more to the system at once, so
+    that resident memory does not include these blocks.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class MemoryMeter:
         try:
             lines = Path("/proc/self/status").read_text().splitlines()
         except OSError as error:
-            raise OptimusError(f"the peak of memory is read from /proc: {error}") from error
+            raise OptimusError(f"cannot read resident memory from /proc: {error}") from error
         return int(next(line.split()[1] for line in lines if line.startswith(f"{key}:"))) * 1024
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Count the files that common operations use, and the frames from backward to reduce-scatter.
+"""Count the files that operations use, and the stack frames from backward to a reduce-scatter.
 
     python scripts/bench/frames.py [--files] [--json]
 
 A file of Optimus counts if a thread of the first rank calls one of its functions. Three operations
 run on two local ranks with a small model: an update with ep = 2, a save of a full checkpoint, and
 a load of this checkpoint. The fourth is `optimus-data tokenize` with one document, in one process.
-The frames are the functions of Optimus on the stack of a reduce-scatter in backward.
+The stack frames are the functions of Optimus between torch's backward and a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def reduce_scatter_frames() -> Iterator[list[list[str]]]:
 
 
 def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
-    """Run the operations of two ranks. A collective of all ranks.
+    """Run the three operations that need several ranks. A collective of all ranks.
 
     Returns:
-        `files`: The files that each operation uses. `reduce-scatter`: The functions of Optimus from
-        backward to a reduce-scatter; of all reduce-scatters, the longest list.
+        `files`: The files that each operation uses. `reduce-scatter`: The functions of Optimus on
+        the longest stack from backward to a reduce-scatter.
     """
     rank = make_rank(common.mula_config(64, world.size, ep=2, sharding="epso"), world)
     updater, microbatches = rank.updater(), rank.microbatches()
@@ -147,7 +147,8 @@ def _run_data(command: list[str]) -> None:
 
 
 def format_result(result: dict[str, Any], lists_files: bool) -> str:
-    """Return a table in Markdown and, with `lists_files`, the names of the files."""
+    """Return the number of files of each operation and the stack frames, in Markdown. With
+    `lists_files`, add the names of the files."""
     functions = result["reduce-scatter"]
     lines = ["| operation | files entered |", "|---|---|"]
     lines += [f"| {name} | {len(files)} |" for name, files in result["files"].items()]

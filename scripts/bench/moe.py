@@ -87,7 +87,8 @@ class Case:
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of the experts' three products and of the router, two per multiply-add."""
+        """FLOPs of a forward pass: the experts' three matrix products and the router. A
+        multiply-add is two FLOPs."""
         slots = self.tokens * self.top_k
         return 2.0 * (
             3 * slots * self.hidden * self.inner + self.tokens * self.hidden * self.experts
@@ -336,8 +337,9 @@ def _race(
 
     Returns:
         The times of the blocks by name, and a list with the FLOPs of the matrix product and its
-        times. A time is a pair (wall-clock seconds, CPU seconds) for each round. A block has two
-        such pairs: of forward, and of the whole pass.
+        times. Times are a list with an entry for each round. An entry of the matrix product is a
+        pair (wall-clock seconds, CPU seconds). An entry of a block contains two pairs: for forward,
+        and for forward and backward.
     """
     # Each timed pass has a new batch and follows an untimed pass with another batch. oneDNN
     # compiles products for each shape, and in training each step has other numbers of rows. With

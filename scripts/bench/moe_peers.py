@@ -101,7 +101,8 @@ class ThreeGrouped(Peer):
 
 class HuggingFace(Peer):
     """Experts module of the Hugging Face library `transformers`, which stores the weights of all
-    experts in one tensor. `implementation` selects one of the library's ways to compute them."""
+    experts in one tensor. `implementation` is the library's name of the function that computes
+    the experts."""
 
     implementation = "grouped_mm"
 
@@ -144,7 +145,8 @@ class Liger(Peer):
 
 
 class ScatterMoE(Peer):
-    """GLUMLP of scattermoe. It needs a copy of gate_up in which the rows of up come first."""
+    """GLUMLP of scattermoe. It needs a copy of gate_up in which the rows of the up projection
+    precede the rows of the gate projection."""
 
     def build(self, gate_up: Tensor, down: Tensor) -> None:
         if not gate_up.is_cuda:

@@ -38,7 +38,7 @@ _CLOCKS = ("wall", "cpu")
 
 
 class PeerExperts(nn.Module):
-    """Experts of a peer, with the arguments of our experts."""
+    """Experts of a peer. `forward` accepts the same arguments as `forward` of our experts."""
 
     def __init__(self, peer: nn.Module) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
     """Time a pass of the whole model and a pass of a single block, for each library in each round.
 
     Returns:
-        `times[name][span]`, where `span` is "pass" or "block". Each is a list with a pair
+        `times[name][span]`, where `span` is "pass" or "block": a list that contains a pair
         (wall-clock seconds, CPU seconds) for each round.
     """
     config, device = contest.config, next(contest.model.parameters()).device
@@ -133,8 +133,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return, for each library, its median times and the speed-up of a pass if our experts replace
-    its experts. The speed-up is both measured and predicted."""
+    """Return, for each library, its median times and the speed-up of a pass with our experts over a
+    pass with its experts. `speed_up` is measured; `predicted` is computed from the median times."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

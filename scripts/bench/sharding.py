@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare EPSO with SO and Optimus with FSDP2 on several ranks, and measure the peak of memory.
+"""Compare optim.sharding "epso" with "so" and Optimus with FSDP2, and measure the peak of memory.
 
     python scripts/bench/sharding.py [--ranks N] [--hidden N] [--rounds N] [--json]
 
@@ -101,8 +101,8 @@ def measure_peak(config: Config, small: Config, world: World) -> dict[str, Any]:
 
     Returns:
         `measured`: Bytes at the peak of a step, minus the bytes before the model was built, on the
-        rank with the greatest difference. `formula`: Sum of `parts`, the bytes that rank 0 needs
-        for states, activations and two chunks of gradients.
+        rank with the greatest difference. `parts`: Bytes that rank 0 needs for states,
+        activations and two chunks of gradients. `formula`: Sum of `parts`.
     """
     meter = common.MemoryMeter()
     _train(small, world, meter)
@@ -135,10 +135,10 @@ def compare_shardings(so: Config, epso: Config, world: World, rounds: int) -> di
     """Compare `optim.sharding` "epso" with "so". A collective of all ranks.
 
     Returns:
-        `update` has the CPU seconds of AdamW over the shards. `step` has the wall-clock seconds of
-        all work between backward and the next forward: reduction, norm, update and gather. `update`
-        and `step` also have the ratios of both shardings. `predicted` is the ratio of the shards'
-        sizes.
+        `update`: CPU seconds of AdamW over the shards. `step`: Wall-clock seconds of all work
+        between backward and the next forward: reduction, norm, update and gather. Both contain the
+        seconds for each sharding and the ratios "epso" / "so". `predicted`: Ratio of the sizes of
+        the shards, "epso" / "so".
     """
     ranks = {"so": make_rank(so, world), "epso": make_rank(epso, world)}
     updates = {name: _make_update(rank.states, rank.config) for name, rank in ranks.items()}
@@ -192,13 +192,14 @@ def _make_step(states: ChunkEngine) -> Callable[[], None]:
 
 
 def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
-    """Compare a whole update with FSDP2. A collective of all ranks.
+    """Compare the times of an update with Optimus and with FSDP2. A collective of all ranks.
 
     Returns:
-        Seconds of both, and the ratios Optimus / FSDP2.
+        Seconds of an update with each library, the ratios Optimus / FSDP2, and the greatest
+        relative difference of their losses.
 
     Raises:
-        OptimusError: The losses of the two differ by 1e-3 or more.
+        OptimusError: The relative difference of the losses is 1e-3 or more.
     """
     ours = make_rank(config, world)
     updater, microbatches = ours.updater(), ours.microbatches()

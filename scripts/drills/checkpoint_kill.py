@@ -6,11 +6,11 @@
     python scripts/drills/checkpoint_kill.py errors
     python scripts/drills/checkpoint_kill.py power
 
-`random`: SIGKILL of either rank or both at random moments, then the same command again, until the
-run ends. `points`: a kill before and after each file call of a save, and in the middle of each
-write. `errors`: each call of a save fails (ENOSPC, EIO) or is a short write; the run must continue.
-`power`: the calls of a run are recorded, and the power is cut after each; all possible states of
-the disk are examined.
+`random`: SIGKILL of rank 0, rank 1 or both at random moments. The same command resumes the run,
+until it ends. `points`: a kill before and after each file call of a save, and in the middle of each
+write. `errors`: each file call of a save fails (ENOSPC, EIO) or writes too few bytes; the run must
+continue. `power`: the file calls of a run are recorded, and a power cut after each call is
+simulated; the states that the disk can then have are examined.
 
 Results are appended to a file in --work; the same command continues after the last result. Exit
 status 0: there was always a valid checkpoint, no states of another step were loaded, and each run
@@ -53,7 +53,8 @@ LONG = {
 
 
 def sum_up(records: Sequence[dict[str, Any]], unit: str) -> int:
-    """Print a summary. Return the exit status."""
+    """Print the number of records, which the output calls `unit`, and the broken records. Return
+    the exit status."""
     broken = [record for record in records if record.get("broken")]
     seconds = sum(record["s"] for record in records)
     print(f"{len(records)} {unit}, {seconds:.0f} s; broken: {len(broken)}")
@@ -119,7 +120,7 @@ def kill_at_random(
     unbroken, run = (work.resolve() / name for name in ("unbroken", "run"))
     tree = broken_runs.make_tree(data, run, **LONG, **settings)
     whole_s = _unbroken(pool, broken_runs.make_tree(data, unbroken, **LONG, **settings), work)
-    print(f"unbroken: {whole_s:.1f} s; {len(results.records)} starts before", flush=True)
+    print(f"unbroken run: {whole_s:.1f} s; starts so far: {len(results.records)}", flush=True)
     killed = sum(bool(record["killed"]) for record in results.records)
     while killed < args.kills:
         rng = random.Random(f"{args.seed} {len(results.records)}")
@@ -131,7 +132,7 @@ def kill_at_random(
         if killed % 20 == 0 and record["killed"]:
             print(f"{killed} kills, at step {record['step']}", flush=True)
     kills = Counter(str(record["killed"]) for record in results.records)
-    print(f"killed ranks: {dict(kills)} ([]: a run that reached its end and was compared)")
+    print(f"number of starts by killed ranks: {dict(kills)}; []: the run ended and was compared")
     steps = Counter(record["step"] % 2 for record in results.records)
     assert not steps[1], "a full checkpoint of an odd step, at which no save is due"
     return sum_up(results.records, "starts")
@@ -206,7 +207,7 @@ def break_calls(
         seconds = time.monotonic() - start
         results.add(case=_name(case), outcome=outcome, broken=broken, s=seconds)
         if broken or number % 20 == 0:
-            print(f"{number}/{len(remaining)} {_name(case)}: {broken or 'holds'}", flush=True)
+            print(f"{number}/{len(remaining)} {_name(case)}: {broken or 'passed'}", flush=True)
     print(dict(Counter(str(record["outcome"]) for record in results.records)))
     return sum_up(results.records, "cases")
 

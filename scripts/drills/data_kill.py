@@ -37,7 +37,7 @@ WORDS = "the of and to in is that for it as was with be by on not he his but at 
 
 @dataclass
 class Drill:
-    """Settings of the command."""
+    """Settings of `optimus-data run`, the command that the drill kills."""
 
     corpus: Path
     tokenizer: Path
@@ -105,7 +105,7 @@ def differences(out: Path, expected: dict[str, bytes], whole: bool) -> list[str]
 
 
 def kill(process: subprocess.Popen[bytes], rng: random.Random) -> str:
-    """Kill the command, a worker, or all processes. Return the choice."""
+    """Kill the command, a worker or all processes. Return the target, which is drawn at random."""
     target = rng.choice(("command", "command", "worker", "all"))
     children = children_of(process.pid)
     if target == "worker" and children:

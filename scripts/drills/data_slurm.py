@@ -3,17 +3,18 @@
 
     scripts/drills/slurm.sh --nodes 2 -- python scripts/drills/data_slurm.py [--cases nodes,array]
 
-Each case makes a data set with jobs and compares it with that of one process without Slurm: all
-bytes must be equal, and `optimus-data verify` must accept it.
+Each case makes a data set with jobs. All bytes must be equal to those of the data set that one
+process makes without Slurm, and `optimus-data verify` must accept the data set of the jobs.
 
 nodes    scripts/slurm/data.sh --nodes 2
 tasks    srun with two tasks on each of two nodes
 array    scripts/slurm/data.sh --array 2
 cancel   a job of two nodes is cancelled half-way, then an array of two completes its output
 requeue  a job of two nodes is requeued half-way, and Slurm starts it again
-rank     one of two ranks is killed half-way: after scancel, the same command completes the output
-node     all processes of one of two nodes are killed half-way: after scancel, the same command on
-         the other node completes the output (as root; the node remains down)
+rank     one of two ranks is killed half-way; the job is cancelled, and the same command completes
+         the output
+node     all processes of one of two nodes are killed half-way; the job is cancelled, and the same
+         command on the other node completes the output (needs root; the killed node remains down)
 """
 
 from __future__ import annotations

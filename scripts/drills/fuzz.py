@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train random models on random layouts, interrupt them, and compare each with one process.
+"""Train random models on random layouts, interrupt them, and compare with runs on one process.
 
     python scripts/drills/fuzz.py [--minutes M] [--seed S] [--out fuzz.jsonl] [--case JSON]
 
 tests/kit/faults/fuzz.py draws the cases. Results are appended to --out; the same command continues
 after the last result. A case that fails is reduced to a simpler case that fails, and the command
 that runs only this case is printed. The summary has the number of cases, how often each setting had
-each value, and the failures. Exit status 0: all promises hold.
+each value, and the failures. Exit status 0: all results agree with the runs on one process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
         if args.case is None:
             return _drill(runner, args)
         failure = runner.judge(args.case)
-        print(failure or "all promises hold")
+        print(failure or "passed")
         return 1 if failure else 0
 
 
@@ -57,14 +57,18 @@ def _arguments() -> argparse.Namespace:
 
 
 def _case(text: str) -> Case:
-    """Return the case of this JSON text. Axes that it does not name have their simplest choice."""
+    """Return the case in the JSON object `text`, whose keys are axes, such as "dtype". Other axes
+    have their first choice, which is the simplest."""
     chosen = json.loads(text)
     case = {axis: choices[0] for axis, choices in axes().items()}
     if unknown := set(chosen) - set(case):
         raise argparse.ArgumentTypeError(f"unknown axes of a case: {', '.join(sorted(unknown))}")
     case |= {axis: tuple(c) if isinstance(c, list) else c for axis, c in chosen.items()}
     if not is_legal(case):
-        raise argparse.ArgumentTypeError("the case is not a legal run")
+        raise argparse.ArgumentTypeError(
+            "Optimus rejects a run of this case, or it cannot be compared with one process; "
+            "change the case"
+        )
     return case
 
 
@@ -88,7 +92,8 @@ def _drill(runner: CaseRunner, args: argparse.Namespace) -> int:
 
 
 def command(case: Case) -> str:
-    """Return the command that runs only this case. Axes with their simplest choice are omitted."""
+    """Return the command that runs only this case. The JSON text omits axes with the first
+    choice."""
     chosen = {axis: case[axis] for axis, choices in axes().items() if case[axis] != choices[0]}
     return f"python scripts/drills/fuzz.py --case {shlex.quote(json.dumps(chosen))}"
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Mutate all file formats that Optimus reads, and check the commands that read them.
+"""Mutate files of all formats that Optimus reads, and check the commands that read the files.
 
     python scripts/drills/hostile_files.py --cases 20000 [--seed S] [--jobs 2] [--only FORMAT]
         [--case K] [--out findings.jsonl]
 
-tests/kit/faults/judge.py draws the cases: seed, number and --only determine a case. Findings are
-appended to --out with seed and number; `--case K` repeats one case and prints its output. The table
-at the end shows how often each format had each outcome. Exit status 0: no finding.
+tests/kit/faults/judge.py draws the cases. The number of a case, --seed and --only determine its
+content. A finding is a case in which a command breaks a rule of judge.py. Findings are appended
+to --out with seed and number; `--case K` repeats case K and prints its output. The table at the end
+shows how often each format had each outcome. Exit status 0: no finding.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ TABLE = ROOT / "tests" / "planted" / "faults.toml"
 _LIMIT_S = 600
 """Time limit of a run of pytest."""
 _NO_FINDING = re.compile(r"(\w+\.)*(ImportError|ModuleNotFoundError|NameError|SyntaxError)\b")
-"""Messages of tests that fail because the changed code is invalid. They do not catch the fault."""
+"""Messages of test failures that do not count as catching the fault, since they show that the
+changed code is invalid."""
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 """Outcome of a test case by the name of the XML element in its JUnit entry."""
 
@@ -89,7 +90,10 @@ def main() -> int:
         for fault in faults:
             count = (copies[0] / fault.file).read_text(encoding="utf-8").count(fault.old)
             if count != 1:
-                print(f"{fault.name}: `old` occurs {count} times in {fault.file}", file=sys.stderr)
+                print(
+                    f"{fault.name}: `old` occurs {count} times in {fault.file}; it must occur once",
+                    file=sys.stderr,
+                )
                 return 2
         return _drill(faults, copies)
     finally:
@@ -197,7 +201,7 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
     """Run tests of a copy.
 
-    Python writes no bytecode files: an edit within the same second would not invalidate them.
+    Python writes no bytecode files, since it could use them after an edit in the same second.
 
     Args:
         nodes: The tests.

@@ -3,13 +3,12 @@
 
     python scripts/drills/reshard.py (--all | --row LAYOUT | --sample N) [--first N] [--out FILE]
 
-A layout is a mesh, a sharding of the states, a length of chunks, a schedule and a value of
-checkpoint.scatter.
-Ranks are simulated one after the other; shard files, index, plans and reads are real. All elements
-of the master and both moments are compared. `--all`: all pairs of layouts; `--row`: all pairs with
-this layout; `--sample`: N random pairs in addition. Results are appended to --out; the same command
-continues after the last result. Exit status 0: all loaded bits equal the saved bits; 2: no pair was
-selected.
+A layout is a mesh and values of optim.sharding, optim.chunk_length, parallel.schedule and
+checkpoint.scatter. Ranks are simulated one after the other, but they write and read real shard
+files. All elements of the master and both moments are compared. `--all`: all pairs of layouts;
+`--row`: all pairs with this layout; `--sample`: N random pairs, which are added to the pairs of the
+other options. Results are appended to --out; the same command continues after the last result. Exit
+status 0: all loaded bits equal the saved bits; 2: no pair was selected.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from tests.kit.runs.saves import block_bytes  # noqa: E402
 
 
 def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
-    """Return the selected pairs, sorted by the layout that saves."""
+    """Return the selected pairs of layouts (saving, loading), sorted by the saving layout."""
     pairs = list(itertools.product(layouts, layouts)) if args.all else []
     if args.row:
         (row,) = [layout for layout in layouts if str(layout) == args.row]
@@ -55,8 +54,8 @@ def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
 
 
 class Saver:
-    """Saves a checkpoint under a layout. Of consecutive calls with the same layout, only the first
-    one saves."""
+    """Saves checkpoints. If `save` is called again with the same layout, the existing checkpoint is
+    used."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -81,7 +80,9 @@ def main() -> int:
         print(f"--row {args.row}: no such layout; use for example {layouts[-1]}", file=sys.stderr)
         return 2
     if not (args.all or args.row or args.sample > 0):
-        print("no pairs: use --all, --row LAYOUT or --sample N", file=sys.stderr)
+        print(
+            "no pair of layouts is selected; use --all, --row LAYOUT or --sample N", file=sys.stderr
+        )
         return 2
     results = Results(args.out)
     done = {record["pair"]: record for record in results.records}
@@ -103,7 +104,7 @@ def main() -> int:
                 print(f"{number}/{len(remaining)}", flush=True)
     records = [done[_name(pair)] for pair in pairs if _name(pair) in done]
     failed = [record["pair"] for record in records if record["broken"]]
-    print(f"{len(records)} pairs of {len(pairs)} compared; broken: {len(failed)}")
+    print(f"{len(records)} of {len(pairs)} pairs of layouts compared; failed: {len(failed)}")
     print("\n".join(failed), end="\n" if failed else "")
     return 1 if failed else 0
 

@@ -53,7 +53,7 @@ def field_of(job: str, key: str) -> list[str]:
 
 
 def _processes(name: str, value: str) -> list[int]:
-    """Return the ids of processes whose environment has this value."""
+    """Return the ids of the processes whose environment variable `name` has the value `value`."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

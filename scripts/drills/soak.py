@@ -11,9 +11,9 @@ ranks. Other programs affect processor time less. The time after the first fifth
 divided into twelve windows. A line is fitted to the twelve medians of each quantity, and the rise
 of the line is printed with a 95 % confidence interval. Memory rises for some hundred updates until
 the caches of libraries are full, so a run should have thousands of updates.
-Exit status 0: no rise of memory, files, threads or processor time of a step is larger than both
-noise and 1 %; the run ended with status 3, as after any deadline, with a valid checkpoint; no
-process and no temporary file remains.
+Exit status 0: each rise of memory, files, threads and processor time of a step is at most 1 % of
+the mean, or its confidence interval includes 0; the run ended with status 3, as after any deadline,
+with a valid checkpoint; no process and no temporary file remains.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ OPTIMUS = (sys.executable, "-P", "-m", "optimus.cli")
 CONFIG = ROOT / "configs" / "run" / "demo.toml"
 WINDOWS = 12
 GROWTH = 0.01
-"""A rise that is larger than noise is accepted up to this fraction of the mean."""
+"""Largest accepted rise, as a fraction of the mean. A larger rise is accepted only if its
+confidence interval includes 0."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -75,7 +76,7 @@ class Process(NamedTuple):
 
     pid: int
     start: int
-    """Clock ticks since the start of the machine."""
+    """Start time of the process, in clock ticks since the boot of the machine."""
 
 
 class Trend(NamedTuple):

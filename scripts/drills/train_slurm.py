@@ -115,7 +115,7 @@ CASES = {case.__name__: case for case in (nodes, world, address, rank)}
 
 
 def prepare(base: Path, args: argparse.Namespace) -> Drill:
-    """Install the command. Make data and a configuration, and train with it on one process."""
+    """Install the command `optimus`, make data and a configuration, and train on one process."""
     program = install(base / "optimus", "optimus.cli")
     os.environ["OPTIMUS"] = str(program)
     data, config = make_tiny_data(base / "tiny"), base / "run.toml"

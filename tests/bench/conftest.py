@@ -1,4 +1,4 @@
-"""Adds scripts/bench to the module path: the scripts import each other by name."""
+"""Add scripts/bench to the module path, since the scripts import each other by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The counts of scripts/bench/frames.py, and the limit of frames before a reduce-scatter."""
+"""scripts/bench/frames.py lists the files of each operation, and finds at most MOST_FRAMES stack
+frames between backward and a reduce-scatter."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import frames
 from optimus.distributed.world import start_world
 
 MOST_FRAMES = 5
-"""Most stack frames of Optimus between torch's backward and its reduce-scatter of a bucket."""
+"""Maximum number of stack frames of Optimus between torch's backward and a reduce-scatter."""
 
 
 def measure(folder: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from optimus.parallel.pipeline.actions import Kind
 
 
 def trace(*actions: tuple[Kind, int, int]) -> list[ActionEvent]:
-    """Return the events of consecutive actions. An action has a kind, a duration and a wait."""
+    """Return the events of consecutive actions, each (kind, duration, waiting time) in ns."""
     events, now = [], 100
     for kind, duration, waited in actions:
         events.append(ActionEvent(kind.name, 0, 0, now, now + duration, waited))

@@ -13,15 +13,15 @@ CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 
 def event(key: str, device_type, cpu: float, device: float) -> SimpleNamespace:
-    """Return an average of the profiler, with the fields that are read."""
+    """Return a fake entry of `key_averages()` with the attributes that `_non_gemm_share` reads."""
     return SimpleNamespace(
         key=key, device_type=device_type, self_cpu_time_total=cpu, self_device_time_total=device
     )
 
 
 def test_time_on_a_device_counts_once():
-    """On a GPU, the profiler gives the time of a torch kernel to the kernel and to its op. It gives
-    the time of an Optimus kernel to the kernel only."""
+    """On a GPU, the profiler adds the time of a torch kernel to the kernel and to its op, but the
+    time of an Optimus kernel only to the kernel. `_non_gemm_share` counts each time once."""
     events = [
         event("aten::mm", CPU, 5, 60),
         event("nvjet_gemm", CUDA, 0, 60),

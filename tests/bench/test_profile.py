@@ -37,7 +37,7 @@ def test_phases_and_components_add_up_to_the_step(ranks):
 
 
 def event(name: str, parent: SimpleNamespace | None = None, number: int = -1) -> SimpleNamespace:
-    """Return an event of the profiler, with the fields that are read."""
+    """Return a fake profiler event with the attributes that optimus.bench.profile reads."""
     return SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number)
 
 

@@ -23,11 +23,13 @@ IMPOSSIBLE = {
     (State.CLEANING, Status.FAILED),
     *((State.ENDED, status) for status in Status),
 }
-"""Pairs that no rank reports: a commit only starts after WRITING, and CLEANING cannot fail."""
+"""Pairs (state, status) that cannot occur: a commit starts after WRITING, CLEANING cannot fail, and
+no rank reports a status of an ended save."""
 
 
 class Save:
-    """A save whose steps wait for events, and its result."""
+    """An AsyncSave in which each step waits until the test sets its event. Records the reports that
+    `commit` receives, and the cleanup."""
 
     def __init__(
         self, limit_s: float = 60.0, claims: bool = False, **raises: BaseException
@@ -187,7 +189,8 @@ def test_a_hanging_thread_fails_in_time_and_is_cleaned_after_it_ends(where):
 
 
 def test_time_of_training_between_two_polls_is_not_counted():
-    """An update takes longer than the limit, but the write was fast."""
+    """The first poll comes after the time limit of the save, but the write ended before it. The
+    save is committed."""
     save = Save(limit_s=0.3)
     save.write.set()
     time.sleep(0.5)

@@ -21,7 +21,8 @@ from tests.kit.faults.power_loss import Disk
 from tests.kit.ranks.pool import RankPool
 
 DEATHS = (2, 1)
-"""Number of kills of the first and of the second rank, chosen from about 250 cases."""
+"""Number of tested cases in which the first rank is killed, and in which the second is killed.
+There are about 250 cases."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_a_run_resumes_after_any_power_cut(recorded):
 
 @pytest.mark.parametrize("op", ["shard", "model", "directory"])
 def test_power_cuts_detect_a_missing_fsync(recorded, op):
-    """Leave out the fsyncs of one kind of file."""
+    """Remove the fsyncs of one kind of file from the recorded calls. `replay` finds a fault."""
     root, calls = recorded
     end = {"shard": ".bin", "model": ".safetensors", "directory": "/checkpoints"}[op]
     forgotten = {n for n, c in enumerate(calls) if c.op == "fsync" and c.path.endswith(end)}
@@ -99,7 +100,8 @@ def test_power_cuts_detect_a_missing_fsync(recorded, op):
 
 
 def test_power_cuts_detect_a_removal_before_the_commit(recorded):
-    """The oldest checkpoint is removed before the newest has its final name."""
+    """In the recorded calls, put the removal of the oldest checkpoint before the rename that
+    commits the newest checkpoint. `replay` finds the fault."""
     root, calls = recorded
     goes = next(n for n, c in enumerate(calls) if c.op == "rename" and "/step-" in c.path)
     sealed = [n for n, c in enumerate(calls[:goes]) if c.op == "rename" and "/step-" in c.other]

@@ -93,7 +93,7 @@ def test_list_gives_the_reason_of_damage(run_dir, capsys):
         assert by_name[name]["state"] == "damaged" and problem in by_name[name]["problem"]
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert "bytes, not" in out and "resumes from nothing" in out
+    assert "bytes, but the index says" in out and "resumes from nothing" in out
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])
@@ -190,7 +190,8 @@ def test_balance_is_of_the_ranks_and_nodes_of_a_stage():
 
 
 def test_transformers_loads_a_model_only_checkpoint(run_dir, tmp_path, capsys):
-    """It has two bytes for each parameter. An export of the full checkpoint has the same bits."""
+    """The checkpoint has bf16 weights and no other tensors. Exports of this checkpoint and of the
+    full checkpoint have the same weights, bit by bit."""
     transformers = pytest.importorskip("transformers")
     path = store.model_path(run_dir, 6)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -258,7 +259,8 @@ def test_list_and_show_need_no_torch(run_dir):
 
 
 def test_a_checkpoint_with_deeply_nested_folders_is_listed(run_dir, tmp_path, capsys):
-    """A recursive search of 1,200 nested folders ends in a RecursionError."""
+    """`checkpoint list` counts the bytes of a file in 1,200 nested folders. A recursive search
+    would raise RecursionError."""
     source = next(run_dir.glob("checkpoints/step-*"))
     checkpoint = tmp_path / source.name
     shutil.copytree(source, checkpoint)

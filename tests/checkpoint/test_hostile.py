@@ -38,13 +38,13 @@ from optimus.io.tensor_file import MODEL
 
 SHAPES = {"embed.weight": (6, 4), "head.weight": (4, 4)}
 ROWS = (((0, 3), (0, 4)), ((3, 6), (0, 4)))
-"""The two halves of embed.weight, one box each."""
+"""Index ranges (start, stop) of rows and columns, for each half of embed.weight."""
 
 
 def write_full(path: Path, frozen: str = "", order: Sequence[int] = range(4)) -> Path:
-    """Write a full checkpoint of one writer, state by state: embed.weight in two boxes, head.weight
-    in two rows. The parameter `frozen` has a master alone. In the file, each state has the four
-    slices in `order`."""
+    """Write a full checkpoint of one writer. embed.weight has two slices, with the index ranges in
+    ROWS. head.weight has two slices of 8 elements. The shard file contains all masters, then all
+    exp_avg, then all exp_avg_sq, each with the slices in `order`. `frozen` has only masters."""
 
     def write(directory: Path) -> None:
         slices = [
@@ -259,8 +259,8 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
         (set_head(shapes="ab"), "not readable"),
         (set_head(shapes={"embed.weight": "ab", "head.weight": [4, 4]}), "shape of embed.weight"),
         (set_head(shapes={"embed.weight": [1 << 50] * 2, "head.weight": [4, 4]}), "shape of embed"),
-        (set_head(shapes={"embed.weight": [6, 4]}), "exactly one line for each shape"),
-        (set_head(shapes={"embed.weight": [6, 5], "head.weight": [4, 4]}), "its boxes omit"),
+        (set_head(shapes={"embed.weight": [6, 4]}), "exactly one line for each parameter"),
+        (set_head(shapes={"embed.weight": [6, 5], "head.weight": [4, 4]}), "the boxes do not"),
         (set_head(shapes={"e" * 501: [6, 4], "head.weight": [4, 4]}), "shape of eee"),
         (set_rows(), "rows are not lists"),
         (set_rows(FIRST, SECOND[:-1]), "parameter embed.weight"),
@@ -284,8 +284,8 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
         (set_rows([*FIRST[:4], 0, *FIRST[5:]], SECOND), "outside its shard file"),
         (set_rows([*FIRST[:4], 4097, *FIRST[5:]], SECOND), "not a multiple of 64"),
         (set_rows([*FIRST[:4], -2, *FIRST[5:]], SECOND), "outside its shard file"),
-        (set_rows([*FIRST[:4], -1, -1, -1], SECOND), "a row lacks some of master, exp_avg"),
-        (set_rows([*FIRST[:5], -1, FIRST[6]], SECOND), "a row lacks some of master, exp_avg"),
+        (set_rows([*FIRST[:4], -1, -1, -1], SECOND), "a row needs the offset of master"),
+        (set_rows([*FIRST[:5], -1, FIRST[6]], SECOND), "a row needs the offset of master"),
         (set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]), "lacks some of its states"),
         (set_rows([*FIRST[:4], 4100, *FIRST[5:]], SECOND), "not a multiple of 64"),
         (set_rows([*FIRST[:4], 4112, *FIRST[5:]], SECOND), "not a multiple of 64"),
@@ -299,10 +299,10 @@ FIRST, SECOND = [0, 0, 0, 12, 4096, 4352, 4608], [0, 1, 0, 12, 4160, 4416, 4672]
          "the states of a row are not in the order master, exp_avg"),
         (set_rows([*FIRST[:4], 4096, 4608, 4352], [*SECOND[:4], 4160, 4672, 4416]),
          "the states of a row are not in the order master, exp_avg"),
-        (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 4]]]] * 2), "its boxes"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 4]]]] * 2), "the boxes"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, 6]], [[0, 2]]], [[[0, 3]], [[0, 4]]]]),
-         "its boxes omit elements or contain some twice"),
-        (lambda head, embed, rest: embed.update(boxes=[[[[0, 3]]]]), "a box of 1 dim"),
+         "the boxes do not contain every element exactly once"),
+        (lambda head, embed, rest: embed.update(boxes=[[[[0, 3]]]]), "a box has 1 dim"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, 7]], [[0, 4]]]]), "inside the shape"),
         (lambda head, embed, rest: embed.update(boxes=[[[[0, "x"]], [[0, 4]]]]), "of integers"),
         (lambda head, embed, rest: embed.pop("boxes"), "boxes"),
@@ -327,7 +327,8 @@ def test_a_frozen_parameter_has_a_master_alone(tmp_path):
 
 
 def test_bytes_that_belong_to_no_parameter_are_refused(checkpoint, capsys):
-    """The index has the masters of a frozen parameter, and the file also has its other states."""
+    """The index lists only the masters of the frozen parameter embed.weight, but the shard file
+    also contains its moments."""
     rewrite_index(checkpoint, set_rows([*FIRST[:5], -1, -1], [*SECOND[:5], -1, -1]))
     rewrite_manifest(checkpoint, settings={"optim.frozen": ["embed.*"]})
     assert "bytes to which no row refers" in problem_of(checkpoint, capsys)
@@ -335,8 +336,9 @@ def test_bytes_that_belong_to_no_parameter_are_refused(checkpoint, capsys):
 
 @pytest.mark.parametrize("columns", [(5,), (5, 6)])
 def test_states_on_both_sides_of_a_frozen_row_are_not_exchanged(tmp_path, capsys, columns):
-    """In the file, frozen masters are between the masters of the two rows of head.weight, but its
-    other states are consecutive."""
+    """In the index, exchange the offsets of moments of the two rows of head.weight. `verify`
+    detects this, although frozen masters are between the masters of these rows in the shard
+    file."""
     path = write_full(tmp_path / "c", frozen="embed.weight", order=(2, 0, 1, 3))
     read_manifest(path).verify()
 
@@ -437,7 +439,8 @@ GOLDEN = Path(__file__).parents[1] / "golden/v1/runs/moe-fp32/checkpoints"
 
 
 def write_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace the header of model.safetensors, and cut the data to what it describes."""
+    """Replace the header of model.safetensors, and remove the data after the last tensor that the
+    new header lists."""
     data = (path / MODEL).read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = change(json.loads(data[8:end]))
@@ -457,7 +460,7 @@ def edit_config(path: Path, old: str, new: str) -> None:
 
 
 def update_manifest(path: Path, **settings: object) -> None:
-    """Correct the sizes and hashes of all files, and change settings."""
+    """Correct the sizes and hashes of all files in the manifest, and change its `settings`."""
     raw = json.loads((path / MANIFEST).read_bytes())
     entries = [
         {"name": name, "size": (path / name).stat().st_size, "xxh3": files.xxh3_file(path / name)}
@@ -533,7 +536,7 @@ def load(checkpoint: Path) -> None:
 
 def test_a_full_checkpoint_without_an_index_is_refused_by_a_load(checkpoint):
     rewrite_manifest(checkpoint, files=[])
-    with pytest.raises(CheckpointError, match="lists no index"):
+    with pytest.raises(CheckpointError, match="does not list index"):
         read_manifest(checkpoint).index()
 
 
@@ -545,7 +548,7 @@ def test_a_fifo_is_refused_and_not_waited_for(checkpoint, name):
     else:
         (checkpoint / name).unlink()
     os.mkfifo(checkpoint / name)
-    with pytest.raises(CheckpointError, match="not a regular file|bytes, but|bytes, not"):
+    with pytest.raises(CheckpointError, match="not a regular file|bytes, but"):
         read_manifest(checkpoint).verify()
 
 

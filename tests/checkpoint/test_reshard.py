@@ -44,7 +44,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def random_box(shape, generator):
-    """Return a box of one or two ranges of each dim."""
+    """Return a random box: for each dim, one or two index ranges."""
     box = []
     for size in shape:
         cuts = sorted(generator.sample(range(size + 1), 4))
@@ -90,7 +90,8 @@ def small_blocks() -> Iterator[None]:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("third", range(3))
 def test_a_layout_reads_the_bits_that_another_layout_wrote(tmp_path, third):
-    """scripts/drills/reshard.py has more pairs."""
+    """Save with one layout and load with another, for a third of the pairs in `pairwise()`. The
+    script scripts/drills/reshard.py tests more pairs of layouts."""
     for number, (layout, other) in enumerate(pairwise()[third::3]):
         holdings = layout.holdings()
         states = whole_states(all_shapes(holdings), seed=number)

@@ -48,7 +48,7 @@ def test_a_frozen_chunk_without_moments_is_saved_and_loaded(tmp_path):
             for state, flat in shard.states.items():
                 assert torch.equal(flat[elements], other.states[state][elements])
     problem = load_full(saves.make_states(0), manifest, "broadcast")
-    assert problem == f"{tmp_path}/c: the index lacks a state of parameter a"
+    assert problem == f"{tmp_path}/c: the checkpoint lacks moments of parameter a"
 
 
 def test_device_states_are_read_in_bounded_batches(monkeypatch):
@@ -87,7 +87,7 @@ def test_a_damaged_shard_file_is_not_committed(tmp_path, harm):
             shutil.copyfile(store.full_path(tmp_path, 2) / shard.name, shard)
 
     messages = {
-        "cut": r"shard-00000.bin: \d+ bytes, not \d+",
+        "cut": r"shard-00000.bin: \d+ bytes, but the index says \d+",
         "another": "belongs to another checkpoint",
     }
     with pytest.raises(OptimusError, match=messages[harm]):

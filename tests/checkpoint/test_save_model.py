@@ -160,7 +160,7 @@ def test_lost_writes_are_detected_before_the_commit(ranks, tiny_data, tmp_path, 
     ended = ranks(2, run_with_damage, tree, how, start_world=False)
     assert [rank[:2] for rank in ended] == [(0, "")] * 2
     (warning,) = ended[0].warnings()
-    word = " bytes, not " if how in ("odd", "longer") else " does not contain what the ranks wrote"
+    word = " bytes, but " if how in ("odd", "longer") else " does not contain what the ranks wrote"
     assert "step 3 is not saved: model.safetensors" in warning and word in warning
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["model-00000006", "model-00000009", "step-00000009"]
@@ -215,7 +215,7 @@ def run_with_small_files(tree: dict[str, Any]) -> Ended:
 
 
 def test_several_ranks_write_several_files(ranks, tiny_data, tmp_path):
-    """Some files have data of one rank only."""
+    """Two ranks write more than three files. Some files contain data of only one rank."""
     tree = tiny_tree(tiny_data, tmp_path, train__stop_at_step=1, checkpoint__model_interval=1)
     ended = ranks(2, run_with_small_files, tree, start_world=False)
     assert [rank[:2] for rank in ended] == [(0, "")] * 2
@@ -279,8 +279,9 @@ def test_checksums_add_up_and_depend_on_positions():
 
 @pytest.mark.parametrize("is_nfs", [True, False])
 def test_only_nfs_writes_synchronously(tmp_path, monkeypatch, is_nfs):
-    """On NFS, cached pages would overwrite bytes of other writers. On all file systems, a writer
-    opens an existing file only."""
+    """Only on NFS, a writer opens files with O_DSYNC. Otherwise an NFS client sends whole cached
+    pages, which may overwrite bytes of other writers. On no file system, a writer creates a
+    file."""
     command = ["stat", "-f", "-c", "%t", tmp_path]
     file_system = int(subprocess.run(command, capture_output=True, check=True).stdout, 16)
     assert safetensors._NFS_MAGIC == 0x6969 != file_system

@@ -35,9 +35,10 @@ def paint(counts, param):
 
 
 def assert_each_element_once(config, mesh, slices_of, alternates=False):
-    """Check that the slices of all ranks have each element once.
+    """Check that the slices of all ranks together contain each element once.
 
-    Each shard of a rank has one slice, unless stripes of tied parameters alternate.
+    A rank has at most one slice of each shard. If `alternates` is true, it may have several,
+    because two pipeline stages write the stripes of tied parameters in turn.
     """
     holdings, counts = Holdings(config, mesh), {}
     for rank in range(mesh.world_size):
@@ -112,7 +113,7 @@ def test_shares_have_the_order_of_ranks():
 
 
 def written(config, mesh, scatter="balanced"):
-    """Yield the bytes of a state that each rank writes."""
+    """Yield the number of bytes that each rank writes of a state such as `master`."""
     holdings = Holdings(config, mesh)
     for rank in range(mesh.world_size):
         holding, coordinate = holdings.of(rank), mesh.coordinate(rank)

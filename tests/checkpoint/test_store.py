@@ -1,4 +1,4 @@
-"""Tests of the choice of a start, of retention and of quarantine."""
+"""Tests of the checkpoint from which a run starts, of retention and of quarantine."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ def test_an_unfinished_save_that_cannot_be_removed_is_named_and_the_run_starts(t
 
 
 def test_a_checkpoint_that_cannot_be_moved_to_quarantine_ends_the_start(tmp_path):
-    """If the run started, the next start would load this checkpoint, which is newer."""
+    """The run must not start from step 0: its next start would load the checkpoint that was not
+    moved, which is newer than the checkpoints of the run."""
     later = save(tmp_path, 8).path
     words = f"{later}: cannot be moved to set-aside/: Operation not permitted"
     with immutable(later), pytest.raises(CheckpointError, match=words):
@@ -309,8 +310,8 @@ def test_a_damaged_run_may_start_from_another_runs_checkpoint(tmp_path, weights)
 
 @pytest.mark.parametrize("then", ["auto", "the first command"])
 def test_a_run_that_went_back_to_a_model_does_not_start_again_unasked(tmp_path, weights, then):
-    """The run went back to model@10 and was killed before its next save. Then the user starts it
-    with another checkpoint.load."""
+    """With checkpoint.load = "model@10", the run started from the model-only checkpoint of step 10.
+    It was killed before its next save. A start with another checkpoint.load is refused."""
     run, load = tmp_path / "run", str(weights)
     save(run, 10, "model", origin=load)
     save(run, 20, origin=load)
@@ -334,7 +335,8 @@ def test_a_run_without_its_full_checkpoints_does_not_start_again_unasked(tmp_pat
 
 
 def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
-    """The run was started from another run's checkpoint."""
+    """A run started from step 10,000 of another run. Its full checkpoints are missing if it has a
+    model-only checkpoint of more than two checkpoint.interval (200 steps) after this step."""
     run, other = tmp_path / "run", tmp_path / "other"
     origin = str(save(other, 10_000).path)
     save(run, 10_200, "model", origin=origin)
@@ -345,8 +347,8 @@ def test_steps_of_models_count_from_the_start_of_their_run(tmp_path):
 
 
 def test_a_model_has_the_first_step_of_its_run(tmp_path):
-    """The run starts from step 10,000 of another run, which later saves step 10,150. The first step
-    of the run stays 10,000."""
+    """A run started from step 10,000 of another run. Then the other run saves step 10,150. The
+    first step in checkpoints of the run is still 10,000."""
     run, other = tmp_path / "run", tmp_path / "other"
     save(other, 10_000)
     assert store.decide_start(run, str(other)).first_step == 10_000

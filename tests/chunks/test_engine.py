@@ -171,8 +171,8 @@ def test_tied_embedding_gradients_of_both_uses_are_added_once():
 
 
 def test_frozen_parameters_put_after_shards_keep_the_new_values():
-    """A checkpoint reads the shards of a frozen parameter, and then a load sets two elements.
-    `settle` does not restore the old values."""
+    """`shards` makes an fp32 copy of a frozen parameter, and then `put` sets two elements of the
+    parameter. `settle` does not restore their old values from the copy."""
     named = {"a": nn.Parameter(torch.zeros(3))}
     groups = {"a": ParamProcessGroups()}
     frozen = FrozenParams(named, groups, lambda name: torch.zeros(3), torch.bfloat16, 4)

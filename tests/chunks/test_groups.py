@@ -35,8 +35,8 @@ def build(other: dict | None, options: ParamOptions | None) -> tuple[str, int]:
     """Make an engine on this rank.
 
     Args:
-        other: Shapes of the parameters of the last rank; None: those of all ranks.
-        options: Options of the parameters of the last rank; None: those of all ranks.
+        other: Shapes of the parameters of the last rank; None: SHAPES, as on other ranks.
+        options: Options of the parameters of the last rank; None: defaults, as on other ranks.
 
     Returns:
         The message of the ConfigError, "" if there is none, and the number of collectives of
@@ -62,10 +62,10 @@ ORDER = {name: SHAPES[name] for name in ("first", "third", "second")}
 @pytest.mark.parametrize(
     ("other", "options", "message"),
     [
-        (ORDER, None, r"has second \[64\].* where rank 2 has third \[64\]"),
-        (SHAPES | {"second": (65,)}, None, r"has second \[64\].* where rank 2 has second \[65\]"),
-        ({"first": (4, 8)}, None, r"has second \[64\].* where rank 2 has none"),
-        (SHAPES | {"more": (1,)}, None, r"rank 0 has none where rank 2 has more \[1\]"),
+        (ORDER, None, r"has second \[64\].*, and rank 2 has third \[64\]"),
+        (SHAPES | {"second": (65,)}, None, r"has second \[64\].*, and rank 2 has second \[65\]"),
+        ({"first": (4, 8)}, None, r"has second \[64\].*, and rank 2 has none"),
+        (SHAPES | {"more": (1,)}, None, r"rank 0 has none, and rank 2 has more \[1\]"),
         (None, ParamOptions(lr_scale=0.5), r"has first .*lr_scale=1.0.* has first .*=0.5"),
     ],
 )

@@ -61,8 +61,9 @@ CASES = [
 
 
 def test_gathers_and_reductions_equal_the_formulas(ranks):
-    """Train towers with several numbers of slots, microbatches and recomputed layers. The traffic
-    equals the formulas, and the uses and resident bytes are those of the plan."""
+    """Train stacks of layers with several numbers of cache slots, microbatches and recomputed
+    layers. The traffic equals the formulas. Uses of chunks and resident bytes equal those of the
+    plan."""
     for case, outcomes in zip(CASES, train_on_two(ranks, *CASES), strict=True):
         n, slots, k, m = case.n, min(case.slots, case.n), case.microbatches, case.region
         gathers = 2 * k * n - (2 * k - 1) * slots
@@ -118,9 +119,9 @@ def test_only_shards_have_memory_between_updates(ranks):
 
 @pytest.mark.parametrize("region", [0, 3])
 def test_a_use_of_an_evicted_chunk_has_nan_results(ranks, region):
-    """Freed buffers are filled with NaN. Run a forward and a backward with all hooks, without a
-    forward hook, and without a backward hook. Outputs and gradients are finite only with the hooks
-    that they need."""
+    """Freed buffers are filled with NaN. With all hooks, outputs and gradients are finite. Without
+    the forward hook of a layer, both contain NaN. Without its backward hook, the gradients contain
+    NaN."""
     case = Case(6, 1, region=region, poison=True)
     missing_hooks = [ALL_HOOKS, (1, False), (1, True)]
     is_finite = ranks(2, run_with_missing_hooks, case, missing_hooks, start_world=False)[0]

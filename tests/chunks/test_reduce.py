@@ -64,7 +64,8 @@ def make_groups() -> dict[str, ParamProcessGroups]:
     """Return process groups of a parameter that all four ranks have.
 
     In the first three cases, its states are replicated, sharded over four ranks, or sharded over
-    two. In "partial", two ranks add up their gradients, each of which is a sum over two ranks.
+    two. In "partial", gradients are added up over `reduce_group` and over `partial_group`, which
+    have two ranks each.
     """
     world, (near, across) = everyone("dp"), pairs()
     return {

@@ -22,7 +22,7 @@ F, B = Pass(0, False), Pass(0, True)
 
 
 def tower_needs(n: int) -> list[frozenset[int]]:
-    """Return the needs of n segments, each of which needs a chunk of its own."""
+    """Return the set of chunks that each of n segments needs. Segment i needs only chunk i."""
     return [frozenset({segment}) for segment in range(n)]
 
 
@@ -38,8 +38,8 @@ def forward_uses(needs: Sequence[Sequence[int]]) -> list[Use]:
 def fewest_gathers(uses: Sequence[Use], slots: int) -> int:
     """Return the least number of gathers with any sequence of evictions.
 
-    After each use, the search has the least number of gathers for each possible content of the
-    cache.
+    After each use, `reached` has the least number of gathers up to this use for each possible
+    content of the cache.
     """
     reached = {frozenset(): 0}
     for use in uses:
@@ -100,7 +100,8 @@ def test_plan_of_random_uses_has_the_fewest_gathers(seed):
 
 
 def test_gathers_of_microbatches_in_turn_equal_the_formula():
-    """Plan k microbatches on n segments. Each runs its backward before the next forward."""
+    """Plan k microbatches on n segments. The backward of a microbatch comes before the forward of
+    the next microbatch. The number of gathers equals the formula for all sizes of the cache."""
     for k, n in itertools.product(range(1, 6), range(1, 9)):
         for slots in range(1, n + 1):
             assert num_gathers(n, slots, [F, B] * k) == 2 * k * n - (2 * k - 1) * slots

@@ -27,5 +27,5 @@ def test_a_batch_of_too_many_microbatches_is_refused():
     tokens = 2 * 32 * MAX_MICROBATCHES
     train = config().train.model_copy(update={"global_batch_tokens": tokens})
     assert plan_batch(train, 2).microbatches_per_rank == MAX_MICROBATCHES
-    with pytest.raises(ConfigError, match="at most 65,536 are supported: use larger microbatches"):
+    with pytest.raises(ConfigError, match="at most 65,536 are supported; use larger microbatches"):
         plan_batch(train, 1)

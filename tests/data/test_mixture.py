@@ -91,8 +91,8 @@ def test_held_out_data_are_not_mixed_with_training_data(tiny_data):
 
 
 def test_sources_with_different_held_out_fractions_are_refused(tiny_data, tmp_path):
-    """One of the sources is a blend, a data set that was made from other data sets. Its held-out
-    fraction is the fraction of those data sets."""
+    """One source is a blend of other data sets. The check uses the held-out fraction with which
+    those data sets were made."""
     plain, same = tmp_path / "plain", tmp_path / "same"
     text = tmp_path / "a.txt"
     text.write_text("some other text " * 500)

@@ -35,7 +35,7 @@ def test_file_that_is_no_tokenizer_is_refused(tmp_path):
 
 
 def test_a_name_that_is_not_text_has_no_token_id(tiny_data):
-    """A name in JSON can be a lone surrogate, which has no UTF-8 encoding."""
+    """A token name that is read from JSON can be a lone surrogate, which has no UTF-8 encoding."""
     assert TextTokenizer(tiny_data / "tokenizer.json").token_id("\ud800") is None
 
 

@@ -77,7 +77,7 @@ def train_arguments(folder: Path, out: Path, vocab_size: int = 400) -> list[str]
 
 
 def run_arguments(folder: Path, tokenizer: Path, out: Path, *more: str) -> list[str]:
-    """Return the arguments of a `run` with several units and shards."""
+    """Return arguments of `optimus-data run` that make several units of work and several shards."""
     return [
         *("run", "--input", str(folder), "--tokenizer", str(tokenizer), "--out", str(out)),
         *("--context", str(CONTEXT), "--eval-fraction", "0.15", "--seed", "5", "--workers", "1"),
@@ -109,8 +109,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def refused(capsys, arguments: Sequence[str], *needles: str) -> str:
-    """Assert that a command exits with 2 and prints one line in addition to progress, which
-    contains all of `needles`. Return the line."""
+    """Assert that a command exits with 2, and that it prints a single error line, which contains
+    all of `needles`. Return the line."""
     capsys.readouterr()
     assert main(arguments) == 2, arguments
     lines = [line for line in capsys.readouterr().err.splitlines() if "optimus-data" in line]

@@ -20,7 +20,8 @@ from tests.kit.ranks.processes import ROOT
 GOOD = json.dumps({"text": "good text"}) + "\n"
 WHOLE_GZ = gzip.compress((GOOD * 50_000).encode(), mtime=0)
 INVERTED_GZ = WHOLE_GZ[:10] + bytes([WHOLE_GZ[10] ^ 255]) + WHOLE_GZ[11:]
-"""A gzip file whose first deflate block is invalid. isal raises another exception for it."""
+"""A gzip file whose first deflate block is invalid. For this file, isal raises IsalError instead of
+an exception of the standard library."""
 
 BAD = {
     "bytes.txt": (b"fine\nnot \xff fine", 2, "invalid UTF-8"),
@@ -49,8 +50,9 @@ def arguments(made, tmp_path: Path, *more: str) -> list[str]:
 
 
 def test_depth_limit_of_json_does_not_depend_on_the_process(made, tmp_path, text):
-    """The recursion limit of the standard library, about 1000, also counts the frames of the
-    callers, and a worker has more of them."""
+    """A worker refuses nested JSON at the same depth as the main process. The recursion limit of
+    the standard library, about 1000, would also count the calling frames, and a worker has more
+    frames."""
     for name in "ab":
         lines = [
             json.dumps({"text": f'good {d} \\" [[[ ' + "[" * 600})[:-1]
@@ -138,7 +140,8 @@ def test_unsupported_kinds_of_files_are_refused_by_name(made, tmp_path, text, ca
 
 
 def test_an_input_that_grew_since_it_was_planned_is_refused(tmp_path):
-    """The plan contains the sizes of inputs, and units are balanced by them."""
+    """The plan divides the inputs into units of work by their sizes, so a file must have the size
+    in the plan."""
     path = tmp_path / "a.txt"
     path.write_text("text")
     for size in (3, 5):

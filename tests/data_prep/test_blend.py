@@ -27,7 +27,7 @@ def test_bad_weights_are_refused(text):
 
 @pytest.fixture(scope="module")
 def second(made, tmp_path_factory):
-    """Token arrays of other text by the same tokenizer."""
+    """Token arrays of another corpus, made with the same tokenizer."""
     base = tmp_path_factory.mktemp("second")
     write_corpus(base / "text", 1)
     command = ["tokenize", "--input", str(base / "text"), "--tokenizer", str(made.tokenizer)]
@@ -50,8 +50,9 @@ def cut(dataset, sidecars: int) -> np.ndarray:
 
 @pytest.mark.parametrize("instances", [0, 9000])
 def test_rows_are_those_of_the_specification(made, second, tmp_path, instances):
-    """Complete passes over source s have its stored order. The last, incomplete pass takes rows by
-    P for (seed, (s + 1) * 2^32 + pass). Then P for (seed, 0) orders the rows of all sources."""
+    """A complete pass over source s has its stored order. For the last, incomplete pass, the
+    permutation P for (seed, (s + 1) * 2^32 + pass) selects rows. P for (seed, 0) then orders the
+    rows of all sources. docs/formats/dataset.md defines P."""
     out = tmp_path / "blend"
     more = ["--instances", str(instances)] if instances else []
     assert main(blend_arguments(made.data, second, out, *more)) == 0
@@ -118,10 +119,10 @@ def test_impossible_blends_are_refused(made, second, tmp_path, capsys):
         (blend_arguments(made.data, second, out, *late, "--shard-size", "64"), "now 2;"),
         (blend_arguments(second, made.data, out), "blend of other sources"),
         (["shuffle", str(out), "--context", "16"], "has no token arrays"),
-        (["shuffle", str(second), "--context", "16", "--to", str(out)], "holds a blend"),
+        (["shuffle", str(second), "--context", "16", "--to", str(out)], "already contains a blend"),
         (blend_arguments(made.data, leaky, tmp_path / "y"), "0 of its documents"),
         (blend_arguments(made.data, made.data, out), "named twice"),
-        (blend_arguments(made.data, made.data / "eval", tmp_path / "z"), "is the held-out part"),
+        (blend_arguments(made.data, made.data / "eval", tmp_path / "z"), "is a held-out split"),
         (blend_arguments(made.data, second, second), "is a source"),
         (blend_arguments(made.data, other, tmp_path / "x"), "another tokenizer"),
         (["blend", "--source", "a", "--out", "b", "--context", "4"], "not DIR=WEIGHT"),

@@ -1,4 +1,4 @@
-"""The strategy `bucket` writes the bytes of `gather`, also after kills and damage."""
+"""The strategies `bucket` and `gather` write the same bytes, also after kills and damage."""
 
 from __future__ import annotations
 

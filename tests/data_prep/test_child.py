@@ -23,7 +23,7 @@ def test_results_and_exceptions_are_returned():
 
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_crash_and_end_without_a_result_are_different_errors(is_ignored):
-    """Also if the process ignores SIGCHLD, for which the system keeps no exit status."""
+    """The errors differ even if the process ignores SIGCHLD and the system keeps no exit status."""
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
         with pytest.raises(child.CrashError, match=f"signal {int(signal.SIGSEGV)}"):
@@ -163,7 +163,7 @@ def test_sentencepiece_model_that_crashes_the_library_is_refused(tmp_path, monke
 
 
 def test_any_exception_of_a_check_names_the_file(tmp_path):
-    """An error that the check of a tokenizer does not expect has no path in its message."""
+    """The exception of the check has no path in its message, but the DataError names the file."""
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer.json: the tokenizers library fails .*: no"):

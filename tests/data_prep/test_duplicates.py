@@ -62,7 +62,8 @@ def test_duplicate_id_is_refused_with_both_lines(made, tmp_path, capsys):
 def test_duplicates_in_adjacent_files_are_refused_before_the_last_unit(
     made, tmp_path, capsys, ids, needle
 ):
-    """The last unit, which is the smallest, has not started."""
+    """The first two units contain the duplicates. The error ends the run before the third unit,
+    which is the smallest and therefore the last, is written."""
     write(tmp_path / "text", **ids)
     for _ in range(2):
         refused(capsys, arguments(made, tmp_path, "--unit-size", "1"), needle)
@@ -190,7 +191,7 @@ def test_find_agrees_with_a_dictionary(tmp_path):
 
 
 def test_id_field_of_a_data_set_without_ids_is_refused_or_ignored(made, tmp_path, capsys):
-    """An explicit field is refused. The default is ignored, and a line says so."""
+    """`--id-field id` is refused. Without the option, a line says that the default is ignored."""
     write(tmp_path / "text", a=["x", "y", "x"])
     command = arguments(made, tmp_path)
     assert main([*command, "--id-field", ""]) == 0

@@ -15,7 +15,7 @@ from tests.kit.ranks.processes import ROOT, python
 
 @pytest.fixture
 def disk(tmp_path):
-    """A disk of 16 kB, and a function that remounts it. test_identity limits sizes of files."""
+    """A file system of 16 kB, and a function that remounts it."""
     with small_disk(tmp_path / "disk", "16k") as remount:
         yield tmp_path / "disk", remount
 

@@ -157,8 +157,8 @@ def written_and_peak(arguments: list[str]) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts the bytes")
 def test_fused_writes_less_and_needs_less_disk(tmp_path, monkeypatch):
-    """For 2.3 MB of Python code, `--fused` wrote 0.75 of the bytes (0.65 with checkpoints within
-    units) and needed 0.75 of the disk space."""
+    """For 2.3 MB of Python code, a run with `--fused` wrote 0.75 times the bytes of a run without
+    it (0.65 with checkpoints within units), and needed 0.75 times the disk space."""
     texts, tokenizer = standard_library(24), str(tmp_path / "tokenizer.json")
     assert (
         main(["train-tokenizer", "--input", *texts, "--vocab-size", "3000", "--out", tokenizer])
@@ -220,7 +220,7 @@ def test_damaged_packed_array_is_named_and_stops_the_shards(made, tmp_path, monk
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_packed_array_has_the_ids_and_hash_of_npy(tmp_path, dtype):
-    """The test also reads a range over several frames, truncates the array and restores a part."""
+    """The test also truncates the array, restores saved ids, and reads ids of several frames."""
     rng = np.random.default_rng(0)
     top = np.iinfo(dtype).max
     ids = rng.integers(0, top, 3 * BLOCK_TOKENS + 77, dtype=dtype)
@@ -261,8 +261,8 @@ def test_fused_without_zstandard_is_refused(made, tmp_path):
 
 
 def test_fused_does_not_remove_a_damaged_plain_array(made, tmp_path, capsys, monkeypatch):
-    """The check at the start of a run reads a sample, so it may not detect the damage. Then the
-    arrays of `tokenize` are the only evidence that the shards of `--fused` are right."""
+    """The check at the start of a run reads only a sample and may miss damage. So `--fused` checks
+    all token arrays completely before it removes any of them."""
     monkeypatch.setattr("data_prep.tokenize.tokenize.are_whole", lambda promised: True)
     monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
     out = tmp_path / "data"

@@ -103,14 +103,14 @@ def write(path: Path, changes: dict) -> None:
         ({"context": "raw:NaN"}, "context is not a whole number"),
         ({"context": "64"}, "context is not a whole number"),
         ({"context": True}, "context is not a whole number"),
-        ({"eval_fraction": "raw:NaN"}, "eval_fraction is not a number within 2^64"),
-        ({"eval_fraction": "raw:1e400"}, "eval_fraction is not a number within 2^64"),
+        ({"eval_fraction": "raw:NaN"}, "eval_fraction is not a number between -2^64 and 2^64"),
+        ({"eval_fraction": "raw:1e400"}, "eval_fraction is not a number between -2^64 and 2^64"),
         ({"eval_fraction": 1}, "eval_fraction = 1 is not from 0 to below 1"),
         ({"documents": f"raw:{DEEP}"}, "its objects are nested too deep"),
         ({"documents": f"raw:{'9' * 5000}"}, "Exceeds the limit"),
         ({"documents": -1}, "a count or size is negative or too large"),
         ({"tokens": 1 << 63}, "a count or size is negative or too large"),
-        ({"tokens": 1 << 200}, "tokens is not a number within 2^64"),
+        ({"tokens": 1 << 200}, "tokens is not a number between -2^64 and 2^64"),
         ({"dtype": "int16"}, "dtype = 'int16', a vocabulary of 400 has uint16"),
         ({"dtype": "uint32"}, "dtype = 'uint32', a vocabulary of 400 has uint16"),
         ({"dtype": "object"}, "dtype = 'object'"),
@@ -189,7 +189,7 @@ def test_verify_compares_the_manifest_with_its_order(restored, changes):
         ("order.json", {"context": 0}, "context = 0 is not from 1 to"),
         ("order.json", {"instances_per_shard": 0}, "instances_per_shard = 0 is not above 0"),
         ("order.json", {"dtype": "zzz"}, "dtype is none of uint16, uint32"),
-        ("order.json", {"seed": 1 << 64}, "seed is not a number within 2^64"),
+        ("order.json", {"seed": 1 << 64}, "seed is not a number between -2^64 and 2^64"),
         ("order.json", {"units": []}, "it has no units"),
         ("order.json", {"units.0.kept": 1 << 40}, "a count of units is negative, too large or"),
         ("order.json", {"units.0.tokens": "x"}, "units.tokens is not a whole number"),
@@ -197,7 +197,7 @@ def test_verify_compares_the_manifest_with_its_order(restored, changes):
         ("order.json", {"units": f"raw:{DEEP}"}, "its objects are nested too deep"),
         ("order.json", {"tokens_dir": "\0"}, "tokens_dir is not a relative path"),
         ("order.json", {"tokens_dir": "/etc"}, "tokens_dir is not a relative path"),
-        ("tokens/plan.json", {"units.0": [0]}, "units is not a list of 2"),
+        ("tokens/plan.json", {"units.0": [0]}, "units is not a list of 2 values"),
         ("tokens/plan.json", {"units.0": [0, 1 << 40]}, "units do not divide the inputs"),
         ("tokens/plan.json", {"tokenizer.vocab_size": 0}, "vocab_size = 0 is not from 1"),
         ("tokens/plan.json", {"inputs.0.size": "x"}, "inputs.size is not a whole number"),
@@ -231,7 +231,9 @@ def test_other_json_with_impossible_values_is_damage(restored, name, changes, pr
 def test_an_order_of_another_length_is_refused_by_inspect(restored):
     """The permutation would not terminate for a position outside its range."""
     write(restored / "order.json", {"units.0.kept": 0})
-    with pytest.raises(DataError, match=r"order.json: is not the order of manifest.json"):
+    with pytest.raises(
+        DataError, match=r"order.json: num_instances or context differs from manifest.json"
+    ):
         inspect(restored, 0)
 
 
@@ -249,7 +251,8 @@ SECRET = files.checked_json({"format": "a-secret", "version": "a-key"})
 def test_commands_do_not_print_files_of_a_folder_in_an_order(
     restored, capsys, monkeypatch, command
 ):
-    """The folder may be any folder of the user, so no message proposes to remove its files."""
+    """The key `tokens_dir` of order.json may name any folder of the user. The commands do not print
+    the content of its files and do not propose to remove these files."""
     outside = restored.parent / "outside"
     outside.mkdir(exist_ok=True)
     for name in ("plan.json", "removed.json", "unit-00000.json", "unit-00000.docs.npy"):
@@ -277,7 +280,8 @@ def test_shell_code_in_a_folder_name_is_quoted_in_a_repair(restored):
 
 
 def test_held_out_rule_of_a_blend_needs_the_plan_of_its_order(made, tmp_path):
-    """`train` reads the rule of each blend in data.mix."""
+    """The rule is in plan.json of the first source. `held_out` reads this file from the folder that
+    order.json names, and returns None if it is not the plan with the hash in order.json."""
     order = ["blend", "--source", f"{made.data}=1", "--context", "64", "--out"]
     blend = tmp_path / "blend"
     assert main([*order, str(blend)]) == 0
@@ -372,7 +376,7 @@ with library_errors(sys.argv[1]):
 
 
 def test_output_before_an_exit_during_encoding_is_printed(tmp_path):
-    """For example the line about a signal, or the library's message that memory is full."""
+    """The output may be the line about a signal, or the library's message that memory is full."""
     path = a_tokenizer(tmp_path / "tokenizer.json")
     done = python("-c", EXIT_WHILE_ENCODING, str(path))
     assert (done.returncode, done.stderr) == (3, "last words")
@@ -559,4 +563,4 @@ def test_unordered_table_of_documents_is_damage(made, tmp_path, capsys):
     number = json.loads((out / "manifest.json").read_text())["num_instances"]
     codes = {main(["inspect", str(out), str(k)]) for k in range(min(number, 20))}
     assert codes <= {0, 1} and 1 in codes
-    assert "the ends of its documents do not increase" in capsys.readouterr().err
+    assert "the document ends in column 0 do not increase" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The same bytes with any number of workers and kills, and no mix of two data sets."""
+"""Runs write the same bytes with any number of workers and kills. A run in the directory of a data
+set with other inputs or options is refused."""
 
 from __future__ import annotations
 

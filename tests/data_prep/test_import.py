@@ -187,9 +187,9 @@ def test_damaged_token_files_are_refused(made, tmp_path, capsys):
     path = write_megatron(a, good)
     index, content = a.with_suffix(".idx").read_bytes(), path.read_bytes()
     path.write_bytes(content[:-2])
-    assert_not_imported(made, tmp_path, capsys, "its index says", path)
+    assert_not_imported(made, tmp_path, capsys, "its index lists", path)
     path.write_bytes(content[:-1])
-    assert_not_imported(made, tmp_path, capsys, "no whole number of uint16 ids", path)
+    assert_not_imported(made, tmp_path, capsys, "bytes of a uint16 id", path)
     path.write_bytes(content)
     for cut in (0, 8, 30, len(index) - 1):
         a.with_suffix(".idx").write_bytes(index[:cut])
@@ -205,7 +205,7 @@ def test_damaged_token_files_are_refused(made, tmp_path, capsys):
     )
     (tmp_path / "b.idx").unlink()
     assert_not_imported(
-        made, tmp_path, capsys, "do not follow one another", write_megatron(a, good, shift=2)
+        made, tmp_path, capsys, "are not adjacent", write_megatron(a, good, shift=2)
     )
     assert_not_imported(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
     assert_not_imported(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
@@ -232,13 +232,20 @@ def test_unsuitable_npy_files_are_refused(made, tmp_path, capsys):
         made, tmp_path, capsys, "has no <|endoftext|>", path, more=("--dtype", "uint16")
     )
     path.write_bytes(bytes(5))
-    assert_not_imported(made, tmp_path, capsys, "no whole number", path, more=("--dtype", "uint32"))
+    assert_not_imported(made, tmp_path, capsys, "not a multiple", path, more=("--dtype", "uint32"))
     for array in (np.zeros((2, 3), np.uint16), np.zeros(3, np.float32)):
         np.save(path, array)
-        assert_not_imported(made, tmp_path, capsys, "not one row of whole numbers", path)
+        assert_not_imported(
+            made, tmp_path, capsys, "write a one-dimensional array of integers", path
+        )
     np.save(path, np.zeros(3, np.uint16))
     assert_not_imported(
-        made, tmp_path, capsys, "holds uint16, not --dtype uint32", path, more=("--dtype", "uint32")
+        made,
+        tmp_path,
+        capsys,
+        "its ids are uint16, not --dtype uint32",
+        path,
+        more=("--dtype", "uint32"),
     )
     path.write_bytes(path.read_bytes()[:-1])
     assert_not_imported(made, tmp_path, capsys, "damaged .npy", path)

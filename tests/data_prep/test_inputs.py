@@ -89,7 +89,8 @@ def test_null_values_and_missing_columns_are_refused(made, tmp_path, text, capsy
 
 
 def invalid_text(values: list[bytes]) -> pyarrow.Array:
-    """Return a column of text that has these bytes, as other programs write it."""
+    """Return a column of strings with these bytes, which may be invalid UTF-8. Some programs write
+    such columns."""
     raw = pyarrow.array(values, pyarrow.binary())
     return pyarrow.Array.from_buffers(pyarrow.string(), len(values), raw.buffers())
 
@@ -174,7 +175,8 @@ def test_damaged_column_names_of_a_table_are_refused(made, text, tmp_path, capsy
 
 
 def test_damaged_counts_of_a_table_lose_no_row(tmp_path):
-    """pyarrow returns as many rows as a count says, and no row if the count is negative."""
+    """A table with a damaged row count is read completely or refused. pyarrow itself would return
+    as many rows as the count, and none if the count is negative."""
     path = tmp_path / "a.parquet"
     columns = pyarrow.table({"text": [f"good text {n}" for n in range(200)]})
     parquet.write_table(columns, path, row_group_size=100, write_statistics=False)
@@ -198,7 +200,7 @@ def test_damaged_counts_of_a_table_lose_no_row(tmp_path):
 
 
 def test_tables_with_unusual_names_are_read(made, tmp_path, monkeypatch):
-    """Names like URIs, and a name that is not UTF-8."""
+    """Some file names look like URIs, and one file name is not UTF-8."""
     text = tmp_path / "text"
     (text / "gs:").mkdir(parents=True)
     names = ["s3:x.parquet", "file:y.parquet", "gs:/z.parquet", os.fsdecode(b"caf\xe9.parquet")]

@@ -68,13 +68,15 @@ def test_inspect_numbers_continue_through_epochs(made):
 
 
 def test_inspect_of_a_missing_instance_is_refused(made, tmp_path):
-    """A number after the last epoch, and any number of an empty data set."""
-    with pytest.raises(ConfigError, match="is after the last epoch"):
+    """The number of the instance is after the last epoch, or the data set is empty."""
+    with pytest.raises(ConfigError, match="the last epoch is .*; give a smaller number"):
         inspect(made.data, 10**30)
     (tmp_path / "a.txt").write_text("words " * 99)
     words = run_arguments(tmp_path / "a.txt", made.tokenizer, tmp_path / "out")
     assert main([*words, "--eval-fraction", "1e-9"]) == 0
-    with pytest.raises(ConfigError, match="instance 0 does not exist; .*eval has none"):
+    with pytest.raises(
+        ConfigError, match="instance 0 does not exist; .*eval contains no instances"
+    ):
         inspect(tmp_path / "out" / "eval", 0)
 
 
@@ -188,13 +190,16 @@ def test_stats_refuses_another_tokenizer(made, tmp_path):
 
 
 def test_stats_refuses_held_out_data_with_more_ids(made, tmp_path):
-    """The counts of pairs of ids have no place for the additional ids."""
+    """The vocabulary of the held-out data is larger than that of the training data, which
+    determines the size of the table of id pairs."""
     shutil.copytree(made.data / "eval", tmp_path / "eval")
     path = tmp_path / "eval" / "manifest.json"
     manifest = parse_checked_json(path.read_bytes())
     manifest.pop("self_xxh3")
     path.write_bytes(checked_json(manifest | {"vocab_size": manifest["vocab_size"] + 1}))
-    with pytest.raises(DataError, match="ids, more than the .* make one of them again"):
+    with pytest.raises(
+        DataError, match="vocab_size = .*, above the .* make one of the data sets again"
+    ):
         stats(made.data, tmp_path / "eval")
 
 
@@ -288,7 +293,7 @@ def test_inspect_refuses_an_id_that_a_sentencepiece_model_lacks(tmp_path):
     """A manifest may allow ids that the model lacks. The library raises IndexError for them."""
     pytest.importorskip("sentencepiece")
     write_sentencepiece(tmp_path / "tokenizer.model", ["abc def ghi jkl mno"] * 20)
-    with pytest.raises(DamageError, match="tokenizer.model: has no piece of id 70000"):
+    with pytest.raises(DamageError, match="tokenizer.model: has no piece with id 70000"):
         data_prep.dataset.describe._decode(tmp_path / "tokenizer.model", np.array([5, 70000]))
 
 

@@ -112,7 +112,8 @@ SCRIPTS = [
     ),
     *("a", "B", "7", "-", " word"),
 ]
-"""Text at the edges of cuts, in many scripts."""
+"""Fragments of text in many scripts. Tests join them, so that cuts are between all kinds of
+characters."""
 
 
 @pytest.mark.parametrize("family", RECOGNISED)
@@ -139,8 +140,8 @@ def test_sections_have_the_ids_of_the_text(tmp_path, monkeypatch, family):
 
 
 def test_characters_that_nfc_replaces_by_ascii():
-    """The characters come from Python's version of Unicode. Later versions do not change the
-    normalization of assigned characters."""
+    """`_TO_ASCII` matches exactly the characters that NFC replaces by ASCII in Python's version of
+    Unicode. Later versions do not change the normalization of assigned characters."""
     chars = map(chr, [*range(0x80, 0xD800), *range(0xE000, 0x110000)])
     changed = [char for char in chars if unicodedata.normalize("NFC", char).isascii()]
     assert (
@@ -151,8 +152,8 @@ def test_characters_that_nfc_replaces_by_ascii():
 
 
 def test_character_after_a_cut_is_not_white_space():
-    """It is not white space for the library, which may have another version of Unicode. NFC does
-    not change it to white space."""
+    """`NOT_SPACE` matches no character that is white space for the library, before or after NFC.
+    The library may have another version of Unicode than Python."""
     chars = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     allowed = [char for char in chars if re.match(encoder.NOT_SPACE, char)]
     assert len(allowed) > 0x1F000

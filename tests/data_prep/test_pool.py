@@ -67,7 +67,7 @@ def test_killed_worker_is_an_error():
 
 
 def test_workers_end_if_their_parent_is_killed():
-    """No process would read their results."""
+    """Workers of a killed parent exit, because no process would read their results."""
     waiting = (fail_or_wait, None, [1, 2], 2, Progress("work", 1, ""))
     command = multiprocessing.get_context("fork").Process(target=run_jobs, args=waiting)
     command.start()
@@ -104,7 +104,8 @@ def hold_and_die(context, index, advance):
 
 
 def test_worker_killed_at_the_end_leaves_no_worker_waiting():
-    """The executor waits for all workers, and they wait for the lock of the killed worker."""
+    """A worker is killed while it has the lock of the job queue. The other worker waits for the
+    lock, and the executor waits for this worker, but the command ends."""
     fork = multiprocessing.get_context("fork")
     arguments = (hold_and_die, (fork.Event(), fork.Event()), [0, 1], 2, Progress("work", 1, ""))
     command = fork.Process(target=run_jobs, args=arguments)

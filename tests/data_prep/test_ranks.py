@@ -150,7 +150,7 @@ def test_rank_with_other_options_is_refused(made, tmp_path, capsys):
 
 
 class Items:
-    """Two items, of which rank 1 never does its item."""
+    """A task of two items, one for each rank. Rank 1 never completes its item."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -185,7 +185,7 @@ def test_rank_waits_while_another_rank_gives_signs_of_life(tmp_path):
     (left,) = tmp_path.glob(".alive-rank-*")
     assert left.name.startswith(".alive-rank-1.")
     assert [path.read_text() for path in tmp_path.glob(".failed-rank-1.*")] == [
-        "no sign of life for 0.4 s"
+        "no sign of life for 0.4 s; check its process"
     ]
     with working_in(tmp_path), failure_scope(WorkerGroup(0, 2), tmp_path):
         pass
@@ -211,7 +211,7 @@ def test_rank_whose_signs_stop_is_lost_though_others_make_progress(tmp_path):
 
 
 def test_files_of_killed_ranks_of_an_earlier_run_are_no_signs_of_life(tmp_path):
-    """Nor is their removal, by a rank that starts."""
+    """The removal of these files by a starting rank is no sign of life, either."""
     old = tmp_path / ".alive-rank-1.tmp"
     old.touch()
     watch = ranks_module._Watch(WorkerGroup(0, 3, files=RankFiles(tmp_path)))
@@ -268,7 +268,8 @@ def test_waiting_for_a_rank_without_progress_has_a_limit(tmp_path, monkeypatch):
     with (
         RankFiles(tmp_path).alive(1, 0.05),
         pytest.raises(
-            LostPeerError, match="no progress for 0.8 s .* of 1 rank, the first rank 1.* same"
+            LostPeerError,
+            match="no progress for 0.8 s .* of 1 rank; check the process of rank 1,.* same",
         ),
         failure_scope(WorkerGroup(0, 2, 0.4), tmp_path) as group,
     ):

@@ -35,7 +35,7 @@ def test_shuffle_into_another_data_set_is_refused(made, other, tmp_path, capsys)
     assert_refused_unchanged(command, tmp_path / "b", "was made of other token arrays", capsys)
     for name in ("b/order.json", "b/eval/order.json"):
         (tmp_path / name).unlink()
-    assert_refused_unchanged(command, tmp_path / "b", "has token arrays of its own", capsys)
+    assert_refused_unchanged(command, tmp_path / "b", "already contains token arrays", capsys)
     shutil.rmtree(tmp_path / "b" / "tokens")
     shutil.rmtree(tmp_path / "b" / "eval")
     assert_refused_unchanged(command, tmp_path / "b", "is another tokenizer", capsys)
@@ -45,9 +45,11 @@ def test_blend_into_another_data_set_is_refused(made, other, tmp_path, capsys):
     shutil.copytree(other / "data", tmp_path / "b")
     command = ["blend", "--source", f"{made.data}=1", "--context", "16"]
     command += ["--out", str(tmp_path / "b")]
-    assert_refused_unchanged(command, tmp_path / "b", "holds another data set, no blend", capsys)
+    assert_refused_unchanged(
+        command, tmp_path / "b", "already contains another data set, no blend", capsys
+    )
     (tmp_path / "b" / "order.json").unlink()
-    assert_refused_unchanged(command, tmp_path / "b", "has token arrays of its own", capsys)
+    assert_refused_unchanged(command, tmp_path / "b", "already contains token arrays", capsys)
 
 
 @pytest.mark.parametrize("how", ["blend", "shuffle --to"])
@@ -62,7 +64,7 @@ def test_run_into_a_data_set_without_token_arrays_is_refused(made, other, tmp_pa
         assert main(["shard", str(out)]) == 0
     for tokenizer in (other / "t.json", made.tokenizer):
         command = run_arguments(made.text, tokenizer, out)
-        assert_refused_unchanged(command, out, "has an order of other token arrays", capsys)
+        assert_refused_unchanged(command, out, "contains the order of other token arrays", capsys)
     assert list(verify(out)) == []
 
 

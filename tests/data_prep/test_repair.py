@@ -27,8 +27,9 @@ def damage(path, how: str) -> None:
 
 
 def follow_repairs(dataset: str | os.PathLike, commands: dict[str, list[list[str]]]) -> None:
-    """Run `verify` and do the repairs that it names, twice. The first time, it may name only the
-    repair of a file that lists the others. `commands` has the commands that made each directory."""
+    """Run `verify` and do the repairs that it names, twice. If a file that lists other files is
+    damaged, the first `verify` may name only the repair of the list. `commands` has the commands
+    that made each directory."""
     for _ in range(2):
         lines = [line.partition("; repair: ")[2] for line in verify(Path(dataset))]
         elsewhere = [re.fullmatch("optimus-data verify (.+), or the .+", line) for line in lines]
@@ -104,7 +105,7 @@ FILES = {
     ("kind", "name"), [(kind, name) for kind, names in FILES.items() for name in names]
 )
 def test_repair_of_verify_restores_the_bytes(kinds, kind, name):
-    """After a flipped bit in each file, and after its removal."""
+    """Flip a bit of a file, or remove the file. The repair restores all bytes of the data sets."""
     base, commands = kinds
     before = tree(base)
     for how in ("flipped", "gone"):

@@ -1,4 +1,5 @@
-"""Checkpoints within a unit: a kill loses the work after the last, and changes no byte."""
+"""Checkpoints within a unit: a run that was killed continues from the last checkpoint, and writes
+the same bytes."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def test_damaged_and_foreign_checkpoints_are_ignored(tmp_path, monkeypatch):
 
 
 def test_kill_during_the_removal_of_checkpoints(tmp_path, monkeypatch):
-    """The next removal removes the files that are left."""
+    """A kill during `remove` leaves some checkpoints. The next call of `remove` removes them."""
     for kills in range(4):
         checkpoints = Segments(tmp_path, 0, "plan")
         for number in range(4):
@@ -126,7 +127,7 @@ def test_kill_during_the_removal_of_checkpoints(tmp_path, monkeypatch):
 
 
 def test_run_without_quarantine_fails_on_quarantined_input(made, text, tmp_path, capfd):
-    """Also if only checkpoints have the quarantined input."""
+    """The run fails even if only checkpoints of an incomplete unit have the quarantined input."""
     out = tmp_path / "out"
     lines = (text / "a.jsonl").read_text()
     (text / "a.jsonl").write_text("no JSON\n" + lines)
@@ -180,7 +181,7 @@ def test_earlier_input_of_a_unit_changed_after_a_checkpoint_is_refused(
 
 
 def test_table_continues_within_a_row_group(made, tmp_path, monkeypatch):
-    """After a kill at each commit."""
+    """Runs are killed at each commit, and continue from checkpoints at rows within a row group."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

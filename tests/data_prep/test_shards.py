@@ -1,4 +1,5 @@
-"""Shards: with any memory, instances and order are as specified, also with carried tails."""
+"""Shards contain the specified instances in the specified order, with any `--memory`, and with and
+without `--carry-tails`."""
 
 from __future__ import annotations
 

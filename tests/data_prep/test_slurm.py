@@ -36,7 +36,7 @@ def under_slurm(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
 
 
 def processes_of(state: Path) -> list[str]:
-    """Return the command lines of processes that contain the name of a directory."""
+    """Return the command line of each process, if it contains the path of the directory `state`."""
     commands = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -72,7 +72,8 @@ def test_signal_ends_all_processes_of_slurm(tmp_path):
 
 @needs_slurm
 def test_cancelled_and_killed_jobs_write_the_same_bytes(tmp_path):
-    """Jobs on two nodes, and a cancelled job whose output an array of two jobs completes."""
+    """Run three cases of scripts/drills/data_slurm.py on two nodes. In the case `cancel`, an array
+    of two jobs completes the output of a cancelled job."""
     drill = [sys.executable, str(ROOT / "scripts" / "drills" / "data_slurm.py")]
     done = under_slurm(tmp_path, *drill, "--files", "120", "--cases", "tasks,nodes,cancel")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -137,7 +137,7 @@ LIBRARY_WORK = {
 
 @pytest.mark.parametrize("work", LIBRARY_WORK)
 def test_signal_during_work_of_the_tokenizers_library_prints_its_line(made, work):
-    """While the library encodes, and while a child process checks a tokenizer."""
+    """The signal arrives while the library encodes, or while a child process checks a tokenizer."""
     code = "import sys, time; from data_prep import cli; from data_prep.cli import commands\n"
     code += "from data_prep.tokenizer import tokenizer\n"
     code += f"def work(argv):\n{LIBRARY_WORK[work]}"
@@ -149,7 +149,8 @@ def test_signal_during_work_of_the_tokenizers_library_prints_its_line(made, work
 
 
 def test_ignored_interrupt_is_still_ignored(made):
-    """As in a command that was started by nohup or by `&` of a shell."""
+    """A command that a shell script starts with `&` ignores SIGINT. The handlers must not change
+    this."""
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     code += "from data_prep.cli import main; sys.exit(main())"
     process = start(["-c", code, "stats", str(made.data)])

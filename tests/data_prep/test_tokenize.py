@@ -55,7 +55,7 @@ def test_held_out_threshold_is_exact():
 
 
 def word_tokenizer(path: Path, size: int) -> None:
-    """Write a tokenizer of `size` words, of which the last is `last`. EOS has id 0."""
+    """Write a word-level tokenizer with `size` ids. EOS has id 0, the word "last" id `size` - 1."""
     vocab = {EOS: 0, **{f"w{i}": i for i in range(1, size - 1)}, "last": size - 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -102,7 +102,7 @@ def test_eos_is_recognised_by_name_or_set_by_option(tmp_path):
     tokenizer.add_special_tokens(["<eos>", "<end>"])
     tokenizer.save(str(path))
     with pytest.raises(
-        DataError, match="</s> and <eos> as special tokens; name the one with --eos"
+        DataError, match="include </s> and <eos>; name the end-of-document token with --eos"
     ):
         read_facts(path)
     assert read_facts(path, "<end>").eos_id == 3

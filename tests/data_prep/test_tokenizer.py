@@ -19,8 +19,9 @@ from optimus.errors import DataError
 
 
 def write(path: Path, change: object = None, **components: object) -> Path:
-    """Write a tokenizer.json of two letters. `change` returns the changed JSON tree. `components`
-    are set in the tree, since the library would apply them to the added token."""
+    """Write a tokenizer.json of two letters. `components`, such as a normalizer, are inserted into
+    its JSON tree, because the library would apply them to the added token. `change` gets this tree
+    and returns another."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.add_tokens([AddedToken("aaa", normalized=True)])
     tree = json.loads(tokenizer.to_str())

@@ -83,7 +83,7 @@ def rewritten(path, **changes):
 
 
 def test_ids_outside_the_vocabulary_are_detected(copy):
-    """Also if all hashes are valid."""
+    """The id is detected although all hashes are valid."""
     shard = copy / "shards" / "shard-00000.npy"
     content = bytearray(shard.read_bytes())
     content[-2:] = b"\xff\xff"
@@ -94,7 +94,7 @@ def test_ids_outside_the_vocabulary_are_detected(copy):
     manifest["shards"][0]["xxh3"] = xxh3
     rewritten(copy / "manifest.json", shards=manifest["shards"])
     (line,) = verify(copy)
-    assert line.startswith(f"{shard}: holds id 65535, outside the vocabulary of 400; repair: ")
+    assert line.startswith(f"{shard}: contains id 65535, outside the vocabulary of 400; repair: ")
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ def test_a_missing_rank_is_printed_once_and_ends_all(open_store):
 
 
 def test_no_rank_ends_before_the_line_is_printed(open_store, monkeypatch):
-    """Ranks wait until one has printed the error. Open MPI ends all ranks when the first ends."""
+    """All ranks wait until a rank has printed the error, because Open MPI ends all ranks as soon as
+    the first rank ends."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 60.0)
     times: dict[int, float] = {}
 

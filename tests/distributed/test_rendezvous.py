@@ -160,8 +160,8 @@ def start_over(interface: str) -> RunEnded | None:
 
 
 def test_an_absent_network_interface_is_printed_once(ranks):
-    """GLOO_SOCKET_IFNAME names an interface that does not exist. Both ranks raise the error, and
-    one prints it."""
+    """GLOO_SOCKET_IFNAME names an interface that does not exist. Both ranks raise the error, but
+    only one of the ranks prints it."""
     ends = ranks(2, start_over, "absent0", start_world=False)
     for ended in ends:
         assert str(ended).startswith("GLOO_SOCKET_IFNAME: the network interface absent0 of ")

@@ -51,7 +51,8 @@ def test_sampling_depends_on_the_seed_alone_and_keeps_to_the_top():
 
 @pytest.mark.filterwarnings("error")
 def test_a_context_beyond_64_bits_is_all_tokens():
-    """The context comes from `max_position_embeddings` in config.json, which can be any integer."""
+    """A context of 2^64 tokens has the same result as a context that contains all tokens. A model
+    can have it, since `max_position_embeddings` in config.json can be any integer."""
     model, prompt = make_model(), torch.tensor([3, 1])
     new = generate(model, prompt, 3, context=1 << 64, temperature=0)
     assert torch.equal(new, generate(model, prompt, 3, context=32, temperature=0))

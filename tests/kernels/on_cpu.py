@@ -4,8 +4,9 @@ CUDA: g++ compiles kernels.cu with cuda_on_cpu/cuda_runtime.h, which runs thread
 
 SYCL: the wheels of `pip install optimus[sycl]` contain headers, the OpenCL device for CPUs, and
 DPC++ as a library of SYCL's kernel_compiler extension, but no compiler driver. g++ compiles the
-launchers of kernels.sycl with sycl_proof/launch.h in place of launch.h; DPC++ compiles the functors
-of the same file when the proof starts, and launches them with the requested sub-group size.
+launchers of kernels.sycl with sycl_proof/launch.h in place of launch.h. At run time,
+sycl_proof/proof.cpp compiles the functors of the same file with DPC++, and launches them with the
+requested sub-group size.
 """
 
 from __future__ import annotations

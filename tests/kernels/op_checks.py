@@ -38,7 +38,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 FP32 = 2.0**-23
-"""Error of an fp32 operation: two roundings, since functions are not correctly rounded."""
+"""Maximum relative error of an fp32 operation: that of two roundings, because functions such as exp
+are not correctly rounded."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ SIZES = (1, 7, 64, 136, 521, 1056)
 
 
 def case(routing: Routing, device: str) -> Rows:
-    """Return the rows of the reference, so that each op is checked separately."""
+    """Return the rows of a routing from the reference implementation of `route`. So an error of the
+    `route` kernel does not affect the checks of other ops."""
     return route_reference(routing.chosen(device), routing.first, routing.num_experts)
 
 
@@ -106,8 +108,8 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -> None:
-    """Assert that `actual` is `exact` (fp64) rounded to the dtype, with an additional error of a
-    number of fp32 roundings of `scale`."""
+    """Assert that `actual` is `exact` (fp64) rounded to its dtype. An additional error is allowed:
+    that of `roundings` fp32 operations on values with the magnitude `scale`."""
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     allowed = ROUNDING[actual.dtype] * exact.abs() + SMALLEST[actual.dtype]
     # The factor of 2: due to an fp32 error, the result may be the other neighbour.
@@ -121,7 +123,7 @@ def assert_close(actual: Tensor, exact: Tensor, scale: Tensor, roundings: int) -
 
 
 def check_route(routing: Routing, device: str) -> None:
-    """Assert that all entries equal those of the reference."""
+    """Assert that all outputs of `route` equal those of its reference implementation."""
     actual = route(routing.chosen(device), routing.first, routing.num_experts)
     for name, ours, theirs in zip(actual._fields, actual, case(routing, device), strict=True):
         assert ours.dtype is torch.int32
@@ -129,7 +131,7 @@ def check_route(routing: Routing, device: str) -> None:
 
 
 def check_gather(routing: Routing, size: int, dtype: torch.dtype, device: str) -> None:
-    """Assert that rows have the bits of their token, and zeros without a token."""
+    """Assert that each row has the bits of its token, and that rows without a token are zeros."""
     rows = case(routing, device)
     x = random(routing.tokens, size, dtype=dtype, device=device)
     for tokens in (x, unaligned(x)):
@@ -262,7 +264,8 @@ def check_non_finite(device: str) -> None:
 
 
 def check_out_of_range(device: str) -> None:
-    """Assert that experts out of range, also far, get no row and access no memory."""
+    """Assert that experts outside the local range get no row and access no memory, also with
+    numbers at the limits of int64."""
     chosen = torch.tensor([[0, 2], [-1, 1], [2**62, -(2**63)], [3, 2**63 - 1]], device=device)
     rows, reference = route(chosen, 1, 2), route_reference(chosen, 1, 2)
     assert all(map(torch.equal, rows, reference))
@@ -291,7 +294,7 @@ needs_torch_form = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def in_form(name: str) -> Iterator[None]:
-    """Use a form of grouped products, "loop" or "torch", in a block."""
+    """Use the implementation `name` of grouped products, "loop" or "torch", in a `with` block."""
     set_form(name)
     try:
         yield

@@ -105,8 +105,8 @@ def test_stop_signal_ends_in_a_checkpoint_and_names_the_signal(
 
 @pytest.mark.parametrize(("lost", "status"), [(False, 130), (True, 5)])
 def test_second_ctrl_c_ends_all_ranks(tiny_data, tmp_path, lost, status):
-    """The ranks are stopped, as in a step that does not end. A rank that ended before the second
-    Ctrl-C is still reported as lost."""
+    """SIGSTOP simulates a step that does not end. The second Ctrl-C must end all ranks. If a rank
+    was killed before the second Ctrl-C, the error must report this rank."""
     tree = tiny_tree(tiny_data, tmp_path / "run", train__max_steps=100_000)
     process = start(write_config(tmp_path / "run.toml", tree), "--nproc", "2")
     wait_for_steps(tmp_path / "run", 1, process)
@@ -135,7 +135,7 @@ def start_scripts(*scripts: str) -> list[subprocess.Popen]:
 
 @pytest.mark.parametrize(("status", "result"), [(3, 3), (4, 4)])
 def test_ranks_that_end_late_after_a_stop_are_waited_for(monkeypatch, status, result):
-    """After a failure, they are killed."""
+    """A late rank may end after a stop (status 3), but is killed after a failure (status 4)."""
     monkeypatch.setattr(spawn, "_GRACE_S", 0.1)
     late = f"import time; time.sleep(1.5); raise SystemExit({status})"
     ranks = start_scripts(late, f"raise SystemExit({status})")
@@ -152,7 +152,7 @@ def test_a_rank_that_hangs_after_a_stop_is_killed_and_reported(monkeypatch, caps
 
 
 def test_the_time_after_a_failure_counts_from_the_failure(monkeypatch):
-    """It does not count from an earlier stop of another rank."""
+    """The time limit starts at the failure of rank 1, not at the earlier stop of rank 0."""
     monkeypatch.setattr(spawn, "_GRACE_S", 2.0)
     late = "import time; time.sleep({}); raise SystemExit({})"
     ranks = start_scripts("raise SystemExit(3)", late.format(1.5, 4), late.format(2.5, 3))
@@ -167,8 +167,8 @@ def status_of(pid: int, field: str) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if SIGSTOP took effect. A signal with a lower number is otherwise delivered
-    before it."""
+    """Return True if SIGSTOP took effect. Until then, a signal with a lower number, such as
+    SIGTERM, could be delivered first."""
     return status_of(pid, "State") == "T"
 
 

@@ -85,7 +85,7 @@ def test_loss_and_gradients_are_those_of_separate_documents(architecture, fields
 
 
 def test_documents_do_not_affect_each_other():
-    """Other tokens in one document do not change any bit of the logits of the other documents."""
+    """If the tokens of one document change, the logits of the other documents keep all bits."""
     model, tokens = small_model("olmo"), some_tokens()
     changed = tokens.clone()
     changed[0, :5] = (tokens[0, :5] + 1) % 61

@@ -135,7 +135,7 @@ def test_report_of_an_empty_directory_is_refused(tmp_path):
 
 
 def kept_with_copy(tmp_path, steps=range(1, 9)):
-    """Write lines to a file and to its copy. Return both paths and their equal content."""
+    """Write lines to a file and to its copy. Return both paths, and the content of both files."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
     lines = JsonLines(path, copy)
     for step in steps:
@@ -351,7 +351,8 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
 
 
 def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
-    """A damaged manifest can contain a step so huge that the search would not end."""
+    """A damaged manifest can contain a huge step. Optimus must look for missing lines in at most
+    _MOST_STEPS steps."""
     monkeypatch.setattr("optimus.observe.metrics._MOST_STEPS", 10)
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     cut_after(tmp_path / "metrics.jsonl", 1 << 55, tmp_path / "cut", None, range(1, 1 << 55))

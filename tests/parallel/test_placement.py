@@ -1,4 +1,4 @@
-"""Tests of placements: the slices of all ranks have each element of a parameter exactly once."""
+"""Tests of placements: without replicas, the slices of all ranks contain each element once."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def make(
 def run_pass(model: Transformer) -> tuple[int, dict[str, torch.Tensor]]:
     """Return the number of bytes that forward keeps for backward, and the results.
 
-    The results are a dict from parameter name to gradient, which also has the loss as "loss".
+    The results are the gradients by parameter name, and the loss under the key "loss".
     """
     with KeptBytes(model) as kept:
         terms = model.losses(TOKENS)
@@ -86,7 +86,8 @@ def test_any_subset_keeps_less_and_changes_no_bit(dtype, overrides):
 
 
 def test_bytes_that_each_module_drops():
-    """Recomputation saves as many bytes as the dropped tensors have."""
+    """Recomputation must reduce the bytes that are kept for backward by the size of the dropped
+    tensors."""
     everything, _ = run_pass(make(()))
     layers, elements = 2, TOKENS.numel() * 32
     norm, _ = run_pass(make(("norm",)))

@@ -128,9 +128,9 @@ def test_auto_dispatch_is_chosen_before_traffic_is_counted(ranks):
 
 
 def test_expert_parallelism_by_alltoall(ranks):
-    """With uniform routing, both experts of a token are on the same rank.
+    """A token has two experts. With uniform routing, both experts are on the same rank.
 
-    Each rank therefore sends each token once, perhaps to itself.
+    Each rank therefore sends each token once. Tokens that stay on the rank count too.
     """
     microbatches, n = 4, 2
     # Inputs and outputs of the experts, in forward and backward; routing weights and their
@@ -145,7 +145,8 @@ def test_expert_parallelism_by_alltoall(ranks):
 
 
 def test_axes_together_add_up(ranks):
-    """With dp = 2, a rank has half the microbatches of dp = 1, and half the bytes over tp."""
+    """With dp = 2 and tp = 2, a rank has half as many microbatches as with tp = 2 alone. Its bytes
+    over tp must therefore be half as many."""
     alone = traffic_of(ranks, 2, parallel__tp=2)["tp"]["all_reduce"]
     counted = traffic_of(ranks, 4, parallel__tp=2, parallel__dp=2)
     assert counted["tp"] == {"all_reduce": alone // 2}

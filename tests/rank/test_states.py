@@ -1,4 +1,4 @@
-"""Tests that compare the planned bytes of model states with training and with formulas."""
+"""Tests of the planned bytes of model states: they equal the bytes in training and the formulas."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def all_memory(*roots: Any) -> int:
 def train_a_little(tree: dict) -> tuple[dict[str, int], dict[str, int], int]:
     """Run two updates on this rank.
 
-    Return the bytes of each kind that were planned, the bytes of each kind that the states report,
+    Return the planned bytes of each kind of state, the bytes that the states report for each kind,
     and the total bytes of the tensors in memory.
     """
     config, _, groups, batch, shard, states, updater = make_updater(tree)

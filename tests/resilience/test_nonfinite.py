@@ -1,4 +1,4 @@
-"""Non-finite optimizer states: the error names them, and checkpoints with them are refused."""
+"""Non-finite optimizer states: errors name the state and its rank, and no run loads the state."""
 
 from __future__ import annotations
 

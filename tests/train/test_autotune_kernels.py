@@ -140,8 +140,8 @@ def test_measured_form_is_kept_on_resume(ranks, tiny_data, tmp_path, monkeypatch
 
 def run_and_look(tree: dict, finds: dict[str, str] | None = None) -> tuple[int, str]:
     """Train. Return the number of measurements on this rank, and the implementation of grouped
-    products that the run selected. If `finds` is given, a measurement on a rank returns the value
-    for this rank in `finds`."""
+    products that the run selected. With `finds`, a measurement on a rank is replaced: its result
+    is `finds[str(rank)]`."""
     measure, calls = autotune.measure_grouped_gemm, []
     if finds:
         measure = lambda *_: finds[os.environ["RANK"]]  # noqa: E731
@@ -207,7 +207,7 @@ def test_dense_model_uses_no_kernels(tiny_data, tmp_path, monkeypatch, capfd):
 @needs_torch_form
 def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data, tmp_path, capfd):
     """torch's grouped products require that the size of a row is a multiple of 16 bytes. For other
-    sizes, the run must refuse "torch", and "auto" must select the loop."""
+    sizes, the run must refuse the setting "torch", and the setting "auto" must select "loop"."""
     odd = {**FAST, "train__dtype": "bf16", "model__intermediate_size": 20}
     tree = tiny_tree(tiny_data, tmp_path / "torch", **odd, kernels__grouped_gemm="torch")
     with pytest.raises(RunEnded, match=r"kernels.grouped_gemm 'torch': .* 16 bytes") as refusal:
@@ -220,7 +220,7 @@ def test_sizes_that_the_torch_form_lacks_are_refused_or_take_the_loop(tiny_data,
 @needs_torch_form
 def test_form_supports_the_tensor_parallel_slices_of_experts(ranks, tiny_data, tmp_path):
     """With tp 2, each rank has half of each row, which is too small for torch's grouped products.
-    The run must refuse "torch", and "auto" must select the loop."""
+    The run must refuse the setting "torch", and the setting "auto" must select "loop"."""
     narrow = {**FAST, "model__intermediate_size": 4}
     whole = tiny_tree(tiny_data, tmp_path, **narrow, kernels__grouped_gemm="torch")
     assert ranks(1, run_with, whole, {}, start_world=False, timeout_s=120) == [""]

@@ -38,7 +38,7 @@ def test_hanging_disk_delays_a_run_by_at_most_the_timeout(ranks, tiny_data, tmp_
     assert [rank_end[:2] for rank_end in ended] == [(0, "")] * 2
     first, second = ended[0].warnings()
     assert "step-00000004 not written within checkpoint.timeout_s = 3: the disk of rank 1" in first
-    assert "step 8 is not saved: the disk has not finished the save of step 4" in second
+    assert "step 8 is not saved: the failed save of step 4 still waits for the disk" in second
     assert steps_kept(tmp_path) == [12]
     assert len(metrics_of(tmp_path)) == 12
 
@@ -152,8 +152,8 @@ def test_checkpoint_without_its_metrics_is_not_committed(ranks, tiny_data, tmp_p
 
 
 def run_with_space_for_full_or_model(tree: dict[str, Any]) -> Ended:
-    """Train with space for a full checkpoint or a model-only checkpoint. To write both, one byte of
-    space is missing."""
+    """Train. The free space is one byte less than the full checkpoint and the model-only checkpoint
+    of a step need together."""
     plain, due = shutil.disk_usage, []
     release_writes = delay_writes({10: 11} if tree["checkpoint"]["async_save"] else {})
 

@@ -31,9 +31,9 @@ class Updates(NamedTuple):
 
 
 def run_both(tree: dict, natively: bool = True) -> tuple[Updates, Updates]:
-    """Run the same updates twice: experts write gradients to chunks, or autograd adds them. Return
-    both results in this order. If `natively` is False, Optimus converts bf16 gradients to fp32, as
-    it must for versions of torch before 2.9."""
+    """Run the same updates twice. Return the results if experts write gradients to chunks, and the
+    results if autograd adds the gradients. If `natively` is False, Optimus converts bf16 gradients
+    to fp32, as it does with versions of torch before 2.9."""
     torch.set_num_threads(1)
     grad_reducer._WIDENS_NATIVELY &= natively
     world = start_world(device="cpu")

@@ -177,7 +177,7 @@ def test_read_that_fails_once_keeps_the_newest_checkpoint(ranks, tiny_data, tmp_
 
 def test_run_that_falls_back_to_a_model_starts_with_zero_moments(ranks, tiny_data, tmp_path):
     """The full checkpoint is damaged near its end, so some moments are loaded before the error. The
-    run starts from a model instead and must set them to zero."""
+    run then starts from the model-only checkpoint and must set all moments to zero."""
     few = {"train__max_steps": 5, "checkpoint__interval": 0, "optim__sharding": "so"}
     few |= {"checkpoint__model_interval": 2}
     run, fresh = tmp_path / "run", tmp_path / "fresh"

@@ -121,7 +121,8 @@ def test_nan_that_collectives_spread_is_reported_with_its_first_rank(
 
 
 def lose_a_peer(tree: dict, signal_number: int) -> None:
-    """Kill or stop rank 1 at its sixth microbatch, in the middle of an update."""
+    """Train. Rank 1 receives the signal at its sixth microbatch, in the middle of an update.
+    SIGKILL ends the rank, and SIGSTOP makes it hang."""
     run = make_run(tree)
     forward, calls = run.model.run_blocks, []
 

@@ -160,8 +160,8 @@ def test_overflow_on_a_rank_skips_the_update_on_all(ranks, size, layout):
 
 
 def test_overflow_lowers_the_scale_until_it_fits():
-    """Updates are skipped until the scale falls to a value without overflow. The first update must
-    equal that of a run that starts with this scale."""
+    """Updates are skipped until the scale falls to a value without overflow. The first update that
+    is not skipped must equal the first update of a run that starts with this scale."""
     large = run_updates(half_tree(**DENSE, optim__loss_scale=2.0**33), 30)
     done = next(step for step in large if large[step]["updates"] == 1)
     assert 5 < done < 30

@@ -54,7 +54,8 @@ def run_with_momentum(tree: dict[str, Any], dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("layout", [{}, {"parallel__pp": 2}], ids=["dp2", "pp2"])
 def test_resumed_run_has_the_same_bits(ranks, tiny_data, tmp_path, monkeypatch, dtype, layout):
-    """A run of two ranks is stopped after step 2 and resumed; another is not stopped."""
+    """A run that is stopped after step 2 and resumed must have the bits of a run that is not
+    stopped."""
     settings = {"train__max_steps": 4, "train__dtype": "bf16", "checkpoint__interval": 2} | layout
     for name, stops in (("whole", [0]), ("resumed", [2, 0])):
         for stop in stops:
@@ -69,7 +70,7 @@ def test_resumed_run_has_the_same_bits(ranks, tiny_data, tmp_path, monkeypatch, 
 
 
 def bytes_of_momentum(tree: dict[str, Any], dtype: torch.dtype) -> list[dict[str, int]]:
-    """Return the planned bytes, and those of the states after an update."""
+    """Return, by kind of state, the planned bytes, and the actual bytes after an update."""
     use_momentum(dtype)
     config, _, groups, batch, _, states, updater = make_updater(tree)
     updater.run(1, [make_microbatch(1)] * batch.microbatches_per_rank)

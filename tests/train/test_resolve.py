@@ -193,7 +193,8 @@ def test_resume_lists_changed_free_settings(tiny_data, stopped_run):
 
 
 def test_resume_with_another_learning_rate_is_reported(tiny_data, stopped_run):
-    """A longer warm-up lowers the next learning rate. More steps change only later rates."""
+    """A longer warm-up changes the learning rate of the next step, step 3. More steps change the
+    rate only from step 4 on."""
     plan = resolved(tiny_data, stopped_run, train__max_steps=4, optim__warmup_steps=4)
     expected = "learning rate of step 3: 0.003 before, 0.00225 now; to keep the old rate, set "
     assert expected + "optim.warmup_steps=3" in plan.changes
@@ -231,8 +232,8 @@ def _data_changes(plan):
 
 
 def test_start_is_resolved_after_the_run_directory_is_locked(tiny_data, tmp_path):
-    """If another run locks the directory, the run ends without a report of the missing model@3.
-    When the lock is free, the missing model is reported."""
+    """The checkpoint `model@3` does not exist. While another run has the lock, the error must
+    report the lock. Without another run, the error must report `model@3`."""
     other, tree = RunDirectory(tmp_path), tiny_tree(tiny_data, tmp_path, checkpoint__load="model@3")
     with pytest.raises(RunEnded, match="in use by another run") as ended:
         train(make_config(tree), read_launch_env({}))

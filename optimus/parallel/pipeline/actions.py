@@ -57,7 +57,8 @@ class Action(NamedTuple):
 class Channel(NamedTuple):
     """Connection from one pipeline rank to another, either for activations or for gradients.
 
-    Each channel has its own communicator, in which messages complete in the order of posting.
+    Each channel has a separate communicator. Its messages complete in the order in which they were
+    posted.
     """
 
     sends: Kind

@@ -58,7 +58,7 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
 
 
 def sends_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the send actions that follow a compute action: one or none.
+    """Return the send action that follows a compute action, as a list; [] if nothing is sent.
 
     The function assumes that every stage is on its own rank.
     """
@@ -77,7 +77,7 @@ def received_by(send: Action) -> Action:
 
 
 def needs_of(action: Action, num_stages: int) -> list[Action]:
-    """Return the receive actions that a compute action waits for: one or none.
+    """Return the receive action that a compute action waits for, as a list; [] without a wait.
 
     The function assumes that every stage is on its own rank.
     """

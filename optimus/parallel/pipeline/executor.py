@@ -33,9 +33,9 @@ sequences, torch's default library is faster."""
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """Type of `last_backward(stage, deferred)`, which returns a context manager.
 
-In this context, the executor runs the action that completes the stage's gradients in a step.
-If this action is a W, `deferred` has the weights whose gradients it computes. If it is a B,
-`deferred` is None.
+In this context, the executor runs the last action that computes weight gradients of the stage in
+a step. If this action is of kind W, `deferred` contains the weights whose gradients the action
+computes. If the action is of kind B, `deferred` is None.
 """
 
 
@@ -204,7 +204,7 @@ class Executor:
         return self.terms
 
     def _recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Return a function that runs `do(action)` and passes its times to the recorder."""
+        """Return a function that runs `do(action)` and records the times of the action."""
 
         def run_and_record(action: Action) -> None:
             self._waited_ns = 0
@@ -269,7 +269,7 @@ class Executor:
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
         """Store `tensor`, a stage's result, until `send_action` sends it to the neighbour stage.
 
-        If the neighbour stage is on this rank, it takes the stored tensor, and nothing is sent.
+        If the neighbour stage is on this rank, nothing is sent: that stage takes the stored tensor.
         """
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)

@@ -37,8 +37,8 @@ def assign_layers(
 ) -> tuple[range, ...]:
     """Assign contiguous layers to stages so that the most expensive stage is as cheap as possible.
 
-    Among equally good assignments, the result has the fewest layers on early stages. Early stages
-    keep activations of more microbatches.
+    Among equally good assignments, the result has the fewest layers on early stages, because early
+    stages keep the activations of more microbatches.
 
     Args:
         layer_costs: the cost of each layer, in any unit.

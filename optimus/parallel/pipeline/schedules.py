@@ -98,7 +98,7 @@ GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
     "zb-h1": zero_bubble_h1,
 }
 """Mapping from a value of `parallel.schedule` to the function that returns the schedule's compute
-actions. Its arguments are `num_ranks`, `virtual_stages` and `num_microbatches`."""
+actions. The function's arguments are `num_ranks`, `virtual_stages` and `num_microbatches`."""
 _ONE_STAGE_ONLY = ("1f1b", "zb-h1")
 
 

@@ -507,7 +507,7 @@ def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
 
 
 def _run_lines(lines: Iterable[str], readers: Mapping[str, Reader]) -> Any:
-    """Run command lines until one fails. Return its exit status, or 0."""
+    """Run command lines until a line fails. Return its exit status; 0 if no line fails."""
     from data_prep.cli import main as optimus_data
     from optimus.cli import main as optimus
     from optimus.observe.log import set_up_logging
@@ -526,7 +526,7 @@ def _run_lines(lines: Iterable[str], readers: Mapping[str, Reader]) -> Any:
 
 
 def _explain(error: BaseException) -> str:
-    """Return the kind of a traceback: the exception, and the innermost line in our packages."""
+    """Describe a traceback by the exception and the innermost line of code in our packages."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = "optimus|data_prep|optimus_kernels"
     ours = [frame for frame in frames if re.search(rf"/({packages})/", frame.filename)]

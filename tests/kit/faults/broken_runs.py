@@ -1,4 +1,5 @@
-"""Train while file calls of the ranks are recorded and broken by a preloaded library.
+"""Train with a preloaded library that records the file calls of the ranks, lets some calls fail, or
+kills a rank at a call.
 
 disk.py builds the library from file_calls.c.
 """
@@ -40,8 +41,8 @@ STEPS = 8
 """Number of updates of a run. It saves a full checkpoint every 2 updates, and a model-only
 checkpoint every 3."""
 BASE, BROKEN = 5, 6
-"""Two steps. A run resumes from the checkpoint of step BASE. Its saves of step BROKEN, of a full
-and a model-only checkpoint, are broken."""
+"""Two steps. A run continues from step BASE. At step BROKEN, it saves a full and a model-only
+checkpoint: a file call of these saves fails, or a rank is killed."""
 
 BLOCK_BYTES = 1 << 14
 """Block size of shard files. With it, about six calls write one shard file."""
@@ -159,7 +160,7 @@ class RecordedSave(NamedTuple):
     """The run directory of a run of STEPS updates without interruption."""
     overrides: Mapping[str, Any]
     calls: list[list[Call]]
-    """For each rank, its calls of the save that change files."""
+    """For each rank, the file calls with which it changes files during the save."""
 
     def numbers(self, rank: int) -> range:
         """Return the numbers of all calls of a rank in the save, including calls that only read."""

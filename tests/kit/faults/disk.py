@@ -42,8 +42,8 @@ def truncate(content: bytearray, generator: random.Random) -> None:
 
 
 def zero(content: bytearray, generator: random.Random) -> None:
-    """Set 512 bytes to zero. This also changes the header of a shard file, which is filled with
-    spaces."""
+    """Set 512 bytes to zero. This also changes the padding in the header of a shard file, which
+    consists of spaces."""
     at = generator.randrange(max(1, len(content) - 512))
     content[at : at + 512] = bytes(len(content[at : at + 512]))
 

@@ -1,7 +1,7 @@
 """File formats that Optimus reads, with an unchanged sample of each and the commands that read it.
 
 Samples are made from the golden corpus (tests/golden). Each entry of `FORMATS` has the file to
-mutate, its syntax (a name of mutations.py), and the commands.
+mutate, its syntax (see `mutate` in mutations.py), and the commands.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def _json_files(folder: Path, excluded: Path) -> Iterator[Path]:
 
 
 def _replace(tree: Any, hashes: dict[str, str], old_size: int, new_size: int) -> None:
-    """Replace hashes and, next to a replaced hash, the size."""
+    """Replace hashes, and the size in each dict or list that contains a replaced hash."""
     items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
     has_hash = any(isinstance(value, str) and value in hashes for _, value in items)
     for key, value in items:
@@ -359,8 +359,8 @@ def _replace(tree: Any, hashes: dict[str, str], old_size: int, new_size: int) ->
 
 
 def with_self_hash(text: bytes) -> bytes:
-    """Append a hash to the JSON text of an object, as its last key, as files.checked_json does.
-    Return the text."""
+    """Return the JSON text of an object with the additional key "self_xxh3", the hash of the text,
+    as files.checked_json does."""
     body = text.rstrip()
     if not body.endswith(b"}"):
         return text

@@ -1,8 +1,9 @@
 """Random training runs. A case has a model, a batch, two layouts, and an end of the first run.
 
 The first run trains under one layout until its end, for example a stop or a kill. The second run
-continues under the other layout to the last step. The result is compared with an uninterrupted run
-on one process: both must agree as deterministic mode promises.
+continues under the other layout to the last step. The results are compared with those of an
+uninterrupted run on one process. They must have the same bits if deterministic mode promises this.
+Otherwise, the errors of losses and of the first gradient norm must be below TOLERANCE.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ STEPS = 5
 _LIMIT_S = 600.0
 """Time limit of a run, with a margin for a busy machine."""
 _GRACE_S = 60.0
-"""Time limit for the end of all ranks after the loss of a rank."""
+"""Seconds from the loss of a rank until the other ranks are killed."""
 Case = dict[str, Any]
-"""A choice for each axis of SHARED and, for both runs, for each axis of LAYOUT, such as
-`first.pp`."""
+"""Maps each axis to a choice. The axes of LAYOUT occur once for each run, with the run as a prefix,
+such as `first.pp`."""
 RUNS = ("first", "second")
 """Names of the two runs of a case. The run on one process has the name `alone`."""
 
@@ -111,8 +112,8 @@ def draw(number: random.Random) -> Case:
 
 
 def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
-    """Draw all axes of both layouts except the sizes, until both layouts are accepted. Return False
-    if 20 draws of a layout were not enough."""
+    """Draw all axes of both layouts except pp, dp, ep and tp, until Optimus accepts the layouts.
+    Return False if Optimus refuses 20 draws of a layout."""
     rest = {axis: choices for axis, choices in LAYOUT.items() if axis not in _SIZES}
     if exact:
         rest["deterministic"] = (True,)
@@ -129,7 +130,8 @@ def _choose_rest(case: Case, number: random.Random, exact: bool) -> bool:
 
 
 def is_legal(case: Case) -> bool:
-    """Return True if both runs are accepted and their result can be compared with one process."""
+    """Return True if Optimus accepts both runs, and their results can be compared with those of a
+    run on one process."""
     if case["dtype"] == "bf16" and not is_exact(case):
         return False
     if case["end"] == "last" and _layout(case, "first") != _layout(case, "second"):

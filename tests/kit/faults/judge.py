@@ -5,8 +5,9 @@ the file, with one line and the exit status of a refusal. There must be no trace
 Memory must be bounded. No file outside the directory may be read, made or changed.
 
 The folder of a case contains `inside`, in which the command runs, and `outside`, whose files
-contain CANARY. An audit hook records accesses by name outside `inside`; a listing before and after
-the case shows changes; the canary in an output or a file shows that content was read or copied.
+contain CANARY. An audit hook records accesses to paths outside `inside`. Listings before and after
+the case show changes outside `inside`. CANARY in an output or in a file of `inside` shows that a
+command printed or copied content of `outside`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.kit.faults.formats import Command, Format
 from tests.kit.faults.mutations import CANARY, Change, mutate
 
 FILE_BYTES = 64 << 20
-"""Largest file that a case may write."""
+"""Maximum size in bytes of a file that a case writes."""
 _WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate"}
 _PROGRAMS = ("g++", "c++", "clang++", "nvcc", "icpx", "gcc", "ldconfig", "ld")
 
@@ -48,8 +49,8 @@ class Audit:
 
     @contextlib.contextmanager
     def watching(self, inside: Path, names_files: bool) -> Iterator[None]:
-        """Record the forbidden accesses in a `with` block. With `names_files`, reading a file of
-        any directory is allowed."""
+        """Record the forbidden accesses in a `with` block. With `names_files`, a command may read
+        files in any directory, because the mutated file may contain their paths."""
         self.problem, self._is_on = "", True
         self._inside, self._names_files = os.path.normpath(inside), names_files
         try:
@@ -146,7 +147,8 @@ class Case:
 
     seed: int
     number: int
-    """Number of the case; negative for the sound sample, which is read without limits."""
+    """Number of the case. It is negative for the unchanged sample, which is read without limits of
+    time and memory."""
     format: Format
     command: Command
     change: Change
@@ -168,7 +170,8 @@ class Verdict:
 
 
 def draw(seed: int, number: int, formats: list[Format], samples: Path) -> Case:
-    """Return the case with this number. The formats have cases in proportion to their weights."""
+    """Return the case with this number. The number of cases of a format is proportional to its
+    weight."""
     turns = [entry for entry in formats for _ in range(entry.weight)]
     random.Random(0).shuffle(turns)
     offset = number * len(formats) // len(turns)
@@ -215,7 +218,7 @@ def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:
 def _fault_of_output(
     case: Case, report: dict[str, Any], lines: list[str], errors: list[str]
 ) -> str:
-    """Return a fault of the output that is a finding whatever the exit status is; "" if there is
+    """Return the first fault in the output that is a finding for any exit status; "" if there is
     none."""
     controls = _CONTROLS.search(report["stderr"])
     # Standard output of these commands contains text of the file.

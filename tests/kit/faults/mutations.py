@@ -57,7 +57,7 @@ _SHIFTS: tuple[Callable[[Any], Any], ...] = (
 
 @dataclass(frozen=True)
 class Change:
-    """Mutation of a file: new `content`, or the kind of its `replacement`."""
+    """Mutation of a file: new `content`, or a `replacement` of the file, for example by a link."""
 
     how: str
     """Description for the report."""

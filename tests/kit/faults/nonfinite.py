@@ -1,4 +1,4 @@
-"""Runs in which one rank computes NaN or has a memory error."""
+"""Runs in which one rank computes NaN or gets a corrupted optimizer state."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def poison(
         bad_rank: The rank that computes NaN.
         target: The first non-finite value: "parameter", "gradient", "gradient once" (only in the
             first backward pass), or a key of BROKEN_OUTPUTS.
-        layer: Name of a kind of layers; its first layer is broken.
-        at: The update with the NaN.
+        layer: A kind of layer, such as "q_proj". The first layer of this kind is broken.
+        at: Number of the update in which the first NaN occurs.
 
     Returns:
         The name of the layer's weight and the error that this rank raised, with "|" between them;
@@ -74,7 +74,8 @@ def poison(
 
 
 def _error_of(run: Run, update: Callable[[int], None]) -> str:
-    """Run with the function `update`. Return the message of the NonFiniteError; "" without one."""
+    """Run with `update` in place of `run.update`. Return the message of the NonFiniteError; "" if
+    there is none."""
     with mock.patch.object(run, "update", update):
         try:
             run.go()
@@ -95,18 +96,18 @@ def _break_output(module: Any, break_tensor: Callable[[Tensor], Tensor]) -> None
 def damage_state(
     tree: dict[str, Any], bad_rank: int, state: str, value: float, at: int
 ) -> list[str]:
-    """Run the training of a configuration on this rank, with a memory error on one rank.
+    """Run the training of a configuration on this rank, with a corrupted state on one rank.
 
     Args:
         tree: The configuration.
-        bad_rank: The rank of the error.
-        state: The optimizer state with the error.
+        bad_rank: The rank whose state is corrupted.
+        state: The optimizer state that is corrupted.
         value: The new value of one element in the rank's shard of the state.
         at: The update after which the element changes.
 
     Returns:
-        The name of the parameter, "" on other ranks; and the error that this rank raised, or "no
-        error".
+        The name of the parameter whose state is corrupted, or "" on other ranks; and the error that
+        this rank raised, or "no error".
     """
     run = make_run(tree)
     plain_update, name = run.update, ""

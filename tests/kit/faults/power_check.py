@@ -36,7 +36,8 @@ WINDOW = 12
 
 
 def is_examined(path: PurePath) -> bool:
-    """Return True for paths that a starting run reads: checkpoints with final names."""
+    """Return True for paths that a starting run reads: checkpoints with final names, such as
+    `step-00000010`, and their parent directories."""
     names = path.parts
     return names[:2] == (RUN, "checkpoints")[: len(names)] and (
         len(names) < 3 or _NAMES.fullmatch(names[2]) is not None
@@ -69,7 +70,7 @@ class Summary:
 
     moments: int = 0
     windows: int = 0
-    """Number of moments with 1 to WINDOW pending changes."""
+    """Number of calls after which 1 to WINDOW changes are pending."""
     most_pending: int = 0
     states: int = 0
     """Number of examined states of the checkpoints, summed over all moments."""

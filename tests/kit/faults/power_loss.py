@@ -29,7 +29,7 @@ PathFilter = Callable[[PurePath], bool]
 
 
 class File:
-    """Durable bytes of a file, and later changes: extents, or new sizes."""
+    """Durable bytes of a file, and its pending changes: written extents and changes of the size."""
 
     def __init__(self) -> None:
         self.durable = b""
@@ -165,7 +165,7 @@ class Disk:
             self._write(node or self._renamed(folder, name, call), call)
 
     def _renamed(self, folder: Directory, name: str, call: Call) -> File:
-        """Apply a rename to `name` that was not recorded. Return the renamed file."""
+        """Rename the file of `call` to `name`, as the record lacks this rename. Return the file."""
         node = self._files[call.inode]
         old = next(entry for entry, other in folder.entries.items() if other is node)
         folder.change({old: None, name: node})

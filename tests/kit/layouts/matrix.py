@@ -116,9 +116,10 @@ class Case(NamedTuple):
 def with_large_eps(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with an eps of AdamW that does not enlarge rounding errors.
 
-    `check_case` uses it if a token was rerouted at a gap above NEAR_TIE after an update. AdamW
-    divides by sqrt(v) + eps. If a gradient is near eps = 1e-8, its rounding error moves a parameter
-    by up to lr.
+    `check_case` uses it if, after an update, a token has other experts than in the run of one
+    process, although the gap between the router probabilities is above NEAR_TIE. AdamW divides by
+    sqrt(v) + eps. If a gradient is near eps = 1e-8, its rounding error moves a parameter by up to
+    lr.
 
     The affected layouts depend on the machine. On an Intel CPU, pp1-dp1-ep1-tp4-1f1b-moe-fp32-m8
     rerouted one token at a gap of 2.2e-6, with a loss error of 1.2e-5. On an AMD CPU, tp8 rerouted
@@ -199,8 +200,9 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
     """Whole gradients of the first update before clipping; {} on ranks other than the first."""
     routes: dict[tuple[int, int, int], tuple[Tensor, Tensor]]
-    """By step, layer and number of the microbatch in the step: the experts, int64 [T, K] in
-    ascending order, and the gap between the last chosen probability and the next one, fp32 [T]."""
+    """Keys: (step, layer, number of the microbatch in the step). Values: the chosen experts, int64
+    [T, K] in ascending order, and the gap, fp32 [T], between the lowest chosen probability and the
+    highest other probability."""
 
 
 def run_case(tree: dict[str, Any], steps: int = STEPS) -> Outcome:
@@ -305,7 +307,8 @@ class Agreement(NamedTuple):
     near_ties: int
     """Number of tokens with a gap below NEAR_TIE, over steps, layers and microbatches."""
     rerouted: int
-    """Number of tokens with other experts. Only near-ties may be rerouted."""
+    """Number of tokens with other experts than in the run of one process. Only tokens with a gap
+    below NEAR_TIE may be rerouted."""
     max_gap: float
     """Largest gap of a rerouted token."""
     may_be_adamw: bool
@@ -345,10 +348,10 @@ def check_case(case: Case, run: Run, run_alone: Callable[[dict[str, Any]], Outco
 def max_gap_of_adamw(case: Case) -> float:
     """Return the largest gap at which an enlarged rounding error of AdamW may reroute a token.
 
-    The error changes one weight of a router by lr. The logit changes as much, since the norm before
-    the router keeps its input near 1. A probability near 1 / num_experts then changes by lr /
-    num_experts, which is 3.8e-4. The largest observed gap is 7.0e-5. One token in thirty has a gap
-    below 3.8e-4.
+    The error changes one weight of a router by lr. This changes the logit by about lr, because the
+    norm before the router scales the router's input to about 1. A probability near 1 / num_experts
+    then changes by lr / num_experts, which is 3.8e-4. The largest observed gap is 7.0e-5. One token
+    in thirty has a gap below 3.8e-4.
     """
     tree = case.single_process_tree()
     return float(tree["optim"]["lr"] / tree["model"]["num_experts"])
@@ -410,7 +413,7 @@ def _relative_error(gradient: Tensor, expected: Tensor) -> float:
 
 
 def _error(value: float, expected: float) -> float:
-    """Return the absolute error, infinite for a NaN, which `max` could ignore."""
+    """Return the absolute error. NaN becomes infinity, because `max` could ignore NaN."""
     error = abs(value - expected)
     return error if math.isfinite(error) else math.inf
 

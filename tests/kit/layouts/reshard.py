@@ -40,8 +40,8 @@ Array = NDArray[numpy.float32]
 
 
 class Holding(NamedTuple):
-    """Shards of a rank. For each of its parameters, by name: the slice of the parameter (`boxes`)
-    and the whole shape (`shapes`)."""
+    """Shards of a rank. `boxes` maps the name of each parameter of the rank to the rank's slice,
+    `shapes` to the whole shape."""
 
     shards: list[ChunkShard]
     boxes: dict[str, Box]
@@ -173,7 +173,7 @@ def requests_of(
 
 
 def assert_loads(directory: Path, index: Index, holdings: Holdings, states: WholeStates) -> None:
-    """Read the shards of all ranks, and assert that they have the bits of the states."""
+    """Read the shards of all ranks, and assert that their elements equal those in `states`."""
     for rank in range(holdings.mesh.world_size):
         requests = requests_of(holdings.of(rank), holdings, rank)
         with Readers(directory, index, 1) as readers:
@@ -192,12 +192,12 @@ _MODEL = {
     "model__tie_embeddings": True,
 }
 BLOCK_BYTES = 1 << 13
-"""Size of checksummed blocks, so small that read ranges start and end inside blocks."""
+"""Size of checksummed blocks in bytes. With this small size, read ranges start and end inside
+blocks."""
 
 
 class Layout(NamedTuple):
-    """Division of the model and its states over the ranks, and the rule by which ranks divide
-    writes."""
+    """Settings that divide the model, its states and the writes of a checkpoint among ranks."""
 
     mesh: tuple[int, int, int, int]
     sharding: str
@@ -244,8 +244,9 @@ def all_layouts() -> list[Layout]:
 
 
 def pairwise(seed: int = 0) -> list[Pair]:
-    """Return a small sample of pairs. Each mesh occurs in a saving layout and in a loading layout.
-    Each other choice of a saving layout occurs with each choice of a loading layout."""
+    """Return a small sample of pairs (saving layout, loading layout). Each mesh occurs on both
+    sides. For the other fields, each value on the saving side occurs with each value on the loading
+    side."""
     generator, layouts = random.Random(seed), all_layouts()
     drawn = [(generator.choice(layouts), generator.choice(layouts)) for _ in range(2000)]
     features = {pair: set(_features(pair)) for pair in drawn}

@@ -1,10 +1,11 @@
-"""Proof by simulation that a schedule completes, independent of the speeds of the ranks.
+"""Proof by simulation that a schedule completes at any speeds of its ranks.
 
-A rank executes its list in order and waits only for the inputs of an action. At the end of the list
-it waits for its sends. Each channel is a communicator. Its messages complete in the order in which
-they were posted, and a send completes only when its receive is posted, as with NCCL and large
-messages; backends with more buffers complete too. The next action of a rank depends only on its
-list, so that one order of execution is enough: if it completes, all orders do.
+A rank executes its list of actions in order and waits only for the inputs of an action. After the
+last action, the rank waits until all its sends are complete. Each channel is a communicator. Its
+messages complete in the order in which they were posted, and a send completes only when its receive
+is posted, as with NCCL and large messages. Backends with more buffers complete too. The next action
+of a rank depends only on its list, and not on the speeds of other ranks. The proof therefore
+simulates only one order of execution: if this order completes, all orders complete.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Communicator = Callable[[Action], Hashable]
 def validate(schedule: Schedule, communicator: Communicator | None = None) -> tuple[int, ...]:
     """Prove that the schedule of a training step is correct.
 
-    For each microbatch, each stage must execute F and B once in this order, or F, I and W. All
-    kinds except F must be in the order of microbatches. Each channel must have its sends and its
-    receives in the same order. A receive must be posted before the action that needs it. No rank
-    may wait forever. A REDUCE_GRAD must follow the last gradient of each stage, or each gradient
-    with `reduce_each`. The update must be the last action.
+    For each microbatch, each stage must execute F and B once in this order, or F, I and W. The
+    actions B, I and W must be in the order of microbatches. Each channel must have its sends and
+    its receives in the same order. A receive must be posted before the action that needs it. No
+    rank may wait forever. A REDUCE_GRAD must follow the last weight gradient of each stage; with
+    `reduce_each`, it must follow each weight gradient. The update must be the last action.
 
     Args:
         schedule: The schedule.
@@ -85,7 +86,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _check_peer(schedule: Schedule, rank: int, action: Action) -> None:
-    """Assert that a send or receive is between two stages on two ranks."""
+    """Assert that the peer of a send or receive is an existing stage on another rank."""
     before = action.kind in (Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
     neighbour = action.stage + (-1 if before else 1)
     assert 0 <= neighbour < schedule.num_stages, f"rank {rank}: {action} has no peer"

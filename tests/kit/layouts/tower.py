@@ -1,6 +1,6 @@
-"""A tower of equal layers, each with its own chunk, that the engine trains on several ranks.
+"""A tower: a stack of equal layers, each in a separate chunk, that the engine trains on ranks.
 
-Its gathers follow the formulas in `optimus/chunks/residency.py`. No language model is necessary.
+The number of gathers of its chunks must follow the formulas in `optimus/chunks/residency.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK = WIDTH * WIDTH
 """Number of elements of a layer, and of its chunk."""
 LR = 1e-2
 ALL_HOOKS = (-1, False)
-"""Value of `missing_hook` with which no hook is missing."""
+"""Value of `missing_hook` for an engine with all hooks."""
 
 
 def planned_gathers(plan: ResidencyPlan) -> list[int]:
@@ -255,8 +255,8 @@ def count_gathers(cases: Sequence[Case], passes: int) -> list[int]:
 def run_with_missing_hooks(
     case: Case, missing_hooks: Sequence[tuple[int, bool]]
 ) -> list[tuple[bool, bool]]:
-    """Run a forward and a backward outside of a step for each missing hook. Return two values for
-    each: True if the output is finite, and True if the gradient of the input is finite."""
+    """Run forward and backward once for each missing hook, outside of a training step. Return for
+    each hook: True if the output is finite, and True if the gradient of the input is finite."""
     world, is_finite = start_world(device="cpu").everyone, []
     for missing_hook in missing_hooks:
         tower = Tower(case.n, case.region)

@@ -100,7 +100,7 @@ class WholeModel:
 
 
 def put(placement: Placement, whole: Tensor, local: Tensor) -> None:
-    """Copy a rank's local tensor to the intervals of the whole parameter that it has."""
+    """Copy a rank's local tensor to the tensor's intervals in the whole parameter."""
     assert tuple(local.shape) == placement.local_shape, (local.shape, placement)
     for intervals in itertools.product(*map(_with_offsets, placement.intervals)):
         target, source = whole, local

@@ -31,8 +31,8 @@ def install(folder: Path) -> None:
 
 
 def qsub(argv: Sequence[str]) -> int:
-    """Run the script on standard input in the home directory, as PBS does. All jobs of an array run
-    at the same time. $PBS_NODEFILE contains each host once."""
+    """Read a script from standard input and run it in the home directory, as PBS does. All jobs of
+    an array run at the same time. $PBS_NODEFILE contains each host once."""
     parser = argparse.ArgumentParser(prog="qsub", allow_abbrev=False)
     parser.add_argument("-v", required=True)
     for option in ("-N", "-k", "-j", "-A", "-q", "-J"):

@@ -23,11 +23,11 @@ _ROOT = Path(__file__).resolve().parents[3]
 _START_S = 120.0
 """Time limit in seconds for the imports of the server, with a margin for a busy machine."""
 _SPARE_S = 30.0
-"""Seconds after the time limits of a job. A server that has not answered by then is lost."""
+"""Seconds for which the pool waits for the server's answer after the time limits of a job."""
 
 
 class RanksFailed(Exception):
-    """At least one rank did not return. `outcomes` has the end of each rank, by rank."""
+    """At least one rank did not return. `outcomes[rank]` is the outcome of each rank."""
 
     def __init__(self, title: str, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)

@@ -1,4 +1,4 @@
-"""Helpers for processes of a test: they start commands, wait for ends, and measure memory."""
+"""Helpers for tests: they start commands, wait until processes end, and measure memory."""
 
 from __future__ import annotations
 

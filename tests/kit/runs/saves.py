@@ -1,4 +1,4 @@
-"""Saves of three small parameters, delayed saves of runs, and the checkpoints that a run left."""
+"""Helpers that save three small parameters, delay the saves of runs, and read saved checkpoints."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def save_full(
     scatter: Scatter = "balanced",
     **facts: Any,
 ) -> None:
-    """Write and commit the checkpoint `final`, and wait for the end. A collective of all ranks.
+    """Write the checkpoint `final`, and return after its commit. A collective of all ranks.
 
     Args:
         states: The states of this rank.
         final: Path of the checkpoint.
         write_sidecars: Function that writes the other files to a directory.
-        scatter: The rule by which ranks divide the states.
+        scatter: Value of `checkpoint.scatter`, which divides the writes among ranks.
         facts: Entries of the manifest, including `step`.
 
     Raises:
@@ -146,8 +146,8 @@ def delay_writes(until: dict[int, int]) -> Hook:
 
 
 def full_states(run_dir: Path) -> dict[str, bytes]:
-    """Verify all checkpoints of a run. Return the states in each shard file of the full
-    checkpoints. A key has the names of the checkpoint and of the file."""
+    """Verify all checkpoints of a run. Return the state bytes in each shard file of the full
+    checkpoints. Keys are paths such as `step-00000004/shard-00000.bin`."""
     content = {}
     for path in sorted((run_dir / "checkpoints").iterdir()):
         store.read_manifest(path).verify()

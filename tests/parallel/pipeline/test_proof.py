@@ -46,8 +46,9 @@ class Player:
         self.lines: dict[tuple, tuple[list, list]] = {}
         """For each channel, the list of sends and the list of receives played so far.
 
-        Each transfer is (microbatch, lower stage of the two). The keys, which identify channels,
-        are (is forward, rank of the lower stage, rank of the upper stage).
+        A send or receive is recorded as (microbatch, number of the lower of its two stages). The
+        keys, which identify channels, are (True for activations, rank of the lower stage, rank of
+        the upper stage).
         """
 
     def play(self) -> None:
