@@ -336,7 +336,9 @@ def _from_json(data: bytes, line: int, text_field: str, id_field: str) -> Docume
     if not isinstance(value, dict):
         return Problem(line, f"a JSON {type(value).__name__} where an object was expected")
     if text_field not in value:
-        return Problem(line, f"no field {text_field!r}; set --text-field to the field with the text")
+        return Problem(
+            line, f"no field {text_field!r}; set --text-field to the field with the text"
+        )
     text = value[text_field]
     if not isinstance(text, str):
         return Problem(line, f"field {text_field!r} is {type(text).__name__}, not a string")
