@@ -250,7 +250,8 @@ class HeldOutRule:
 
     fraction: float
     by_ids: bool
-    """True: the hash of a document's imported token ids decides. False: the hash of its text."""
+    """True: the hash of a document's imported token ids decides whether the document is held out.
+    False: the hash of its text decides this."""
 
 
 def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:

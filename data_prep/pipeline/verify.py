@@ -121,10 +121,10 @@ class Repairs:
         return _repair([path], self._again("shuffle" if foreign else _makers(self._dataset)))
 
     def of_tokens(self, source: Order, *paths: Path) -> str:
-        """Return the repair of token arrays and of the other files of their folder.
+        """Return commands that repair token arrays and the other files of their folder.
 
-        The repair removes no file from a folder outside the data set: order.json may name any
-        folder of the user.
+        The commands remove no file outside the data set, because order.json may name any folder of
+        the user.
         """
         if not self._is_inside(source):
             out = str((self._dataset / source.tokens_dir).parent)

@@ -35,7 +35,8 @@ too, and its handler should run before an error is raised."""
 
 
 class CrashError(Exception):
-    """The call ended the process or exceeded `cpu_s`. The message says how."""
+    """The call crashed the process, such as by a segmentation fault, or exceeded `cpu_s`. The
+    message gives the signal or the limit."""
 
 
 class UnfinishedError(Exception):

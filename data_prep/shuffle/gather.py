@@ -159,7 +159,7 @@ class Spill:
         return array_path(self.folder, run).with_suffix(".pieces.npy")
 
     def plan(self) -> list[int]:
-        """Return the number of rows of each run."""
+        """Return the number of rows of each run, a group of consecutive rows."""
         return [stop - first for first, stop in map(self.rows, range(self.num_runs))]
 
     def missing(self) -> list[int]:
@@ -304,8 +304,9 @@ class SpillReader:
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
-"""Fewest rows of a piece with which `bucket` is faster. Reads of smaller pieces are as slow as
-random reads, and `bucket` writes twice as much as `gather`."""
+"""`bucket` is faster than `gather` only if its pieces, which are read at once, have at least this
+number of rows. Reads of smaller pieces are as slow as random reads, and `bucket` writes twice as
+much as `gather`."""
 _WORTH_IT = 3.0
 """For V bytes of tokens, `gather` reads V in random reads and writes V. `bucket` moves 4 V in long
 reads and writes. It is faster if a random read takes more than three times as long as a sequential

@@ -198,7 +198,8 @@ class Order(InShards):
         return tuple(tails)
 
     def starts(self) -> np.ndarray:
-        """Return the kept tokens before each of U units, then of all units: int64 [U + 1]."""
+        """Return int64 [U + 1]: for each of U units, the number of kept tokens before it; last, the
+        number of kept tokens in all units."""
         return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
 
     def to_json(self) -> dict[str, Any]:

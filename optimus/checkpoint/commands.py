@@ -75,8 +75,8 @@ def _show(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, arguments: list[str]) -> int:
-    """Run `export`, as `optimus convert to-hf`. The exit status is 1 if the checkpoint
-    is damaged."""
+    """Run `export`, which does the same as `optimus convert to-hf`. The exit status is 1 if the
+    checkpoint is damaged."""
     from optimus.checkpoint.convert import to_hf
     from optimus.checkpoint.inspect import find
     from optimus.launch.signals import raising_keyboard_interrupt

@@ -62,7 +62,7 @@ BEGIN_S = 60.0
 
 @dataclass(frozen=True)
 class RankStates:
-    """A rank's shards of the model states, and the elements of each parameter that it has."""
+    """A rank's shards of the model states, and which elements of each parameter this rank has."""
 
     groups: Groups
     shards: Sequence[StateShard]

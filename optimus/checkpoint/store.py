@@ -108,11 +108,11 @@ def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int =
         size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
         hint = f", for example in {aside.name}/ ({size / 1e9:.3f} GB)" if size else ""
         reserved = reserved_bytes / 1e9
-        due = f", and the full one of this step needs {reserved:.3f} GB" if reserved_bytes else ""
+        due = f" and the full checkpoint of its step {reserved:.3f} GB" if reserved else ""
         raise OptimusError(
             f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but the "
-            f"checkpoint needs {needed_bytes / 1e9:.3f} GB before older checkpoints are "
-            f"removed{due}; make room{hint}"
+            f"checkpoint needs {needed_bytes / 1e9:.3f} GB{due}; older checkpoints are removed only "
+            f"after a save; make room{hint}"
         )
     temporary = files.temporary_name(final)
     temporary.mkdir()

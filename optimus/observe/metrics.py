@@ -43,8 +43,8 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags for opening a file to append. They make the opening of a symbolic link fail, because
 another user may have created the link."""
 _BATCH_BYTES = 1 << 16
-"""Number of bytes of new lines that are collected in memory before they are written to the copy of
-a metrics file."""
+"""Size in bytes of a batch of new lines for the copy of a metrics file. Lines wait in memory until
+a batch is full."""
 
 
 class MetricsFiles(Recorder):

@@ -212,8 +212,8 @@ def test_the_step_after_an_abandoned_step_launches_all_buckets(overlap):
 
 
 def test_buffers_that_an_abandoned_step_allocated_are_not_reduced():
-    """A step ends after its buffers are allocated for a backward. The next step frees them, so it
-    does not reduce them."""
+    """A step is abandoned after buffers are allocated for its backward. The next step must free
+    these buffers and must not reduce them."""
     net = Net()
     reducer, launched = make_reducer(net, frees_buffers=True)
     segment = ModelSegment("all layers", 0, tuple(dict(net.named_parameters())), lambda *_: None)

@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
     plan: list[tuple[int, bool, int]]
     """The values of `trace` that the residency plan predicts."""
     between: dict[str, int]
-    """Resident bytes after the last update."""
+    """Resident bytes between updates, measured after the last update, by kind of memory."""
     gradients: list[int]
     """Resident bytes of gradients before each reduction of the last step."""
 
