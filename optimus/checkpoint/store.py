@@ -111,8 +111,8 @@ def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int =
         due = f" and the full checkpoint of its step {reserved:.3f} GB" if reserved else ""
         raise OptimusError(
             f"{final.name} not written: {final.parent} has {free / 1e9:.3f} GB free, but the "
-            f"checkpoint needs {needed_bytes / 1e9:.3f} GB{due}; older checkpoints are removed only "
-            f"after a save; make room{hint}"
+            f"checkpoint needs {needed_bytes / 1e9:.3f} GB{due}; older checkpoints are removed "
+            f"only after a save; make room{hint}"
         )
     temporary = files.temporary_name(final)
     temporary.mkdir()

@@ -153,8 +153,8 @@ def test_an_unfinished_save_that_cannot_be_removed_is_named_and_the_run_starts(t
 
 
 def test_a_checkpoint_that_cannot_be_moved_to_quarantine_ends_the_start(tmp_path):
-    """`checkpoint.load=none` starts at step 0, but an old checkpoint cannot be moved away. The start
-    must fail: otherwise the next start would load this checkpoint, because its step is highest."""
+    """With `checkpoint.load=none`, an old checkpoint cannot be moved away. The start must fail:
+    otherwise the next start would load this checkpoint, because its step is highest."""
     later = save(tmp_path, 8).path
     words = f"{later}: cannot be moved to set-aside/: Operation not permitted"
     with immutable(later), pytest.raises(CheckpointError, match=words):
