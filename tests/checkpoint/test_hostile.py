@@ -536,7 +536,7 @@ def load(checkpoint: Path) -> None:
 
 def test_a_full_checkpoint_without_an_index_is_refused_by_a_load(checkpoint):
     rewrite_manifest(checkpoint, files=[])
-    with pytest.raises(CheckpointError, match="does not list index"):
+    with pytest.raises(CheckpointError, match="lacks index.jsonl"):
         read_manifest(checkpoint).index()
 
 

@@ -197,7 +197,7 @@ def test_going_back_to_a_model_moves_later_checkpoints_to_quarantine_once(tmp_pa
 
 def test_an_unknown_model_step_is_refused_with_the_known_steps(tmp_path):
     save(tmp_path, 10, "model")
-    with pytest.raises(CheckpointError, match=r"'model@11'.*its steps: 10"):
+    with pytest.raises(CheckpointError, match=r"'model@11'.*model-only checkpoint: 10"):
         store.decide_start(tmp_path, "model@11")
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         store.decide_start(tmp_path, str(tmp_path / "absent"))
