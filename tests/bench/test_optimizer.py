@@ -40,5 +40,5 @@ def test_wrong_step_is_refused():
     def wrong(chunk):
         return lambda: chunk.master.mul_(1.5)
 
-    with pytest.raises(OptimusError, match="mine differs from AdamW"):
+    with pytest.raises(OptimusError, match="mine does not compute AdamW"):
         optimizer._check("mine", wrong, torch.device("cpu"))

@@ -29,7 +29,7 @@ BAD = {
     "a.jsonl": ((GOOD + "{nope\n" + GOOD).encode(), 2, "invalid JSON"),
     "cut.jsonl": ((GOOD + GOOD[:-5]).encode(), 2, "invalid JSON"),
     "b.jsonl": (GOOD.encode() + b'{"text": "\xc3"}\n', 2, "invalid UTF-8"),
-    "c.jsonl": ((GOOD + '{"body": "x"}\n').encode(), 2, "no field 'text'; --text-field"),
+    "c.jsonl": ((GOOD + '{"body": "x"}\n').encode(), 2, "no field 'text'; set --text-field"),
     "d.jsonl": ((GOOD * 2 + '{"text": 5}\n').encode(), 3, "field 'text' is int, not a string"),
     "e.jsonl": (b'["text"]\n', 1, "a JSON list where an object was expected"),
     "f.jsonl": (b'{"text": "\\ud800"}\n', 1, "not Unicode text"),

@@ -140,7 +140,7 @@ def test_blend_larger_than_the_disk_is_refused_before_it_writes(
 ):
     out = tmp_path / "out"
     error = refused(capsys, blend_arguments(made.data, second, out, "--instances", str(instances)))
-    assert f"{instances:,} instances of 16 take " in error
+    assert f"{instances:,} instances of 16 tokens take " in error
     assert " or fewer, or another --out" in error and not (out / "order.json").exists()
 
 

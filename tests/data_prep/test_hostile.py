@@ -547,7 +547,7 @@ def test_an_index_is_compared_with_its_size_before_it_is_read(tmp_path):
     with open(tmp_path / "a.idx", "wb") as file:
         file.write(head)
         file.truncate(1 << 40)  # sparse
-    with pytest.raises(DataError, match="has 1099511627776 bytes"):
+    with pytest.raises(DataError, match="its size of 1099511627776 bytes"):
         open_foreign(str(tmp_path / "a.bin"), None)
 
 

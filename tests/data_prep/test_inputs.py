@@ -85,7 +85,7 @@ def test_null_values_and_missing_columns_are_refused(made, tmp_path, text, capsy
     refused(capsys, arguments(made, tmp_path), "a.parquet:2: column 'text' is null")
     table(text / "a.parquet", ["good"], name="body")
     error = refused(capsys, arguments(made, tmp_path, "--out", str(tmp_path / "other")))
-    assert "has no column 'text', only id, body; --text-field" in error
+    assert "has no column 'text', only id, body; set --text-field" in error
 
 
 def invalid_text(values: list[bytes]) -> pyarrow.Array:
