@@ -331,10 +331,11 @@ def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
             continue
         end = fields.get(f"eos{suffix}") if key.startswith("pad") else None
         fields[key] = end[0] if isinstance(end, list) else end
-        lines.append(
+        text = (
             f"{path.name}: {key} = {token!r} is outside the model's vocabulary of "
             f"{config.vocab_size} ids; {fields[key]!r} is written instead"
         )
+        lines.append(one_line(text))
     if lines:
         write_json(path, fields)
     return lines

@@ -252,6 +252,15 @@ def test_a_round_trip_keeps_the_files_of_the_source(run_dir, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_warning_of_a_token_outside_the_vocabulary_is_short(run_dir, tmp_path, capsys):
+    """Another user's directory may contain a text of any length in place of a token id."""
+    hf = tmp_path / "hf"
+    source_directory(hf, run_dir, pad_token_id=["x" * 300_000])
+    assert main(["convert", "to-hf", str(hf), str(tmp_path / "out")]) == 0
+    (line,) = (text for text in capsys.readouterr().err.splitlines() if "pad_token_id" in text)
+    assert len(line) < 2200 and "is written instead" in line
+
+
 def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, capsys):
     hf, ours, again = (tmp_path / name for name in ("hf", "ours", "again"))
     source_directory(hf, run_dir, pad_token_id=VOCABULARY)
