@@ -176,7 +176,7 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
 def reason_of(error: OSError) -> str:
     """Return the cause of a file error as a phrase, such as "Permission denied"."""
     if error.errno == errno.ELOOP:  # usually of open(2) with O_NOFOLLOW
-        return "is a symbolic link, which is not followed; replace it by a file"
+        return "a symbolic link that is not followed, or a loop of links"
     return error.strerror or str(error)
 
 

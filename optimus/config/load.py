@@ -396,7 +396,7 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {name} is a value, not a section")
-    table[location[-1]] = _parse_value(key.strip(), text)
+    table[location[-1]] = _parse_value(key.strip(), text.strip())
     return location
 
 
@@ -409,10 +409,9 @@ def _parse_value(key: str, text: str) -> Any:
     try:
         return _parse_toml(f"value = {text}")["value"]
     except (ValueError, KeyError) as error:
-        unquoted, text = text, text.strip()
         closing = {"[": "]", "{": "}", '"': '"', "'": "'"}.get(text[:1])
         if closing is None:
-            return unquoted
+            return text
         if not text.endswith(closing) or len(text) == 1:
             problem = (
                 f"the closing {closing} is missing; add it, and quote the override for the shell"

@@ -27,7 +27,7 @@ def test_lock_is_for_this_user_only(tmp_path, capsys):
 
 def test_lock_that_is_a_link_or_a_fifo_is_refused(tmp_path):
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"\.lock: is a symbolic link, .* file; choose another"):
+    with pytest.raises(ConfigError, match=r"\.lock: a symbolic link that .*; choose another"):
         RunDirectory(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
     (tmp_path / LOCK).unlink()
