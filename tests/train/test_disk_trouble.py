@@ -20,14 +20,15 @@ from optimus.observe.metrics import JsonLines
 from optimus.train.loop import Run
 from tests.kit.faults.disk import immutable, small_disk
 from tests.kit.runs.results import assert_same_run, metrics_of
-from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, steps_kept
+from tests.kit.runs.saves import SYNC_AND_ASYNC, delay_writes, steps_kept, wait_for_saves_after
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import Ended, run_with, train_on
 
 
 def run_with_a_hanging_disk(tree: dict[str, Any]) -> Ended:
     """Train. On rank 1, the write of the checkpoint of step 4 hangs until update 10."""
-    return run_with(tree, delay_writes({4: 10} if read_launch_env().rank == 1 else {}))
+    release_writes = delay_writes({4: 10} if read_launch_env().rank == 1 else {})
+    return run_with(tree, release_writes, wait_for_saves_after([11]))
 
 
 @SYNC_AND_ASYNC
@@ -55,7 +56,7 @@ def run_on_a_full_disk(tree: dict[str, Any], folder: str) -> Ended:
         if read_launch_env().rank == 0 and step == 18:
             filler.unlink()
 
-    return run_with(tree, before)
+    return run_with(tree, before, wait_for_saves_after([7]))
 
 
 def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
@@ -67,7 +68,7 @@ def run_on_a_read_only_disk(tree: dict[str, Any], folder: str) -> Ended:
             mode = "ro" if step == 12 else "rw"
             subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)
 
-    return run_with(tree, before)
+    return run_with(tree, before, wait_for_saves_after([11]))
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def run_with_waiting_lines(tree: dict[str, Any], steps: Sequence[int]) -> Ended:
 
         JsonLines._write = write
 
-    return run_with(tree, before)
+    return run_with(tree, before, wait_for_saves_after([steps[0] - 1, steps[-1]]))
 
 
 @SYNC_AND_ASYNC
@@ -241,7 +242,8 @@ def test_full_checkpoint_precedes_model_without_space_for_both(
     if async_save:  # without async_save, the full checkpoint is already written
         assert " and the full checkpoint of its step " in lines[0], lines
     assert ended[0].status == 1 and "step 20 is not saved: model-00000020" in ended[0].message
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    workspace, *names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert workspace.startswith(".work-")  # as after every error
     assert names == ["model-00000005", "model-00000015", "step-00000010", "step-00000020"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from optimus.distributed.groups import Groups
 from optimus.distributed.mesh import Mesh
 from optimus.errors import OptimusError
 from optimus.io.safetensors import Checksum
+from optimus.train.loop import Run
 from tests.kit.runs.training import Hook
 
 SHAPES = {"a": (7, 9), "b": (33,), "c": (40, 5)}
@@ -91,7 +92,9 @@ def save(run_dir: Path, step: int) -> None:
 
     path = store.full_path(run_dir, step)
     save_full(make_states(step), path, write, step=step, updates=step)
-    store.remove_old(run_dir, keep_models=0)
+    workspace = store.open_workspace(run_dir)
+    store.remove_old(run_dir, workspace, keep_models=0)
+    workspace.close()
 
 
 SYNC_AND_ASYNC = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
@@ -145,11 +148,34 @@ def delay_writes(until: dict[int, int]) -> Hook:
     return before
 
 
+def wait_for_saves_after(steps: Collection[int]) -> Callable[[Run], None]:
+    """Return a hook to call after each update. After the updates `steps`, it waits until all saves
+    have ended. The hook is a collective of all ranks.
+
+    Saves in the background take an arbitrary number of updates. Tests that change the disk during
+    a run must wait for the saves that the change must not affect.
+    """
+
+    def after(run: Run) -> None:
+        if run.step in steps:
+            for pending in (run.saves._fulls, run.saves._models):
+                while pending.save is not None:  # `poll` does not wait for a thread that hangs
+                    run.saves._handle(pending, pending.poll(wait=True))
+
+    return after
+
+
 def full_states(run_dir: Path) -> dict[str, bytes]:
     """Verify all checkpoints of a run. Return the state bytes in each shard file of the full
-    checkpoints. Keys are paths such as `step-00000004/shard-00000.bin`."""
+    checkpoints. Keys are paths such as `step-00000004/shard-00000.bin`.
+
+    A run that ended with an error may leave its workspace, which must be empty.
+    """
     content = {}
     for path in sorted((run_dir / "checkpoints").iterdir()):
+        if path.name.startswith(".work-"):
+            assert list(path.iterdir()) == []
+            continue
         store.read_manifest(path).verify()
         for file in sorted(path.glob("shard-*")):
             content[f"{path.name}/{file.name}"] = file.read_bytes()[HEADER_BYTES:]
