@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from optimus.errors import DamageError, OptimusError, one_line
+    from optimus.errors import DamageError, OptimusError, as_optimus_error, one_line
 
     try:
         from data_prep.cli.commands import run_command
@@ -72,8 +72,8 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"optimus-data: error: {text}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        print(f"optimus-data: error: {problem}; fix it and give the command again", file=sys.stderr)
+        shown = as_optimus_error(error)
+        print(f"optimus-data: error: {one_line(shown)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # only with `argv`
         print(_stop_line(signal.SIGINT), file=sys.stderr)

@@ -28,8 +28,8 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else low - 1
         if value < low or (high is not None and value > high):
-            upper = f"to {high}" if high is not None else "or more"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {low} {upper}")
+            bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
         return value
 
     return parse

@@ -87,7 +87,7 @@ def check_tokenizer(source: Path, folder: Path) -> None:
         return  # the order names its tokenizer; a damaged copy is written again
     copy = layout.tokenizer_file(folder)
     if copy.exists() and _read(copy) != _read(source):
-        raise DataError(f"{copy} is another tokenizer than {source}; choose another output")
+        raise DataError(f"{copy} and {source} are different tokenizers; choose another output")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

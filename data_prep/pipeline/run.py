@@ -243,8 +243,8 @@ def drop_arrays(out: Path) -> None:
     """Remove the token arrays of a finished data set, for `--fused`.
 
     A mark file in each folder records the removal. All mark files are written before any array is
-    removed. The mark file of the training split is written first and removed last, because
-    `find_finished` reads only this file. Raises DataError if an array is damaged.
+    removed. The mark file of the training split is written first, because `find_finished` reads
+    only this file. Raises DataError if an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:

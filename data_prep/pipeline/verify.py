@@ -29,7 +29,7 @@ from data_prep.tokenize.store import (
 )
 from data_prep.tokenize.token_set import MARK, read_unit, removed
 from data_prep.tokenizer.tokenizer import read_facts
-from optimus.errors import DataError, counted
+from optimus.errors import DataError, counted, one_line
 from optimus.io import files
 
 _READ_BYTES = 4 << 20
@@ -70,7 +70,10 @@ def verify(dataset: Path) -> Iterator[str]:
     with Progress(f"verify {dataset}", sum(shard.size for shard in manifest.shards), "B") as bar:
         for number, shard in enumerate(manifest.shards):
             path, first = dataset / shard.name, number * manifest.instances_per_shard
-            for line in _check_shard(dataset, manifest, shard, first):
+            damaged = list(_check_shard(dataset, manifest, shard))
+            if line := _check_sidecar(path.with_suffix(".json"), manifest, shard, first):
+                yield f"{line}; {repairs.of_shards(path.with_suffix('.json'))}"
+            for line in damaged:
                 yield f"{line}; {repairs.of_shards(path, path.with_suffix('.json'))}"
             bar.advance(shard.size)
     if manifest.part == layout.SPLITS[0] and manifest.eval_fraction > 0:
@@ -266,25 +269,31 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
         yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
 
 
-def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry, first: int) -> Iterator[str]:
-    """Compare a shard and its sidecar with the manifest, in a single read of the shard.
+def _check_sidecar(path: Path, manifest: Manifest, shard: ShardEntry, first: int) -> str:
+    """Compare the sidecar of a shard with the manifest. Return the problem, "" if there is none.
     `first` is the number of the shard's first instance."""
+    try:
+        record: Mapping[str, object] = layout.read_record(path, ShardRecord, SHARD_FORM)
+    except DataError as error:
+        return str(error)
+    expected = {
+        "order": manifest.order_xxh3,
+        "first": first,
+        "instances": shard.instances,
+        "size": shard.size,
+        "xxh3": shard.xxh3,
+    }
+    different = [key for key in expected if record[key] != expected[key]]
+    values = (f"{key} is {record[key]} instead of {expected[key]}" for key in different)
+    return f"{path}: {one_line(', '.join(values))}" if different else ""
+
+
+def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:
+    """Compare a shard with the manifest."""
     path = dataset / shard.name
     header = layout.npy_header((shard.instances, manifest.context), manifest.dtype)
     dtype = layout.little_endian(manifest.dtype)
     try:
-        sidecar = path.with_suffix(".json")
-        record: Mapping[str, object] = layout.read_record(sidecar, ShardRecord, SHARD_FORM)
-        expected = {
-            "order": manifest.order_xxh3,
-            "first": first,
-            "instances": shard.instances,
-            "size": shard.size,
-            "xxh3": shard.xxh3,
-        }
-        if different := [key for key in expected if record[key] != expected[key]]:
-            verb = "differs" if len(different) == 1 else "differ"
-            yield f"{sidecar}: {', '.join(different)} {verb} from the manifest"
         size = path.stat().st_size
         if size != shard.size:
             yield f"{path}: has {size} bytes instead of {shard.size}"

@@ -7,6 +7,7 @@ import sys
 import time
 
 from optimus.errors import one_line
+from optimus.observe.log import bar_size
 
 _LINE_EVERY_S = 10.0
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -29,7 +30,10 @@ def say(line: str) -> None:
 def _print(line: str) -> None:
     """Print to standard error, and continue if its reader has ended, as with `2>&1 | head`."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        # One write: with PYTHONUNBUFFERED, `print` would write the line end separately, so that
+        # lines of several workers could mix.
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
@@ -47,7 +51,7 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(desc=label, total=total, unit=unit, unit_scale=True, leave=True)
+            self._bar = tqdm(desc=label, total=total, unit=unit, unit_scale=True, **bar_size())
 
     def __enter__(self) -> Progress:
         return self

@@ -112,9 +112,10 @@ class RankFiles:
             thread.join(_END_S)
 
     def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
-        """Return the signs of life of each rank since this object was made: the names of its files
-        and their modification times in ns. Clocks of machines differ, so compare a time only with
-        an earlier time of the same file."""
+        """Return the signs of life of each rank: the names of its files and their modification
+        times in ns. A file that is older than this object counts from the first change after the
+        first call. Clocks of machines differ, so compare a time only with an earlier time of the
+        same file."""
         signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
@@ -156,8 +157,8 @@ _MOST_WATCHED = 16
 first, then the ranks from 0. Without a limit, each rank could read the signs of all others."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
-"""The polling interval is the number of ranks divided by this, in seconds. All ranks together then
-list a directory about 50 times per second."""
+"""The polling interval is the number of ranks divided by this, in seconds, within the limits
+`_POLL_S`. Up to 250 ranks then list a directory at most 50 times per second together."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ docs/formats/dataset.md, "Instances and their order". An `Order` describes the s
 step writes them.
 
 The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch): a Feistel
-network on b bits, 2^b < 2N, repeated until its value is below N (cycle walking). It needs O(1)
-memory for any N, and any machine can compute any range of it. All arithmetic is modulo 2^64.
+network on b bits, N <= 2^b < 2N, which is applied again to its output until the output is below N
+(cycle walking). It needs O(1) memory for any N, and any machine can compute any range of it. All
+arithmetic is modulo 2^64.
 Specification and test vectors: docs/formats/dataset.md, "Permutation".
 """
 
@@ -116,7 +117,7 @@ class Unit:
     xxh3: str
     """Hash of the file of the array."""
     docs_xxh3: str
-    """Hash of its table of documents."""
+    """Hash of the file that holds the ends of the array's documents."""
 
 
 class InShards(ABC):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -121,7 +122,8 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
             )
         return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), no_ends)
     try:
-        with np.errstate(over="ignore"):  # np.load raises an error then
+        # After an overflow, np.load raises an error. It warns of headers that Python 2 wrote.
+        with np.errstate(over="ignore"), warnings.catch_warnings(action="ignore"):
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except _NPY_ERRORS as error:
         raise DataError(f"{path}: is a damaged .npy file: {one_line(error)}") from None

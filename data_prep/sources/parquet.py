@@ -46,11 +46,12 @@ class RowGroup:
     """Unpacked bytes of each column, the text first."""
 
     def needs(self, rows: int) -> int:
-        """Return the bytes of memory to read `rows` rows at a time, without their texts.
+        """Return the bytes of memory that reading `rows` rows at a time takes. The texts that the
+        reader returns are not included.
 
-        The memory is for packed and unpacked pages, and for the array of decoded values. The array
-        is reallocated while it grows, and the allocator does not reuse all memory that is freed:
-        with more than one row, up to 4 times the bytes of the values were measured.
+        The memory is for packed and unpacked pages, and for the array of decoded values. With more
+        than one row, this array took up to 4 times the bytes of its values in measurements: it is
+        reallocated while it grows, and the allocator does not reuse all memory that is freed.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)

@@ -156,9 +156,9 @@ def _class_of(runs: Iterable[tuple[int, int]]) -> str:
 def may_change_by_nfc(text: str) -> bool:
     """Return whether NFC may change `text`, whose code points are at most _LAST.
 
-    If the result is False, the text is in NFC in every Unicode version. Assigned code points keep
-    their normalization (UAX 15, stability), and the result is True for code points that Python's
-    tables do not have.
+    If the result is False, the text is in NFC in every Unicode version: later versions do not
+    change the normalization of code points that are assigned already (UAX 15, stability), and for
+    code points that are not assigned in Python's tables the result is True.
     """
     if text.isascii():
         return False

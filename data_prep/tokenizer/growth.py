@@ -136,7 +136,7 @@ class _Weights:
         elif kind == "ByteLevel":  # a byte becomes a character of at most 2 bytes
             self._raise_all((4 if step.get("add_prefix_space") else 2) * self.top)
         elif kind not in _NEVER_LONGER:
-            raise ValueError(f"its step {kind} is not known")
+            raise ValueError(f"Optimus does not know the kind {kind} of its processing steps")
 
     def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
         """Add a sentencepiece character map as a step, without keys above `key_bytes` bytes."""

@@ -308,8 +308,9 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
             os.close(_open_cache(root)[0])
         except ValueError as error:
             raise KernelError(
-                f"the kernel cache is not used: {error}; run `chmod go-w` on this path if you "
-                "own it, or set OPTIMUS_KERNELS_CACHE to a folder that only you can write"
+                f"the kernel cache is not used: {error}; if only its mode is wrong and you own "
+                "it, run `chmod go-w` on it; otherwise set OPTIMUS_KERNELS_CACHE to a folder that "
+                "only you can write"
             ) from error
         with _locked(root / f".{name}.lock"):
             entry = read_entry(root / name)

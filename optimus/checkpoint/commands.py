@@ -26,7 +26,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "Compare files with checksums, and weights with configurations.",
     )
     verify.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="threads (0: 2 per core)"
+        "--threads", type=int, default=0, metavar="N", help="threads (0: 2 per core, at most 16)"
     )
     _add(actions, "show", _show, "Show one checkpoint (of a run: the newest full one) in detail.")
     export = _add(actions, "export", _export, "Write the weights as a Hugging Face directory.")
@@ -59,7 +59,9 @@ def _verify(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.checkpoint.inspect import verify
 
     if args.threads < 0:
-        raise ConfigError(f"--threads {args.threads} must not be negative; 0 selects two per core")
+        raise ConfigError(
+            f"--threads {args.threads} must not be negative; 0: 2 per core, at most 16"
+        )
     result = verify(args.path, args.threads)
     print(json.dumps(result) if args.json else _format_verify(result))
     return 0 if result["valid"] else 1

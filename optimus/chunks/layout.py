@@ -148,9 +148,9 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
     """Return the length of the chunks of a class: a multiple of `reduce_size` * ALIGNMENT near
     `target` with the least padding.
 
-    In addition to `target`, this tries the total lengths of runs of consecutive parameters, which
-    begin with one of the first parameters. Models repeat their layers, so a length that fits a run
-    of parameters also fits the runs of later layers.
+    In addition to `target`, this tries the total length of each sequence of consecutive parameters
+    that begins with one of the first parameters. Models repeat their layers, so a length that fits
+    the parameters of some layers also fits those of later layers.
     """
     step = reduce_size * ALIGNMENT
     padded = [_round_up(size, ALIGNMENT) for size in sizes]

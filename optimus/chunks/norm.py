@@ -19,13 +19,17 @@ def fast_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> fl
     """Return the 2-norm of 1-D tensors over the ranks of a group."""
     norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=device)
+    squares = []
     for flat in flats:
         # Norms of blocks in fp32 are fast. Their squares are added in fp64.
         blocks = torch.stack([norm(block) for block in flat.split(_BLOCK)])
-        squares = blocks.double().square().sum()
-        if not math.isfinite(float(squares)):  # finite values may have squares that overflow fp32
-            squares = flat.double().square().sum()
-        total += squares
+        squares.append(blocks.double().square().sum())
+    # Finite values may have squares that overflow fp32. A single check of all tensors waits for the
+    # device only once.
+    if squares and not bool(torch.stack(squares).isfinite().all()):
+        squares = [flat.double().square().sum() for flat in flats]
+    for square in squares:
+        total += square
     all_reduce_sum(total, group)
     return math.sqrt(float(total))
 

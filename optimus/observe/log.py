@@ -7,9 +7,10 @@ the commands call `set_up_logging`. Another program that imports Optimus must co
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optimus.errors import printable, printable_lines
 from optimus.observe.events import (
@@ -105,6 +106,16 @@ def redirect_lines(write: Callable[[str], None] | None) -> None:
     _LINES.write = write
 
 
+def bar_size() -> dict[str, Any]:
+    """Return the arguments of tqdm for the size of a progress bar on standard error."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # not a terminal
+        columns = 0
+    # Some pseudo-terminals have no size, and tqdm would print nothing.
+    return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
+
+
 class Progress(Recorder):
     """Shows the figures of the latest step on standard error."""
 
@@ -122,7 +133,7 @@ class Progress(Recorder):
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+            bar = tqdm(total=last_step, initial=first_step, unit="step", **bar_size())
             redirect_lines(lambda line: bar.write(line, file=sys.stderr))
             self._bar = bar
 

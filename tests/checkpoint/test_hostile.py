@@ -414,7 +414,7 @@ def test_files_that_readers_open_by_name_must_be_listed(checkpoint, capsys, name
 
 
 def test_a_tokenizer_may_be_added_to_a_checkpoint_without_tokenizer(checkpoint):
-    """A run may have no tokenizer. `generate` then asks the user to add it to the checkpoint."""
+    """Without a tokenizer, `generate` asks the user to add tokenizer files to the checkpoint."""
     (checkpoint / TEMPLATES).mkdir()
     for name in {*SIDECARS, f"{TEMPLATES}/a.jinja"} - {TEMPLATES, GENERATION_CONFIG}:
         (checkpoint / name).write_text("{}")

@@ -179,7 +179,7 @@ MISTAKES = {
     "no such tokenizer": (["--tokenizer", "nowhere.json"], "--tokenizer 'nowhere.json'"),
     "not a tokenizer": (["--tokenizer", __file__], "is not a tokenizer.json"),
     "unknown eos": (["--eos", "<stop>"], "--eos '<stop>'"),
-    "context 0": (["--context", "0"], "--context: '0' is not a whole number, 2 or more"),
+    "context 0": (["--context", "0"], "--context: '0' is not a whole number of at least 2"),
     "context word": (["--context", "long"], "--context: 'long'"),
     "too long a context": (["--context", "100000000"], "make no instance of 100000000"),
     "workers 0": (["--workers", "0"], "--workers: '0'"),

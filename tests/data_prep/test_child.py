@@ -114,8 +114,8 @@ def test_child_does_not_call_handlers_of_its_parent(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_child_ends_if_a_handler_raises_at_the_fork(monkeypatch, by_thread):
-    """The handler of the parent raises when `run` unblocks signals. With `by_thread`, it raises
-    before `run` has the process id."""
+    """A signal handler of the parent raises when `run` unblocks signals in the parent. With
+    `by_thread`, the handler raises earlier: before `fork` has returned the child's process id."""
     fork, pids = os.fork, []
 
     def fork_and_send() -> int:

@@ -190,8 +190,8 @@ def test_fused_killed_at_each_commit_has_the_same_bytes(made, tmp_path, monkeypa
 
 @pytest.mark.parametrize("first", [[], ["--fused"]])
 def test_killed_run_continues_with_or_without_fused(made, tmp_path, monkeypatch, first):
-    """Without `--fused`, packed arrays are made again; with it, plain arrays are used and
-    removed."""
+    """The second command makes the packed arrays of a first command with `--fused` again. If only
+    the second command has `--fused`, it uses the plain arrays of the first one and removes them."""
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 3000)
     whole, out = tmp_path / "whole", tmp_path / "data"
     second = [] if first else ["--fused"]

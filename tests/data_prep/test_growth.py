@@ -117,7 +117,7 @@ def test_growth_is_a_bound_of_random_replacements():
 
 
 def test_step_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="its step Magic is not known"):
+    with pytest.raises(ValueError, match="does not know the kind Magic of its processing steps"):
         max_growth({"type": "Sequence", "normalizers": [{"type": "Magic"}]})
 
 

@@ -112,6 +112,17 @@ def test_import_of_dolma_files(made, tmp_path, monkeypatch, dtype, block):
     assert imported(tmp_path / "out") == documents
 
 
+def test_import_reads_a_npy_header_of_python_2_without_a_warning(made, tmp_path, recwarn):
+    flat = np.array(flatten(some_documents(3)), np.int64)
+    np.save(tmp_path / "a.npy", flat)
+    data = (tmp_path / "a.npy").read_bytes()
+    shape, long_shape = f"({len(flat)},), ".encode(), f"({len(flat)}L,),".encode()
+    assert data.count(shape) == 1
+    (tmp_path / "a.npy").write_bytes(data.replace(shape, long_shape))
+    assert run_import(made, tmp_path / "out", tmp_path / "a.npy") == 0
+    assert not recwarn.list
+
+
 def test_import_reads_the_dtype_of_a_npy_header(made, tmp_path, capsys):
     documents = some_documents(3)
     np.save(tmp_path / "a.npy", np.array(flatten(documents)[:-1], np.int64))  # the last EOS missing

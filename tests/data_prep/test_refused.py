@@ -38,7 +38,7 @@ def test_shuffle_into_another_data_set_is_refused(made, other, tmp_path, capsys)
     assert_refused_unchanged(command, tmp_path / "b", "already contains token arrays", capsys)
     shutil.rmtree(tmp_path / "b" / "tokens")
     shutil.rmtree(tmp_path / "b" / "eval")
-    assert_refused_unchanged(command, tmp_path / "b", "is another tokenizer", capsys)
+    assert_refused_unchanged(command, tmp_path / "b", "different tokenizers", capsys)
 
 
 def test_blend_into_another_data_set_is_refused(made, other, tmp_path, capsys):

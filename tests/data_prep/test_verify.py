@@ -104,7 +104,7 @@ def test_sidecar_of_another_shard_is_detected(copy, key, value):
     sidecar = copy / "shards" / "shard-00000.json"
     rewritten(sidecar, **{key: value})
     (line,) = verify(copy)
-    assert line.startswith(f"{sidecar}: {key} differs from the manifest; repair: ")
+    assert line.startswith(f"{sidecar}: {key} is {value} instead of ")
 
 
 def test_wrong_count_is_detected(copy):

@@ -38,8 +38,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 FP32 = 2.0**-23
-"""Maximum relative error of an fp32 operation: that of two roundings, because functions such as exp
-are not correctly rounded."""
+"""Maximum relative error of an fp32 operation, twice that of a correct rounding. Functions such as
+exp are not correctly rounded."""
 
 
 @dataclass(frozen=True)

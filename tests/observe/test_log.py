@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
+import pty
+import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +34,18 @@ def log_each_level() -> None:
     logger.info("step %d", 3)
     logger.warning("careful")
     logger.error("no")
+
+
+@pytest.mark.parametrize("columns", [0, 120])
+def test_progress_bar_is_shown_on_a_terminal_without_a_size(columns):
+    """A new pseudo-terminal has 0 columns, for which tqdm would print an empty bar."""
+    main, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24 if columns else 0, columns))
+    code = "from optimus.observe.log import *; Progress(0, 7, 1).close()"
+    subprocess.run([sys.executable, "-c", code], stderr=terminal, check=True)
+    assert b"0/7" in os.read(main, 4096)
+    os.close(main)
+    os.close(terminal)
 
 
 def test_lines_have_program_and_level(restored, capsys):

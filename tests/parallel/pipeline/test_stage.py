@@ -1,0 +1,37 @@
+"""Tests of the stages of a pipeline against the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimus.parallel.pipeline.stage import Objective, Stage, backward
+from tests.model.small import small_model, some_tokens
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ["olmo", "olmoe"])
+def test_two_stages_have_the_loss_and_gradients_of_the_model(architecture: str, tied: bool):
+    """Each stage has a copy of the model, so the gradients of a tied embedding add up."""
+    model, *copies = (small_model(architecture, tie_embeddings=tied) for _ in range(3))
+    tokens = some_tokens()
+    terms = model.losses(tokens)
+    expected = terms.ce_sum / terms.num_targets + 0.01 * terms.aux + 0.001 * terms.z
+    expected.backward()
+
+    sparse, last = len(model.config.sparse_layers), model.config.num_layers
+    objective = Objective(terms.num_targets, 1, max(1, sparse), aux_coef=0.01, z_coef=0.001)
+    first = Stage(copies[0], range(1), True, False, objective)
+    second = Stage(copies[1], range(1, last), False, True, objective)
+    sent = first.forward(None, tokens)
+    received = sent.x.detach().requires_grad_()
+    result = second.forward(received, tokens)
+    backward(result, None)
+    backward(sent, received.grad)
+
+    loss = sum(float(out.objective.detach()) for out in (sent, result) if out.objective is not None)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        grads = [copy.get_parameter(name).grad for copy in copies]
+        total = sum(grad for grad in grads if grad is not None)
+        torch.testing.assert_close(total, parameter.grad, msg=lambda text, name=name: name + text)
