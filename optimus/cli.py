@@ -72,17 +72,13 @@ def process() -> NoReturn:
     from optimus.observe.log import set_up_logging
 
     set_up_logging(read_rank())
-    # By default, waiting OpenMP threads spin and occupy cores that other threads need. torch reads
-    # the variable when it is imported.
-    if not any(name in os.environ for name in _WAITING):
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-    # Libraries such as torch.compile start interpreters, which must not import from the working
-    # directory: it may belong to another user.
-    os.environ["PYTHONSAFEPATH"] = "1"
+    set_library_variables()
     # Ranks of a launcher keep the default actions of these signals, which work even while a rank
     # waits for other ranks. A `StopRequest` replaces the handlers later.
     if sys.argv[1:2] == ["train"] and not is_launched():
         exit_on_signals(STOP_SIGNALS, report_early_stop)
+    elif not is_launched():
+        exit_on_signals([signal.SIGTERM], report_interrupt)
     exit_on_signals([signal.SIGINT], report_interrupt)
     if sys.argv[1:2] in _SLOW_TO_START and sys.stderr.isatty() and _speaks():
         print(f"optimus: starting {sys.argv[1]}", file=sys.stderr)
@@ -111,6 +107,16 @@ def process() -> NoReturn:
     except (OSError, ValueError):
         pass  # the interpreter's exit reports the error
     sys.exit(code)
+
+
+def set_library_variables() -> None:
+    """Set the environment variables that libraries read when they are imported."""
+    # By default, waiting OpenMP threads spin and occupy cores that other threads need.
+    if not any(name in os.environ for name in _WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+    # Libraries such as torch.compile start interpreters, which must not import from the working
+    # directory: it may belong to another user.
+    os.environ["PYTHONSAFEPATH"] = "1"
 
 
 class _Stderr:
@@ -239,7 +245,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="optimus", description="Pretrain Mixture-of-Experts and dense language models."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_train, _add_plan, _add_convert, add_checkpoint, _add_eval, _add_generate):
+    for add in (
+        _add_train,
+        _add_launch,
+        _add_status,
+        _add_plan,
+        _add_convert,
+        add_checkpoint,
+        _add_eval,
+        _add_generate,
+    ):
         add(commands)
     report = _add(commands, "report", _report, "Draw the curves of a run and print a summary.")
     report.add_argument("run_dir", help="a run directory; the picture is written to it")
@@ -259,6 +274,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if any(text.startswith("-") or "=" not in text for text in rest) or (
         rest and not hasattr(args, "overrides")
     ):
+        if hasattr(args, "overrides"):
+            rest = [text for text in rest if text.startswith("-") or "=" not in text]
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides += rest
@@ -383,6 +400,80 @@ def _dry_run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     dry_run(config, nodes, ranks, not args.skip_data_check, not args.skip_run_dir_check)
     return 0
+
+
+def _add_launch(commands: argparse._SubParsersAction) -> None:
+    text = "Train in an allocation of nodes, and replace nodes that fail."
+    parser = _add(commands, "launch", _launch, text)
+    _add_config(parser)
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of nodes with ranks (1)"
+    )
+    parser.add_argument(
+        "--buffer-nodes", type=int, default=0, metavar="K", help="nodes that replace others (0)"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (1)"
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "srun", "mpiexec", "ssh"),
+        help="how agents are started; default: srun in a Slurm job, mpiexec in a PBS job",
+    )
+    parser.add_argument("--hosts", metavar="FILE", help="file with a host name in each line")
+    parser.add_argument(
+        "--pardon",
+        action="append",
+        default=[],
+        metavar="NODE",
+        help="use an excluded node again; may be repeated",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print nodes, ranks and commands, and start nothing",
+    )
+
+
+def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.config import load_config
+    from optimus.train.launch import describe, plan_job, supervise
+
+    job = plan_job(
+        load_config(args.config, args.overrides),
+        nodes=args.nodes,
+        buffer_nodes=args.buffer_nodes,
+        ranks_per_node=args.ranks_per_node,
+        launcher=args.launcher,
+        hosts=args.hosts,
+        pardoned=args.pardon,
+    )
+    if args.dry_run:
+        print(describe(job))
+        return 0
+    return supervise(job)
+
+
+def _add_status(commands: argparse._SubParsersAction) -> None:
+    text = "Show the nodes, attempts and use of time of a supervised run."
+    parser = _add(commands, "status", _status, text)
+    parser.add_argument("run_dir", help="run directory of optimus launch")
+    parser.add_argument("--watch", action="store_true", help="repeat every 2 s until the run ends")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _status(args: argparse.Namespace, arguments: list[str]) -> int:
+    import time
+    from pathlib import Path
+
+    from optimus.resilience.supervision.status import format_status, read_status
+
+    while True:
+        status = read_status(Path(args.run_dir))
+        print(json.dumps(status) if args.json else format_status(status), flush=True)
+        if not args.watch or status["state"] not in ("running", "idle"):
+            return 0
+        time.sleep(2.0)
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

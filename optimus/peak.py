@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
-from optimus.errors import counted, one_line
+from optimus.errors import counted, one_line, reason_of
 from optimus.io import files
+from optimus.io.workspace import Workspace
+from optimus.launch.environment import available_cores
 from optimus.platform import device_name, synchronize
 
 # Dense bf16 peaks in FLOP/s. NVIDIA: data sheets. Intel Max 1550: one tile, measured on Aurora.
@@ -133,12 +135,15 @@ def find_peak(
     if peak.is_reliable:
         _cache(peak, log)
     else:
-        quality = "is only an estimate"
+        quality, reason = "is only an estimate", "the machine is busy"
         if peak.spread is not None:
             quality = f"was measured with a spread of {peak.spread:.0%}"
+        if device.type == "cpu" and setup.threads > available_cores():
+            cores = counted(available_cores(), "core")
+            reason = f"{counted(setup.threads, 'thread')} share {cores}"
         log(
-            f"the peak FLOP/s for MFU {quality} because the machine is busy; it is not cached, and "
-            "the next run measures again"
+            f"the peak FLOP/s for MFU {quality} because {reason}; it is not cached, and the next "
+            "run measures again"
         )
     return peak
 
@@ -154,8 +159,8 @@ def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
     """Measure the peak: the rate of the fastest of many short matrix products on this rank.
 
     On a CPU with several threads, products that other programs interrupt do not count. If too few
-    products count, the peak is the rate of one thread times the number of threads. The spread is
-    then None, and `find_peak` does not cache the peak.
+    products count, the peak is the rate of one thread times the number of threads, but at most
+    times the number of cores. The spread is then None, and `find_peak` does not cache the peak.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
@@ -174,8 +179,9 @@ def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
                 one_thread_s = min(_thread_times(size, dtype, _BUDGET_S / 4))
             finally:
                 torch.set_num_threads(threads)
-            method += f" of one thread, times {threads}"
-            return Peak(setup, threads * 2 * size**3 / one_thread_s, None, method, _now())
+            cores = min(threads, available_cores())
+            method += f" of one thread, times {cores}"
+            return Peak(setup, cores * 2 * size**3 / one_thread_s, None, method, _now())
     times_s = sorted(times_s)
     # The third fastest product or, of 30 or more products, the one at the 10th percentile.
     confirming_s = times_s[min(len(times_s) - 1, max(2, len(times_s) // 10))]
@@ -279,7 +285,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return f"{path}: {reason_of(error)}"
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
@@ -321,7 +327,7 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
     if (directory := cache_dir()) is None:
         return
     try:
-        for folder in reversed([directory, *directory.parents]):
+        for folder in reversed([directory, *directory.parents]):  # parents=True would use the umask
             folder.mkdir(mode=0o700, exist_ok=True)
         path = directory / f"{peak.setup.key}.json"
         write_peak(path, peak)
@@ -333,9 +339,11 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
         )
 
 
-def write_peak(path: Path, peak: Peak) -> None:
-    """Write a peak atomically to the file `path`. Raises OSError."""
-    files.write_bytes(path, files.checked_json({"format": _FORMAT, **dataclasses.asdict(peak)}))
+def write_peak(path: Path, peak: Peak, workspace: Workspace | None = None) -> None:
+    """Write a peak atomically to the file `path`, through the workspace of a run if it is given.
+    Raises OSError."""
+    with files.atomic_writer(path, workspace.temporary(path) if workspace else None) as file:
+        file.write(files.checked_json({"format": _FORMAT, **dataclasses.asdict(peak)}))
 
 
 class RunPeak:
@@ -347,6 +355,7 @@ class RunPeak:
     def __init__(
         self,
         run_dir: Path,
+        workspace: Workspace,
         resumed: bool,
         device: torch.device,
         dtype: torch.dtype,
@@ -360,10 +369,12 @@ class RunPeak:
 
         Args:
             run_dir: Run directory.
+            workspace: The workspace of the run.
             resumed: True if the run starts at a step after 0.
             device, dtype, library, log: As for `find_peak`. `log` also receives the peak in use.
         """
-        self._path, self._log, self._was_too_low = run_dir / "peak.json", log, False
+        self._path, self._workspace = run_dir / "peak.json", workspace
+        self._log, self._was_too_low = log, False
         setup = setup_of(device, dtype, library)
         recorded = read_peak(self._path, private=False) if resumed else None
         if isinstance(recorded, Peak) and recorded.setup == setup and recorded.is_reliable:
@@ -398,4 +409,4 @@ class RunPeak:
 
     def _record(self) -> None:
         with contextlib.suppress(OSError):  # metrics are on the same disk and report its errors
-            write_peak(self._path, self.peak)
+            write_peak(self._path, self.peak, self._workspace)

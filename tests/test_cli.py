@@ -123,6 +123,14 @@ def test_signal_before_the_first_step_ends_training_with_a_single_line(number, l
     )
 
 
+def test_sigterm_ends_other_commands_with_a_single_line():
+    process = run_process("[print(1, flush=True), time.sleep(60)]", "eval", stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "1\n"
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "optimus: ended by SIGTERM\n")
+
+
 def test_ctrl_c_during_imports_ends_the_command_without_a_traceback():
     code = """
 import os, signal, sys

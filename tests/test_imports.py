@@ -19,7 +19,7 @@ from tests.kit.ranks.processes import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
-BASE = "errors io.files launch observe.events observe.log"
+BASE = "errors io.files io.workspace launch observe.events observe.log"
 COMMON = f"{BASE} config platform"
 ALL = "*"
 
@@ -29,6 +29,7 @@ ALLOWED = {
     # The base layer, without torch.
     "errors": "",
     "io.files": "errors",
+    "io.workspace": "errors io.files",
     "launch": "errors io.files",
     "observe.events": "",
     "observe.log": "errors observe.events",
@@ -58,10 +59,11 @@ ALLOWED = {
     # Entry points. Nothing imports them.
     "bench": ALL,
     "cli": ALL,
+    "warm": ALL,
     "__main__": ALL,
     "optimus": ALL,
 }
-ENTRY_POINTS = ("cli", "__main__", "optimus")
+ENTRY_POINTS = ("cli", "warm", "__main__", "optimus")
 """Modules that import packages only inside functions, so that `optimus --help` is fast."""
 # For each package, the libraries that it may not import. Model code, for example, does not use
 # process groups.

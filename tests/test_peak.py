@@ -18,6 +18,8 @@ import torch
 from optimus import peak
 from optimus.doctor import examine, format_examination
 from optimus.io import files
+from optimus.io.workspace import Workspace
+from optimus.launch.environment import available_cores
 from optimus.observe.metrics import read_json_lines
 from optimus.peak import Peak, RunPeak, find_peak, read_peak, setup_of, write_peak
 from tests.kit.faults.formats import with_self_hash
@@ -26,6 +28,11 @@ from tests.kit.runs.training import printed_by, run_tree
 
 CPU = torch.device("cpu")
 FP32 = (CPU, torch.float32, "MKL")
+
+
+def run_peak(run_dir, *args):
+    """Return the peak of a new start of the run in `run_dir`."""
+    return RunPeak(run_dir, Workspace.open(run_dir / "checkpoints"), *args)
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +84,12 @@ def test_time_of_other_programs_does_not_count(monkeypatch):
     assert 0.2 < busy.flops / quiet.flops < 5
 
 
+def test_threads_above_the_number_of_cores_do_not_count(monkeypatch):
+    monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
+    setup = replace(setup_of(*FP32), threads=1000)
+    assert f"of one thread, times {available_cores()}" in peak.measure(*FP32[:2], setup).method
+
+
 def test_interrupted_threads_do_not_count(monkeypatch):
     """Simulate that other programs interrupt every measured product of two threads. `measure` must
     then measure with one thread, multiply by the number of threads, and report an unreliable peak.
@@ -84,7 +97,8 @@ def test_interrupted_threads_do_not_count(monkeypatch):
     monkeypatch.setattr(peak, "_uninterrupted_times", lambda *_: [])
     setup = replace(setup_of(*FP32), threads=2)
     result = peak.measure(*FP32[:2], setup)
-    assert not result.is_reliable and "of one thread, times 2" in result.method
+    assert result.spread is None and not result.is_reliable
+    assert "of one thread, times 2" in result.method
 
 
 def test_peak_is_measured_once_for_each_setup(measured, cache):
@@ -94,7 +108,9 @@ def test_peak_is_measured_once_for_each_setup(measured, cache):
     finally:
         os.umask(before)
     assert find_peak(*FP32, unexpected) == first and len(measured) == 1
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700 and len(list(cache.iterdir())) == 1
+    for folder in (cache, cache.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(list(cache.iterdir())) == 1
     for other in ((CPU, torch.bfloat16, "MKL"), (CPU, torch.float32, "oneDNN")):
         assert find_peak(*other, unexpected) != first
     before = torch.get_num_threads()
@@ -186,12 +202,25 @@ def test_peak_of_a_data_sheet_is_not_measured(measured, monkeypatch):
 
 def test_resumed_run_keeps_its_peak(measured, cache, tmp_path):
     lines: list[str] = []
-    first = RunPeak(tmp_path, False, *FP32, lines.append)
+    first = run_peak(tmp_path, False, *FP32, lines.append)
     next(cache.iterdir()).unlink()
-    resumed = RunPeak(tmp_path, True, *FP32, lines.append)
+    resumed = run_peak(tmp_path, True, *FP32, lines.append)
     assert resumed.peak == first.peak and "as before in this run" in lines[-1]
-    assert RunPeak(tmp_path, False, *FP32, lines.append).peak.flops == 2e12
-    changed = RunPeak(tmp_path, True, CPU, torch.float32, "oneDNN", lines.append)
+    assert (
+        RunPeak(
+            tmp_path, Workspace.open(tmp_path / "checkpoints"), False, *FP32, lines.append
+        ).peak.flops
+        == 2e12
+    )
+    changed = RunPeak(
+        tmp_path,
+        Workspace.open(tmp_path / "checkpoints"),
+        True,
+        CPU,
+        torch.float32,
+        "oneDNN",
+        lines.append,
+    )
     assert changed.peak.flops == 3e12
     assert "MFU refers to 3 TFLOP/s" in lines[-1] and "before it was 2 TFLOP/s" in lines[-1]
 
@@ -201,18 +230,28 @@ def test_resumed_run_does_not_keep_an_unreliable_peak(measured, cache, tmp_path)
     lines: list[str] = []
     poor = Peak(setup_of(*FP32), 9e12, 1.0, "measured", "2026-01-01T00:00:00Z")
     write_peak(tmp_path / "peak.json", poor)
-    assert RunPeak(tmp_path, True, *FP32, lines.append).peak.flops == 1e12
+    assert (
+        RunPeak(
+            tmp_path, Workspace.open(tmp_path / "checkpoints"), True, *FP32, lines.append
+        ).peak.flops
+        == 1e12
+    )
     assert "before it was 9 TFLOP/s" in lines[-1]
 
 
 def test_rate_above_the_peak_raises_it_and_is_logged_once(measured, cache, tmp_path):
     lines: list[str] = []
-    run = RunPeak(tmp_path, False, *FP32, lines.append)
+    run = run_peak(tmp_path, False, *FP32, lines.append)
     assert run.mfu(5e11) == 0.5 and run.mfu(1e12) == 1.0 and len(lines) == 1
     assert run.mfu(4e12) is None and run.mfu(2e12) == 0.5 and run.mfu(5e12) is None
     assert len(lines) == 2 and "a step reached 4 TFLOP/s" in lines[1]
     assert not list(cache.iterdir()), "the next run measures again"
-    assert RunPeak(tmp_path, True, *FP32, lines.append).peak.flops == 5e12
+    assert (
+        RunPeak(
+            tmp_path, Workspace.open(tmp_path / "checkpoints"), True, *FP32, lines.append
+        ).peak.flops
+        == 5e12
+    )
 
 
 def test_run_writes_null_for_an_mfu_above_unity(tiny_data, tmp_path, cache, monkeypatch):

@@ -202,12 +202,13 @@ class Manifest:
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def verify(self, threads: int = 0) -> None:
-        """Compare every byte. Raises CheckpointError for the first file that differs."""
+        """Compare every byte with the manifest's hashes. Raises CheckpointError for the first file
+        that differs."""
         if problems := self.problems(threads):
             raise CheckpointError(problems[0])
 
     def problems(self, threads: int = 0) -> list[str]:
-        """Compare every byte.
+        """Compare every byte with the manifest's hashes.
 
         Args:
             threads: As for `in_threads`.

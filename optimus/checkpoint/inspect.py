@@ -17,6 +17,7 @@ from optimus.checkpoint.store import QUARANTINE
 from optimus.config.axes import AXES
 from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.io import files
+from optimus.io.workspace import find_workspaces
 
 _HEADER_BYTES = 100_000_000
 """Maximum size of the header of a safetensors file, as in the safetensors library."""
@@ -52,7 +53,12 @@ def find(path: str | os.PathLike) -> list[Path]:
         )
         raise CheckpointError(f"{path}: {reason}")
     aside = [entry for entry in (directory / QUARANTINE).glob("*") if entry.is_dir()]
-    unfinished = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
+    unfinished = [
+        path
+        for folder in (directory, *find_workspaces(directory))
+        for path in folder.iterdir()
+        if files.is_temporary(path) and path.is_dir()
+    ]
     paths = store.find_all(path) + sorted(aside) + sorted(unfinished)
     if not paths:
         raise CheckpointError(f"{path}: a run directory without a checkpoint")

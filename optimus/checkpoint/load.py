@@ -197,7 +197,7 @@ def _read(states: RankStates, manifest: Manifest, data: bytes) -> None:
             if nonfinite := find_nonfinite(host.numpy(), state_slice):
                 raise CheckpointError(
                     f"{manifest.path}: {state} of {nonfinite}; the save wrote this value, since "
-                    "the hash matches; use an older checkpoint"
+                    "the hash matches"
                 )
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
@@ -223,8 +223,8 @@ def _batches(
 def broadcast_to_replicas(
     shard: ChunkShard, flats: Iterable[Tensor], groups: Groups, method: Distribute
 ) -> None:
-    """Exchange the shares of a shard, so that all of its copies are complete. A collective of the
-    ranks that have the same shard.
+    """Complete the copies of a shard on all ranks that have this shard, each of which has read a
+    share of it. A collective of these ranks.
 
     Args:
         shard: The shard.

@@ -55,6 +55,7 @@ from optimus.distributed.collectives import (
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, OptimusError, one_line
 from optimus.io.safetensors import FilePlan, as_bytes, create_files
+from optimus.io.workspace import Workspace
 
 BEGIN_S = 60.0
 """Maximum time to check the free space and to create a directory."""
@@ -263,6 +264,7 @@ class Saver(ABC):
         after_commit: Callable[[], None] = lambda: None,
         clean: Callable[[Path], None] = lambda path: shutil.rmtree(path, ignore_errors=True),
         *,
+        workspace: Workspace | None = None,
         reserve: Callable[[], int] = lambda: 0,
         step: int,
         **facts: Any,
@@ -280,6 +282,7 @@ class Saver(ABC):
             write_sidecars: Writes further files to a directory. Called on the first rank.
             after_commit: Called on the first rank after the commit.
             clean: Removes the directory of a failed save. Called on the first rank.
+            workspace: The workspace of the run, on the first rank; None outside a run.
             reserve: Returns the number of bytes that another unfinished save may still write. The
                 disk must have space for both saves.
             step: Number of completed updates.
@@ -289,7 +292,7 @@ class Saver(ABC):
             OptimusError: The save cannot start. All ranks raise it.
         """
         everyone, device = states.groups.everyone, states.device
-        states, created = self._stage(states, final, reserve)
+        states, created = self._stage(states, final, workspace, reserve)
 
         def write(stop: Stop) -> bytes:
             try:
@@ -323,7 +326,11 @@ class Saver(ABC):
         )
 
     def _stage(
-        self, states: RankStates, final: Path, reserve: Callable[[], int]
+        self,
+        states: RankStates,
+        final: Path,
+        workspace: Workspace | None,
+        reserve: Callable[[], int],
     ) -> tuple[RankStates, Generation]:
         """Copy the states if they are staged, while the first rank creates the directory.
 
@@ -331,7 +338,9 @@ class Saver(ABC):
         directory cannot be created, all ranks raise OptimusError.
         """
         everyone, device = states.groups.everyone, states.device
-        creating = Task(lambda: self._create(final, reserve)) if everyone.rank == 0 else None
+        creating = None
+        if everyone.rank == 0:
+            creating = Task(lambda: self._create(final, workspace, reserve))
         if self._staging is not None:
             self._staging.fill(states)
             states = replace(states, shards=())  # release fp32 copies of frozen parameters
@@ -361,11 +370,13 @@ class Saver(ABC):
                 allocated = sum(512 * entry.stat().st_blocks for entry in entries)
         return max(0, self.bytes - allocated)
 
-    def _create(self, final: Path, reserve: Callable[[], int]) -> Generation | str:
+    def _create(
+        self, final: Path, workspace: Workspace | None, reserve: Callable[[], int]
+    ) -> Generation | str:
         """Create the directory of a new generation. Return the generation, or the reason if that
         fails."""
         try:
-            self._directory = directory = store.create(final, self.bytes, reserve())
+            self._directory = directory = store.create(final, self.bytes, reserve(), workspace)
             try:
                 if self._plan is not None:
                     create_files(directory, self._plan)

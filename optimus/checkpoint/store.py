@@ -2,6 +2,9 @@
 
 `checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
 checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary.
+
+A run commits and removes checkpoints by renames from and to its workspace, so that no process of an
+earlier start can change them (optimus/io/workspace.py).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from optimus.checkpoint.format import (
 from optimus.checkpoint.shard_file import Stop
 from optimus.errors import CheckpointError, OptimusError, counted, one_line
 from optimus.io import files
+from optimus.io.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ QUARANTINE = "set-aside"
 does not continue, such as those of later steps. No command removes them."""
 _REMOVED = "removed-"
 """Prefix of the temporary names of directories that are being removed. No save writes to them."""
+_ASIDE = "aside-"
+"""Prefix of the temporary names of checkpoints that are being moved to QUARANTINE."""
 NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -59,6 +65,21 @@ def full_path(run_dir: str | os.PathLike, step: int) -> Path:
 def model_path(run_dir: str | os.PathLike, step: int) -> Path:
     """Return the directory of the model-only checkpoint of a step."""
     return checkpoints_dir(run_dir) / f"model-{step:08d}"
+
+
+def open_workspace(
+    run_dir: str | os.PathLike, name: str = "", within: Workspace | None = None
+) -> Workspace:
+    """Open the workspace of a new start of the run, as described for `Workspace.open`."""
+    return adopt_workspace(run_dir, Workspace.open(checkpoints_dir(run_dir), name, within))
+
+
+def adopt_workspace(run_dir: str | os.PathLike, workspace: Workspace) -> Workspace:
+    """Complete in a new workspace what an earlier start has not completed; return the workspace."""
+    for path in workspace.path.glob(f".{_ASIDE}*"):  # an earlier start has not completed the move
+        name = path.name.removeprefix(f".{_ASIDE}").split(".")[0]
+        _move_to_quarantine(path, checkpoints_dir(run_dir), name)
+    return workspace
 
 
 # -- Creation and commit --------------------------------------------------------------------------
@@ -83,7 +104,12 @@ def write_checkpoint(
         raise
 
 
-def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int = 0) -> Path:
+def create(
+    path: str | os.PathLike,
+    needed_bytes: int = 0,
+    reserved_bytes: int = 0,
+    workspace: Workspace | None = None,
+) -> Path:
     """Create a temporary directory for the checkpoint that will be at `path`.
 
     Args:
@@ -91,9 +117,10 @@ def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int =
         needed_bytes: Size of the checkpoint.
         reserved_bytes: Bytes that the full checkpoint of the same step, which is being saved, still
             needs.
+        workspace: The workspace of the run; None outside a run.
 
     Returns:
-        The temporary directory, next to `path`.
+        The temporary directory, in `workspace` or else next to `path`.
 
     Raises:
         OptimusError: The disk has less free space than the sum of both sizes.
@@ -114,7 +141,7 @@ def create(path: str | os.PathLike, needed_bytes: int = 0, reserved_bytes: int =
             f"checkpoint needs {needed_bytes / 1e9:.3f} GB{due}; older checkpoints are removed "
             f"only after a save; make room{hint}"
         )
-    temporary = files.temporary_name(final)
+    temporary = workspace.temporary(final) if workspace else files.temporary_name(final)
     temporary.mkdir()
     return temporary
 
@@ -291,9 +318,10 @@ def decide_start(
         text = load.removeprefix("model@")
         available = [str(_step_of(path)) for path in _of_kind(run_dir, "model")]
         if text not in available:
+            remedy = f"set a step with a model-only checkpoint: {', '.join(available)}"
             raise CheckpointError(
                 f"checkpoint.load = {load!r}: the run has no model-only checkpoint of this step; "
-                f"set a step with a model-only checkpoint: {', '.join(available) or '(none)'}"
+                f"{remedy if available else 'it has no model-only checkpoint; set auto or a path'}"
             )
         model = read_manifest(model_path(run_dir, int(text)))
         model.check(weights=False)
@@ -367,7 +395,7 @@ def _refuse_if_saved(run_dir: str | os.PathLike, load: str, first_step: int) -> 
 # -- Removal --------------------------------------------------------------------------------------
 
 
-def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
+def prepare_directory(run_dir: str | os.PathLike, start: Start, workspace: Workspace) -> None:
     """Remove the directories of unfinished saves, and move to QUARANTINE the checkpoints that do
     not precede the start of the run.
 
@@ -377,14 +405,15 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     Args:
         run_dir: The run directory.
         start: The start of the run.
+        workspace: The workspace of the run.
 
     Raises:
         CheckpointError: A checkpoint cannot be moved. The next start would load it as the newest.
     """
     directory = checkpoints_dir(run_dir)
-    files.make_dirs(directory)
+    # Earlier versions created the directories of saves in `checkpoints/`.
     unfinished = [p for p in directory.iterdir() if files.is_temporary(p) and p.is_dir()]
-    if left := remove_all(unfinished):
+    if left := remove_all([*unfinished, *workspace.path.iterdir()], workspace):
         for path, reason in left.items():
             logger.warning("cannot remove %s: %s", path, reason)
         logger.warning("%s; remove these directories by hand", space_left(run_dir))
@@ -392,25 +421,45 @@ def prepare_directory(run_dir: str | os.PathLike, start: Start) -> None:
     kept = _of_kind(run_dir, "model") if start.full is None else find_all(run_dir)
     kept = [path for path in kept if is_own and _step_of(path) <= start.step]
     moved = [path for path in find_all(run_dir) if path not in kept]
-    aside = directory / QUARANTINE
-    if moved:
-        files.make_dirs(aside)
     for path in moved:
-        target = files.temporary_name(aside / path.name).with_suffix("")
-        target = target.with_name(target.name.lstrip("."))
-        try:
-            files.commit(path, target)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; this run does not "
-                "continue from it, so move it away by hand, and give the same command again"
-            ) from None
-        logger.info("moved %s to set-aside/: this run does not continue from it", path.name)
+        _set_aside(path, workspace)
     files.fsync_dir(directory)
 
 
+def set_newest_aside(run_dir: str | os.PathLike, workspace: Workspace) -> None:
+    """Move the newest of two or more full checkpoints to QUARANTINE, so that the run continues from
+    the one before it. Raises CheckpointError if it cannot be moved."""
+    steps = _of_kind(run_dir, "step")
+    if len(steps) > 1:
+        for path in find_all(run_dir):
+            if _step_of(path) >= _step_of(steps[-1]):
+                _set_aside(path, workspace)
+
+
+def _set_aside(path: Path, workspace: Workspace) -> None:
+    temporary = workspace.temporary(path.with_name(f"{_ASIDE}{path.name}"))
+    try:
+        os.rename(path, temporary)
+        _move_to_quarantine(temporary, path.parent, path.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be moved to {QUARANTINE}/: {error.strerror}; this run does not "
+            "continue from it, so move it away by hand, and give the same command again"
+        ) from None
+    logger.info("moved %s to set-aside/: this run does not continue from it", path.name)
+
+
+def _move_to_quarantine(temporary: Path, directory: Path, name: str) -> None:
+    """Move the checkpoint `name` of `directory`, the directory `checkpoints/`, from the path
+    `temporary` in a workspace to QUARANTINE."""
+    aside = directory / QUARANTINE
+    files.make_dirs(aside)
+    unique = files.temporary_name(aside / name).with_suffix("")
+    files.commit(temporary, unique.with_name(unique.name.lstrip(".")))
+
+
 def remove_old(
-    run_dir: str | os.PathLike, keep_models: int, keep_every: int = 0
+    run_dir: str | os.PathLike, workspace: Workspace, keep_models: int, keep_every: int = 0
 ) -> dict[Path, str]:
     """Remove the checkpoints that retention does not keep, and the remains of failed removals.
 
@@ -424,7 +473,10 @@ def remove_old(
     models = _older_than_newest(_of_kind(run_dir, "model"), keep_models) if keep_models else []
     models = [path for path in models if not keep_every or _step_of(path) % keep_every]
     steps = _older_than_newest(_of_kind(run_dir, "step"), KEPT_FULL)
-    return remove_all([*checkpoints_dir(run_dir).glob(f".{_REMOVED}*"), *steps, *models])
+    # Earlier versions left directories of failed removals in `checkpoints/`.
+    folders = (checkpoints_dir(run_dir), workspace.path)
+    left = [path for folder in folders for path in folder.glob(f".{_REMOVED}*")]
+    return remove_all([*left, *steps, *models], workspace)
 
 
 def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
@@ -439,8 +491,8 @@ def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
     return []
 
 
-def remove_all(paths: Iterable[Path]) -> dict[Path, str]:
-    """Remove directories in `checkpoints/`.
+def remove_all(paths: Iterable[Path], workspace: Workspace) -> dict[Path, str]:
+    """Remove checkpoints of a run, and temporary directories in its workspace.
 
     Returns:
         For each directory that is not completely removed, the reason.
@@ -449,8 +501,9 @@ def remove_all(paths: Iterable[Path]) -> dict[Path, str]:
     for path in paths:
         renamed = path
         try:
-            if not files.is_temporary(path):  # a step-* or model-* has all its files at any time
-                renamed = files.temporary_name(path.with_name(_REMOVED + path.name))
+            # A step-* or model-* has all its files at any time.
+            if not files.is_temporary(path) and path.parent != workspace.path:
+                renamed = workspace.temporary(path.with_name(f"{_REMOVED}{path.name}"))
                 files.commit(path, renamed)
             _delete(renamed)
         except OSError as error:
@@ -462,8 +515,8 @@ def remove_all(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def _delete(path: Path) -> None:
-    """Remove a directory, or a link to one. The target of a link stays."""
-    if path.is_symlink():
+    """Remove a directory, a file or a link. The target of a link stays."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
     try:

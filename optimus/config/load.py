@@ -21,9 +21,6 @@ from optimus.errors import ConfigError, one_line
 from optimus.io.files import read_regular
 
 Tree = dict[str, Any]
-_PLANNED_SECTIONS = ("resilience",)
-"""Names of sections that this version does not support, but later versions will. An error message
-asks the user to remove such a section."""
 _MAX_FILES = 50
 """Maximum number of files of a configuration, including all `base` files."""
 _MAX_BYTES, _MAX_DOTS = 1 << 20, 100
@@ -270,8 +267,6 @@ def explain(error: ValidationError) -> str:
     first = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     location = [str(key) for key in first["loc"]]
     key = ".".join(location)
-    if key in _PLANNED_SECTIONS:
-        return f"[{key}] is not available in this version; remove the section"
     if first["type"] == "extra_forbidden":
         value, hint = first["input"], _hint(location, first["input"])
         if len(location) == 1 and isinstance(value, dict) and value:  # an unknown section
@@ -388,7 +383,9 @@ def _apply_override(tree: Tree, override: str) -> list[str]:
     key, equals, text = override.partition("=")
     location = key.strip().split(".")
     if not equals or len(location) < 2 or not all(location):
-        keys = _synonymous(location[0], "") if len(location) == 1 else []
+        near = [location[0], *_nearest(location[0], _KEYS | _SYNONYM_WORDS, 0.85)]
+        candidates = [_synonymous(name, "") for name in near] if len(location) == 1 else []
+        keys = next(filter(None, candidates), [])
         hint = f"; did you mean {' or '.join(keys)}?" if keys else ""
         raise ConfigError(f"override {override!r} is not of the form section.key=value{hint}")
     table: Any = tree

@@ -71,8 +71,8 @@ class RopeScaling(Section):
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context. The value 0 means the usual number, 1."""
     truncate: bool = True
-    """yarn: round the first and the last frequency index of the transition from unchanged to
-    divided frequencies to integers. The first index is rounded down, the last index up."""
+    """yarn: use integers as the bounds of the frequency indices between unchanged and divided
+    frequencies. The first index is rounded down, the last index up."""
     attention_factor: NonNegative = 0.0
     """yarn: factor by which the rotated queries and keys are multiplied; 0: a factor derived from
     `factor`, `mscale` and `mscale_all_dim`."""
@@ -509,6 +509,24 @@ class CheckpointConfig(Section):
     optimizer states."""
 
 
+class ResilienceConfig(Section):
+    """Supervised runs (`optimus launch`)."""
+
+    heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
+    """Silence of a node's agent in seconds after which the node counts as lost."""
+    on_exhausted: Literal["shrink", "requeue", "stop"] = "requeue"
+    """What happens if a node is lost and no buffer node is free. `shrink`: continue with fewer
+    nodes and the same global batch. `requeue`: end with exit status 3, so that the next job
+    continues. `stop`: end with exit status 6."""
+    max_restarts: CountOrZero = 100
+    """Maximum number of restarts in a job."""
+    supervisor_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds without a supervisor after which the ranks save a checkpoint and end."""
+    end_margin_s: Annotated[float, Field(ge=0)] = 120.0
+    """Seconds before the end of the scheduler's job at which the ranks save a checkpoint and
+    end."""
+
+
 class ObserveConfig(Section):
     """Logs and metrics of a run."""
 
@@ -536,5 +554,6 @@ class Config(Section):
     recompute: RecomputeConfig = RecomputeConfig()
     kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
     offload: OffloadConfig = OffloadConfig()

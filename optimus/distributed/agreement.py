@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optimus.errors import LaunchError, OptimusError, Outcome, OutcomeKind, Phase, one_line
-from optimus.launch.environment import STARTED, LaunchEnv, prints_for_machine, read_rank
+from optimus.launch import environment
+from optimus.launch.environment import LaunchEnv, prints_for_machine, read_rank
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -139,7 +140,7 @@ def _mark_printed(launch: LaunchEnv) -> bool:
         with suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
             return True
-        mark, started = path.lstat(), time.time() - (time.monotonic() - STARTED)
+        mark, started = path.lstat(), time.time() - (time.monotonic() - environment.STARTED)
         if mark.st_uid == user and mark.st_mtime >= started:
             return False
         os.utime(path, follow_symlinks=False)

@@ -214,9 +214,10 @@ def _all_reduce(tensor: torch.Tensor, operator: Any, group: Group, async_op: boo
     return distributed.all_reduce(tensor, operator, group=group.process_group, async_op=async_op)
 
 
-def greatest(value: int, group: Group, device: torch.device) -> int:
-    """Return the maximum of `value` over the ranks of the group. The collective uses `device`."""
-    flag = torch.tensor([value], device=device)
+def greatest(value: int | torch.Tensor, group: Group, device: torch.device) -> int:
+    """Return the maximum of `value` over the ranks of the group. `value` is an int, or an int64
+    tensor [1] on `device`, which the collective uses."""
+    flag = value if isinstance(value, torch.Tensor) else torch.tensor([value], device=device)
     all_reduce_max(flag, group)
     return int(flag)
 

@@ -26,7 +26,7 @@ from optimus.errors import DataError, refuse_if
 from optimus.evaluate.generate import generate
 from optimus.evaluate.held_out import CrossEntropies, by_model, held_out_loss
 from optimus.model.transformer import Transformer
-from optimus.observe.log import redirect_lines
+from optimus.observe.log import bar_size, redirect_lines
 
 
 def load_model(
@@ -128,7 +128,7 @@ def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropie
     """Yield a function that calls `compute` and advances a progress bar by the number of evaluated
     instances. The bar ends at `instances` and is shown only on a terminal."""
     with (
-        tqdm(total=instances, unit="instance", disable=None, dynamic_ncols=True) as bar,
+        tqdm(total=instances, unit="instance", disable=None, **bar_size()) as bar,
         contextlib.ExitStack() as stack,
     ):
         if not bar.disable:

@@ -120,17 +120,24 @@ def _host() -> str:
 
 
 def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
-    """Rename a synced file or directory to its final name and fsync the parent directory. Raises
-    OSError."""
+    """Rename a synced file or directory to its final name durably. Raises OSError."""
     os.rename(temporary, final)
     fsync_dir(Path(final).parent)
+    # Otherwise a power cut may leave the old name, too, without files that are removed later.
+    if Path(temporary).parent != Path(final).parent:
+        fsync_dir(Path(temporary).parent)
 
 
 @contextlib.contextmanager
-def atomic_writer(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def atomic_writer(path: str | os.PathLike, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a temporary binary file. It replaces `path` durably when the `with` block ends without
-    an exception. Raises OSError."""
-    temporary = temporary_name(path)
+    an exception. Raises OSError.
+
+    Args:
+        path: The file to replace.
+        temporary: Path of the temporary file. The default is a unique path next to `path`.
+    """
+    temporary = temporary or temporary_name(path)
     try:
         with open(temporary, "xb") as file:
             yield file

@@ -122,7 +122,8 @@ _OF_RANK = {name for launcher in _LAUNCHERS for name in (launcher.rank, *launche
 """Environment variables that differ between the ranks of a machine."""
 
 STARTED = time.monotonic()
-"""`time.monotonic()` at about the start of this process, before imports that take seconds."""
+"""`time.monotonic()` at about the start of this process, before imports that take seconds. A rank
+that was forked from a warm process sets it again."""
 COMMAND_STARTED = "OPTIMUS_COMMAND_STARTED"
 """Environment variable by which the parent process of `--nproc` passes the value of its `STARTED`
 to the ranks that it starts."""

@@ -36,8 +36,8 @@ def report_early_stop(number: int) -> int:
 
 
 def report_interrupt(number: int = signal.SIGINT) -> int:
-    """Log that Ctrl-C ended the command; return the exit status."""
-    logger.info("interrupted")
+    """Log that Ctrl-C or another stop signal ended the command; return the exit status."""
+    logger.info("interrupted" if number == signal.SIGINT else f"ended by {signal_label(number)}")
     return OutcomeKind.INTERRUPTED.exit_status
 
 

@@ -83,11 +83,11 @@ def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> 
         command,
         env=environ,
         start_new_session=True,
-        preexec_fn=partial(_prepare_rank, os.getpid()),
+        preexec_fn=partial(prepare_rank, os.getpid()),
     )
 
 
-def _prepare_rank(spawner: int) -> None:
+def prepare_rank(spawner: int) -> None:
     # Until the rank installs its handlers, SIGTERM ends it and the other signals are ignored. By
     # default, Python would print a traceback for SIGINT.
     for number in STOP_SIGNALS:
@@ -164,13 +164,16 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
     if None in statuses and kind in (OutcomeKind.DONE, OutcomeKind.STOPPED):
         if passed.count(signal.SIGINT) > 1:
             return report_interrupt()
+        has_failed = not {*statuses} <= {None, 0, _STOPPED}
         logger.error(
-            "rank %d was killed: it did not end within %.0f s after another rank had stopped; "
+            "rank %d was killed: it did not end within %.0f s after another rank had %s; "
             "`optimus checkpoint list` shows which checkpoints are complete",
             statuses.index(None),
-            _STOP_GRACE_S,
+            _GRACE_S if has_failed else _STOP_GRACE_S,
+            "failed" if has_failed else "stopped",
         )
-        kind = OutcomeKind.LOST_PEER
+        failed = OutcomeKind.FAILED
+        kind = failed if failed.exit_status in statuses else OutcomeKind.LOST_PEER
     return kind.exit_status
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from optimus.errors import DataError
 from optimus.io import files
+from optimus.io.workspace import Workspace
 from optimus.observe.events import (
     EvalRecord,
     ExpertLoad,
@@ -37,11 +38,8 @@ logger = logging.getLogger(__name__)
 _LINE_BYTES = 1 << 20
 """Maximum length in bytes of a line that is read. A run writes lines of about 1 kB."""
 _MOST_STEPS = 1 << 22
-"""Maximum number of steps whose lines `cut_after` looks for in a file. The limit bounds the memory
-if a damaged manifest contains a huge step number."""
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags for opening a file to append. They make the opening of a symbolic link fail, because
-another user may have created the link."""
+"""Maximum number of steps whose lines `JsonLines.open` looks for in a file. The limit bounds the
+memory if a damaged manifest contains a huge step number."""
 _BATCH_BYTES = 1 << 16
 """Size in bytes of a batch of new lines for the copy of a metrics file. Lines wait in memory until
 a batch is full."""
@@ -53,11 +51,16 @@ class MetricsFiles(Recorder):
     If lines of a file are damaged or lost, they are restored from its copy.
     """
 
-    def __init__(self, run_dir: Path, step: int, expected: Mapping[str, Iterable[int]]) -> None:
+    def __init__(
+        self, run_dir: Path, workspace: Workspace, step: int, expected: Mapping[str, Iterable[int]]
+    ) -> None:
         """Open metrics.jsonl and eval.jsonl for appending. Remove the lines of steps after `step`.
+
+        Each file is replaced by a new file, to which no process of an earlier start can append.
 
         Args:
             run_dir: Run directory. Removed lines are moved to files in its `log/`.
+            workspace: The workspace of the run.
             step: Step at which the run starts.
             expected: Dict with the keys `metrics` and `eval`. Its values are those steps up to
                 `step` for which the file must contain a line.
@@ -67,8 +70,7 @@ class MetricsFiles(Recorder):
         for name in ("metrics", "eval"):
             path, copy = metrics_paths(run_dir, name)
             cut_log = run_dir / "log" / f"{name}-cut-{stamp}.jsonl"
-            cut_after(path, step, cut_log, copy, expected[name])
-            lines.append(JsonLines(path, copy))
+            lines.append(JsonLines.open(workspace, path, copy, step, cut_log, expected[name]))
         self._metrics, self._eval = lines
         self._last_step: StepRecord | None = None
         self._last_evaluation: EvalRecord | None = None
@@ -93,6 +95,10 @@ class MetricsFiles(Recorder):
         """Return the last evaluation in eval.jsonl, or None if there is none."""
         return self._last_evaluation or EvalRecord.from_values(self._eval.read_last())
 
+    def is_replaced(self) -> bool:
+        """Return True if metrics.jsonl has been replaced or removed since it was opened."""
+        return self._metrics.is_replaced()
+
     def sync(self) -> None:
         """Make all lines durable. Call this before a checkpoint is committed. Raises OSError."""
         self._metrics.sync()
@@ -113,25 +119,82 @@ class JsonLines:
     """Appends JSON objects to a file, one per line, without a buffer.
 
     If a write fails, the lines stay in memory until a later write succeeds. All lines are
-    also appended to the file `copy`, but in batches.
+    also appended to a copy of the file, but in batches.
     """
 
-    def __init__(self, path: Path, copy: Path | None = None) -> None:
+    def __init__(self, path: Path, fd: int, copy: Path, copy_fd: int) -> None:
+        """Append to the files that are open as `fd` and `copy_fd`; `close` closes them. `path` and
+        `copy` are their paths."""
         self._path, self._waiting, self._warned = path, b"", False
         self._copy, self._uncopied, self._copy_failed = copy, b"", False
         self._copy_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._fd = os.open(path, _APPEND, 0o644)
-        if copy is not None:  # an empty copy means that the run wrote no lines
-            with contextlib.suppress(OSError):
-                os.close(os.open(copy, _APPEND, 0o644))
+        self._fd, self._copy_fd = fd, copy_fd
+
+    @classmethod
+    def open(
+        cls,
+        workspace: Workspace,
+        path: Path,
+        copy: Path,
+        step: int,
+        cut_log: Path,
+        expected: Iterable[int] = (),
+    ) -> JsonLines:
+        """Remove the lines of steps after `step` from a file, restore lost lines from its copy, and
+        open it to append.
+
+        Damaged lines are removed, too. If several lines have the same step and the same `source`,
+        only the last one is kept. Lines in metrics.jsonl have no `source`. The file and its copy
+        are replaced by new files, to which no process of an earlier start can append.
+
+        Args:
+            workspace: The workspace of the run.
+            path: The file.
+            copy: Copy of the file, from which missing lines are restored. Then it gets the same
+                content as the file.
+            step: Last step to keep.
+            cut_log: File for removed lines. If it exists, it is replaced.
+            expected: Steps that must have lines. A warning names the steps without a line.
+
+        Raises:
+            DataError: A file cannot be read; see `read_json_lines`.
+            OSError: A file cannot be written.
+        """
+        data, copied = b"".join(read_lines(path)), b"".join(read_lines(copy))
+        lines = data.splitlines()
+        kept = _up_to(step, lines)
+        present = {*lines}
+        spare = [line for line in copied.splitlines() if line not in present]
+        restored = {key: line for key, line in _up_to(step, spare).items() if key not in kept}
+        whole = b"".join(line + b"\n" for _, line in sorted({**kept, **restored}.items()))
+        moved = _others(lines, kept.values()) + _others(spare, restored.values())
+        if moved:
+            files.make_dirs(cut_log.parent)
+            workspace.write_bytes(cut_log, b"".join(line + b"\n" for line in moved))
+        fd = workspace.open_append(path, whole)
+        copy_fd = workspace.open_append(copy, whole)
+        if damaged := sum(_key(line) is None for line in lines[:-1]):
+            # The last line does not count: a kill can cut it.
+            _warn(path, f"{damaged} of its lines cannot be read; see {cut_log}")
+        if restored:
+            _warn(path, f"restored the lines of {spell_steps(n for n, _ in restored)} from {copy}")
+        looked_for = {*itertools.islice(expected, _MOST_STEPS)}
+        if missing := looked_for - {number for number, _ in [*kept, *restored]}:
+            _warn(
+                path,
+                f"the lines of {spell_steps(missing)} are missing, in {copy} too; the run "
+                "continues with this gap; to close it, stop the run, put the lines back from a "
+                "backup and give the same command again",
+            )
+        return cls(path, fd, copy, copy_fd)
 
     def append(self, values: Mapping[str, object]) -> None:
         line = json.dumps(values).encode() + b"\n"
         try:
             with self._lock:
                 self._waiting += line
-                self._uncopied += line if self._copy else b""
+                self._uncopied += line
                 self._write()
             self._warned = False
         except OSError as error:
@@ -158,6 +221,11 @@ class JsonLines:
             self.sync()
         finally:
             os.close(self._fd)
+            os.close(self._copy_fd)
+
+    def is_replaced(self) -> bool:
+        """Return True if the file has been replaced or removed since it was opened."""
+        return os.fstat(self._fd).st_nlink == 0
 
     def read_last(self) -> dict[str, Any]:
         """Return the last JSON object in the file, or {} if the file has none."""
@@ -169,12 +237,9 @@ class JsonLines:
         with self._copy_lock:
             with self._lock:
                 lines, self._uncopied = self._uncopied, b""
-            if not lines or self._copy is None:
-                return
             try:  # without fsync, because checkpoints rely on the original file
-                with os.fdopen(os.open(self._copy, _APPEND, 0o644), "ab", buffering=0) as file:
-                    while lines:
-                        lines = lines[file.write(lines) :]
+                while lines:
+                    lines = lines[os.write(self._copy_fd, lines) :]
                 self._copy_failed = False
             except OSError as error:
                 with self._lock:
@@ -197,15 +262,19 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         DataError: The file cannot be read, is not a regular file, or has a line longer than 1 MiB.
     """
     records = []
-    for line in _read_lines(path):
+    for line in read_lines(path):
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):
                 records.append(record)
     return records
 
 
-def _read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, including their newlines, or [] if the file does not exist."""
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, including their newlines, or [] if the file does not exist.
+
+    Raises:
+        DataError: The file cannot be read, is not a regular file, or has a line longer than 1 MiB.
+    """
     lines = []
     try:
         with io.BufferedReader(files.open_regular(path)) as file:
@@ -221,66 +290,6 @@ def _read_lines(path: Path) -> list[bytes]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     return lines
-
-
-def cut_after(
-    path: Path,
-    step: int,
-    cut_log: Path,
-    copy: Path | None = None,
-    expected: Iterable[int] = (),
-) -> None:
-    """Remove the lines of steps after `step` from a file, and restore lost lines from its copy.
-
-    Damaged lines are removed, too. If several lines have the same step and the same `source`, only
-    the last one is kept. Lines in metrics.jsonl have no `source`.
-
-    Args:
-        path: File to change. It is replaced atomically.
-        step: Last step to keep.
-        cut_log: File to which removed lines are appended.
-        copy: Copy of the file, from which missing lines are restored. At the end, the copy is
-            overwritten with the new content of the file.
-        expected: Steps that must have lines. A warning names the steps without a line.
-
-    Raises:
-        DataError: A file cannot be read; see `read_json_lines`.
-        OSError: A file cannot be written.
-    """
-    data = b"".join(_read_lines(path))
-    copied = b"".join(_read_lines(copy)) if copy else b""
-    lines = data.splitlines()
-    kept = _up_to(step, lines)
-    present = {*lines}
-    spare = [line for line in copied.splitlines() if line not in present]
-    restored = {key: line for key, line in _up_to(step, spare).items() if key not in kept}
-    whole = b"".join(line + b"\n" for _, line in sorted({**kept, **restored}.items()))
-    moved = _others(lines, kept.values()) + _others(spare, restored.values())
-    if moved:
-        files.make_dirs(cut_log.parent)
-        # _APPEND refuses a link of this name, which another user may have made.
-        with os.fdopen(os.open(cut_log, _APPEND, 0o644), "ab") as log:
-            log.writelines(line + b"\n" for line in moved)
-            log.flush()
-            os.fsync(log.fileno())
-        files.fsync_dir(cut_log.parent)
-    if data != whole:
-        files.write_bytes(path, whole)
-    if copy and copied != whole:
-        files.write_bytes(copy, whole)
-    if damaged := sum(_key(line) is None for line in lines[:-1]):  # a kill can cut the last line
-        _warn(path, f"{damaged} of its lines cannot be read; see {cut_log}")
-    if restored:
-        _warn(path, f"restored the lines of {spell_steps(n for n, _ in restored)} from {copy}")
-    looked_for = {*itertools.islice(expected, _MOST_STEPS)}
-    if missing := looked_for - {number for number, _ in [*kept, *restored]}:
-        where = f", in {copy} too" if copy else ""
-        _warn(
-            path,
-            f"the lines of {spell_steps(missing)} are missing{where}; the run continues with this "
-            "gap; to close it, stop the run, put the lines back from a backup and give the same "
-            "command again",
-        )
 
 
 def _up_to(step: int, lines: Iterable[bytes]) -> dict[tuple[int, str], bytes]:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from optimus.errors import DataError, counted
 from optimus.io import files
-from optimus.observe.metrics import read_json_lines, spell_ranges
+from optimus.observe.metrics import read_lines, spell_ranges
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 56)]
 _Figure = Annotated[float, Field(ge=0, lt=1e300)]
@@ -63,7 +63,7 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
     """Draw `report.png` from metrics.jsonl and eval.jsonl.
 
     A line that is damaged, lacks a field or has a value of a wrong type is skipped. The summary
-    names the steps that have no usable line in metrics.jsonl.
+    states the number of these lines, and the steps that have no usable line in metrics.jsonl.
 
     Args:
         run_dir: Run directory, to which the plot is written.
@@ -89,14 +89,14 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 
 def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
-    """Return the lines of a file that have the fields of `kind`, and the number of other JSON
-    objects in the file."""
+    """Return the lines of a file that have the fields of `kind`, and the number of other lines. A
+    last line without a newline is not counted, because a kill can cut it."""
     valid, damaged = [], 0
-    for line in read_json_lines(path):
+    for line in read_lines(path):
         try:
-            valid.append(kind.model_validate(line))
+            valid.append(kind.model_validate_json(line))
         except ValidationError:
-            damaged += 1
+            damaged += line.endswith(b"\n")
     return valid, damaged
 
 

@@ -38,8 +38,8 @@ class Layout:
         return self.stages[-1] == self.schedule.num_stages - 1
 
     def stage_of(self, name: str) -> int:
-        """Return the number of this rank's stage that uses the weight `name`. The weight is a
-        parameter or a `FurtherUse` of a parameter."""
+        """Return the index of the pipeline stage that uses the weight `name`, which is a parameter
+        or a `FurtherUse` of a parameter. The stage must be on this rank."""
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
             return next(s for s in self.stages if layer in self.layers[s])

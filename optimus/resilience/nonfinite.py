@@ -4,10 +4,11 @@ for the rank and layer that computed them."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -30,7 +31,9 @@ from optimus.distributed.collectives import (
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, counted
 from optimus.io import files
+from optimus.io.workspace import Workspace
 from optimus.rank.model import RankModel, uncompiled
+from optimus.resilience.supervision.attempt import marker_dir, read_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +53,6 @@ def is_finite(flat: Tensor) -> bool:
     """Return True if all values of a large buffer are finite."""
     # The sum is fast to compute, but it can overflow although all values are finite.
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
-
-
-def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or an infinity; None if all are finite."""
-    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
 class ForwardWatch:
@@ -106,23 +104,35 @@ class ForwardWatch:
             self.module, self.when = with_finite_inputs[-1], self._events
 
 
-def write_marker(log_dir: Path, rank: int, step: int, text: str, host: str, **more: object) -> None:
+def write_marker(
+    workspace: Workspace, run_dir: str, rank: int, step: int, text: str, host: str, **more: object
+) -> None:
     """Write a JSON file about a non-finite value. If this fails, log a warning.
 
-    Users and scripts can read the file to decide whether to restart the run.
+    Users and scripts can read the file to decide whether to restart the run. In a supervised run,
+    the supervisor reads it to find the node that failed.
 
     Args:
-        log_dir: Directory of the file `nonfinite-rank{rank}.json`.
+        workspace: The workspace of the run.
+        run_dir: The run directory. The file is `log/nonfinite-rank{rank}.json` in it. In a
+            supervised run, it is in the directory of `marker_dir`.
         rank: The rank that computed the value.
         step: Number of the update.
         text: Description of the value.
         host: Host name of the rank's machine.
         more: Other keys and values of the file.
     """
-    path = log_dir / f"nonfinite-rank{rank}.json"
+    attempt = read_attempt()
+    folder = Path(run_dir) / "log"
+    if attempt is not None:
+        folder = marker_dir(run_dir, attempt.workspace.name.removeprefix(".work-"))
+    path = folder / f"nonfinite-rank{rank}.json"
+    values = {"rank": rank, "step": step, "host": host, "what": text, **more}
+    if attempt is not None:
+        values |= {"attempt": attempt.number, "node": attempt.node}
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        files.write_json(path, {"rank": rank, "step": step, "host": host, "what": text, **more})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        workspace.write_bytes(path, (json.dumps(values, indent=1) + "\n").encode())
     except OSError as error:
         logger.warning("could not write %s: %s", path, error.strerror)
 
@@ -188,6 +198,7 @@ def refuse_bad_states(
     optim: OptimConfig,
     states: ChunkEngine,
     everyone: Group,
+    workspace: Workspace | None,
     step: int,
     updated: int,
 ) -> None:
@@ -200,6 +211,7 @@ def refuse_bad_states(
         optim: `[optim]`, for the advice in the message.
         states: Optimizer states of this rank.
         everyone: Group of all ranks.
+        workspace: The workspace of the run; None writes no file.
         step: Number of the current step, for the message and the file.
         updated: Number of the last step that has updated the weights: `step` or `step` - 1.
 
@@ -215,10 +227,10 @@ def refuse_bad_states(
     bad_states.sort(key=lambda bad: (order.index(bad.state), bad.rank))
     first = bad_states[0]
     text, advice = _explanation(first, train.dtype, optim, updated)
-    if first.rank == everyone.rank:
-        log_dir = Path(train.run_dir) / "log"
+    if first.rank == everyone.rank and workspace is not None:
         more = {"state": first.state, "parameter": first.parameter, "element": first.element}
-        write_marker(log_dir, first.rank, step, text, first.host, **more, value=first.value)
+        more["value"] = first.value
+        write_marker(workspace, train.run_dir, first.rank, step, text, first.host, **more)
     others = len({bad.rank for bad in bad_states}) - 1
     also = f" (and states of {counted(others, 'more rank')})" if others else ""
     where = f"non-finite values on rank {first.rank} ({first.host}) at step {step}: "
@@ -298,46 +310,70 @@ class Watch:
         groups: Groups,
         rank_model: RankModel,
         states: ChunkEngine,
+        workspace: Workspace | None,
     ) -> None:
-        self._train, self._optim = train, optim
+        self._train, self._optim, self._workspace = train, optim, workspace
         self._groups, self._rank_model, self._states = groups, rank_model, states
         self._device = next(rank_model.model.parameters()).device
         self.start(0)
 
     def start(self, step: int) -> None:
         """Discard the findings of the last update, and start to check update `step`."""
-        self._step, self._bad_gradient, self._depth = step, "", 0
+        self._step = step
+        self._extremes: list[tuple[list[str], list[Tensor]]] = []
+        """For each buffer of gradients in the order of the backward pass: the names of its
+        parameters, last layers first, and for each a tensor [2] on the device with the least and
+        the greatest value of the gradient. Both are NaN if a value is NaN."""
 
     def look_at(self, buffer: GradBuffer) -> None:
         """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
         buffers in the order of the backward pass, from the last layers to the first."""
-        if not self._bad_gradient and not is_finite(buffer.grads):
-            last_first = list(buffer.grad_views.items())[::-1]
-            self._bad_gradient = first_nonfinite(last_first) or ""
-            self._depth = [name for name, _ in last_first].index(self._bad_gradient)
+        # The results stay on the device: a copy of each to the host would stop the queue of kernels
+        # once for each chunk.
+        names = [name for name, view in buffer.grad_views.items() if view.numel()][::-1]
+        extremes = [torch.stack(torch.aminmax(buffer.grad_views[name])) for name in names]
+        self._extremes.append((names, extremes))
 
     def any_rank_is_nonfinite(self) -> bool:
-        """Return True if any rank has a non-finite loss or gradient. All ranks must call this."""
-        return bool(greatest(int(self._is_nonfinite()), self._groups.everyone, self._device))
+        """Return True if any rank has a non-finite loss or gradient. All ranks must call this. It
+        waits for the device once."""
+        values = [pair for _, extremes in self._extremes for pair in extremes]
+        values += [loss.reshape(-1) for loss in self._losses()]
+        nonfinite = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if values:
+            nonfinite += (~torch.cat(values).isfinite()).any()
+        return bool(greatest(nonfinite, self._groups.everyone, self._device))
 
     def refuse_bad_states(self) -> None:
         """Raise the same NonFiniteError on all ranks if an optimizer state of any rank is not
         finite. All ranks must call this."""
-        everyone = self._groups.everyone
         refuse_bad_states(
-            self._train, self._optim, self._states, everyone, self._step, self._step - 1
+            self._train,
+            self._optim,
+            self._states,
+            self._groups.everyone,
+            self._workspace,
+            self._step,
+            self._step - 1,
         )
 
-    def _is_nonfinite(self) -> bool:
-        """Return True if this rank has a non-finite loss or gradient."""
-        losses = [
-            value.reshape(-1)
+    def _losses(self) -> list[Tensor]:
+        """Return the loss terms of this rank's microbatches that have values."""
+        return [
+            value
             for terms in self._rank_model.executor.terms.values()
             for value in (terms.ce_sum, terms.aux, terms.z)
             if value is not None and value.numel()
         ]
-        losses_are_finite = not losses or math.isfinite(float(torch.cat(losses).sum()))
-        return bool(self._bad_gradient) or not losses_are_finite
+
+    def _bad_gradient(self) -> tuple[str, int]:
+        """Return the name of the first non-finite gradient, and its index in its buffer, counted
+        from the last layer; ("", 0) if all gradients are finite."""
+        for names, extremes in self._extremes:
+            for index, pair in enumerate(extremes):
+                if not is_finite(pair):
+                    return names[index], index
+        return "", 0
 
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
         """Find the cause of a non-finite value and raise the same NonFiniteError on all ranks.
@@ -354,11 +390,20 @@ class Watch:
         """
         everyone = self._groups.everyone
         self.refuse_bad_states()  # a non-finite state is the cause of other non-finite values
-        findings = self._findings(microbatches, self._is_nonfinite())
+        findings = self._findings(microbatches)
         first = findings[0]
-        if first.rank == everyone.rank:
-            log_dir = Path(self._train.run_dir) / "log"
-            write_marker(log_dir, first.rank, self._step, first.text, first.host)
+        if first.rank == everyone.rank and self._workspace is not None:
+            tokens = b"".join(microbatch.tokens.numpy().tobytes() for microbatch in microbatches)
+            write_marker(
+                self._workspace,
+                self._train.run_dir,
+                first.rank,
+                self._step,
+                first.text,
+                first.host,
+                data_xxh3=files.xxh3_bytes(tokens),
+                device=str(self._device),
+            )
         more = len([finding for finding in findings if finding[:4] == first[:4]]) - 1
         also = f" (and {counted(more, 'more rank')})" if more else ""
         raise NonFiniteError(
@@ -366,14 +411,16 @@ class Watch:
             f"{first.text}{also}{circumstance}"
         )
 
-    def _findings(self, microbatches: list[Microbatch], is_nonfinite: bool) -> list[Finding]:
+    def _findings(self, microbatches: list[Microbatch]) -> list[Finding]:
         """Search for the cause on all ranks. Return the findings of all ranks; the first one is
         nearest to the cause. A collective of all ranks."""
         everyone = self._groups.everyone
+        in_update, _ = self._bad_gradient()
+        is_nonfinite = bool(in_update) or any(not is_finite(loss) for loss in self._losses())
         finding = self._find_in_forward(microbatches)
         findings = all_gather_objects(finding, everyone, Finding | None)
         if not any(findings):
-            finding = self._find_in_backward(microbatches, is_nonfinite)
+            finding = self._find_in_backward(microbatches, in_update, is_nonfinite)
             findings = all_gather_objects(finding, everyone, Finding | None)
         return sorted(finding for finding in findings if finding is not None)
 
@@ -397,11 +444,16 @@ class Watch:
         return None
 
     def _find_in_backward(
-        self, microbatches: list[Microbatch], is_nonfinite: bool
+        self, microbatches: list[Microbatch], bad_in_update: str, is_nonfinite: bool
     ) -> Finding | None:
-        """Run the forward and backward passes again; return this rank's finding, or None."""
-        states, sent = self._states, []
-        bad_in_update, self._bad_gradient = self._bad_gradient, ""
+        """Run the forward and backward passes again; return this rank's finding, or None.
+
+        Args:
+            microbatches: This rank's microbatches.
+            bad_in_update: Name of the first non-finite gradient of the update; "" if there is none.
+            is_nonfinite: True if a loss or a gradient of the update is not finite.
+        """
+        states, sent, self._extremes = self._states, [], []
         states.gradients.finish()  # wait for reductions in progress
         states.start_step()
         observing = observing_contributions(lambda tensor: sent.append(is_finite(tensor)))
@@ -412,13 +464,12 @@ class Watch:
                 lambda: None,
                 states.gradients.before_backward,
             )
-        if self._bad_gradient:
+        name, depth = self._bad_gradient()
+        if name:
             # Collectives spread a non-finite gradient. Its origin is the first rank to send one.
             when = sent.index(False) if False in sent else math.inf
-            text = f"the gradient of {self._bad_gradient} is non-finite, although the forward pass"
-            return self._finding(
-                2, -self._groups.coordinate.pp, when, self._depth, f"{text} is finite"
-            )
+            text = f"the gradient of {name} is non-finite, although the forward pass is finite"
+            return self._finding(2, -self._groups.coordinate.pp, when, depth, text)
         if not is_nonfinite:
             return None
         values = f"the gradient of {bad_in_update} is" if bad_in_update else "the values are"

@@ -394,10 +394,9 @@ def autotune_dispatch(
         return DispatchChoice(ep_dispatch, "")
     device_type = next(model.parameters()).device.type
     if ep_dispatch != "auto":
-        # The setting may come from the config.toml of a run on another device.
-        fails = device_type == "xpu" and ep_dispatch == "alltoall"
-        warning = "as set, but all-to-all is known to kill the process on Intel GPUs"
-        return DispatchChoice(ep_dispatch, warning if fails else "")
+        if groups.everyone.rank == 0:
+            warn_of_alltoall(config.parallel, device_type)
+        return DispatchChoice(ep_dispatch, "")
     stored = checkpoint.settings if checkpoint is not None else {}
     recorded = _recorded_dispatch(config.parallel, train, stored)
     choice = choose_dispatch(device_type, train.deterministic, recorded)
@@ -419,6 +418,17 @@ def autotune_dispatch(
         )
     use_dispatcher(model, choice.name)
     return choice
+
+
+def warn_of_alltoall(parallel: ParallelConfig, device_type: str) -> None:
+    """Log a warning if the configuration names all-to-all for Intel GPUs, where it may fail."""
+    # The setting may come from the config.toml of a run on another device.
+    if parallel.ep > 1 and device_type == "xpu" and parallel.ep_dispatch == "alltoall":
+        logger.warning(
+            "%s = 'alltoall': all-to-all is known to kill the process on Intel GPUs; set 'auto' or "
+            "'allgather' if ranks end without an error",
+            _DISPATCH,
+        )
 
 
 def _recorded_dispatch(

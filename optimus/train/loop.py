@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from optimus.errors import (
     as_optimus_error,
 )
 from optimus.evaluate import held_out_loss, sample_text
+from optimus.io.workspace import Workspace
 from optimus.launch.environment import LaunchEnv
 from optimus.model.flops import flops_per_token
 from optimus.observe.events import (
@@ -47,6 +49,7 @@ from optimus.peak import RunPeak
 from optimus.platform import dtype_of
 from optimus.rank.model import RankModel, uncompiled
 from optimus.rank.states import check_names, check_slots, states_of_rank
+from optimus.resilience.supervision.attempt import ProgressPage, read_attempt
 from optimus.train.autotune import (
     KernelChoices,
     MeasuredChoices,
@@ -111,7 +114,9 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         failure = as_optimus_error(error)  # one rank prints it once the ranks have met
         if failure is None:
             raise
-        directory = None  # this unlocks it: another run may use it meanwhile
+        if directory is not None:
+            directory.close(others_have_ended=True)  # another run may use it meanwhile
+            directory = None
     world: World | None = None
     run: Run | None = None
     phase: Phase = "meeting"
@@ -119,9 +124,11 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         world = start_world(launch, config.parallel.timeout_s, config.train.device, failure)
         assert inputs is not None, "start_world has raised the error of read_inputs"
         plan = RunPlan(*inputs, *broadcast_object(start, world.everyone, ResolvedStart))
+        path = directory.workspace.path if directory is not None else None
+        workspace = Workspace(broadcast_object(path, world.everyone, Path))
         start_up.done("meeting")
         phase = "setup"
-        run = _set_up(config, world, plan, directory, start_up)
+        run = _set_up(config, world, plan, workspace, directory, start_up)
         phase = "training"
         run.go()
     except RunEnded:
@@ -131,6 +138,12 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             error = ConfigError(str(error))
         agreement = world.agreement if world else None
         raise end_run(error, launch, agreement, phase, run.step if run else 0) from error
+    finally:
+        if run is None and directory is not None:
+            try:
+                directory.close(others_have_ended=True)
+            except OSError as error:  # must not replace the error that ends the run
+                logger.warning("%s: %s", config.train.run_dir, error.strerror)
     end_world()
 
 
@@ -138,6 +151,7 @@ def _set_up(
     config: Config,
     world: World,
     plan: RunPlan,
+    workspace: Workspace,
     directory: RunDirectory | None,
     start_up: StartUp,
 ) -> Run:
@@ -150,7 +164,7 @@ def _set_up(
         check_fp16(config.model, world.device)
     if world.is_first:
         print_start(config, plan, ranks_per_node)
-    return Run(config, world, plan, kernels, directory, start_up)
+    return Run(config, world, plan, kernels, workspace, directory, start_up)
 
 
 def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
@@ -180,6 +194,7 @@ class Run:
         world: World,
         plan: RunPlan,
         kernels: KernelChoices,
+        workspace: Workspace,
         directory: RunDirectory | None,
         start_up: StartUp | None = None,
     ) -> None:
@@ -187,7 +202,9 @@ class Run:
         self.last_step = config.train.stop_at_step or config.train.max_steps
         self.step = 0
         """Number of the current update; 0 before the first update."""
-        self.recorder = Recorders()  # sinks are added on the first rank
+        attempt = read_attempt()
+        self.progress = ProgressPage(attempt.progress if attempt is not None else None)
+        self.recorder = Recorders(self.progress)  # sinks are added on the first rank
         self.meter, self.trace = TrafficMeter(), ActionTrace()
         if directory is not None:
             self.recorder.add(self.meter)
@@ -205,10 +222,14 @@ class Run:
         self.config = config
         scaling = LossScale(config.optim, config.train.dtype, plan.batch.num_microbatches)
         rank_states = states_of_rank(config.model, layout, self.groups, self.states)
+        self.progress.enter("load", 0)
         plan = load_start(config, world, plan, layout, self.states, rank_states, scaling)
+        self.progress.enter("start", 0)
         self.plan = plan
         sync_logs = directory.sync if directory is not None else lambda: None
-        self.saves = Saves(config, world, plan, self.states, rank_states, scaling, sync_logs)
+        self.saves = Saves(
+            config, world, plan, self.states, rank_states, scaling, workspace, sync_logs
+        )
         recompute = recompute_report(config, self.groups, self.model)
         self.peak: RunPeak | None = None
         if directory is not None:
@@ -218,7 +239,14 @@ class Run:
             platform.use_private_compile_cache()
             self.model.compile_blocks()
         self.updater = Updater(
-            config, self.groups, self.rank_model, self.states, plan.batch, world.device, scaling
+            config,
+            self.groups,
+            self.rank_model,
+            self.states,
+            plan.batch,
+            world.device,
+            scaling,
+            workspace,
         )
         self.loader = Loader(
             plan.data.training,
@@ -245,29 +273,36 @@ class Run:
                 self.last_step,
                 "stop_at_step" if self.last_step < self.config.train.max_steps else "max_steps",
             )
-        began = time.monotonic()
+        attempt = read_attempt()
+        job_end = attempt.job_end if attempt is not None else None
+        began, is_complete = time.monotonic(), False
         try:
             self.saves.save_missing()
-            stop_request = StopRequest(self.config.train.deadline_s)
+            stop_request = StopRequest(self.config.train.deadline_s, job_end)
             for step in range(self.plan.start.step + 1, self.last_step + 1):
                 self.step = step
+                self.progress.enter("update", step)
                 self.update(step)
                 stopping = stop_request.agreed(self.world.everyone, self.world.device)
                 if stopping is None:
+                    self.progress.enter("evaluation", step)
                     self.evaluate(step)
                     self.sample(step)
+                self.progress.enter("save", step)
                 self.saves.after(step, last=step == self.last_step or stopping is not None)
                 if stopping is not None:  # only after the save, since the run may be killed soon
                     self.evaluate(step)
                     self.sample(step)
                 if stopping is not None and step < self.last_step:
                     self._print_end(step, began)
+                    is_complete = True
                     where = full_path(self.config.train.run_dir, step)
                     raise Stopped(
                         f"stopped after step {step} ({stopping}), checkpoint at {where}; give the "
                         "same command again to continue",
                     )
             self._print_end(max(self.plan.start.step, self.last_step), began)
+            is_complete = True
         except NonFiniteError:  # raised on every rank, so all can finish their saves together
             self.saves.end()
             raise
@@ -275,7 +310,8 @@ class Run:
             self.saves.give_up()
             self.loader.close()
             if self.directory is not None:
-                self.directory.close()
+                # After an error, another rank may still write a file on a non-finite value.
+                self.directory.close(others_have_ended=is_complete)
 
     def _print_end(self, step: int, began: float) -> None:
         if self.directory is None:
@@ -299,6 +335,7 @@ class Run:
         # Copied to the host once, for the expert-load figures and the warnings.
         result = replace(result, expert_rows=result.expert_rows.cpu())
         self._record(result, seconds)
+        self.directory.check_newest()
         for notice in self.health.after_update(step, result.expert_rows, result.grad_norm):
             logger.log(notice.level, notice.text)
         if self._start_up is not None:
@@ -397,6 +434,7 @@ class Run:
         with fastest_library(like):
             self.peak = RunPeak(
                 directory.path,
+                directory.workspace,
                 self.plan.start.step > 0,
                 like.device,
                 like.dtype,

@@ -218,7 +218,7 @@ def check_run_dir(run_dir: str) -> None:
     path = Path(run_dir).absolute()
     # lexists: mkdir cannot replace a link without a target.
     nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-    if not nearest.is_dir():
+    if not os.path.isdir(nearest):  # Path.is_dir raises an error if access is denied
         problem = f"{nearest} is not a directory"
     elif not os.access(nearest, os.W_OK | os.X_OK):
         problem = f"{nearest} is not writable"

@@ -2,75 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from optimus.checkpoint.store import prepare_directory
+from optimus.checkpoint.store import adopt_workspace, open_workspace, prepare_directory
 from optimus.config import Config, dump_toml
-from optimus.errors import ConfigError, reason_of
-from optimus.io import files
+from optimus.errors import OptimusError
+from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.observe.events import Recorder
 from optimus.observe.log import LogRecorder, Progress
 from optimus.observe.metrics import MetricsFiles, TensorBoard, metrics_paths
+from optimus.resilience.supervision.attempt import read_attempt
 from optimus.train.resolve import RunPlan
 
 logger = logging.getLogger(__name__)
-
-LOCK = ".lock"
-
-
-def check_not_in_use(path: Path) -> None:
-    """Raise ConfigError if another run has locked the run directory `path`. Creates no file."""
-    try:
-        with files.open_regular(path / LOCK) as file:
-            _lock(file, path, fcntl.LOCK_SH)
-    except FileNotFoundError:
-        return
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; if you check a job that will start after the other run has ended, add "
-            "--skip-run-dir-check"
-        ) from None
-    except OSError as error:
-        raise ConfigError(
-            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {reason_of(error)}; choose "
-            "another directory"
-        ) from None
-
-
-def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
-    """Lock `file`, the lock file of `run_dir`, until it is closed. `kind` is LOCK_SH or LOCK_EX of
-    fcntl. If another process has the lock, close `file` and raise ConfigError."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ConfigError(
-            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another directory "
-            "or wait until that run ends"
-        ) from None
 
 
 class RunDirectory:
     """The locked run directory and the open files in it, on the first rank only."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Create the directory if it does not exist, and lock it.
+        """Create the directory if it does not exist, lock it and open a workspace.
+
+        In a supervised run, the supervisor has the lock and has opened the workspace.
 
         Args:
             path: `train.run_dir`.
 
         Raises:
             ConfigError: The directory cannot be created, or another run uses it.
+            OSError: The workspace cannot be opened.
         """
         self.path = Path(path)
-        self._lock = self._acquire_lock()
+        attempt = read_attempt()
+        self._lock: BinaryIO | None = None
+        if attempt is None:
+            self._lock = lock_run_dir(self.path)
+            self.workspace = open_workspace(self.path)
+        else:
+            self.workspace = adopt_workspace(self.path, Workspace(attempt.workspace))
         self._board: TensorBoard | None = None
+        self._progress: Progress | None = None
 
     def open(self, config: Config, plan: RunPlan, last_step: int) -> list[Recorder]:
         """Write config.toml and open the files of metrics and evaluations.
@@ -88,11 +62,10 @@ class RunDirectory:
             The recorders of the run: metrics files, log, progress bar and TensorBoard.
         """
         step = plan.start.step
-        prepare_directory(self.path, plan.start)
+        prepare_directory(self.path, plan.start, self.workspace)
         expected = {name: _expected_steps(plan, name, self.path) for name in ("metrics", "eval")}
-        self.metrics = MetricsFiles(self.path, step, expected)
-        # This write syncs the directory, so the names of the new metrics files are durable, too.
-        files.write_bytes(self.path / "config.toml", dump_toml(config).encode())
+        self.metrics = MetricsFiles(self.path, self.workspace, step, expected)
+        self.workspace.write_bytes(self.path / "config.toml", dump_toml(config).encode())
         self._progress = Progress(step, last_step, config.observe.log_interval)
         sinks = [self.metrics, LogRecorder(), self._progress]
         if config.observe.tensorboard:
@@ -100,34 +73,14 @@ class RunDirectory:
             sinks.append(self._board)
         return sinks
 
-    def _acquire_lock(self) -> BinaryIO:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"train.run_dir = {str(self.path)!r}: cannot create the directory: "
-                f"{error.strerror}; choose another directory"
-            ) from None
-        # Mode 0600, since any user who can open the file can lock it. O_NOFOLLOW, since opening a
-        # symbolic link could create a file in another directory.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            file = os.fdopen(os.open(self.path / LOCK, flags, 0o600), "r+b", buffering=0)
-        except OSError as error:
-            raise ConfigError(
-                f"train.run_dir = {str(self.path)!r}: cannot open {LOCK}: {reason_of(error)}; "
-                "choose another directory"
-            ) from None
-        with contextlib.suppress(OSError):  # earlier versions made it readable by others
-            os.fchmod(file.fileno(), 0o600)
-        _lock(file, self.path, fcntl.LOCK_EX)
-        if self.path.stat().st_mode & stat.S_IWOTH:
-            logger.warning(
-                "%s: every user of this machine may write to it and replace its checkpoints; run "
-                "chmod o-w on it",
-                self.path,
+    def check_newest(self) -> None:
+        """Raise OptimusError if a later start of the run has taken over the directory. Nothing that
+        this process does can change the directory then."""
+        if self.metrics.is_replaced() and not self.workspace.is_open():
+            raise OptimusError(
+                f"train.run_dir = {str(self.path)!r}: another start of this run uses the directory "
+                "now; this process ends without saving"
             )
-        return file
 
     def sync(self) -> None:
         """Sync metrics.jsonl and eval.jsonl to disk. Call this before a checkpoint is committed.
@@ -136,16 +89,30 @@ class RunDirectory:
 
     def end_progress(self) -> None:
         """End the progress bar and leave it on the terminal. Later lines are printed below it."""
-        self._progress.close()
+        if self._progress is not None:
+            self._progress.close()
 
-    def close(self) -> None:
-        """Close the files and unlock the directory. Raises OSError if lines of metrics could not
-        be written."""
+    def close(self, others_have_ended: bool) -> None:
+        """Close the files and unlock the directory.
+
+        Args:
+            others_have_ended: True if no other rank uses the workspace any more. It is then removed
+                if it is empty.
+
+        Raises:
+            OSError: Lines of metrics could not be written.
+        """
         self.end_progress()
-        self.metrics.close()
         if self._board is not None:
             self._board.close()
-        self._lock.close()
+        try:
+            if self._progress is not None:  # the files are open
+                self.metrics.close()
+        finally:
+            if self._lock is not None:
+                if others_have_ended:
+                    self.workspace.close()
+                self._lock.close()
 
 
 def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:

@@ -25,6 +25,7 @@ from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
 from optimus.hf import config_to_hf
+from optimus.io.workspace import Workspace
 from optimus.resilience.nonfinite import refuse_bad_states, write_marker
 from optimus.train.loss_scale import LossScale
 from optimus.train.resolve import RunPlan, flat_settings
@@ -103,6 +104,7 @@ class Saves:
         states: ChunkEngine,
         rank_states: RankStates,
         loss_scale: LossScale,
+        workspace: Workspace,
         sync_logs: Callable[[], None],
     ) -> None:
         """Plan the files of all checkpoints. A collective of all ranks.
@@ -114,11 +116,12 @@ class Saves:
             states: This rank's states.
             rank_states: The layout of the states over ranks.
             loss_scale: The loss scale, which is also saved.
+            workspace: The workspace of the run.
             sync_logs: Syncs the metrics files to disk; the first rank calls it before a commit.
         """
         self._config, self._world, self._plan, self._states = config, world, plan, states
         self._settings = flat_settings(config, plan.batch, plan.data.training)
-        self._loss_scale = loss_scale
+        self._loss_scale, self._workspace = loss_scale, workspace
         # Leave out the shards: they refer to fp32 copies of frozen parameters, which would then
         # stay in memory.
         self._rank_states = replace(rank_states, shards=())
@@ -244,6 +247,7 @@ class Saves:
                 pending.write_sidecar_files,
                 self._remove_old,
                 self._remove_leftover,
+                workspace=self._workspace,
                 reserve=reserve,
                 **self._facts(step),
             )
@@ -268,9 +272,14 @@ class Saves:
         elif outcome.failure.nonfinite:  # in the saved copy, and usually in the states, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
-                log_dir, text = Path(self._config.train.run_dir) / "log", outcome.failure.message
-                host = socket.gethostname()
-                write_marker(log_dir, outcome.rank, outcome.step, text, host)
+                write_marker(
+                    self._workspace,
+                    self._config.train.run_dir,
+                    outcome.rank,
+                    outcome.step,
+                    outcome.failure.message,
+                    socket.gethostname(),
+                )
             raise NonFiniteError(outcome.failure.message)
         else:
             self._handle_failure(pending, outcome.step, outcome.failure.message)
@@ -307,7 +316,8 @@ class Saves:
         run_dir, settings = self._config.train.run_dir, self._config.checkpoint
         with self._removing:  # a full and a model-only save may end at the same time
             try:
-                left = store.remove_old(run_dir, settings.keep_models, settings.keep_models_every)
+                keep = settings.keep_models, settings.keep_models_every
+                left = store.remove_old(run_dir, self._workspace, *keep)
                 self._warn_of_unremovable(left)
             except OSError as error:
                 where = error.filename or store.checkpoints_dir(run_dir)
@@ -316,7 +326,9 @@ class Saves:
     def _remove_leftover(self, directory: Path) -> None:
         """Remove the directory of a failed save. Runs in a thread of the first rank."""
         with self._removing, contextlib.suppress(OSError):
-            self._warn_of_unremovable(self._unremovable | store.remove_all([directory]))
+            self._warn_of_unremovable(
+                self._unremovable | store.remove_all([directory], self._workspace)
+            )
 
     def _warn_of_unremovable(self, left: dict[Path, str]) -> None:
         """Log a warning with the directories that could not be removed and the free disk space.
@@ -346,7 +358,8 @@ class Saves:
 
     def _refuse_bad_states(self, step: int) -> None:
         train, optim = self._config.train, self._config.optim
-        refuse_bad_states(train, optim, self._states, self._world.everyone, step, step)
+        everyone, workspace = self._world.everyone, self._workspace
+        refuse_bad_states(train, optim, self._states, everyone, workspace, step, step)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest that describe the run after `step`."""

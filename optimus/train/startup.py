@@ -52,12 +52,14 @@ def check_run(
 
     plan = resolve(config, world_size, check_data, check_run_dir)
     # Only these import torch, which takes seconds.
+    from optimus.io.workspace import check_not_in_use
     from optimus.rank.states import check_names, check_slots
-    from optimus.train.run_dir import check_not_in_use
+    from optimus.train.autotune import warn_of_alltoall
     from optimus.train.save import check_saves
 
     check_names(config.optim, config.model)
     check_slots(config, plan.mesh)
+    warn_of_alltoall(config.parallel, config.train.device)
     if check_run_dir:
         check_not_in_use(Path(config.train.run_dir))
         check_saves(config.model, config.checkpoint.model_interval, plan.start)

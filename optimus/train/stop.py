@@ -6,12 +6,14 @@ A run finishes the current update and saves a checkpoint before it stops.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
 from typing import TYPE_CHECKING
 
-from optimus.launch.environment import RENDEZVOUS, STARTED
+from optimus.launch import environment
+from optimus.launch.environment import RENDEZVOUS
 from optimus.launch.signals import STOP_SIGNALS, signal_label
 
 if TYPE_CHECKING:
@@ -30,13 +32,16 @@ all ranks report the one with the highest priority."""
 class StopRequest:
     """Records a stop signal or a passed deadline on this rank, and lets all ranks agree to stop."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, job_end: float | None = None) -> None:
         """Install handlers for STOP_SIGNALS.
 
         Args:
             deadline_s: Seconds from the start of this process to the deadline; 0: no deadline.
+            job_end: Unix time of another deadline, or None. The earlier deadline counts.
         """
-        self._end = STARTED + deadline_s if deadline_s else None
+        self._end = environment.STARTED + deadline_s if deadline_s else math.inf
+        if job_end is not None:
+            self._end = min(self._end, time.monotonic() + job_end - time.time())
         self._reason = 0
         for number in STOP_SIGNALS:
             # SIGHUP stays ignored if nohup started this run. Ranks of the spawner ignore SIGHUP,
@@ -69,7 +74,7 @@ class StopRequest:
         from optimus.distributed.collectives import greatest
 
         reason = self._reason
-        if not reason and self._end is not None and time.monotonic() >= self._end:
+        if not reason and time.monotonic() >= self._end:
             reason = _DEADLINE
         # One rank may have received only SIGTERM, another the spawner's signal as well.
         code = greatest(_PRIORITY.index(reason), group, device)

@@ -16,6 +16,7 @@ from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import all_reduce_sum, exact_sums
 from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError
+from optimus.io.workspace import Workspace
 from optimus.parallel.pipeline.stage import Terms
 from optimus.rank.model import RankModel
 from optimus.resilience.nonfinite import Watch
@@ -55,6 +56,7 @@ class Updater:
         plan: BatchPlan,
         device: torch.device,
         loss_scale: LossScale | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         """Make the backward pass of `rank_model` write its gradients to `states`.
 
@@ -66,6 +68,8 @@ class Updater:
             plan: The batch sizes of an update.
             device: The device of the model.
             loss_scale: The loss scale of the run; None creates the loss scale of a new run.
+            workspace: The workspace of the run, for files about non-finite values; None writes no
+                files.
         """
         self._loss_scale = loss_scale or LossScale(
             config.optim, config.train.dtype, plan.num_microbatches
@@ -75,7 +79,7 @@ class Updater:
         rank_model.write_gradients_to_chunks(states)
         if config.train.deterministic:
             rank_model.keep_microbatches_apart()
-        self._watch = Watch(config.train, config.optim, groups, rank_model, states)
+        self._watch = Watch(config.train, config.optim, groups, rank_model, states, workspace)
         states.gradients.before_reduce = self._watch.look_at
         self._norm = 0.0
 

@@ -13,6 +13,7 @@ from optimus.checkpoint.index import ADAMW_STATES, INDEX, encode
 from optimus.checkpoint.store import write_checkpoint
 from optimus.errors import CheckpointError
 from optimus.io import files
+from optimus.io.workspace import find_workspaces
 from tests.kit.faults.disk import immutable
 
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
@@ -50,7 +51,7 @@ def move_elsewhere(manifest, folder):
 
 def start_of(run_dir, load):
     start = store.decide_start(run_dir, load)
-    store.prepare_directory(run_dir, start)
+    store.prepare_directory(run_dir, start, store.open_workspace(run_dir))
     return start
 
 
@@ -63,7 +64,10 @@ def weights(tmp_path):
 
 
 def names(run_dir):
-    return sorted(path.name for path in store.checkpoints_dir(run_dir).iterdir())
+    """Return the names in `checkpoints/`, without the workspace of a start."""
+    directory = store.checkpoints_dir(run_dir)
+    workspaces = find_workspaces(directory)
+    return sorted(path.name for path in directory.iterdir() if path not in workspaces)
 
 
 def test_a_temporary_read_error_does_not_skip_the_newest_checkpoint(tmp_path, capsys, monkeypatch):
@@ -86,20 +90,20 @@ def test_retention_keeps_two_full_checkpoints_and_the_newest_models(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
         save(tmp_path, step, "model")
-    store.remove_old(tmp_path, keep_models=0)
+    store.remove_old(tmp_path, store.open_workspace(tmp_path), keep_models=0)
     assert [n for n in names(tmp_path) if n.startswith("step")] == [
         "step-00000004",
         "step-00000005",
     ]
     assert len([n for n in names(tmp_path) if n.startswith("model")]) == 5
-    store.remove_old(tmp_path, keep_models=1)
+    store.remove_old(tmp_path, store.open_workspace(tmp_path), keep_models=1)
     assert [n for n in names(tmp_path) if n.startswith("model")] == ["model-00000005"]
 
 
 def test_retention_keeps_models_of_multiples(tmp_path):
     for step in range(1, 9):
         save(tmp_path, step, "model")
-        store.remove_old(tmp_path, keep_models=2, keep_every=3)
+        store.remove_old(tmp_path, store.open_workspace(tmp_path), keep_models=2, keep_every=3)
     assert names(tmp_path) == [f"model-0000000{step}" for step in (3, 6, 7, 8)]
 
 
@@ -112,19 +116,24 @@ def test_remove_old_tries_all_checkpoints_and_returns_those_that_stay(tmp_path):
     for number in range(20):  # some are listed after `data`
         (model / f"more-{number}").touch()
     with immutable(slot, model / "data"):
-        left = store.remove_old(tmp_path, keep_models=2)
+        workspace = store.open_workspace(tmp_path)
+        left = store.remove_old(tmp_path, workspace, keep_models=2)
         (renamed,) = (path for path in left if path != slot)
         try:
             reasons = {slot: "Operation not permitted", renamed: "data: Operation not permitted"}
             assert left == reasons and files.is_temporary(renamed)
             kept = ["model-00000005", "model-00000006"]
             kept += ["step-00000002", "step-00000005", "step-00000006"]
-            assert names(tmp_path) == [renamed.name, *kept]
+            assert names(tmp_path) == kept and renamed.parent == workspace.path
             assert [path.name for path in renamed.iterdir()] == ["data"]
-            assert store.remove_old(tmp_path, keep_models=2) == left
+            assert store.remove_old(tmp_path, workspace, keep_models=2) == left
+            workspace = store.open_workspace(tmp_path)
+            assert not renamed.exists()
+            renamed = workspace.path / renamed.name
+            assert renamed in store.remove_old(tmp_path, workspace, keep_models=2)
         finally:
             subprocess.run(["chattr", "-i", str(renamed / "data")])
-    assert store.remove_old(tmp_path, keep_models=2) == {}
+    assert store.remove_old(tmp_path, store.open_workspace(tmp_path), keep_models=2) == {}
     assert names(tmp_path) == [name for name in kept if name != "step-00000002"]
 
 
@@ -134,7 +143,7 @@ def test_remove_old_counts_readable_checkpoints_only(tmp_path, kind):
     for step in (1, 2, 3):
         save(tmp_path, step, "full" if kind == "step" else kind)
     (store.checkpoints_dir(tmp_path) / f"{kind}-00000099").mkdir()
-    assert store.remove_old(tmp_path, keep_models=2) == {}
+    assert store.remove_old(tmp_path, store.open_workspace(tmp_path), keep_models=2) == {}
     assert names(tmp_path) == [f"{kind}-{step:08d}" for step in (2, 3, 99)]
 
 
@@ -174,7 +183,7 @@ def test_none_starts_fresh_and_moves_old_checkpoints_to_quarantine(tmp_path):
     save(tmp_path, 7)
     start = store.decide_start(tmp_path, "none")
     assert start.step == 0 and start.full is None
-    store.prepare_directory(tmp_path, start)
+    store.prepare_directory(tmp_path, start, store.open_workspace(tmp_path))
     assert store.newest_valid(tmp_path) is None
     assert [p.name.split(".")[0] for p in (tmp_path / "checkpoints" / "set-aside").iterdir()] == [
         "step-00000007"
@@ -187,7 +196,7 @@ def test_going_back_to_a_model_moves_later_checkpoints_to_quarantine_once(tmp_pa
     save(tmp_path, 25)
     start = store.decide_start(tmp_path, "model@10")
     assert (start.step, start.full, start.path.name) == (10, None, "model-00000010")
-    store.prepare_directory(tmp_path, start)
+    store.prepare_directory(tmp_path, start, store.open_workspace(tmp_path))
     assert names(tmp_path) == ["model-00000010", "set-aside"]
     # After a failure, the same command continues from the newest checkpoint of that run.
     save(tmp_path, 15, origin="model@10")
@@ -220,9 +229,9 @@ def test_copies_by_users_are_ignored(tmp_path):
     directory = store.checkpoints_dir(tmp_path)
     for name in ("step-00000009-mine", "step-00000009.bak", "model-x"):
         (directory / name).mkdir()
-    store.remove_old(tmp_path, keep_models=1)
+    store.remove_old(tmp_path, store.open_workspace(tmp_path), keep_models=1)
     start = store.decide_start(tmp_path, "auto")
-    store.prepare_directory(tmp_path, start)
+    store.prepare_directory(tmp_path, start, store.open_workspace(tmp_path))
     assert start.step == 3
     assert {"step-00000009-mine", "step-00000009.bak", "model-x"} <= set(names(tmp_path))
 
@@ -235,7 +244,7 @@ def test_a_run_may_start_from_the_path_of_its_checkpoint(tmp_path, monkeypatch, 
     paths = {"relative": "run/checkpoints/step-00000006", "run": str(tmp_path / "run")}
     load = paths.get(spelling, str(tmp_path / "run/checkpoints/step-00000006"))
     start = store.decide_start(tmp_path / "run", load)
-    store.prepare_directory(tmp_path / "run", start)
+    store.prepare_directory(tmp_path / "run", start, store.open_workspace(tmp_path / "run"))
     assert start.path.is_dir()
     kept = {"step-00000006"} | ({"step-00000008"} if spelling == "run" else set())
     assert set(names("run")) - {"set-aside"} == kept
@@ -251,7 +260,9 @@ def test_a_run_goes_back_to_its_model_by_step_not_by_path(tmp_path):
 def test_a_stray_file_with_a_temporary_name_blocks_nothing(tmp_path):
     save(tmp_path, 3)
     (store.checkpoints_dir(tmp_path) / ".step-9.1.ab.tmp").touch()
-    store.prepare_directory(tmp_path, store.decide_start(tmp_path, "auto"))
+    store.prepare_directory(
+        tmp_path, store.decide_start(tmp_path, "auto"), store.open_workspace(tmp_path)
+    )
     assert "step-00000003" in names(tmp_path)
 
 
@@ -284,7 +295,7 @@ def test_removal_of_a_link_keeps_its_target(tmp_path):
     move_elsewhere(save(run, 1), tmp_path / "elsewhere")
     for step in (2, 3):
         save(run, step)
-    store.remove_old(run, keep_models=0)
+    store.remove_old(run, store.open_workspace(run), keep_models=0)
     assert names(run) == ["step-00000002", "step-00000003"]
     assert (tmp_path / "elsewhere" / "step-00000001" / "data").is_file()
 

@@ -118,6 +118,7 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
 @pytest.mark.parametrize(
     "override, message",
     [
+        ("max_step=5", r"not of the form section.key=value; did you mean train.max_steps\?$"),
         ("optim.lrr=1", r"unknown key optim.lrr = 1; did you mean optim.lr\?"),
         ("train.lr=1", r"unknown key train.lr = 1; did you mean optim.lr\?$"),
         ("optim.learning_rate=1", r"optim.learning_rate = 1; did you mean optim.lr\?$"),
@@ -182,7 +183,7 @@ def test_bases_are_read_once_and_limited_in_number(tmp_path, model_file):
         ('recompute.modules=["moe", "moe"]', r"recompute.modules = .*moe.* names a module twice"),
         ('recompute.modules=["mlp"]', r"recompute.modules.0 = 'mlp': must be .*'norm'"),
         ("train.threads=100000", r"train.threads = 100000.* 1024"),
-        ("resilience.x=1", r"\[resilience\] is not available in this version"),
+        ("resilience.x=1", r"unknown key resilience.x = 1; the keys of \[resilience\] are heart"),
         ("optim.loss_scale=1024", r"optim.loss_scale = 1024 has no meaning with .*'bf16'.*'fp16'"),
         (
             "optim.groups=[{weight_decay=0}]",

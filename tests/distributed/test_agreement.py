@@ -116,9 +116,9 @@ def test_a_rank_that_fails_later_adopts_the_decision(open_store, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [LostPeerError("rank 0 is gone"), DataError("a.npy")])
-def test_the_end_of_a_rank_that_comes_late_is_not_shared(open_store, monkeypatch, error):
-    """Rank 0 ends before rank 1 fails. `is_shared` is False on both, because collectives of rank 1
-    may need rank 0."""
+def test_error_after_the_end_of_rank_0_is_not_shared(open_store, monkeypatch, error):
+    """Rank 0 ends before rank 1 fails. `is_shared` is False on both ranks: rank 1 may wait in
+    collectives for rank 0."""
     monkeypatch.setattr(agreements, "_OTHERS_S", 0.3)
     assert not ended_with(open_store, {0: DataError("metrics.jsonl")}, size=2)[0].is_shared
     late = ended_with(open_store, {1: error}, size=2)[1]

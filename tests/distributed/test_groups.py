@@ -20,10 +20,12 @@ from tests.kit.ranks.worlds import everyone, fake_world
 GROUPS = (("pp",), ("dp",), ("ep",), ("tp",), ("dp", "ep"), ENDS)
 
 
-def sums(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
-    """All-gather the global ranks over each group of this rank. Return the gathered ranks of each
-    group, with the group's axes as key. Check that a group with dp among its axes never uses the
-    torch process group of a group without dp."""
+def gathered_ranks(sizes: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
+    """Return the global ranks of each group of this rank, with the group's axes as key.
+
+    The ranks are all-gathered over the group. Also check that no group with the axis dp uses the
+    same torch process group as a group without this axis.
+    """
     rank = torch.distributed.get_rank()
     groups = join_groups(Mesh(*sizes), make_world(timeout_s=600.0))
     seen = {}
@@ -74,7 +76,7 @@ def test_groups_wait_for_the_time_limit_of_the_run(ranks, when, operation):
 def test_groups_have_the_ranks_of_their_axes(ranks):
     for sizes in ((2, 2, 1, 2), (1, 2, 2, 2), (4, 1, 2, 1), (8, 1, 1, 1), (1, 4, 2, 1)):
         mesh = Mesh(*sizes)
-        for rank, seen in enumerate(ranks(8, sums, sizes)):
+        for rank, seen in enumerate(ranks(8, gathered_ranks, sizes)):
             for axes in GROUPS[:-1]:
                 assert seen[axes] == list(mesh.group_of(rank, axes))
             column = mesh.group_of(rank, ("pp",))
@@ -146,7 +148,9 @@ def test_neighbours_have_a_communicator_for_each_direction(ranks, sizes, virtual
 
 
 def sums_twice(sizes: tuple[int, ...]) -> bool:
-    return sums(sizes) == sums(sizes) and over_channels(sizes, 1) == over_channels(sizes, 1)
+    return gathered_ranks(sizes) == gathered_ranks(sizes) and over_channels(
+        sizes, 1
+    ) == over_channels(sizes, 1)
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (4, 1, 1, 2), (5, 1, 1, 1)], ids=str)

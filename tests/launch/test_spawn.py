@@ -151,6 +151,15 @@ def test_a_rank_that_hangs_after_a_stop_is_killed_and_reported(monkeypatch, caps
     assert "rank 0 was killed: it did not end within 0 s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("status", "result"), [(1, 1), (5, 5)])
+def test_a_rank_that_hangs_after_a_stop_and_a_failure(monkeypatch, capsys, status, result):
+    monkeypatch.setattr(spawn, "_GRACE_S", 0.3)
+    late = "import time; time.sleep(60)"
+    ranks = start_scripts(late, "raise SystemExit(3)", f"raise SystemExit({status})")
+    assert spawn._watch(ranks, []) == result
+    assert "within 0 s after another rank had failed" in capsys.readouterr().err
+
+
 def test_the_time_after_a_failure_counts_from_the_failure(monkeypatch):
     """The time limit starts at the failure of rank 1, not at the earlier stop of rank 0."""
     monkeypatch.setattr(spawn, "_GRACE_S", 2.0)

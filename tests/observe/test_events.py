@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from optimus.io.workspace import Workspace
 from optimus.observe.events import (
     NO_RECORDER,
     ActionEvent,
@@ -130,14 +131,14 @@ def test_the_log_has_evaluations_phases_and_traffic_once(capsys):
 def test_files_return_the_last_record_also_after_a_resume(tmp_path):
     (tmp_path / "log").mkdir()
     nothing: dict[str, range] = {"metrics": range(0), "eval": range(0)}
-    files = MetricsFiles(tmp_path, 0, nothing)
+    files = MetricsFiles(tmp_path, Workspace.open(tmp_path / "checkpoints"), 0, nothing)
     assert (files.last_loss(), files.last_evaluation()) == (None, None)
     for record in (STEP, LOAD, EVALUATION):
         files.record(record)
     assert (files.last_loss(), files.last_evaluation()) == (2.5, EVALUATION)
     files.close()
     assert read_json_lines(tmp_path / "metrics.jsonl") == [STEP.values()]
-    files = MetricsFiles(tmp_path, 4, nothing)
+    files = MetricsFiles(tmp_path, Workspace.open(tmp_path / "checkpoints"), 4, nothing)
     assert (files.last_loss(), files.last_evaluation()) == (2.5, EVALUATION)
     files.close()
 

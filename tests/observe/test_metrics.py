@@ -5,17 +5,30 @@ from __future__ import annotations
 import errno
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from optimus.errors import DataError
-from optimus.observe.metrics import JsonLines, cut_after, read_json_lines
+from optimus.io.workspace import Workspace
+from optimus.observe.metrics import JsonLines, read_json_lines
 from optimus.observe.report import write_report
 
 
+def opened(path, copy=None, step=1 << 60, log=None, expected=()):
+    """Open a file as a start of a run does."""
+    copy, log = copy or path.with_name(f".{path.name}-copy"), log or path.with_name("cut")
+    return JsonLines.open(
+        Workspace.open(path.parent / "checkpoints"), path, copy, step, log, expected
+    )
+
+
+def cut_after(path, step, log, copy=None, expected=()):
+    """Repair a file as a start of a run does. Without `copy`, there is no copy of the file."""
+    opened(path, copy or path.with_name("absent"), step, log, expected).close()
+
+
 def write_steps(path, steps):
-    lines = JsonLines(path)
+    lines = opened(path)
     for step in steps:
         lines.append(
             {
@@ -38,7 +51,7 @@ def test_floats_are_read_back_exactly(tmp_path):
 
 def test_sync_raises_while_lines_wait_for_room(tmp_path, monkeypatch, capsys):
     path, plain = tmp_path / "metrics.jsonl", os.write
-    lines = JsonLines(path)
+    lines = opened(path)
 
     def full(fd, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -88,21 +101,36 @@ def test_cut_lines_are_durable_before_they_go(tmp_path, monkeypatch):
     def fsync(file):
         plain(file)
         if len(read_json_lines(path)) == 8:
-            synced.append(Path(os.readlink(f"/proc/self/fd/{file}")))
+            synced.append(os.readlink(f"/proc/self/fd/{file}"))
 
     monkeypatch.setattr(os, "fsync", fsync)
     cut_after(path, 6, log)
-    assert {log, log.parent, tmp_path} <= set(synced)
-    assert synced.index(log) < synced.index(log.parent, synced.index(log))
+    (content,) = (name for name in synced if "/.cut.jsonl." in name)
+    assert str(log.parent) in synced[synced.index(content) :] and str(tmp_path) in synced
 
 
-def test_cut_of_nothing_leaves_the_file_alone(tmp_path):
+def test_cut_of_nothing_keeps_the_content(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2])
-    before = path.stat().st_mtime_ns
+    before = path.read_bytes()
     cut_after(path, 2, tmp_path / "cut")
-    assert path.stat().st_mtime_ns == before and not (tmp_path / "cut").exists()
+    assert path.read_bytes() == before and not (tmp_path / "cut").exists()
     cut_after(tmp_path / "absent.jsonl", 0, tmp_path / "cut")
+    assert (tmp_path / "absent.jsonl").read_bytes() == b""
+
+
+def test_lines_of_an_earlier_start_do_not_reach_the_file(tmp_path):
+    path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
+    earlier = opened(path, copy)
+    earlier.append({"step": 1})
+    later = opened(path, copy)
+    earlier.append({"step": 2, "of": "the earlier start"})
+    later.append({"step": 2})
+    earlier.sync()
+    later.sync()
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}] == read_json_lines(copy)
+    earlier.close()
+    later.close()
 
 
 def test_report_draws_a_picture(tmp_path):
@@ -124,9 +152,10 @@ def test_report_from_a_deleted_working_directory(tmp_path, monkeypatch):
 def test_report_counts_damaged_lines(tmp_path):
     write_steps(tmp_path / "metrics.jsonl", [1, 2])
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "loss": "x"}\n{"step": -1}\n')
+        file.write('{"step": 3, "loss": "x"}\n{"step": -1}\n[3]\n\x00\n{"step": 4, "lo')
+    (tmp_path / "eval.jsonl").write_text("{}\n")
     _, summary = write_report(tmp_path)
-    assert summary.startswith("2 steps, ") and summary.endswith("; 2 damaged lines left out")
+    assert summary.startswith("2 steps, ") and summary.endswith("; 5 damaged lines left out")
 
 
 def test_report_of_an_empty_directory_is_refused(tmp_path):
@@ -137,7 +166,7 @@ def test_report_of_an_empty_directory_is_refused(tmp_path):
 def kept_with_copy(tmp_path, steps=range(1, 9)):
     """Write lines to a file and to its copy. Return both paths, and the content of both files."""
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
-    lines = JsonLines(path, copy)
+    lines = opened(path, copy)
     for step in steps:
         lines.append({"step": step, "loss": 1 / step})
     lines.sync()
@@ -230,23 +259,28 @@ def test_new_start_moves_lines_of_the_copy_to_the_log(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_lines_for_an_unwritable_copy_wait(tmp_path, capsys):
-    path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
-    lines = JsonLines(path, copy)
-    copy.unlink()  # JsonLines creates the copy at once
-    copy.mkdir()
+def test_lines_for_an_unwritable_copy_wait(tmp_path, capsys, monkeypatch):
+    path, copy, plain = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl", os.write
+    lines = opened(path, copy)
+
+    def full(fd, data):
+        if os.path.samefile(f"/proc/self/fd/{fd}", copy):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
     for step in (1, 2):
         lines.append({"step": step})
         lines.sync()
     assert capsys.readouterr().err.count("its new lines wait in memory") == 1
-    copy.rmdir()
+    monkeypatch.setattr(os, "write", plain)
     lines.close()
     assert copy.read_bytes() == path.read_bytes() and len(read_json_lines(copy)) == 2
 
 
 def test_copy_is_written_in_batches_between_checkpoints(tmp_path):
     path, copy = tmp_path / "metrics.jsonl", tmp_path / ".metrics-copy.jsonl"
-    lines = JsonLines(path, copy)
+    lines = opened(path, copy)
     for step in range(1, 500):
         lines.append({"step": step, "text": "x" * 200})
     assert 200 < len(read_json_lines(copy)) < 499
@@ -256,7 +290,7 @@ def test_copy_is_written_in_batches_between_checkpoints(tmp_path):
 
 def test_cut_keeps_evaluations_of_several_sources(tmp_path):
     path = tmp_path / "eval.jsonl"
-    lines = JsonLines(path)
+    lines = opened(path)
     for step, source in ((2, "a"), (2, "b"), (4, "a")):
         lines.append({"step": step, "source": source})
     lines.close()
@@ -342,12 +376,10 @@ def test_a_fifo_is_refused_and_a_link_is_not_followed(tmp_path):
         read_json_lines(path)
     path.unlink()
     path.symlink_to(target)
-    with pytest.raises(OSError, match=r"metrics\.jsonl"):
-        JsonLines(path)
-    lines = JsonLines(tmp_path / "other", path)
+    lines = opened(tmp_path / "other", path)
     lines.append({"step": 1})
     lines.close()
-    assert not target.exists()
+    assert not target.exists() and not path.is_symlink()
 
 
 def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
@@ -360,10 +392,10 @@ def test_search_for_missing_steps_is_limited(tmp_path, capsys, monkeypatch):
 
 
 def test_cut_does_not_follow_a_link(tmp_path):
-    """The file for removed lines is a symbolic link. `cut_after` must not write to its target."""
+    """The file for removed lines is a symbolic link. Its target must not change."""
     path, log, victim = tmp_path / "metrics.jsonl", tmp_path / "cut.jsonl", tmp_path / "victim"
     path.write_text('{"step": 1}\n{"step": 2}\n')
+    victim.write_text("x")
     log.symlink_to(victim)
-    with pytest.raises(OSError):
-        cut_after(path, 1, log)
-    assert not victim.exists() and path.read_text().count("\n") == 2
+    cut_after(path, 1, log)
+    assert victim.read_text() == "x" and log.read_text() == '{"step": 2}\n'

@@ -9,14 +9,23 @@ import socket
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.checkpoint import store
 from optimus.cli import main as optimus
+from optimus.distributed.world import start_world
 from optimus.train import save as train_save
 from tests.kit.faults.nonfinite import break_element, damage_state, poison
 from tests.kit.runs.results import metrics_of
 from tests.kit.runs.tiny import tiny_tree
-from tests.kit.runs.training import make_run, printed_by, run_and_catch, train_on
+from tests.kit.runs.training import (
+    local_batch,
+    make_run,
+    make_updater,
+    printed_by,
+    run_and_catch,
+    train_on,
+)
 
 FAST = {"train__deterministic": False, "train__threads": 1}
 BF16 = {"train__dtype": "bf16"}
@@ -95,6 +104,43 @@ def test_a_gradient_that_is_finite_when_computed_again_points_to_the_hardware(
     assert message in errors[0] and "non-finite values on rank 1" in message
     text = f"the gradient of {name} is finite when computed again, which points to the hardware"
     assert text in message
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that wait for a value of the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in WAITING
+        return function(*args, **(kwargs or {}))
+
+
+WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+
+
+def count_waits(trees: list[dict]) -> list[tuple[int, int]]:
+    """Return the number of chunks and the number of waits of an update, for each configuration."""
+    counts, world = [], start_world(device="cpu")
+    for tree in trees:
+        setup = make_updater(tree, world)
+        setup.updater.run(1, local_batch(setup.groups))
+        with Waits() as waits:
+            setup.updater.run(2, local_batch(setup.groups))
+        counts.append((len(setup.states.chunks), waits.count))
+    return counts
+
+
+@pytest.mark.parametrize("settings", [FAST, FAST | {"optim__sharding": "so"}, BF16])
+def test_check_of_gradients_waits_for_the_device_once(ranks, tmp_path, settings):
+    """The number of waits of an update must not grow with the number of chunks."""
+    lengths = (100, 1 << 24)
+    trees = [tiny_tree("d", tmp_path, **settings, optim__chunk_length=length) for length in lengths]
+    for counts in ranks(2, count_waits, trees, start_world=False):
+        (many, waits), (few, waits_of_few) = counts
+        assert many > few and waits == waits_of_few
 
 
 def test_a_second_moment_that_may_have_overflowed_advises_clipping(ranks, tiny_data, tmp_path):

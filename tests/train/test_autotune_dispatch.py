@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from optimus.config import make_config
+from optimus.distributed.collectives import ALONE
 from optimus.distributed.mesh import Mesh
 from optimus.train import autotune
+from optimus.train.startup import dry_run
 from tests.kit.runs.results import metrics_of
 from tests.kit.runs.tiny import tiny_tree
 from tests.kit.runs.training import printed_by
@@ -84,6 +86,15 @@ def test_deterministic_run_does_not_measure(ranks, tiny_data, tmp_path):
     assert recorded_dispatch(tmp_path) == "allgather"
 
 
+@pytest.mark.parametrize(("setting", "warns"), [("alltoall", True), ("auto", False)])
+def test_dry_run_warns_of_alltoall_on_intel_gpus(tiny_data, tmp_path, capsys, setting, warns):
+    more = {"parallel__ep": 2, "parallel__ep_dispatch": setting, "train__device": "xpu"}
+    config = make_config(tiny_tree(tiny_data, tmp_path, train__deterministic=False, **more))
+    dry_run(config, nodes=1, ranks_per_node=2, check_data=True, check_run_dir=True)
+    printed = capsys.readouterr().err
+    assert ("warning: parallel.ep_dispatch = 'alltoall'" in printed) == warns
+
+
 @pytest.mark.parametrize("recorded", ["auto", "allgather", "alltoall"])
 def test_auto_on_an_intel_gpu_means_allgather_with_the_reason(recorded):
     choice = autotune.choose_dispatch("xpu", deterministic=False, recorded=recorded)
@@ -107,10 +118,11 @@ def model_on(device_type: str) -> SimpleNamespace:
     return SimpleNamespace(parameters=lambda: iter([parameter]), modules=list)
 
 
-def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
-    """With "auto", allgather is chosen without a measurement; an explicit "alltoall" is kept."""
+def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch, capsys):
+    """With "auto", allgather is chosen without a measurement; an explicit "alltoall" is kept, with
+    a warning."""
     monkeypatch.setattr(autotune, "time_dispatchers", None)
-    groups = SimpleNamespace(mesh=Mesh(ep=2))
+    groups = SimpleNamespace(mesh=Mesh(ep=2), everyone=ALONE)
     for setting, expected in (("auto", "allgather"), ("alltoall", "alltoall")):
         settings = {
             "parallel__ep": 2,
@@ -129,7 +141,9 @@ def test_model_on_an_intel_gpu_takes_allgather_and_obeys_alltoall(monkeypatch):
         choice = autotune.autotune_dispatch(config, groups, model_on("xpu"), None, checkpoint)
         assert choice.name == expected
         assert ("though the checkpoint has alltoall" in choice.reason) == (setting == "auto")
-        assert "all-to-all is known to kill the process" in choice.reason
+        reason = "all-to-all is known to kill the process"
+        assert (reason in choice.reason) == (setting == "auto")
+        assert (reason in capsys.readouterr().err) == (setting == "alltoall")
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,16 @@ def test_run_directory_that_cannot_be_created_is_refused(tiny_data, tmp_path):
             resolved(tiny_data, tmp_path / name / "run")
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may access all directories")
+def test_link_to_a_directory_without_access_is_refused(tiny_data, tmp_path):
+    (tmp_path / "closed" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "closed" / "inner")
+    (tmp_path / "closed").chmod(0)
+    with pytest.raises(ConfigError, match="link is not a directory; choose another"):
+        resolved(tiny_data, tmp_path / "link" / "run")
+    (tmp_path / "closed").chmod(0o700)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_run_directory_is_refused(tiny_data, tmp_path):
     tmp_path.chmod(0o500)

@@ -8,7 +8,8 @@ import stat
 import pytest
 
 from optimus.errors import ConfigError
-from optimus.train.run_dir import LOCK, RunDirectory, check_not_in_use
+from optimus.io.workspace import LOCK, check_not_in_use
+from optimus.train.run_dir import RunDirectory
 
 
 def test_lock_is_for_this_user_only(tmp_path, capsys):

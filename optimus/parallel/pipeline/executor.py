@@ -33,9 +33,9 @@ sequences, torch's default library is faster."""
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """Type of `last_backward(stage, deferred)`, which returns a context manager.
 
-In this context, the executor runs the last action that computes weight gradients of the stage in
-a step. If this action is of kind W, `deferred` contains the weights whose gradients the action
-computes. If the action is of kind B, `deferred` is None.
+While the context manager is active, the executor runs the stage's last action of the step that
+computes weight gradients. If this action is of kind W, `deferred` contains the weights whose
+gradients the action computes. If the action is of kind B, `deferred` is None.
 """
 
 

@@ -163,7 +163,8 @@ class RecordedSave(NamedTuple):
     """For each rank, the file calls with which it changes files during the save."""
 
     def numbers(self, rank: int) -> range:
-        """Return the numbers of all calls of a rank in the save, including calls that only read."""
+        """Return the indices of all file calls of a rank during the save, also of those that only
+        read."""
         return range(self.calls[rank][0].number, self.calls[rank][-1].number + 1)
 
     def kills(self) -> list[Breakage]:

@@ -159,8 +159,8 @@ def _read_peaks(words: Sequence[str]) -> int:
 
 Reader = Callable[[Sequence[str]], int]
 READERS: Mapping[str, Reader] = {"read-peaks": _read_peaks}
-"""Functions that command lines can call by name, like programs. A function receives the other words
-of the line and returns the exit status."""
+"""Functions that command lines name in place of a program. A function receives the arguments and
+returns the exit status."""
 
 # Samples.
 

@@ -114,7 +114,9 @@ class Loader:
         run = self._disk / RUN
         # Models of steps after the start are quarantined, with a warning.
         with contextlib.redirect_stderr(io.StringIO()):
-            store.prepare_directory(run, store.decide_start(run, "auto"))
+            workspace = store.open_workspace(run)
+            store.prepare_directory(run, store.decide_start(run, "auto"), workspace)
+            workspace.close()
         if remaining := list(store.checkpoints_dir(run).glob(".*")):
             return before._replace(fault=f"{remaining[0].name} was not removed")
         return self._load()._replace(models=before.models)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,10 +16,12 @@ from optimus.config import Config, make_config
 from optimus.data.batch import BatchPlan, plan_batch
 from optimus.data.loader import Microbatch
 from optimus.distributed.agreement import RunEnded
+from optimus.distributed.collectives import broadcast_object
 from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.mesh import make_mesh
 from optimus.distributed.world import World, start_world
 from optimus.errors import OutcomeKind
+from optimus.io.workspace import Workspace
 from optimus.launch.environment import read_launch_env
 from optimus.observe.events import NO_RECORDER, Recorder
 from optimus.rank.model import RankModel
@@ -104,7 +107,9 @@ def make_run(tree: dict[str, Any]) -> Run:
     directory = RunDirectory(config.train.run_dir) if launch.is_first else None
     world = start_world(launch, config.parallel.timeout_s, "cpu")
     kernels = KernelChoices(config.kernels.backend, config.kernels.grouped_gemm)
-    return Run(config, world, plan, kernels, directory)
+    path = directory.workspace.path if directory is not None else None
+    workspace = Workspace(broadcast_object(path, world.everyone, Path))
+    return Run(config, world, plan, kernels, workspace, directory)
 
 
 def make_microbatch(number: int, length: int = CONTEXT) -> Microbatch:

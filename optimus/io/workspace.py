@@ -1,0 +1,258 @@
+"""Workspaces: only the newest start of a run can change the run directory.
+
+A process of an earlier start may still exist when a run is started again: it was suspended, or its
+node was cut off, and it continues later. No lock is safe against such a process, because a lock of
+a dead node may be released late or never. Therefore a start changes the run directory only by
+renames from or to its workspace, the directory `checkpoints/.work-NAME`. The next start moves this
+directory into its own workspace and removes it there. Then all renames of the earlier start fail,
+and it cannot create files in the removed directory either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+import uuid
+from pathlib import Path
+from typing import BinaryIO
+
+from optimus.errors import ConfigError, OptimusError, reason_of
+from optimus.io import files
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = ".work-"
+_OLD = ".old-"
+"""Prefix of the names of earlier workspaces while they are being removed."""
+_FENCE_S = 60.0
+"""Maximum time to empty a workspace in which a process of an earlier start still creates files."""
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
+
+
+class Workspace:
+    """The workspace of a start of a run. All ranks of the start use the same directory."""
+
+    def __init__(self, path: Path) -> None:
+        """Use the workspace `path`, which another process of the same start has opened."""
+        self.path = path
+        self._reaches = {path.parent: True}
+        """For each folder: True if files of the workspace can be renamed to it."""
+
+    @classmethod
+    def open(cls, folder: Path, name: str = "", within: Workspace | None = None) -> Workspace:
+        """Create a workspace, and remove all other workspaces in the same folder.
+
+        Read checkpoints and metrics only after this call: until then, a process of an earlier start
+        may still change them.
+
+        Args:
+            folder: The folder of the workspaces, `checkpoints/` of the run.
+            name: Name of the workspace. The default is a unique name.
+            within: Workspace of the supervisor. If another supervisor has removed it, this function
+                raises FileNotFoundError and changes nothing.
+
+        Raises:
+            OptimusError: A process of an earlier start creates files faster than they are moved, or
+                a later start has removed this workspace.
+            OSError: The workspace cannot be created, or another workspace cannot be removed.
+        """
+        files.make_dirs(folder)
+        workspace = cls(folder / f"{_PREFIX}{name or uuid.uuid4().hex[:12]}")
+        # If two starts create workspaces at the same time, at least one of them finds the other.
+        if within is None:
+            workspace.path.mkdir()
+        else:
+            new = within.temporary(workspace.path)
+            new.mkdir()
+            os.rename(new, workspace.path)
+        for other in find_workspaces(folder):
+            if other != workspace.path:
+                # The target is in this workspace, so that a start that was suspended here cannot
+                # remove the workspace of a later start.
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(other, workspace.path / f"{_OLD}{other.name}")
+        workspace._remove_old()
+        if not workspace.is_open():
+            raise OptimusError(
+                f"{folder}: another start of this run has taken over; this start ends"
+            )
+        files.fsync_dir(folder)
+        return workspace
+
+    def _remove_old(self) -> None:
+        """Move the content of earlier workspaces to this workspace, and remove them."""
+        # The renames of the earlier starts fail already. A client of a network file system that
+        # refers to a directory by its number can create files until the directory is removed.
+        end = time.monotonic() + _FENCE_S
+        while old := list(self.path.glob(f"{_OLD}*")):
+            for path in old:
+                for entry in os.listdir(path):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(path / entry, self.path / entry)
+                try:
+                    os.rmdir(path)
+                except OSError as error:
+                    if error.errno not in (*_NOT_EMPTY, errno.ENOENT):
+                        raise
+            if time.monotonic() > end:
+                raise OptimusError(
+                    f"{old[0]}: a process of an earlier start still creates files; end that process"
+                )
+
+    def is_open(self) -> bool:
+        """Return False if a later start has removed this workspace."""
+        return self.path.is_dir()
+
+    def temporary(self, final: str | os.PathLike) -> Path:
+        """Return a unique path, for a file or directory that will be renamed to `final`.
+
+        The path is in the workspace. Only if `final` is on another mount than `checkpoints/`, so
+        that such a rename is impossible, the path is next to `final`.
+        """
+        final = Path(final)
+        return files.temporary_name(self.path / final.name if self._reach(final.parent) else final)
+
+    def _reach(self, folder: Path) -> bool:
+        if folder not in self._reaches:
+            # Two mounts of the same file system have the same device number, so only a try helps.
+            probe = self.path / f".probe-{uuid.uuid4().hex}"
+            target = files.temporary_name(folder / "probe")
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            try:
+                os.rename(probe, target)
+                os.unlink(target)
+                self._reaches[folder] = True
+            except OSError as error:
+                os.unlink(probe)
+                if error.errno != errno.EXDEV:
+                    raise
+                self._reaches[folder] = False
+        return self._reaches[folder]
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        """Replace the file `path` durably by a file with the content `data`. Raises OSError."""
+        os.close(self.open_append(path, data))
+
+    def open_append(self, path: Path, data: bytes) -> int:
+        """Replace the file `path` durably by a new file with the content `data`.
+
+        Returns:
+            A descriptor to append to the new file. If a later start replaces the file again,
+            appended bytes are lost, and the file of the later start does not change.
+
+        Raises:
+            OSError: The file cannot be written, or a later start has removed this workspace.
+        """
+        temporary = self.temporary(path)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o644)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+            files.commit(temporary, path)
+        except BaseException as error:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            if isinstance(error, OSError) and not error.filename:
+                error.filename = os.fspath(path)  # errors of write(2) have no file name
+            raise
+        return fd
+
+    def close(self) -> None:
+        """Remove the workspace if it is empty. Otherwise the next start removes it."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
+
+def find_workspaces(folder: Path) -> list[Path]:
+    """Return the workspaces in a folder."""
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+
+
+# -- Lock -----------------------------------------------------------------------------------------
+
+LOCK = ".lock"
+"""Name of the lock file in a run directory. The lock prevents that two runs are started in one
+directory by mistake; workspaces protect the directory from runs that have lost the lock."""
+
+
+def lock_run_dir(path: Path, replace: bool = False) -> BinaryIO:
+    """Create a run directory if it does not exist, and lock it until the result is closed.
+
+    Args:
+        path: `train.run_dir`.
+        replace: Replace the lock file, because the process that has locked it is suspended or on a
+            lost node.
+
+    Raises:
+        ConfigError: The directory cannot be created, or another run uses it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir = {str(path)!r}: cannot create the directory: "
+            f"{error.strerror}; choose another directory"
+        ) from None
+    # Mode 0600, since any user who can open the file can lock it. O_NOFOLLOW, since opening a
+    # symbolic link could create a file in another directory.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        if replace:
+            (path / LOCK).unlink(missing_ok=True)
+        file = os.fdopen(os.open(path / LOCK, flags, 0o600), "r+b", buffering=0)
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {reason_of(error)}; "
+            "choose another directory"
+        ) from None
+    with contextlib.suppress(OSError):  # earlier versions made it readable by others
+        os.fchmod(file.fileno(), 0o600)
+    _lock(file, path, fcntl.LOCK_EX)
+    if path.stat().st_mode & stat.S_IWOTH:
+        logger.warning(
+            "%s: every user of this machine may write to it and replace its checkpoints; run "
+            "chmod o-w on it",
+            path,
+        )
+    return file
+
+
+def check_not_in_use(path: Path) -> None:
+    """Raise ConfigError if another run has locked the run directory `path`. Creates no file."""
+    try:
+        with files.open_regular(path / LOCK) as file:
+            _lock(file, path, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; if you check a job that will start after the other run has ended, add "
+            "--skip-run-dir-check"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir = {str(path)!r}: cannot open {LOCK}: {reason_of(error)}; choose "
+            "another directory"
+        ) from None
+
+
+def _lock(file: BinaryIO, run_dir: Path, kind: int) -> None:
+    """Lock `file`, the lock file of `run_dir`, until it is closed. `kind` is LOCK_SH or LOCK_EX of
+    fcntl. If another process has the lock, close `file` and raise ConfigError."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(
+            f"train.run_dir = {str(run_dir)!r} is in use by another run; choose another directory "
+            "or wait until that run ends"
+        ) from None

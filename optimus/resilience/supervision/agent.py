@@ -1,0 +1,438 @@
+"""The agent of a node: starts the ranks of an attempt, observes them and reports to the supervisor.
+
+`python -P -m optimus.resilience.supervision.agent RUN_DIR NODE`. The launcher starts one agent on
+each node of the allocation, also on buffer nodes. An agent outlives its supervisor: ranks train on
+while no supervisor runs, and a new supervisor finds the agents connected again. If none returns
+within a time limit, the agents let their ranks save a checkpoint and end.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from optimus.errors import ConfigError, OptimusError, one_line
+from optimus.io import files
+from optimus.launch.spawn import prepare_rank
+from optimus.observe.log import set_up_logging
+from optimus.resilience.supervision.attempt import Attempt, create_page, read_page
+from optimus.resilience.supervision.channel import Channel, PeerError, read_secret
+from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
+
+logger = logging.getLogger(__name__)
+
+SUPERVISOR = ".supervisor"
+"""Folder of the supervisor's files in the run directory."""
+ADDRESS, SECRET = "address.json", "secret"
+BEATS_PER_LIMIT = 6
+"""Number of reports that an agent sends within `resilience.heartbeat_s`."""
+_KILL_S = 2.0
+"""Time from SIGKILL to the end of a process, after which the agent no longer waits for it."""
+_SAVE_S = 600.0
+"""Longest time for which ranks without a supervisor may save."""
+_WARM_S = 10.0
+"""Time that the start of ranks waits for the imports of the warm process."""
+_OUTPUT_S = 1.0
+"""Time for which the output of an ended rank is read: a child process may keep the pipe open."""
+_RETRY_S = 0.2
+_PAUSE_S = 0.1
+"""Shortest time between two reports."""
+_ADDRESS_S = 0.5
+"""Time between two looks at the address of the supervisor."""
+_LINES = 10_000
+"""Maximum number of output lines that wait for a supervisor. Further lines are counted only."""
+_LINE_BYTES = 16_384
+_REPORT_CHARS = 100_000
+"""Maximum length of the output lines in a report. JSON takes up to 6 bytes for a character."""
+
+
+@dataclass
+class _Rank:
+    """A process that runs a rank, and what the agent has observed of it."""
+
+    rank: int
+    process: asyncio.subprocess.Process | ForkedProcess
+    page: Path
+    message: str = ""
+    """The last error that the rank has printed."""
+    was_ended: bool = False
+    """True if the agent has sent a signal to the process."""
+    status: int | None = None
+
+    def report(self) -> dict[str, Any]:
+        """Return this rank's entry in a report to the supervisor."""
+        entry: dict[str, Any] = {"rank": self.rank, "pid": self.process.pid}
+        if self.status is not None:
+            entry |= {
+                "status": self.status,
+                "was_ended": self.was_ended,
+                "message": self.message,
+            }
+        with contextlib.suppress(OSError):
+            entry |= read_page(self.page)._asdict()
+        return entry
+
+
+@dataclass
+class Agent:
+    """The agent of one node."""
+
+    run_dir: Path
+    node: str
+    folder: Path
+    """Folder for the files of this agent, on a disk of the node."""
+    attempt: int = 0
+    """Number of the last attempt that this agent has started."""
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    failure: str = ""
+    """Reason why the ranks of the attempt cannot be started."""
+    starting: asyncio.Task[None] | None = None
+    """Task that starts ranks."""
+    watchers: list[asyncio.Task[None]] = field(default_factory=list)
+    """Tasks that read the output of the ranks."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the warm process."""
+    warm: WarmProcess = field(default_factory=WarmProcess)
+    lines: deque[str] = field(default_factory=deque)
+    """Output of ranks that has not been sent to a supervisor."""
+    dropped: int = 0
+    """Number of output lines that were not kept."""
+    address: bytes = b""
+    """Address of the supervisor to which this agent is connected, as in its file."""
+    orphan_s: float = 60.0
+    """Time without a supervisor after which the ranks save and end. Supervisors may change it."""
+
+    async def run(self) -> None:
+        """Serve supervisors until one ends this agent, or none has returned for `orphan_s`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            # The scheduler's signals before the end of a job. The ranks save a checkpoint.
+            loop.add_signal_handler(number, partial(self._signal_ranks, signal.SIGTERM))
+        lost_at, is_connected = time.monotonic(), False
+        while True:
+            try:
+                channel = await self._connect()
+                is_connected = True
+                if await self._serve(channel):
+                    break
+            except (OSError, EOFError, OptimusError, ValueError):
+                if is_connected:
+                    lost_at, is_connected = time.monotonic(), False
+                await asyncio.sleep(_RETRY_S)
+            if time.monotonic() - lost_at > self.orphan_s:
+                logger.warning(
+                    "%s: no supervisor has answered for %.0f s; the ranks save and end",
+                    self.node,
+                    time.monotonic() - lost_at,
+                )
+                self._signal_ranks(signal.SIGTERM)
+                with contextlib.suppress(TimeoutError):  # `_kill` ends ranks that hang
+                    async with asyncio.timeout(_SAVE_S):
+                        await asyncio.gather(*(r.process.wait() for r in self.ranks.values()))
+                break
+        await self._kill()
+        await self.warm.end()
+
+    async def _connect(self) -> Channel:
+        """Connect to the present supervisor. Raises OSError or OptimusError."""
+        folder = self.run_dir / SUPERVISOR
+        secret = await asyncio.to_thread(read_secret, folder / SECRET)
+        self.address = await asyncio.to_thread(self._read_address)
+        address = json.loads(self.address)
+        problem: Exception = OSError("the supervisor has no address")
+        for host in address["hosts"]:
+            try:
+                async with asyncio.timeout(2.0):
+                    reader, writer = await asyncio.open_connection(host, int(address["port"]))
+                return await Channel.open(reader, writer, "agent", secret)
+            except (OSError, TimeoutError, PeerError) as error:
+                problem = error
+        raise problem
+
+    def _read_address(self) -> bytes:
+        return files.read_regular(self.run_dir / SUPERVISOR / ADDRESS, 1 << 16)
+
+    async def _check_supervisor(self) -> None:
+        """Raise OSError if another supervisor has taken over. The connections of a supervisor that
+        is suspended stay open."""
+        # In a thread: reports must continue while the shared file system does not answer.
+        if await asyncio.to_thread(self._read_address) != self.address:
+            raise OSError("another supervisor has taken over")
+
+    async def _watch_address(self) -> None:
+        while True:
+            await self._check_supervisor()
+            await asyncio.sleep(_ADDRESS_S)
+
+    async def _serve(self, channel: Channel) -> bool:
+        """Obey a supervisor and report to it. Return True if it has ended this agent.
+
+        Raises:
+            OSError, EOFError, PeerError: The connection is lost.
+        """
+        await channel.send(self._hello())
+        hello = await channel.receive()
+        self.orphan_s = float(hello["orphan_s"])
+        self.variables = hello["variables"]
+        await self.warm.start(self.variables)
+        tasks = [
+            asyncio.create_task(self._report(channel, float(hello["beat_s"]))),
+            asyncio.create_task(self._watch_address()),
+            asyncio.create_task(self._obey_all(channel)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return any(bool(task.result()) for task in done)  # raises the error of a task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await channel.close()
+
+    async def _obey_all(self, channel: Channel) -> bool:
+        while not await self._obey(channel, await channel.receive()):
+            pass
+        return True
+
+    def _hello(self) -> dict[str, Any]:
+        return {
+            "is": "hello",
+            "node": self.node,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "code": hash_code(),
+            "time": time.time(),
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "attempt": self.attempt,
+        }
+
+    async def _obey(self, channel: Channel, message: dict[str, Any]) -> bool:
+        """Carry out a supervisor's message. Return True if this agent must end.
+
+        Raises:
+            OSError: Another supervisor has taken over.
+        """
+        await self._check_supervisor()
+        match message["do"]:
+            case "port":
+                port = await asyncio.to_thread(_free_port, message["host"])
+                await channel.send({"is": "port", "port": port})
+            case "start":
+                await self._kill()
+                self.attempt, self.failure = message["attempt"], ""
+                self.ranks, self.watchers = {}, []
+                self.starting = asyncio.create_task(self._start(message))
+            case "signal":
+                self._signal_ranks(message["number"])
+            case "kill":
+                if self.attempt <= message["attempt"]:
+                    await self._kill()
+                await channel.send({"is": "kill", "attempt": self.attempt})
+            case "end":
+                return True
+        return False
+
+    async def _start(self, message: dict[str, Any]) -> None:
+        """Start the ranks of an attempt on this node. If that fails, store the reason."""
+        try:
+            await self._start_ranks(message)
+        except (OSError, ValueError) as error:
+            self.failure = f"the ranks cannot be started: {one_line(error)}"
+
+    async def _start_ranks(self, message: dict[str, Any]) -> None:
+        folder = self.folder / f"attempt-{self.attempt:04d}"
+        folder.mkdir(parents=True)
+        for local_rank, rank in enumerate(message["ranks"]):
+            page = folder / f"rank-{rank}"
+            create_page(page)
+            attempt = Attempt(
+                self.attempt, self.node, Path(message["workspace"]), page, message["job_end"]
+            )
+            environ = {
+                **os.environ,
+                **message["variables"],
+                **attempt.variables(),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(len(message["ranks"])),
+            }
+            process = await self._start_process(environ, message["arguments"])
+            self.ranks[rank] = _Rank(rank, process, page)
+            self.watchers.append(asyncio.create_task(self._watch(self.ranks[rank])))
+
+    async def _start_process(
+        self, environ: Mapping[str, str], arguments: Sequence[str]
+    ) -> asyncio.subprocess.Process | ForkedProcess:
+        """Start `optimus ARGUMENTS`, by a fork of the warm process if possible."""
+        if await self.warm.wait_until_ready(_WARM_S):
+            try:
+                return await self.warm.fork(environ, arguments)
+            except (OSError, TimeoutError):
+                await self._replace_warm()  # this kills all ranks that it has forked
+                if self.ranks:
+                    raise OSError("the process that forks ranks does not answer") from None
+            except ValueError:  # the environment is too large
+                pass
+        return await asyncio.create_subprocess_exec(
+            # -P: the working directory, which may be another user's, is not searched.
+            *(sys.executable, "-P", "-m", "optimus.cli", *arguments),
+            env=environ,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_LINE_BYTES,
+            start_new_session=True,
+            preexec_fn=partial(prepare_rank, os.getpid()),
+        )
+
+    async def _watch(self, rank: _Rank) -> None:
+        """Read the output of a rank until its end."""
+        stream = rank.process.stdout
+        assert stream is not None, "the output is a pipe"
+        reading = asyncio.create_task(self._read_output(rank, stream))
+        status = await rank.process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OUTPUT_S):
+                await reading
+        rank.status = status
+
+    async def _read_output(self, rank: _Rank, stream: asyncio.StreamReader) -> None:
+        while line := await _read_line(stream):
+            text = line.decode("utf-8", "replace").rstrip("\n")
+            if "error:" in text:
+                rank.message = one_line(text)
+            if len(self.lines) < _LINES:
+                self.lines.append(f"{self.node} rank {rank.rank}: {text}")
+            else:
+                self.dropped += 1
+
+    async def _report(self, channel: Channel, beat_s: float) -> None:
+        """Send a report at each beat, and soon after a rank has ended or printed a line. Raises
+        OSError if the connection is lost."""
+        sent: set[int] = set()
+        while True:
+            ranks = [rank.report() for rank in self.ranks.values()]
+            lines: list[str] = []
+            while self.lines and sum(map(len, lines)) < _REPORT_CHARS:
+                lines.append(self.lines.popleft())
+            report = {"is": "report", "attempt": self.attempt, "ranks": ranks, "lines": lines}
+            report["failure"] = self.failure
+            if self.dropped and not self.lines:
+                report["dropped"], self.dropped = self.dropped, 0
+            async with asyncio.timeout(self.orphan_s):  # a suspended supervisor reads nothing
+                await channel.send(report)
+            await asyncio.sleep(min(_PAUSE_S, beat_s))
+            sent = {entry["rank"] for entry in ranks if "status" in entry}
+            end = time.monotonic() + beat_s
+            while time.monotonic() < end and not self.lines:
+                if {r.rank for r in self.ranks.values() if r.status is not None} != sent:
+                    break
+                await asyncio.sleep(min(0.02, beat_s))
+
+    def _signal_ranks(self, number: int) -> None:
+        """Send a signal to all ranks that run."""
+        for rank in self.ranks.values():
+            if rank.process.returncode is None:
+                rank.was_ended = True
+                with contextlib.suppress(ProcessLookupError):
+                    try:
+                        os.killpg(rank.process.pid, number)
+                    except ProcessLookupError:  # a forked process is not a group leader yet
+                        os.kill(rank.process.pid, number)
+
+    async def _kill(self) -> None:
+        """Kill all ranks with their child processes, and wait for their ends."""
+        if self.starting is not None:
+            self.starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.starting
+            self.starting = None
+        trees = []
+        for rank in self.ranks.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                trees += psutil.Process(rank.process.pid).children(recursive=True)
+        self._signal_ranks(signal.SIGKILL)
+        for rank in self.ranks.values():
+            with contextlib.suppress(ProcessLookupError):  # child processes of an ended rank
+                os.killpg(rank.process.pid, signal.SIGKILL)
+        for process in trees:  # a child may have left the rank's process group
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        try:
+            async with asyncio.timeout(_KILL_S):
+                await asyncio.gather(*(rank.process.wait() for rank in self.ranks.values()))
+        except TimeoutError:  # the warm process does not report ends, so it may be suspended
+            await self._replace_warm()
+
+    async def _replace_warm(self) -> None:
+        await self.warm.end()
+        self.warm = WarmProcess()
+        await self.warm.start(self.variables)
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line, at most _LINE_BYTES of it at a time; b"" at the end."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.read(error.consumed)
+
+
+def hash_code() -> str:
+    """Return a hash of all Python files of Optimus, which must be the same on all nodes."""
+    root = Path(__file__).resolve().parents[2]
+    content = b""
+    for path in sorted(root.rglob("*.py")):
+        content += os.fsencode(path.relative_to(root)) + b"\n" + path.read_bytes()
+    return files.xxh3_bytes(content)
+
+
+def _free_port(host: str) -> int:
+    """Return a port at which no process listens. Raises OSError."""
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent of a node."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("node", nargs="?", help="name of this node in the allocation")
+    args = parser.parse_args(argv)
+    set_up_logging(0)
+    node = args.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    folder = Path(tempfile.mkdtemp(prefix="optimus-agent-"))
+    try:
+        asyncio.run(Agent(args.run_dir, node, folder).run())
+    except ConfigError as error:
+        logger.error("%s", error)
+        return error.kind.exit_status
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Interface between a rank of a supervised run and its agent.
+
+The agent sets environment variables when it starts a rank, and reads the rank's progress from a
+small file on the node, which the rank writes through a memory map. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from optimus.observe.events import Recorder
+
+ATTEMPT, NODE, WORKSPACE, PROGRESS, JOB_END = (
+    f"OPTIMUS_{name}" for name in ("ATTEMPT", "NODE", "WORKSPACE", "PROGRESS", "JOB_END")
+)
+RankPhase: TypeAlias = Literal["start", "load", "update", "evaluation", "save"]
+"""What a rank does. start: everything before the first update, except loading the states."""
+_PHASES = get_args(RankPhase)
+_COLLECTIVES, _STEP, _PHASE, _BEGAN, _UPDATES, _TOTALS = range(6)
+"""Indices of the words of a page. From _TOTALS on, there is a word for each phase."""
+_WORDS = _TOTALS + len(_PHASES)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The attempt of a supervised run to which this rank belongs."""
+
+    number: int
+    node: str
+    """Name of the node in the allocation."""
+    workspace: Path
+    """The workspace of the attempt, which the supervisor has opened."""
+    progress: Path
+    """File for the rank's progress, on a disk of the node."""
+    job_end: float | None
+    """Unix time at which the rank must have saved and ended; None without a limit."""
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables from which `read_attempt` returns this object."""
+        end = {} if self.job_end is None else {JOB_END: repr(self.job_end)}
+        return end | {
+            ATTEMPT: str(self.number),
+            NODE: self.node,
+            WORKSPACE: os.fspath(self.workspace),
+            PROGRESS: os.fspath(self.progress),
+        }
+
+
+def read_attempt(environ: Mapping[str, str] = os.environ) -> Attempt | None:
+    """Return the attempt of this rank; None if the run has no supervisor."""
+    if ATTEMPT not in environ:
+        return None
+    end = environ.get(JOB_END)
+    return Attempt(
+        int(environ[ATTEMPT]),
+        environ[NODE],
+        Path(environ[WORKSPACE]),
+        Path(environ[PROGRESS]),
+        None if end is None else float(end),
+    )
+
+
+def marker_dir(run_dir: str | os.PathLike, workspace: str) -> Path:
+    """Return the directory of the markers of an attempt: files on non-finite values.
+
+    Args:
+        run_dir: The run directory.
+        workspace: `AttemptStarted.workspace`.
+    """
+    return Path(run_dir) / "log" / workspace
+
+
+class Progress(NamedTuple):
+    """Progress of a rank, as its agent reads it."""
+
+    step: int
+    """Number of the current or last update; 0 before the first update."""
+    collectives: int
+    """Number of collectives and messages that the rank has started."""
+    phase: RankPhase
+    phase_s: float
+    """Time since the phase began."""
+    updates: int
+    """Number of completed updates of the attempt."""
+    seconds: dict[str, float]
+    """Time in each phase, without the time since the present phase began."""
+
+
+class ProgressPage(Recorder):
+    """A page of memory in which a rank counts its collectives and states its phase.
+
+    Writing takes no system call. The words are int64: number of collectives, step, index of the
+    phase, time at which the phase began in ns of the node's monotonic clock, number of completed
+    updates, and the ns of each phase.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Map the file `path`, or memory without a file if it is None. Raises OSError."""
+        if path is None:
+            self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+        else:
+            with open(path, "r+b") as file:
+                self._words = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("q")
+        if path is None:
+            self._words[_BEGAN] = time.monotonic_ns()
+
+    def collective(self, axes: str, operation: str, num_bytes: int) -> None:
+        self._words[_COLLECTIVES] += 1
+
+    def enter(self, phase: RankPhase, step: int) -> None:
+        """State that the last phase is complete, and that a phase of the update `step` begins."""
+        words, now = self._words, time.monotonic_ns()
+        words[_TOTALS + words[_PHASE]] += now - words[_BEGAN]
+        words[_UPDATES] += _PHASES[words[_PHASE]] == "update"
+        words[_STEP], words[_PHASE], words[_BEGAN] = step, _PHASES.index(phase), now
+
+
+def create_page(path: Path) -> None:
+    """Create the file of a ProgressPage, for a rank that is about to start. Raises OSError."""
+    with open(path, "xb") as file:
+        words = memoryview(bytearray(mmap.PAGESIZE)).cast("q")
+        words[_BEGAN] = time.monotonic_ns()
+        file.write(words)
+
+
+def read_page(path: Path) -> Progress:
+    """Return the progress of a rank. Raises OSError."""
+    words = memoryview(path.read_bytes()[: 8 * _WORDS]).cast("q")
+    totals = zip(_PHASES, words[_TOTALS:], strict=True)
+    return Progress(
+        words[_STEP],
+        words[_COLLECTIVES],
+        _PHASES[words[_PHASE]],
+        (time.monotonic_ns() - words[_BEGAN]) / 1e9,
+        words[_UPDATES],
+        {phase: total / 1e9 for phase, total in totals},
+    )

@@ -1,0 +1,162 @@
+"""Signed messages between the supervisor and its agents.
+
+A message is a JSON object. Each side proves that it knows the launch secret before it sends or
+accepts messages: the connection's key is derived from the secret and from random numbers of both
+sides, and each message is authenticated with this key, its direction and its number in this
+direction (HMAC-SHA256). A message of another connection, a repeated message or a changed message is
+therefore refused. Messages are not encrypted: they contain no secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import struct
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from optimus.errors import ConfigError, OptimusError
+
+_MAC_BYTES = 32
+_NONCE_BYTES = 16
+_MOST_BYTES = 1 << 20
+"""Maximum length of a message. A report on 16 ranks takes about 4 kB."""
+_HANDSHAKE_S = 5.0
+_LENGTH = struct.Struct(">I")
+
+Side = Literal["agent", "supervisor"]
+_OTHER: dict[Side, Side] = {"agent": "supervisor", "supervisor": "agent"}
+
+
+class PeerError(OptimusError):
+    """The other side of a connection does not know the launch secret, or sent a message that is
+    damaged, repeated or too long."""
+
+
+class Channel:
+    """An authenticated connection. One task may send while another task receives."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: Side
+    ) -> None:
+        self._reader, self._writer, self._side = reader, writer, side
+        self._key = b""
+        self._sent = self._received = 0
+        self.peer = str((writer.get_extra_info("peername") or ("unknown",))[0])
+        """Address of the other side."""
+
+    @classmethod
+    async def open(
+        cls,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        side: Side,
+        secret: bytes,
+    ) -> Self:
+        """Authenticate both sides of a new connection.
+
+        Args:
+            reader: Stream from the other side.
+            writer: Stream to the other side. It is closed if this function raises an error.
+            side: This side of the connection.
+            secret: The launch secret.
+
+        Raises:
+            PeerError: The other side does not know the secret, or does not answer in time.
+        """
+        channel = cls(reader, writer, side)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                nonces = {side: secrets.token_bytes(_NONCE_BYTES)}
+                writer.write(nonces[side])
+                nonces[_OTHER[side]] = await reader.readexactly(_NONCE_BYTES)
+                both = nonces["agent"] + nonces["supervisor"]
+                channel._key = hmac.digest(secret, both, hashlib.sha256)
+                await channel.send({})  # proves that this side knows the secret
+                await channel.receive()
+        except (TimeoutError, OSError, EOFError, PeerError) as error:
+            await channel.close()
+            reason = str(error) or type(error).__name__
+            raise PeerError(f"{channel.peer} is not a process of this launch: {reason}") from None
+        return channel
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises OSError if the connection is lost."""
+        body = json.dumps(message).encode()
+        assert len(body) <= _MOST_BYTES, f"a message of {len(body)} bytes"
+        mac = self._mac(self._side, self._sent, body)
+        self._sent += 1
+        self._writer.write(_LENGTH.pack(len(body)) + mac + body)
+        await self._writer.drain()
+
+    async def receive(self) -> dict[str, Any]:
+        """Wait for the next message and return it.
+
+        Raises:
+            PeerError: The message is not authentic. The connection must be closed.
+            OSError, EOFError: The connection is lost.
+        """
+        header = await self._reader.readexactly(_LENGTH.size + _MAC_BYTES)
+        (length,) = _LENGTH.unpack_from(header)
+        if length > _MOST_BYTES:
+            raise PeerError(f"message of {length} bytes")
+        body = await self._reader.readexactly(length)
+        mac = self._mac(_OTHER[self._side], self._received, body)
+        if not hmac.compare_digest(mac, header[_LENGTH.size :]):
+            raise PeerError("message without a valid signature")
+        self._received += 1
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise PeerError("message that is not an object")
+        return message
+
+    async def close(self) -> None:
+        """Close the connection. May be called more than once."""
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    def _mac(self, sender: Side, number: int, body: bytes) -> bytes:
+        about = f"{sender} {number} ".encode()
+        return hmac.digest(self._key, about + body, hashlib.sha256)
+
+
+def create_secret(path: Path) -> bytes:
+    """Write a new launch secret to a file that only this user may read, and return it."""
+    secret = secrets.token_hex(32).encode()
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(secret)
+        file.flush()
+        os.fsync(file.fileno())
+    return secret
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the launch secret in a file.
+
+    Raises:
+        ConfigError: The file is missing, or others can read or replace it.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path}: not a regular file; remove it and launch again")
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise ConfigError(
+                    f"{path}: others may read or write the launch secret; remove it and launch "
+                    "again in a directory that only you can write"
+                )
+            return file.read(1024)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; launch again") from None

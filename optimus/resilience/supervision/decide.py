@@ -1,0 +1,360 @@
+"""Decisions of the supervisor: which node caused a failure, and how the run continues.
+
+Both functions are pure: the same ledger and the same evidence give the same decision. Time is an
+argument.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from optimus.errors import OutcomeKind, counted
+from optimus.resilience.supervision.ledger import AttemptEnded, FailureKind, History, Standing
+
+Marks: TypeAlias = Mapping[str, tuple[Standing, str]]
+"""New standings of nodes, with reasons."""
+STOPPED_BY_SUPERVISOR = 6
+"""Exit status of `optimus launch` if the supervisor stops the run."""
+_SILENT = "silent"
+"""Signature of the failure of a node whose agent is silent."""
+_NO_EVIDENCE = {0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status}
+"""Exit statuses of ranks that do not name the cause of a failure."""
+
+
+# -- Cause of a failure ---------------------------------------------------------------------------
+
+
+class RankEnd(NamedTuple):
+    """The end of a rank's process, as its agent reports it."""
+
+    rank: int
+    node: str
+    status: int
+    """Exit status; -N if signal N ended the process."""
+    was_ended: bool = False
+    """True if Optimus or the scheduler sent a signal to this process before it ended."""
+    message: str = ""
+    """The error that the rank printed, one line."""
+
+
+class Marker(NamedTuple):
+    """A non-finite value, as the rank that computed it has stored it."""
+
+    rank: int
+    node: str
+    step: int
+    text: str
+    instances: str
+    """The instances of the microbatch, as text that is equal for the same data."""
+    was_repeated: bool
+    """True if a second computation on the same node gave a non-finite value again."""
+
+
+class RankProgress(NamedTuple):
+    """The last progress that a rank has reported."""
+
+    rank: int
+    node: str
+    step: int
+    collectives: int
+    """Number of collectives that the rank has started in this attempt."""
+    phase_s: float
+    """Time since the rank entered its present phase."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Observations on an attempt that has ended or does not continue."""
+
+    attempt: int
+    step: int
+    """Last step that a rank of the attempt has reached."""
+    ends: tuple[RankEnd, ...] = ()
+    """Ended ranks in the order of their ends."""
+    markers: tuple[Marker, ...] = ()
+    nodes: tuple[str, ...] = ()
+    """All nodes with ranks of the attempt."""
+    unreachable: tuple[str, ...] = ()
+    """Nodes with ranks whose agent is silent, the longest silence first."""
+    restarted: tuple[str, ...] = ()
+    """Nodes whose agent was started again while no supervisor ran, so that the ranks are gone."""
+    progress: tuple[RankProgress, ...] = ()
+
+
+def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
+    """Return the event for the end of an attempt of `ranks` ranks.
+
+    A marker is the strongest evidence, followed by a silent agent, the first exit status or signal
+    of a rank that is not the result of another rank's failure, and the rank with the fewest
+    collectives or the oldest phase, which is ambiguous.
+    """
+    lines = [
+        *(f"marker of rank {m.rank} on {m.node}: {m.text}" for m in evidence.markers),
+        *(f"the agent of {node} is silent" for node in evidence.unreachable),
+        *(f"the agent of {node} has no ranks any more" for node in evidence.restarted),
+        *(_describe(end) for end in evidence.ends if _is_cause(end)),
+    ]
+
+    def end(
+        outcome: Literal["done", "stopped", "failed", "usage", "interrupted"],
+        failure: FailureKind | None = None,
+        nodes: Sequence[str] = (),
+        signature: str = "",
+        step: int = evidence.step,
+    ) -> AttemptEnded:
+        return AttemptEnded(
+            time=now,
+            attempt=evidence.attempt,
+            outcome=outcome,
+            step=step,
+            failure=failure,
+            nodes=tuple(dict.fromkeys(nodes)),
+            signature=signature,
+            evidence=tuple(lines),
+        )
+
+    if evidence.markers:
+        first = min(evidence.markers, key=lambda marker: (marker.step, marker.rank))
+        signature = f"nonfinite {first.instances}"
+        return end("failed", "soft", [first.node], signature, first.step)
+    gone = {*evidence.unreachable, *evidence.restarted}
+    if gone and gone == {*evidence.nodes} and len(gone) > 1:
+        return end("interrupted")  # the network of the supervisor, or the whole job
+    if evidence.unreachable:
+        return end("failed", "hard", evidence.unreachable, _SILENT)
+    if evidence.restarted:
+        if gone == {*evidence.nodes}:
+            return end("interrupted")
+        return end("failed", "ambiguous", evidence.restarted, _SILENT)
+    statuses = [rank_end.status for rank_end in evidence.ends]
+    usage = OutcomeKind.USAGE.exit_status
+    refused = {rank_end.node for rank_end in evidence.ends if rank_end.status == usage}
+    if refused and refused == {*evidence.nodes}:
+        lines.extend(e.message for e in evidence.ends if e.status == usage and e.message)
+        return end("usage")
+    causes = [rank_end for rank_end in evidence.ends if _is_cause(rank_end)]
+    if causes:
+        signature, nodes = _signature(causes[0]), [cause.node for cause in causes]
+        if causes[0].status < 0:
+            killed = [cause.node for cause in causes if cause.status < 0]
+            return end("failed", "hard", killed, signature)
+        if len(set(map(_signature, causes))) == 1 < len(set(nodes)):
+            return end("failed", "shared", signature=signature)  # all ranks agreed on this error
+        return end("failed", "hard", nodes[:1], signature)
+    if len(statuses) == ranks:
+        if not any(statuses):
+            return end("done")
+        if set(statuses) <= {0, OutcomeKind.STOPPED.exit_status}:
+            return end("stopped")
+    if evidence.progress:
+        slowest = min(evidence.progress, key=lambda rank: (rank.collectives, -rank.phase_s))
+        lines.append(
+            f"rank {slowest.rank} on {slowest.node} has started the fewest collectives "
+            f"({slowest.collectives}) and has been in its phase for {slowest.phase_s:.1f} s"
+        )
+        return end("failed", "ambiguous", [slowest.node], "no progress")
+    return end("failed", "shared", signature="unknown")
+
+
+def _is_cause(end: RankEnd) -> bool:
+    return not end.was_ended and end.status not in _NO_EVIDENCE
+
+
+def _signature(end: RankEnd) -> str:
+    # Without the message: only one rank prints an error on which all ranks agree, and a message may
+    # contain a temporary name.
+    return f"signal {-end.status}" if end.status < 0 else f"status {end.status}"
+
+
+def _describe(end: RankEnd) -> str:
+    how = f"exit status {end.status}"
+    if end.status < 0:
+        how = signal.Signals(-end.status).name
+    return f"rank {end.rank} on {end.node} ended by {how}: {end.message}".removesuffix(": ")
+
+
+# -- Decision -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Settings of the supervisor that decisions depend on."""
+
+    sizes: tuple[int, ...]
+    """Numbers of nodes with which the run's configuration is valid, ascending. The last number is
+    that of `--nodes`."""
+    on_exhausted: Literal["shrink", "requeue", "stop"] = "requeue"
+    on_repeat_nan: Literal["stop", "skip"] = "stop"
+    max_restarts: int = 100
+    """Maximum number of restarts in a job."""
+    max_attempts_without_progress: int = 3
+    """Maximum number of consecutive failed attempts that commit no checkpoint."""
+    least_s: float = 60.0
+    """Time that a job must have left for another attempt to be started."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next action of the supervisor. Marks are stored before any process is ended."""
+
+    action: Literal["start", "done", "continue", "stop"]
+    """start: launch an attempt. The others end the job: done: the run is complete. continue: a
+    later job continues it. stop: the run needs the user."""
+    reason: str
+    status: int = 0
+    """Exit status of `optimus launch`, unless `action` is "start"."""
+    nodes: tuple[str, ...] = ()
+    """Nodes of the next attempt, in the order of their ranks."""
+    marks: Marks = field(default_factory=dict)
+    load: Literal["newest", "older"] = "newest"
+    skipped_steps: tuple[int, ...] = ()
+
+
+def decide(
+    history: History, policy: Policy, reachable: Sequence[str], remaining_s: float
+) -> Decision:
+    """Decide how a run without a running attempt continues.
+
+    Args:
+        history: The state of the run. If an attempt has failed, its end is the last one.
+        policy: Settings.
+        reachable: Nodes of the allocation whose agents answer, in the order of the allocation.
+        remaining_s: Time until the end of the job; infinity without a limit.
+    """
+    last = history.attempts[-1] if history.attempts else None
+    skipped = last.skipped_steps if last is not None else ()
+    if last is None or len(history.attempts) == history.first_of_job:
+        nodes = _assign((), _usable(history, reachable, {}), policy)
+        if nodes is None:
+            return _exhausted(policy, {}, "the allocation has too few usable nodes")
+        return Decision("start", "the job begins", nodes=nodes, skipped_steps=skipped)
+    end = history.ends[last.attempt]
+    match end.outcome:
+        case "done":
+            return Decision("done", "the run has reached its last step")
+        case "stopped":
+            reason = "the run stopped at its deadline or by a signal, after a checkpoint"
+            return Decision("continue", reason, OutcomeKind.STOPPED.exit_status)
+        case "usage":
+            reason = "; ".join(end.evidence) or "a rank refused its configuration"
+            return Decision("stop", reason, OutcomeKind.USAGE.exit_status)
+    marks: dict[str, tuple[Standing, str]] = {}
+    reason = "; ".join(end.evidence[:2]) or end.signature
+    load: Literal["newest", "older"] = "newest"
+    earlier = _repeated(history, end)
+    if earlier is not None:
+        # The second node repeats the failure of the first, so neither is its cause.
+        names = earlier.nodes[:1] + end.nodes[:1] or ("all ranks",)
+        shared = f"{' and '.join(names)} failed in the same way at step {end.step}: {reason}"
+        marks.update(dict.fromkeys(earlier.nodes, ("good", shared)))
+        if end.failure == "soft":
+            if policy.on_repeat_nan == "stop":
+                return _stop(f"the same data gives non-finite values: {shared}", marks)
+            skipped = tuple(sorted({*skipped, end.step}))
+        elif last.load == "older":
+            return _stop(f"{shared}; a start from the older checkpoint did not help", marks)
+        else:
+            load = "older"
+        reason = shared
+    elif end.outcome == "interrupted":
+        reason = "the ranks ended together with their agents or their job"
+    elif end.failure in ("hard", "soft"):
+        marks.update(dict.fromkeys(end.nodes, ("excluded", reason)))
+    elif end.failure == "ambiguous":
+        for node in end.nodes:
+            is_second = history.standing(node) == "suspect"
+            marks[node] = "excluded" if is_second else "suspect", reason
+    failures = history.failures(of_job=True)
+    if len(failures) > policy.max_restarts:
+        return _stop(f"the job has failed {counted(len(failures), 'time')}: {reason}", marks)
+    without_progress = _attempts_without_progress(history)
+    if without_progress >= policy.max_attempts_without_progress and load == "newest":
+        number = counted(without_progress, "attempt")
+        return _stop(f"{number} in a row committed no checkpoint: {reason}", marks)
+    nodes = _assign(last.nodes, _usable(history, reachable, marks), policy)
+    if nodes is None:
+        return _exhausted(policy, marks, reason)
+    if remaining_s < policy.least_s:
+        text = f"{reason}; the job ends in {remaining_s:.0f} s"
+        return Decision("continue", text, OutcomeKind.STOPPED.exit_status, marks=marks)
+    return Decision("start", reason, nodes=nodes, marks=marks, load=load, skipped_steps=skipped)
+
+
+def _repeated(history: History, end: AttemptEnded) -> AttemptEnded | None:
+    """Return the last failure of another node, or of all ranks as `end`, with the same signature at
+    the same step.
+
+    Non-finite values from the same data are compared in the whole run. Another failure counts only
+    if it came directly before, after the first update: otherwise, unrelated failures would agree.
+    Return None if the node was silent: neither the data nor the program of a run can cause this.
+    """
+    is_nonfinite = end.failure == "soft"
+    if end.outcome != "failed" or end.signature == _SILENT or (not end.step and not is_nonfinite):
+        return None
+    candidates = history.failures() if is_nonfinite else history.failures(of_job=True)[-2:]
+    same = [
+        earlier
+        for earlier in candidates
+        if earlier.attempt != end.attempt
+        and (earlier.signature, earlier.step) == (end.signature, end.step)
+        and bool(earlier.nodes) == bool(end.nodes)
+        and not {*earlier.nodes} & {*end.nodes}
+    ]
+    return same[-1] if same else None
+
+
+def _attempts_without_progress(history: History) -> int:
+    """Return the number of last attempts of this job that failed and committed no checkpoint."""
+    number = 0
+    for attempt in reversed(history.attempts[history.first_of_job :]):
+        if attempt.attempt in history.checkpoints:
+            break
+        number += 1
+    return number
+
+
+def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[str]:
+    """Return the reachable nodes that are not excluded. Suspect nodes come last."""
+
+    def standing(node: str) -> Standing:
+        return marks[node][0] if node in marks else history.standing(node)
+
+    usable = [node for node in reachable if standing(node) != "excluded"]
+    return sorted(usable, key=lambda node: standing(node) == "suspect")
+
+
+def _assign(before: Sequence[str], usable: Sequence[str], policy: Policy) -> tuple[str, ...] | None:
+    """Return the nodes of the next attempt; None if there are too few.
+
+    Each node that can be used again keeps its ranks. A free node takes the ranks of a failed node.
+
+    Args:
+        before: Nodes of the last attempt, () if there was none.
+        usable: Nodes that can be used, in the order of preference.
+        policy: Settings.
+    """
+    full = policy.sizes[-1]
+    allowed = [size for size in policy.sizes if size <= len(usable)]
+    if policy.on_exhausted != "shrink":
+        allowed = [size for size in allowed if size == full]
+    if not allowed:
+        return None
+    size = allowed[-1]
+    kept = [node if node in usable else "" for node in before][:size]
+    kept += [""] * (size - len(kept))
+    free = [node for node in usable if node not in kept]
+    return tuple(node or free.pop(0) for node in kept)
+
+
+def _stop(reason: str, marks: Marks) -> Decision:
+    return Decision("stop", reason, STOPPED_BY_SUPERVISOR, marks=marks)
+
+
+def _exhausted(policy: Policy, marks: Marks, reason: str) -> Decision:
+    text = f"{reason}; no buffer node is free"
+    if policy.on_exhausted == "requeue":
+        return Decision("continue", text, OutcomeKind.STOPPED.exit_status, marks=marks)
+    return _stop(text, marks)

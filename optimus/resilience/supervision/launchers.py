@@ -1,0 +1,198 @@
+"""Launchers: how agents are started on the nodes of an allocation. This module imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from optimus.errors import ConfigError
+from optimus.launch.environment import available_cores
+
+logger = logging.getLogger(__name__)
+
+_AGENT = ("-P", "-m", "optimus.resilience.supervision.agent")
+
+
+class Launcher(ABC):
+    """A way to start one agent on each node."""
+
+    name: str
+
+    @abstractmethod
+    def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
+        """Return the commands that start the agents of some nodes. Each command runs until its
+        agents end."""
+
+    def addresses(self) -> list[str]:
+        """Return the addresses of this machine at which the supervisor listens.
+
+        The name of the machine is no help: some systems map it to a loopback address.
+        """
+        addresses = [
+            entry.address
+            for entries in psutil.net_if_addrs().values()
+            for entry in entries
+            if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+        ]
+        return addresses or [socket.gethostname()]
+
+    def meeting_host(self, host: str) -> str:
+        """Return MASTER_ADDR for ranks whose first node has the host name `host`."""
+        return host
+
+    def variables(self, ranks: int) -> dict[str, str]:
+        """Return environment variables for `ranks` ranks, that of buffer nodes included."""
+        return {}
+
+
+class Local(Launcher):
+    """All nodes are emulated on this machine."""
+
+    name = "local"
+
+    def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
+        return [[sys.executable, *_AGENT, str(run_dir), node] for node in nodes]
+
+    def addresses(self) -> list[str]:
+        return ["127.0.0.1"]
+
+    def meeting_host(self, host: str) -> str:
+        return "127.0.0.1"
+
+    def variables(self, ranks: int) -> dict[str, str]:
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+        return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class Srun(Launcher):
+    """Slurm: one job step with a task on each node. Its end does not end the other tasks."""
+
+    name = "srun"
+
+    def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
+        if not nodes:
+            return []
+        options = ["--overlap", "--no-kill", "--kill-on-bad-exit=0", "--ntasks-per-node=1"]
+        options += [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+        options += [f"--nodelist={','.join(nodes)}", "--export=ALL"]
+        return [["srun", *options, sys.executable, *_AGENT, str(run_dir)]]
+
+
+class Ssh(Launcher):
+    """One ssh for each node."""
+
+    name = "ssh"
+
+    def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
+        exported = {k: v for k, v in os.environ.items() if k.startswith(("OPTIMUS_", "PYTHONPATH"))}
+        variables = [f"{name}={value}" for name, value in exported.items()]
+        commands = []
+        for node in nodes:
+            words = ["env", *variables, sys.executable, *_AGENT, str(run_dir.absolute()), node]
+            remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+            commands.append(["ssh", "-o", "BatchMode=yes", "-n", node, remote])
+        return commands
+
+
+class Mpiexec(Launcher):
+    """PALS or Hydra: one mpiexec for each node, since a lost node ends the whole application."""
+
+    name = "mpiexec"
+
+    def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
+        command = ["mpiexec", "-n", "1", "-ppn", "1", "--hosts"]
+        return [[*command, node, sys.executable, *_AGENT, str(run_dir), node] for node in nodes]
+
+
+LAUNCHERS: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Srun, Mpiexec, Ssh)}
+
+
+def read_nodes(
+    launcher: str, number: int, hosts: Path | None, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """Return the nodes of the allocation.
+
+    Args:
+        launcher: Name of the launcher. For "local", `number` nodes are emulated.
+        number: Number of nodes, with buffer nodes.
+        hosts: File with a host name in each line, or None.
+        environ: Environment variables.
+
+    Raises:
+        ConfigError: There is no allocation, or it has too few nodes.
+    """
+    if hosts is not None:
+        try:
+            names = hosts.read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--hosts {hosts}: not a readable text file: {error}") from None
+        origin = f"--hosts {hosts}"
+    elif launcher == "local":
+        return tuple(f"node{index}" for index in range(number))
+    elif "SLURM_JOB_NODELIST" in environ:
+        command = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ConfigError(f"{shlex.join(command)} failed: {error}; use --hosts FILE") from None
+        names, origin = result.stdout.split(), "the Slurm job"
+    elif "PBS_NODEFILE" in environ:
+        try:
+            names = Path(environ["PBS_NODEFILE"]).read_text().split()
+        except OSError as error:
+            raise ConfigError(f"PBS_NODEFILE: {error}; use --hosts FILE") from None
+        origin = "PBS_NODEFILE"
+    else:
+        raise ConfigError(
+            "there is no allocation (SLURM_JOB_NODELIST, PBS_NODEFILE); run optimus launch in a "
+            "job, name the nodes with --hosts FILE, or use --launcher local"
+        )
+    nodes = tuple(dict.fromkeys(names))
+    if len(nodes) < number:
+        raise ConfigError(
+            f"--nodes and --buffer-nodes ask for {number} nodes, but {origin} has {len(nodes)}; "
+            "lower them or request more nodes"
+        )
+    return nodes
+
+
+def read_job_end(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the Unix time at which the scheduler ends the job; infinity if it is unknown."""
+    if "SLURM_JOB_ID" in environ:
+        if "SLURM_JOB_END_TIME" in environ:
+            return float(environ["SLURM_JOB_END_TIME"])
+        text = _output_of("squeue", "-h", "-o", "%e", "-j", environ["SLURM_JOB_ID"]).strip()
+        with contextlib.suppress(ValueError):  # "NONE" without a limit
+            return datetime.fromisoformat(text).timestamp()
+    elif "PBS_JOBID" in environ:
+        text = _output_of("qstat", "-f", "-F", "json", environ["PBS_JOBID"])
+        with contextlib.suppress(ValueError, KeyError, IndexError):
+            (job,) = json.loads(text)["Jobs"].values()
+            hours, minutes, seconds = job["Resource_List"]["walltime"].split(":")
+            limit_s = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
+            start = datetime.strptime(job["stime"], "%a %b %d %H:%M:%S %Y")
+            return start.timestamp() + limit_s
+    return math.inf
+
+
+def _output_of(*command: str) -> str:
+    """Return the output of a scheduler's command; "" with a warning if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the end of the job is unknown: %s", error)
+        return ""
+    return done.stdout

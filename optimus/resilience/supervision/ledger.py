@@ -1,0 +1,318 @@
+"""The ledger of a supervised run, `events.jsonl`, and the states that follow from it.
+
+The ledger is the only source of truth. A line is a JSON object with one event. `hash` covers the
+line and, through the hash of the previous line, all lines before it. A supervisor that is started
+again replays the events and continues with the same state.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from optimus.errors import ConfigError
+from optimus.io import files
+from optimus.io.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+LEDGER = "events.jsonl"
+NODES = "nodes.json"
+_HASH = ', "hash": "'
+_TAIL_CHARS = len(_HASH) + 16 + len('"}')
+
+FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
+"""hard: the process or the node failed. soft: the node computed a non-finite value. ambiguous: the
+evidence does not name a node with certainty. shared: the failure is not attributed to a node,
+because all ranks agreed on it or another node repeated it."""
+Standing = Literal["good", "suspect", "excluded"]
+"""Standing of a node. Excluded nodes get no ranks, also in later jobs of the run."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class SupervisorStarted(_Record):
+    """A supervisor has taken over the run."""
+
+    kind: Literal["supervisor_started"] = "supervisor_started"
+    time: float
+    """Unix time in seconds, of this and all other events."""
+    host: str
+    pid: int
+    job: str
+    """Name of the scheduler's job; "" without a scheduler."""
+    nodes: tuple[str, ...]
+    """Nodes of the allocation, in its order."""
+    settings: str
+    """Hash of the settings that must not change in later jobs of the run."""
+
+
+class AttemptStarted(_Record):
+    """The ranks of an attempt have been launched."""
+
+    kind: Literal["attempt_started"] = "attempt_started"
+    time: float
+    attempt: int
+    nodes: tuple[str, ...]
+    """Nodes with ranks. Node i has `ranks_per_node` ranks, from rank i * ranks_per_node on."""
+    ranks_per_node: int
+    port: int
+    workspace: str = ""
+    """Unique name of the attempt's workspace and of the folder of its markers. After a user has
+    moved the ledger away, numbers of attempts repeat."""
+    load: Literal["newest", "older"] = "newest"
+    """The slot of dual checkpointing from which the attempt starts."""
+    skipped_steps: tuple[int, ...] = ()
+    """Steps whose update is skipped, because their data gives non-finite values."""
+
+
+class Progress(_Record):
+    """The ranks of an attempt have started their first update, or a checkpoint is committed."""
+
+    kind: Literal["progress"] = "progress"
+    time: float
+    attempt: int
+    milestone: Literal["first update", "checkpoint"]
+    step: int
+
+
+class AttemptEnded(_Record):
+    """An attempt has ended. Its processes that can be reached are killed next."""
+
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    time: float
+    attempt: int
+    outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
+    """interrupted: its ranks ended together with their agents or their job."""
+    step: int
+    """Last step that the attempt has reached."""
+    failure: FailureKind | None = None
+    nodes: tuple[str, ...] = ()
+    """Nodes to which the failure is attributed, the first cause first."""
+    signature: str = ""
+    """The same for failures with the same cause, such as "nonfinite 1a2b" or "signal 11"."""
+    evidence: tuple[str, ...] = ()
+    """Observations in the order of their weight, one line each."""
+    updates: int = 0
+    """Number of updates that the first rank has completed in the attempt."""
+    seconds: dict[str, float] = {}
+    """Time of the first rank in each of its complete phases."""
+
+
+class NodeMarked(_Record):
+    """The standing of a node has changed."""
+
+    kind: Literal["node_marked"] = "node_marked"
+    time: float
+    node: str
+    standing: Standing
+    reason: str
+
+
+class VerdictReached(_Record):
+    """The supervisor has decided how the job ends."""
+
+    kind: Literal["verdict"] = "verdict"
+    time: float
+    verdict: Literal["done", "continue", "stop"]
+    reason: str
+    status: int
+    """Exit status of `optimus launch`."""
+
+
+Event = Annotated[
+    SupervisorStarted | AttemptStarted | Progress | AttemptEnded | NodeMarked | VerdictReached,
+    Field(discriminator="kind"),
+]
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+class History:
+    """The state of a supervised run after a sequence of events."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.events: list[Event] = []
+        self.supervisors = 0
+        """Number of supervisors that have taken over the run."""
+        self.standings: dict[str, NodeMarked] = {}
+        """The last mark of each node that has a mark."""
+        self.attempts: list[AttemptStarted] = []
+        self.first_of_job = 0
+        """Index in `attempts` of the first attempt of the present job."""
+        self.job = ""
+        self.ends: dict[int, AttemptEnded] = {}
+        """Ends of attempts, by their numbers."""
+        self.checkpoints: dict[int, int] = {}
+        """Last committed step of each attempt that has committed a checkpoint."""
+        self.verdict: VerdictReached | None = None
+        """The verdict of the last job; None while a supervisor works."""
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Change the state by an event."""
+        self.events.append(event)
+        match event:
+            case SupervisorStarted():
+                # After a verdict or in another job, a supervisor does not continue the work of the
+                # one before it.
+                if self.verdict is not None or event.job != self.job or not self.supervisors:
+                    self.first_of_job = len(self.attempts)
+                self.supervisors, self.job, self.verdict = self.supervisors + 1, event.job, None
+            case AttemptStarted():
+                self.attempts.append(event)
+            case Progress() if event.milestone == "checkpoint":
+                self.checkpoints[event.attempt] = event.step
+            case AttemptEnded():
+                self.ends[event.attempt] = event
+            case NodeMarked():
+                self.standings[event.node] = event
+            case VerdictReached():
+                self.verdict = event
+
+    @property
+    def running(self) -> AttemptStarted | None:
+        """The attempt that has not ended, or None."""
+        last = self.attempts[-1] if self.attempts else None
+        return last if last is not None and last.attempt not in self.ends else None
+
+    def failures(self, of_job: bool = False) -> list[AttemptEnded]:
+        """Return the ends of failed attempts, in their order. `of_job`: only of the present job."""
+        attempts = self.attempts[self.first_of_job if of_job else 0 :]
+        ends = [self.ends[a.attempt] for a in attempts if a.attempt in self.ends]
+        return [end for end in ends if end.outcome == "failed"]
+
+    def standing(self, node: str) -> Standing:
+        mark = self.standings.get(node)
+        return mark.standing if mark is not None else "good"
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of `nodes.json`."""
+        verdict = self.verdict
+        return {
+            "verdict": verdict.verdict if verdict else None,
+            "reason": verdict.reason if verdict else "",
+            "status": verdict.status if verdict else None,
+            "attempt": self.attempts[-1].attempt if self.attempts else 0,
+            "nodes": {
+                node: {"standing": mark.standing, "reason": mark.reason, "time": mark.time}
+                for node, mark in sorted(self.standings.items())
+            },
+        }
+
+
+class Ledger:
+    """Appends events to the ledger of a run, as its only supervisor."""
+
+    def __init__(self, run_dir: Path, workspace: Workspace) -> None:
+        """Read the ledger, and replace it by a new file.
+
+        Args:
+            run_dir: The run directory.
+            workspace: The workspace of this supervisor. Supervisors that were started earlier can
+                no longer write to the ledger.
+
+        Raises:
+            ConfigError: The ledger is damaged.
+            OSError: The ledger cannot be read or written.
+        """
+        self._path, self._workspace = run_dir / LEDGER, workspace
+        lines = read_lines(self._path)
+        self.history = History(parse(self._path, lines))
+        self._last_hash = lines[-1][-_TAIL_CHARS:][len(_HASH) : -2] if lines else ""
+        content = "".join(f"{line}\n" for line in lines)
+        self._fd = workspace.open_append(self._path, content.encode())
+        self._write_summary()
+
+    def add(self, event: Event) -> None:
+        """Append an event durably, then update `nodes.json`.
+
+        Raises:
+            OSError: The event cannot be written, for example because the disk is full. The ledger
+                is as before, and the caller may try again.
+        """
+        line = _format(event, self._last_hash)
+        data, size = memoryview(f"{line}\n".encode()), os.fstat(self._fd).st_size
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, size)  # else the next event would follow half a line
+            raise
+        self._last_hash = line[-_TAIL_CHARS:][len(_HASH) : -2]
+        self.history.add(event)
+        self._write_summary()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _write_summary(self) -> None:
+        path = self._path.with_name(NODES)
+        text = json.dumps(self.history.summary(), indent=1)
+        try:
+            self._workspace.write_bytes(path, f"{text}\n".encode())
+        except OSError as error:
+            if not self._workspace.is_open():
+                raise  # another supervisor has taken over
+            logger.warning("%s is not updated: %s", path, error.strerror)
+
+
+def read_history(run_dir: Path) -> History:
+    """Return the state of a run for readers without a workspace, such as `optimus status`. Raises
+    ConfigError if the ledger is damaged."""
+    path = run_dir / LEDGER
+    return History(parse(path, read_lines(path)))
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the complete lines of the ledger. A last line without a newline was cut short by a
+    crash while it was written; it is left out, because nobody has acted on its event."""
+    try:
+        data = files.read_regular(path, 1 << 28)
+    except FileNotFoundError:
+        return []
+    *lines, _ = data.decode("utf-8", "surrogateescape").split("\n")
+    return lines
+
+
+def parse(path: Path, lines: Sequence[str]) -> list[Event]:
+    """Parse the lines of a ledger. `path` is for the message.
+
+    Raises:
+        ConfigError: A line is damaged, missing, or in another order.
+    """
+    events, last_hash = [], ""
+    for number, line in enumerate(lines, 1):
+        body = line[:-_TAIL_CHARS]
+        expected = _hash(body, last_hash)
+        try:
+            if line[-_TAIL_CHARS:] != f'{_HASH}{expected}"}}':
+                raise ValueError("its hash differs")
+            events.append(_EVENT.validate_json(f"{body}}}"))
+        except (ValidationError, ValueError) as error:
+            reason = "not an event" if isinstance(error, ValidationError) else str(error)
+            raise ConfigError(
+                f"{path}: line {number} is damaged ({reason}), so the states of nodes are unknown; "
+                f"restore the file from a backup, or move it away to forget which nodes failed"
+            ) from None
+        last_hash = expected
+    return events
+
+
+def _format(event: Event, last_hash: str) -> str:
+    text = json.dumps(event.model_dump(), ensure_ascii=False)
+    body = text.encode("utf-8", "replace").decode()[:-1]  # without the closing brace
+    return f'{body}{_HASH}{_hash(body, last_hash)}"}}'
+
+
+def _hash(body: str, last_hash: str) -> str:
+    return files.xxh3_bytes(f"{last_hash}\n{body}".encode("utf-8", "surrogateescape"))

@@ -1,0 +1,171 @@
+"""The state of a supervised run, from its files only (`optimus status`).
+
+It works on a login node, with or without a running supervisor. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from optimus.checkpoint import store
+from optimus.errors import ConfigError, counted
+from optimus.resilience.supervision.ledger import (
+    LEDGER,
+    AttemptEnded,
+    AttemptStarted,
+    History,
+    SupervisorStarted,
+    VerdictReached,
+    read_history,
+)
+
+CATEGORIES = ("step", "repeated", "save", "start", "load", "detection", "queue")
+"""Uses of time. step: updates and evaluations that count. repeated: updates that a later attempt
+did again. start: launch of an attempt up to its first update, without load. detection: from the end
+of the last complete phase to the end of the attempt. queue: between two jobs."""
+
+
+def goodput(history: History, now: float) -> dict[str, float]:
+    """Return the seconds of each use of time; they add up to the time since the run began.
+
+    Args:
+        history: The state of the run.
+        now: Unix time, for a run without a verdict.
+    """
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    events = history.events
+    if not events:
+        return seconds
+    at, category, committed = events[0].time, "start", 0
+    for event in events:
+        if isinstance(event, AttemptEnded):
+            _add_attempt(seconds, event, event.time - at, _step_after(history, event, committed))
+            committed = max(committed, history.checkpoints.get(event.attempt, 0))
+            at, category = event.time, "start"
+        elif isinstance(event, (AttemptStarted, SupervisorStarted, VerdictReached)):
+            is_idle = history_is_idle(event, events)
+            if is_idle or isinstance(event, AttemptStarted):
+                seconds[category] += event.time - at
+                at = event.time
+            if isinstance(event, VerdictReached):
+                category = "queue"
+            elif is_idle:
+                category = "start"
+    end = max(now, at) if history.verdict is None else at
+    running = history.running
+    seconds["step" if running is not None else category] += end - at
+    return seconds
+
+
+def history_is_idle(event: Any, events: list[Any]) -> bool:
+    """Return True if no attempt runs at the time of an event."""
+    before = events[: events.index(event)]
+    started = sum(isinstance(e, AttemptStarted) for e in before)
+    return started == sum(isinstance(e, AttemptEnded) for e in before)
+
+
+def _step_after(history: History, end: AttemptEnded, committed: int) -> int:
+    """Return the last step of an attempt that no later attempt does again."""
+    newest = max(committed, history.checkpoints.get(end.attempt, 0))
+    return end.step if end.outcome == "done" else newest
+
+
+def _add_attempt(
+    seconds: dict[str, float], end: AttemptEnded, wall_s: float, kept_step: int
+) -> None:
+    """Add the time `wall_s` of an attempt to its uses."""
+    phases = dict(end.seconds)
+    updates = phases.get("update", 0.0)
+    repeated = min(end.updates, max(0, end.step - kept_step))
+    lost = updates * repeated / end.updates if end.updates else 0.0
+    shares = {
+        "repeated": lost,
+        "step": updates - lost + phases.get("evaluation", 0.0),
+        "save": phases.get("save", 0.0),
+        "load": phases.get("load", 0.0),
+        "start": phases.get("start", 0.0),
+    }
+    for name, value in shares.items():
+        seconds[name] += value
+    seconds["detection"] += wall_s - sum(shares.values())
+
+
+def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
+    """Return the state of a run as a JSON object.
+
+    Raises:
+        ConfigError: The run has no ledger, or it is damaged.
+    """
+    if not (run_dir / LEDGER).exists():
+        raise ConfigError(
+            f"{run_dir}: no supervised run here ({LEDGER} is missing); name the run directory of "
+            "optimus launch"
+        )
+    history = read_history(run_dir)
+    now = time.time() if now is None else now
+    uses, running = goodput(history, now), history.running
+    total = sum(uses.values())
+    last = history.attempts[-1] if history.attempts else None
+    checkpoints = store.find_all(run_dir)
+    names = [path.name for path in checkpoints if path.name.startswith("step-")]
+    return {
+        "run_dir": str(run_dir),
+        "state": "running" if running else (history.verdict.verdict if history.verdict else "idle"),
+        "reason": history.verdict.reason if history.verdict else "",
+        "attempt": last.attempt if last else 0,
+        "nodes": list(last.nodes) if last else [],
+        "standings": {node: history.standing(node) for node in sorted(history.standings)},
+        "failures": [
+            {
+                "attempt": end.attempt,
+                "step": end.step,
+                "failure": end.failure,
+                "nodes": list(end.nodes),
+                "evidence": list(end.evidence),
+            }
+            for end in history.failures()
+        ],
+        "checkpoint": max(names, default=None),
+        "next": _next_decision(history),
+        "seconds": {name: round(value, 3) for name, value in uses.items()},
+        "total_s": round(total, 3),
+        "goodput": round(uses["step"] / total, 4) if total > 0 else None,
+    }
+
+
+def _next_decision(history: History) -> str:
+    """Return what happens next, as far as the files show it."""
+    if history.verdict is not None:
+        return {
+            "done": "nothing: the run is complete",
+            "continue": "the next job, or the same command, continues the run",
+            "stop": "the run waits for the user",
+        }[history.verdict.verdict]
+    if history.running is not None:
+        return "the supervisor waits for the end or a failure of the attempt"
+    return "the supervisor starts an attempt; without a supervisor, give the same command again"
+
+
+def format_status(status: dict[str, Any]) -> str:
+    """Return the text of `optimus status`."""
+    nodes = ", ".join(status["nodes"]) or "none"
+    lines = [
+        f"{status['run_dir']}: {status['state']}"
+        + (f" ({status['reason']})" if status["reason"] else ""),
+        f"  attempt     {status['attempt']} on {nodes}",
+        f"  checkpoint  {status['checkpoint'] or 'none'}",
+        f"  next        {status['next']}",
+    ]
+    for node, standing in status["standings"].items():
+        lines.append(f"  {node}  {standing}")
+    for failure in status["failures"][-5:]:
+        evidence = "; ".join(failure["evidence"][:2])
+        lines.append(f"  attempt {failure['attempt']} failed at step {failure['step']}: {evidence}")
+    uses = [f"{name} {value:.1f}" for name, value in status["seconds"].items() if value >= 0.05]
+    share = f", {status['goodput']:.1%} of it in steps" if status["goodput"] is not None else ""
+    lines.append(f"  time        {status['total_s']:.1f} s{share}: {', '.join(uses)} s")
+    number = len(status["failures"])
+    lines.append(f"  failures    {counted(number, 'failed attempt') if number else 'none'}")
+    return "\n".join(lines)

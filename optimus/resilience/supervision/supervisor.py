@@ -1,0 +1,847 @@
+"""The supervisor of a run: starts attempts, notices failures, replaces nodes and restarts.
+
+It is a process on the first node, outside of torch.distributed. All of its knowledge is in the
+ledger, so that another supervisor can take over at any time. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from optimus.checkpoint import store
+from optimus.errors import ConfigError, OptimusError, OutcomeKind, counted, one_line
+from optimus.io import files
+from optimus.io.workspace import Workspace, lock_run_dir
+from optimus.resilience.supervision.agent import (
+    ADDRESS,
+    BEATS_PER_LIMIT,
+    SECRET,
+    SUPERVISOR,
+    hash_code,
+)
+from optimus.resilience.supervision.attempt import marker_dir
+from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
+from optimus.resilience.supervision.decide import (
+    Decision,
+    Evidence,
+    Marker,
+    Policy,
+    RankEnd,
+    RankProgress,
+    decide,
+    find_cause,
+)
+from optimus.resilience.supervision.launchers import Launcher
+from optimus.resilience.supervision.ledger import (
+    LEDGER,
+    AttemptEnded,
+    AttemptStarted,
+    Event,
+    History,
+    Ledger,
+    NodeMarked,
+    Progress,
+    SupervisorStarted,
+    VerdictReached,
+    read_history,
+)
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "run.toml"
+"""Name of the copy of the configuration in the supervisor's folder."""
+_LOOK_S = 0.1
+"""Longest time between two looks at the observations on an attempt."""
+_SAME_TIME_S = 0.3
+"""Time to wait for further observations after a rank was ended by a signal or wrote a marker."""
+_AGREE_S = 6.0
+"""Time to wait for the other ranks after a rank has ended with an error: ranks agree on the cause,
+and then end within this time."""
+_SAVE_S = 600.0
+"""Longest time from a stop signal to the end of all ranks."""
+_STOP_S = 60.0
+"""Time to wait for the other ranks after a rank has ended because the run stops."""
+_RECONNECT_S = 5.0
+"""Time for which a supervisor that takes over waits for agents, in addition to the heartbeat."""
+_RETRY_S = 2.0
+"""Time until the supervisor writes to a full disk again."""
+_KILLED_S = 5.0
+"""Time to wait for agents to kill their ranks."""
+_MOST_UNAUTHENTICATED = 64
+"""Maximum number of connections that are not authenticated yet."""
+_CLOCK_S = 60.0
+"""Maximum difference between the clocks of two nodes."""
+_OPEN_FILES = 1024
+"""Minimum number of files that a process on a node must be allowed to open."""
+_LOG_BYTES = 1 << 28
+"""Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
+_CANNOT_START = 127
+"""Exit status in the evidence if an agent cannot start its ranks."""
+_NONFINITE = OutcomeKind.NONFINITE.exit_status
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run inside an allocation."""
+
+    run_dir: Path
+    config: str
+    """The resolved configuration of the run, in TOML. The ranks of all attempts read a copy of it,
+    so that a change of the user's file does not change a later attempt."""
+    nodes: tuple[str, ...]
+    """Nodes of the allocation, in its order."""
+    ranks_per_node: int
+    policy: Policy
+    heartbeat_s: float
+    supervisor_timeout_s: float
+    launcher: Launcher
+    settings: str
+    """Hash of the settings that must not change in later jobs of the run."""
+    name: str = ""
+    """Name of the scheduler's job."""
+    ends_at: float = math.inf
+    """Unix time of the end of the job."""
+    margin_s: float = 120.0
+    """Time before the end of the job at which ranks begin to save."""
+    pardoned: tuple[str, ...] = ()
+    """Nodes that are no longer excluded."""
+    start_limit_s: float = 120.0
+    """Time within which the agents must answer."""
+
+
+@dataclass
+class _Node:
+    """A node of the allocation, as the supervisor sees it."""
+
+    name: str
+    channel: Channel | None = None
+    hello: dict[str, Any] = field(default_factory=dict)
+    heard_at: float = -math.inf
+    """Time of the agent's last message, by the supervisor's clock."""
+    attempt: int = 0
+    """The attempt of the ranks in `ranks`."""
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    """Ended ranks in the order of their ends."""
+    killed: int = 0
+    """The last attempt whose ranks the agent must kill."""
+    asked: str = ""
+    """The request whose answer the supervisor waits for."""
+    answer: asyncio.Future[dict[str, Any]] | None = None
+    failure: str = ""
+    """Reason why the agent cannot start the ranks of the attempt."""
+    has_lost_ranks: bool = False
+    """True if the agent was started again and the ranks of the attempt are gone."""
+
+
+class Supervisor:
+    """Runs attempts until the run is done, must continue in another job, or must stop."""
+
+    def __init__(self, job: Job) -> None:
+        """Take over the run directory, and read its ledger.
+
+        Raises:
+            ConfigError: Another supervisor or run uses the directory, the ledger is damaged, or
+                settings differ from those of an earlier job.
+            OSError: A file cannot be written.
+        """
+        self._job, self._folder = job, job.run_dir / SUPERVISOR
+        self._lock = _take_lock(job.run_dir)
+        try:
+            self._take_over()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _take_over(self) -> None:
+        job = self._job
+        self._check_settings(read_history(job.run_dir))  # before anything is changed
+        files.make_dirs(job.run_dir / "log")
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._workspace = Workspace.open(self._folder)
+        self._ledger = Ledger(job.run_dir, self._workspace)
+        self._history = self._ledger.history
+        self._secret = (
+            create_secret(self._folder / SECRET)
+            if not self._is_takeover()
+            else (read_secret(self._folder / SECRET))
+        )
+        self._nodes = {name: _Node(name) for name in job.nodes}
+        self._code = hash_code()
+        self._clock_s = 0.0
+        """Time for which this process has run. Silence of agents is measured with it, so that a
+        process that was suspended, or waited for a disk, does not blame them."""
+        self._log_attempt = 0
+        self._unauthenticated: list[asyncio.StreamWriter] = []
+        self._refused = 0
+        self._stop_signal = 0
+        self._stopped_at_s = math.inf
+        self._log: BinaryIO | None = None
+        self._log_bytes = self._log_dropped = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._agents: list[asyncio.subprocess.Process] = []
+        self._connections: set[asyncio.Task[None]] = set()
+        self._workspace.write_bytes(self._folder / CONFIG, job.config.encode())
+
+    def _is_takeover(self) -> bool:
+        """Return True if an earlier supervisor of the same job has not reached a verdict, so that
+        its agents may still run."""
+        history = self._history
+        is_same = history.job == self._job.name and bool(history.supervisors)
+        return is_same and history.verdict is None and (self._folder / SECRET).exists()
+
+    def _check_settings(self, history: History) -> None:
+        started = [event for event in history.events if isinstance(event, SupervisorStarted)]
+        if started and started[-1].settings != self._job.settings:
+            raise ConfigError(
+                f"{self._job.run_dir}: the run was launched with other frozen settings (model, "
+                "data, seed, global batch, dtype or optimizer); use the same configuration, or "
+                "another train.run_dir"
+            )
+
+    # -- The run ----------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Supervise the run. Return the exit status of `optimus launch`."""
+        job, history = self._job, self._history
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+        servers, hosts, port = await self._listen()
+        clock = asyncio.create_task(self._run_clock())
+        try:
+            self._workspace.write_bytes(
+                self._folder / ADDRESS,
+                json.dumps({"hosts": hosts, "port": port}).encode(),
+            )
+            takeover = self._is_takeover()
+            await self._add(
+                SupervisorStarted(
+                    time=time.time(),
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    job=job.name,
+                    nodes=job.nodes,
+                    settings=job.settings,
+                )
+            )
+            if history.running is not None and not takeover:  # its job ended without a verdict
+                await self._add(_interrupted(history.running))
+            for node in job.pardoned:
+                await self._add(_mark(node, "good", "pardoned by the user"))
+            if takeover:
+                await self._wait_for_agents()
+            await self._start_agents()
+            if not takeover:
+                self._check_nodes()
+            while True:
+                if (running := history.running) is not None:
+                    await self._finish_attempt(running)
+                    if history.ends[running.attempt].outcome == "interrupted":
+                        await self._start_agents()  # those of the attempt may have ended, too
+                decision = await self._decide()
+                if decision.action != "start":
+                    return await self._end(decision)
+                await self._start_attempt(decision)
+        finally:
+            if self._workspace.is_open():  # else the agents obey another supervisor
+                await self._say_to_all({"do": "end"})
+            for server in servers:
+                server.close()
+            clock.cancel()
+            for task in self._connections:
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            for process in self._agents:
+                try:
+                    async with asyncio.timeout(_KILLED_S):
+                        await process.wait()
+                except TimeoutError:  # a launcher that waits for a lost node
+                    with contextlib.suppress(ProcessLookupError):
+                        process.terminate()
+            self._ledger.close()
+            self._workspace.close()
+            self._lock.close()
+
+    async def _add(self, event: Event) -> None:
+        """Store an event. If the disk is full, wait while the ranks train."""
+        while True:
+            try:
+                self._ledger.add(event)
+                return
+            except OSError as error:
+                if not self._workspace.is_open():
+                    raise OptimusError(
+                        f"{self._job.run_dir}: another supervisor has taken over; this one ends"
+                    ) from None
+                logger.error("%s: %s; trying again", LEDGER, error.strerror)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _decide(self) -> Decision:
+        """Decide how the run continues, and store the marks of nodes."""
+        now, job = self._clock_s, self._job
+        reachable = [
+            node.name
+            for node in self._nodes.values()
+            if node.channel is not None and now - node.heard_at <= job.heartbeat_s
+        ]
+        remaining_s = job.ends_at - job.margin_s - time.time()
+        decision = decide(self._history, job.policy, reachable, remaining_s)
+        if self._stop_signal and decision.action == "start":
+            name = signal.Signals(self._stop_signal).name
+            status = OutcomeKind.STOPPED.exit_status
+            decision = Decision("continue", f"{name} ends the job", status, marks=decision.marks)
+        for node, (standing, reason) in decision.marks.items():
+            await self._add(_mark(node, standing, reason))
+            logger.warning("node %s is %s: %s", node, standing, reason)
+        return decision
+
+    async def _end(self, decision: Decision) -> int:
+        """Store the verdict, and return the exit status."""
+        assert decision.action != "start"
+        verdict = VerdictReached(
+            time=time.time(),
+            verdict=decision.action,
+            reason=decision.reason,
+            status=decision.status,
+        )
+        await self._add(verdict)
+        level = logging.ERROR if decision.action == "stop" else logging.INFO
+        logger.log(level, "%s: %s", decision.action, decision.reason)
+        return decision.status
+
+    def _on_signal(self, number: int) -> None:
+        """Let the ranks save and end. The scheduler sends a signal before the end of a job."""
+        if not self._stop_signal:
+            logger.info("%s: the ranks save a checkpoint and end", signal.Signals(number).name)
+        self._stop_signal = number
+        self._stopped_at_s = min(self._stopped_at_s, self._clock_s)
+        self._spawn(self._say_to_all({"do": "signal", "number": signal.SIGTERM}))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_clock(self) -> None:
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S / 2)
+            now = time.monotonic()
+            self._clock_s += min(now - before, 2 * _LOOK_S)
+            before = now
+
+    # -- Attempts ---------------------------------------------------------------------------------
+
+    async def _start_attempt(self, decision: Decision) -> None:
+        """Launch the ranks of the next attempt."""
+        job = self._job
+        number = self._history.attempts[-1].attempt + 1 if self._history.attempts else 1
+        first = self._nodes[decision.nodes[0]]
+        try:
+            host = job.launcher.meeting_host(first.hello["host"])
+            port = (await self._ask(first, {"do": "port", "host": host}))["port"]
+        except (OSError, TimeoutError) as error:
+            logger.warning("node %s does not answer: %s", first.name, error)
+            if first.channel is not None:
+                await first.channel.close()  # it is not reachable for the next decision
+            return
+        name = f"attempt-{number:04d}-{secrets.token_hex(3)}"
+        workspace = store.open_workspace(job.run_dir, name, self._workspace)
+        attempt = AttemptStarted(
+            time=time.time(),
+            attempt=number,
+            nodes=decision.nodes,
+            ranks_per_node=job.ranks_per_node,
+            port=port,
+            workspace=name,
+            load=decision.load,
+            skipped_steps=decision.skipped_steps,
+        )
+        await self._add(attempt)
+        if decision.load == "older":
+            store.set_newest_aside(job.run_dir, workspace)
+        logger.info("attempt %d on %s: %s", number, ", ".join(decision.nodes), decision.reason)
+        await asyncio.gather(*(self._start_ranks(attempt, name) for name in decision.nodes))
+        if self._stop_signal:  # it arrived before the ranks existed
+            await self._say_to_all({"do": "signal", "number": signal.SIGTERM})
+
+    async def _start_ranks(self, attempt: AttemptStarted, name: str) -> None:
+        """Let the agent of a node start its ranks of an attempt."""
+        job, node = self._job, self._nodes[name]
+        per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
+        first = self._nodes[attempt.nodes[0]]
+        host = job.launcher.meeting_host(first.hello.get("host", attempt.nodes[0]))
+        node.attempt, node.ranks, node.ended = attempt.attempt, {}, []
+        node.has_lost_ranks, node.failure = False, ""
+        workspace = self._workspace_of(attempt)
+        await self._say(
+            node,
+            {
+                "do": "start",
+                "attempt": attempt.attempt,
+                "ranks": list(range(index * per_node, (index + 1) * per_node)),
+                "arguments": ["train", str(self._folder / CONFIG)],
+                "workspace": str(workspace.path),
+                "job_end": None if math.isinf(job.ends_at) else job.ends_at - job.margin_s,
+                "variables": {
+                    **job.launcher.variables(self._most_ranks()),
+                    "WORLD_SIZE": str(len(attempt.nodes) * per_node),
+                    "MASTER_ADDR": host,
+                    "MASTER_PORT": str(attempt.port),
+                },
+            },
+        )
+
+    def _most_ranks(self) -> int:
+        return len(self._job.nodes) * self._job.ranks_per_node
+
+    def _workspace_of(self, attempt: AttemptStarted) -> Workspace:
+        folder = store.checkpoints_dir(self._job.run_dir)
+        return Workspace(folder / f".work-{attempt.workspace}")
+
+    async def _finish_attempt(self, attempt: AttemptStarted) -> None:
+        """Wait for the end of an attempt, store its cause, and kill its processes."""
+        has_updated = self._has_updated(attempt)
+        for name in attempt.nodes:  # an earlier supervisor may have started some nodes only
+            node = self._nodes[name]
+            if node.attempt == attempt.attempt:
+                continue
+            is_running = node.hello.get("attempt") == attempt.attempt
+            if not is_running and not has_updated:
+                await self._start_ranks(attempt, name)
+            node.attempt = attempt.attempt
+            node.has_lost_ranks = not is_running and has_updated
+        evidence = await self._observe(attempt)
+        world = len(attempt.nodes) * attempt.ranks_per_node
+        first = self._nodes[attempt.nodes[0]].ranks.get(0, {})
+        end = find_cause(evidence, world, time.time()).model_copy(
+            update={"updates": first.get("updates", 0), "seconds": first.get("seconds", {})}
+        )
+        await self._add(end)
+        if end.outcome == "failed":
+            logger.error("attempt %d failed: %s", attempt.attempt, "; ".join(end.evidence))
+        await self._kill(attempt)
+        if end.outcome in ("done", "stopped"):  # no rank that cannot be reached uses the workspace
+            self._workspace_of(attempt).close()
+
+    async def _observe(self, attempt: AttemptStarted) -> Evidence:
+        """Wait until an attempt has ended or has failed; return the observations."""
+        first_end = math.inf
+        has_updated = self._has_updated(attempt)
+        checkpoint = self._newest_checkpoint()
+        world = len(attempt.nodes) * attempt.ranks_per_node
+        next_look = 0.0
+        while True:
+            now = self._clock_s
+            nodes = [self._nodes[name] for name in attempt.nodes]
+            reports = [report for node in nodes for report in node.ranks.values()]
+            if not has_updated and reports and all(r.get("step", 0) > 0 for r in reports):
+                has_updated = True
+                self._add_progress(attempt, "first update", min(r["step"] for r in reports))
+            if now >= next_look:
+                next_look = now + 1.0
+                if (newest := self._newest_checkpoint()) > checkpoint:
+                    checkpoint = newest
+                    self._add_progress(attempt, "checkpoint", newest)
+            evidence = self._evidence(attempt, now)
+            if evidence.ends:
+                first_end = min(first_end, now)
+            silence_s = max((now - node.heard_at for node in nodes), default=0.0)
+            if self._is_conclusive(evidence, world, now - first_end, silence_s):
+                if (newest := self._newest_checkpoint()) > checkpoint:
+                    self._add_progress(attempt, "checkpoint", newest)
+                return self._evidence(attempt, now)
+            await asyncio.sleep(_LOOK_S)
+
+    def _has_updated(self, attempt: AttemptStarted) -> bool:
+        return any(
+            isinstance(event, Progress) and event.attempt == attempt.attempt
+            for event in self._history.events
+        )
+
+    def _add_progress(self, attempt: AttemptStarted, milestone: Any, step: int) -> None:
+        event = Progress(time=time.time(), attempt=attempt.attempt, milestone=milestone, step=step)
+        try:
+            self._ledger.add(event)
+        except OSError as error:  # the next one states the progress, too
+            logger.warning("%s: %s", LEDGER, error.strerror)
+
+    def _newest_checkpoint(self) -> int:
+        """Return the step of the newest full checkpoint; 0 without one."""
+        paths = store.find_all(self._job.run_dir)
+        names = [path.name for path in paths if path.name.startswith("step-")]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    def _evidence(self, attempt: AttemptStarted, now: float) -> Evidence:
+        nodes, per_node = [self._nodes[name] for name in attempt.nodes], attempt.ranks_per_node
+        silent = [node for node in nodes if now - node.heard_at > self._job.heartbeat_s]
+        silent.sort(key=lambda node: node.heard_at)
+        restarted = [node.name for node in nodes if node.has_lost_ranks and node not in silent]
+        ends = [
+            RankEnd(per_node * index, node.name, _CANNOT_START, message=node.failure)
+            for index, node in enumerate(nodes)
+            if node.failure
+        ]
+        ends += [
+            RankEnd(rank, node.name, report["status"], report["was_ended"], report["message"])
+            for node in nodes
+            for rank in node.ended
+            if "status" in (report := node.ranks[rank])
+        ]
+        progress = tuple(
+            RankProgress(rank, node.name, r["step"], r["collectives"], r["phase_s"])
+            for node in nodes
+            for rank, r in node.ranks.items()
+            if "status" not in r and "step" in r
+        )
+        steps = [r["step"] for node in nodes for r in node.ranks.values() if "step" in r]
+        has_marker = any(end.status == _NONFINITE for end in ends)
+        return Evidence(
+            attempt.attempt,
+            max(steps, default=0),
+            tuple(ends),
+            self._markers(attempt) if has_marker else (),
+            attempt.nodes,
+            tuple(node.name for node in silent),
+            tuple(restarted),
+            progress,
+        )
+
+    def _markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
+        """Return the markers of an attempt."""
+        markers = []
+        for path in sorted(marker_dir(self._job.run_dir, attempt.workspace).glob("nonfinite-*")):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                value = json.loads(files.read_regular(path, 1 << 20))
+                markers.append(
+                    Marker(
+                        int(value["rank"]),
+                        str(value["node"]),
+                        int(value["step"]),
+                        one_line(value["what"]),
+                        str(value.get("data_xxh3", "")),
+                        bool(value.get("was_repeated", False)),
+                    )
+                )
+        return tuple(markers)
+
+    def _is_conclusive(
+        self, evidence: Evidence, world: int, since_s: float, silence_s: float
+    ) -> bool:
+        """Return True if further observations cannot name the cause better.
+
+        Args:
+            evidence: The observations.
+            world: Number of ranks.
+            since_s: Time since the first rank ended.
+            silence_s: Longest silence of an agent.
+        """
+        if evidence.restarted or len(evidence.ends) >= world:
+            return True
+        if evidence.unreachable:  # a cut of the network also silences the other agents by now
+            return silence_s > (1 + 1.5 / BEATS_PER_LIMIT) * self._job.heartbeat_s
+        if self._clock_s - self._stopped_at_s > _SAVE_S:
+            return True  # the ranks do not obey the signal
+        if not evidence.ends:
+            return False
+        stopped = {0, OutcomeKind.STOPPED.exit_status}
+        statuses = {end.status for end in evidence.ends if not end.was_ended}
+        if evidence.markers or any(status < 0 for status in statuses):
+            return since_s > _SAME_TIME_S
+        return since_s > (_STOP_S if statuses <= stopped else _AGREE_S)
+
+    async def _kill(self, attempt: AttemptStarted) -> None:
+        """Kill all ranks that can be reached."""
+        now = self._clock_s
+        for name in attempt.nodes:
+            self._nodes[name].killed = attempt.attempt
+        nodes = [
+            self._nodes[name]
+            for name in attempt.nodes
+            if now - self._nodes[name].heard_at <= self._job.heartbeat_s
+        ]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILLED_S):
+                await asyncio.gather(
+                    *(
+                        self._ask(node, {"do": "kill", "attempt": attempt.attempt})
+                        for node in nodes
+                    ),
+                    return_exceptions=True,
+                )
+
+    # -- Agents -----------------------------------------------------------------------------------
+
+    async def _listen(self) -> tuple[list[asyncio.Server], list[str], int]:
+        """Listen at the addresses of this machine. Return the servers, the addresses and the port.
+
+        Raises:
+            OSError: This machine cannot listen at any address.
+        """
+        servers, hosts, port, problem = [], [], 0, OSError("this machine has no address")
+        for host in self._job.launcher.addresses():
+            try:
+                server = await asyncio.start_server(self._on_connection, host, port, backlog=1024)
+            except OSError as error:  # an interface that is down, or the port is in use there
+                problem = error
+                continue
+            port = server.sockets[0].getsockname()[1]
+            servers.append(server)
+            hosts.append(host)
+        if not servers:
+            raise problem
+        return servers, hosts, port
+
+    async def _wait_for_agents(self) -> None:
+        """Wait until the agents of the last supervisor have connected again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._job.heartbeat_s + _RECONNECT_S):
+                while any(node.channel is None for node in self._nodes.values()):
+                    await asyncio.sleep(_LOOK_S)
+
+    async def _start_agents(self) -> None:
+        """Start the agents that are not connected, and wait until they answer."""
+        job = self._job
+        # A node whose ranks run may be cut off. Another agent there would not have its ranks.
+        busy = self._history.running.nodes if self._history.running is not None else ()
+        absent = [
+            node.name
+            for node in self._nodes.values()
+            if node.channel is None
+            and node.name not in busy
+            and self._history.standing(node.name) != "excluded"
+        ]
+        for command in job.launcher.agent_commands(absent, job.run_dir):
+            self._agents.append(
+                await asyncio.create_subprocess_exec(
+                    *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                )
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(job.start_limit_s):
+                while absent := [name for name in absent if self._nodes[name].channel is None]:
+                    if all(process.returncode is not None for process in self._agents):
+                        break
+                    await asyncio.sleep(_LOOK_S)
+        if absent:
+            logger.warning("no agent answers on %s", ", ".join(absent))
+
+    def _check_nodes(self) -> None:
+        """Raise ConfigError if fewer nodes can be used than the run needs."""
+        policy, launcher = self._job.policy, self._job.launcher
+        needed = policy.sizes[0 if policy.on_exhausted == "shrink" else -1]
+        usable = [
+            node.name
+            for node in self._nodes.values()
+            if node.channel is not None and self._history.standing(node.name) != "excluded"
+        ]
+        if len(usable) < needed:
+            raise ConfigError(
+                f"--nodes {policy.sizes[-1]}: only {counted(len(usable), 'node')} can be used "
+                f"({', '.join(usable) or 'none'}); check that the launcher {launcher.name!r} "
+                "reaches the others, use an excluded node again with --pardon NODE, or request "
+                "more nodes"
+            )
+
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve a connection until it is lost or the supervisor ends."""
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        with contextlib.suppress(asyncio.CancelledError):  # asyncio would print a traceback
+            await self._serve(reader, writer)
+        self._connections.discard(task)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
+            # An agent authenticates at once. A flood therefore closes connections of the flood.
+            self._unauthenticated.pop(0).close()
+        self._unauthenticated.append(writer)
+        try:
+            channel = await Channel.open(reader, writer, "supervisor", self._secret)
+        except PeerError as error:
+            self._refused += 1
+            if self._refused <= 10 or self._refused % 1000 == 0:
+                logger.warning("refused connection %d: %s", self._refused, error)
+            return
+        finally:
+            if writer in self._unauthenticated:
+                self._unauthenticated.remove(writer)
+        node: _Node | None = None
+        try:
+            hello = await channel.receive()
+            node = self._welcome(channel, hello)
+            if node is None:
+                return
+            await channel.send(
+                {
+                    "do": "welcome",
+                    "orphan_s": self._job.supervisor_timeout_s,
+                    "beat_s": self._job.heartbeat_s / BEATS_PER_LIMIT,
+                    "variables": self._job.launcher.variables(self._most_ranks()),
+                }
+            )
+            while True:
+                self._receive(node, await channel.receive())
+        except (OSError, EOFError, PeerError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, PeerError):
+                logger.warning("connection of %s closed: %s", node and node.name, error)
+        finally:
+            if node is not None and node.channel is channel:
+                node.channel = None
+                if node.answer is not None and not node.answer.done():
+                    node.answer.set_exception(OSError(f"the agent of {node.name} is gone"))
+            await channel.close()
+
+    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> _Node | None:
+        """Return the node of an agent that has connected; None to refuse it, with a warning."""
+        node = self._nodes.get(str(hello.get("node")))
+        problem = ""
+        if node is None:
+            problem = f"{hello.get('node')!r} is not a node of the allocation"
+        elif node.channel is not None and hello["pid"] != node.hello["pid"]:
+            problem = f"{node.name} has an agent already"
+        elif hello["code"] != self._code:
+            problem = f"{node.name} has other files of Optimus; install the same version there"
+        elif abs(hello["time"] - time.time()) > _CLOCK_S:
+            seconds = hello["time"] - time.time()
+            problem = f"the clock of {node.name} differs by {seconds:.0f} s; set the clocks"
+        elif hello["open_files"] < _OPEN_FILES:
+            number = counted(hello["open_files"], "file")
+            problem = f"{node.name} may open only {number}; raise ulimit -n"
+        if problem:
+            logger.warning("an agent is refused: %s", problem)
+            return None
+        assert node is not None
+        node.channel, node.hello, node.heard_at = channel, hello, self._clock_s
+        return node
+
+    def _receive(self, node: _Node, message: dict[str, Any]) -> None:
+        """Take note of a message of an agent."""
+        node.heard_at = self._clock_s
+        if message["is"] == "report":
+            running, number = self._history.running, message["attempt"]
+            present = running is not None and node.name in running.nodes and running.attempt
+            has_ranks = any("status" not in report for report in message["ranks"])
+            if has_ranks and number not in (present, node.killed):
+                # The node was suspended, and continues now.
+                node.killed = number
+                self._spawn(self._say(node, {"do": "kill", "attempt": number}))
+            if number == node.attempt:
+                node.failure = str(message["failure"])
+                for report in message["ranks"]:
+                    rank = int(report["rank"])
+                    node.ranks[rank] = report
+                    if "status" in report and rank not in node.ended:
+                        node.ended.append(rank)
+            try:
+                self._write_log(number, message["lines"], message.get("dropped", 0))
+            except OSError as error:  # the output of ranks is not worth the run
+                self._log_dropped += len(message["lines"])
+                if self._log_dropped < 1000:
+                    logger.warning("output of ranks is not kept: %s", error.strerror)
+        elif message["is"] == node.asked and node.answer is not None and not node.answer.done():
+            node.answer.set_result(message)
+
+    def _write_log(self, attempt: int, lines: Sequence[str], dropped: int) -> None:
+        """Append output of ranks to the log of their attempt, and print it."""
+        if not lines or not attempt:
+            return
+        if self._log is not None and self._log_attempt != attempt:
+            self._log.close()
+            self._log = None
+        if self._log is None:
+            self._log_attempt = attempt
+            path = self._job.run_dir / "log" / f"attempt-{attempt:04d}.log"
+            self._log = open(path, "ab", buffering=0)  # noqa: SIM115
+            self._log_bytes = path.stat().st_size
+        for line in lines:
+            data = f"{line}\n".encode()
+            if self._log_bytes + len(data) > _LOG_BYTES:
+                self._log_dropped += 1
+            else:
+                self._log_bytes += len(data)
+                self._log.write(data)
+            sys.stderr.write(f"{line}\n")
+        if dropped:
+            self._log.write(f"{counted(dropped, 'line')} of output were not kept\n".encode())
+
+    async def _say(self, node: _Node, message: dict[str, Any]) -> None:
+        """Send a message to an agent. If the connection is lost, the agent becomes silent."""
+        if node.channel is not None:
+            with contextlib.suppress(OSError):
+                await node.channel.send(message)
+
+    async def _say_to_all(self, message: dict[str, Any]) -> None:
+        await asyncio.gather(*(self._say(node, message) for node in self._nodes.values()))
+
+    async def _ask(self, node: _Node, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message to an agent and return its answer. Raises OSError."""
+        if node.channel is None:
+            raise OSError(f"the agent of {node.name} is gone")
+        node.asked, node.answer = message["do"], asyncio.get_running_loop().create_future()
+        await self._say(node, message)
+        async with asyncio.timeout(self._job.heartbeat_s + _KILLED_S):
+            return await node.answer
+
+
+def _interrupted(attempt: AttemptStarted) -> AttemptEnded:
+    return AttemptEnded(time=time.time(), attempt=attempt.attempt, outcome="interrupted", step=0)
+
+
+def _mark(node: str, standing: Any, reason: str) -> NodeMarked:
+    return NodeMarked(time=time.time(), node=node, standing=standing, reason=reason)
+
+
+def _take_lock(run_dir: Path) -> BinaryIO:
+    """Lock the run directory, also if a supervisor that does not answer has the lock.
+
+    Raises:
+        ConfigError: Another supervisor answers, or an unsupervised run uses the directory.
+    """
+    try:
+        return lock_run_dir(run_dir)
+    except ConfigError:
+        if not (run_dir / SUPERVISOR / ADDRESS).exists():
+            raise
+    if asyncio.run(_answers(run_dir)):
+        raise ConfigError(
+            f"train.run_dir = {str(run_dir)!r}: another supervisor works on this run; wait until "
+            "it ends, or end it"
+        )
+    logger.warning("%s: the supervisor that has the lock does not answer; taking over", run_dir)
+    return lock_run_dir(run_dir, replace=True)
+
+
+async def _answers(run_dir: Path) -> bool:
+    """Return True if the supervisor of a run answers."""
+    try:
+        address = json.loads(files.read_regular(run_dir / SUPERVISOR / ADDRESS, 1 << 16))
+        secret = read_secret(run_dir / SUPERVISOR / SECRET)
+        for host in address["hosts"]:
+            with contextlib.suppress(OSError, TimeoutError, PeerError):
+                async with asyncio.timeout(3.0):
+                    reader, writer = await asyncio.open_connection(host, int(address["port"]))
+                    channel = await Channel.open(reader, writer, "agent", secret)
+                    await channel.close()
+                    return True
+    except (OSError, OptimusError, ValueError, KeyError, TypeError):
+        pass
+    return False

@@ -1,0 +1,133 @@
+"""`optimus launch`: resolves the run and the allocation for the supervisor.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from optimus.config import Config, dump_toml
+from optimus.errors import ConfigError, counted, refuse_if
+from optimus.io import files
+from optimus.resilience.supervision.decide import Policy
+from optimus.resilience.supervision.launchers import LAUNCHERS, read_job_end, read_nodes
+from optimus.resilience.supervision.supervisor import Job, Supervisor
+from optimus.train.resolve import FROZEN, divide, resolve
+
+
+def plan_job(
+    config: Config,
+    *,
+    nodes: int,
+    buffer_nodes: int,
+    ranks_per_node: int,
+    launcher: str | None,
+    hosts: str | None,
+    pardoned: Sequence[str],
+) -> Job:
+    """Resolve a supervised run in the present allocation. Changes nothing.
+
+    Args:
+        config: The run's configuration.
+        nodes: Number of nodes with ranks.
+        buffer_nodes: Number of further nodes, which replace nodes that fail.
+        ranks_per_node: Number of ranks on each node.
+        launcher: Name of the launcher; None for the launcher of the scheduler.
+        hosts: File with the names of the nodes; None for the nodes of the scheduler's job.
+        pardoned: Nodes that are no longer excluded.
+
+    Raises:
+        ConfigError: The run, the allocation or the run directory does not permit the launch.
+    """
+    for name, value, least in (
+        ("--nodes", nodes, 1),
+        ("--buffer-nodes", buffer_nodes, 0),
+        ("--ranks-per-node", ranks_per_node, 1),
+    ):
+        refuse_if(value < least, f"{name} {value} must be at least {least}")
+    if launcher is None:
+        launcher = "srun" if "SLURM_JOB_ID" in os.environ else "mpiexec"
+        if not {"SLURM_JOB_ID", "PBS_NODEFILE"} & {*os.environ} and hosts is None:
+            raise ConfigError(
+                "there is no Slurm or PBS job here; use --launcher local to emulate the nodes on "
+                "this machine, or name the nodes with --hosts FILE --launcher ssh"
+            )
+    number = nodes + buffer_nodes
+    allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
+    resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
+    return Job(
+        run_dir=Path(config.train.run_dir).absolute(),
+        config=dump_toml(config),
+        nodes=allocation,
+        ranks_per_node=ranks_per_node,
+        policy=Policy(
+            sizes=_valid_sizes(config, nodes, ranks_per_node),
+            on_exhausted=config.resilience.on_exhausted,
+            max_restarts=config.resilience.max_restarts,
+        ),
+        heartbeat_s=config.resilience.heartbeat_s,
+        supervisor_timeout_s=config.resilience.supervisor_timeout_s,
+        launcher=LAUNCHERS[launcher](),
+        settings=_hash_frozen(config),
+        name=os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID", ""),
+        ends_at=read_job_end(),
+        margin_s=config.resilience.end_margin_s,
+        pardoned=tuple(pardoned),
+    )
+
+
+def supervise(job: Job) -> int:
+    """Supervise a run until the run or the job ends.
+
+    Returns:
+        The exit status: 0 done, 2 usage, 3 a later job continues the run, 6 stopped.
+
+    Raises:
+        ConfigError: The nodes or the run directory do not permit the launch.
+    """
+    return asyncio.run(Supervisor(job).run())
+
+
+def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Return the numbers of nodes up to `nodes` with which the configuration is valid."""
+    sizes = []
+    for number in range(1, nodes + 1):
+        try:
+            divide(config, number * ranks_per_node)
+        except ConfigError:
+            if number == nodes:
+                raise
+            continue
+        sizes.append(number)
+    return tuple(sizes)
+
+
+def _hash_frozen(config: Config) -> str:
+    """Return a hash of the settings that must not change in later jobs of the run."""
+    values = {"model": config.model.model_dump(mode="json"), "data": config.data.path}
+    for key in FROZEN:
+        section, _, name = key.partition(".")
+        if name in (fields := getattr(config, section, config).model_dump(mode="json")):
+            values[key] = fields[name]
+    return files.xxh3_bytes(json.dumps(values, sort_keys=True).encode())
+
+
+def describe(job: Job) -> str:
+    """Return the assignment of ranks, the environment and the commands of the agents as text."""
+    per_node, nodes = job.ranks_per_node, job.policy.sizes[-1]
+    lines = []
+    for index, node in enumerate(job.nodes):
+        ranks = f"ranks {index * per_node}-{(index + 1) * per_node - 1}"
+        lines.append(f"{node}: {ranks if index < nodes else 'buffer node'}")
+    variables = job.launcher.variables(len(job.nodes) * per_node)
+    if variables:
+        lines.append(f"environment: {' '.join(f'{k}={v}' for k, v in variables.items())}")
+    commands = job.launcher.agent_commands(job.nodes, job.run_dir)
+    lines.append(f"{counted(len(commands), 'command')} to start agents:")
+    return "\n".join([*lines, *(f"  {shlex.join(command)}" for command in commands)])

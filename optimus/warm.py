@@ -1,0 +1,119 @@
+"""The warm process of a node: it has imported all modules of a run, and forks ranks on request.
+
+`python -P -m optimus.warm` with a socket as standard input. It initialises no device and computes
+nothing, so that its children start as a new interpreter would, but without the seconds of the
+imports. Each request is a JSON object with the environment and the arguments of a rank, together
+with the descriptor of a pipe for the rank's output. The answers are the process ids and, later, the
+exit statuses of the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from optimus.launch import environment
+from optimus.launch.spawn import prepare_rank
+
+
+def main() -> NoReturn:
+    """Serve requests until the agent closes the socket."""
+    from optimus.cli import set_library_variables
+    from optimus.resilience.supervision.warm_process import MAX_BYTES
+
+    requests = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    set_library_variables()
+    # A thread pool does not survive a fork. The BLAS of numpy creates its threads at its import.
+    with _single_blas_thread():
+        _import_all()
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    requests.send(json.dumps({"is": "ready"}).encode())
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == woken.fileno():
+                woken.recv(4096)
+                _report_ends(requests)
+                continue
+            data, fds, _, _ = socket.recv_fds(requests, MAX_BYTES, 1)
+            if not data:
+                os._exit(0)
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                for inherited in (requests, woken, waker):
+                    inherited.close()
+                try:
+                    _become_rank(json.loads(data), fds[0], parent)
+                except Exception:
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+            os.close(fds[0])
+            requests.send(json.dumps({"is": "forked", "pid": pid}).encode())
+
+
+@contextlib.contextmanager
+def _single_blas_thread() -> Iterator[None]:
+    before = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OPENBLAS_NUM_THREADS"]
+        if before is not None:
+            os.environ["OPENBLAS_NUM_THREADS"] = before
+
+
+def _report_ends(requests: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended[0], os.waitstatus_to_exitcode(ended[1])
+            requests.send(json.dumps({"is": "ended", "pid": pid, "status": status}).encode())
+
+
+def _import_all() -> None:
+    """Import the modules that a rank uses."""
+    for name in ("optimus.train.loop", "optimus.train.startup", "optimus_kernels"):
+        importlib.import_module(name)
+
+
+def _become_rank(request: dict[str, Any], output: int, parent: int) -> NoReturn:
+    """Run `optimus` in this child process, as a new interpreter would."""
+    from optimus.cli import process
+
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    prepare_rank(parent)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    # The objects that exist know positions in the files that they had.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.argv = ["optimus", *request["arguments"]]
+    environment.STARTED = time.monotonic()
+    process()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Tests of the ledger: durability, damage, and supervisors that take over."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from optimus.errors import ConfigError
+from optimus.io import files
+from optimus.io.workspace import Workspace
+from optimus.resilience.supervision.ledger import (
+    LEDGER,
+    NODES,
+    AttemptEnded,
+    AttemptStarted,
+    Ledger,
+    NodeMarked,
+    Progress,
+    SupervisorStarted,
+    VerdictReached,
+    read_history,
+)
+
+EVENTS = [
+    SupervisorStarted(time=1, host="a", pid=7, job="12", nodes=("a", "b", "c"), settings="f0"),
+    AttemptStarted(time=2, attempt=1, nodes=("a", "b"), ranks_per_node=2, port=29500),
+    Progress(time=3, attempt=1, milestone="checkpoint", step=4),
+    AttemptEnded(time=4, attempt=1, outcome="failed", step=5, failure="hard", nodes=("b",)),
+    NodeMarked(time=5, node="b", standing="excluded", reason='SIGSEGV: "\n\u2028"'),
+    AttemptStarted(time=6, attempt=2, nodes=("a", "c"), ranks_per_node=2, port=29501),
+]
+
+
+def open_ledger(run_dir):
+    return Ledger(run_dir, Workspace.open(run_dir / ".supervisor"))
+
+
+def write(run_dir, events=EVENTS):
+    ledger = open_ledger(run_dir)
+    for event in events:
+        ledger.add(event)
+    ledger.close()
+    return (run_dir / LEDGER).read_text()
+
+
+def test_history_is_the_same_after_it_is_read_again(tmp_path):
+    write(tmp_path)
+    history = read_history(tmp_path)
+    assert history.events == EVENTS and history.job == "12" and history.first_of_job == 0
+    assert history.running == EVENTS[-1] and history.failures() == [EVENTS[3]]
+    assert history.standing("b") == "excluded" and history.standing("a") == "good"
+    assert history.checkpoints == {1: 4}
+    summary = json.loads((tmp_path / NODES).read_text())
+    assert summary["nodes"]["b"]["standing"] == "excluded" and summary["verdict"] is None
+    assert summary["attempt"] == 2
+
+
+def test_job_of_a_run_begins_at_another_job_or_after_a_verdict(tmp_path):
+    write(tmp_path)
+    start = EVENTS[0]
+    for events, attempts in (
+        ([start], 2),  # the supervisor was killed, and continues
+        ([start.model_copy(update={"job": "13"})], 0),
+        ([VerdictReached(time=7, verdict="continue", reason="", status=3), start], 0),
+    ):
+        write(tmp_path, events)
+        history = read_history(tmp_path)
+        assert len(history.attempts) - history.first_of_job == attempts
+        assert history.verdict is None
+        os.unlink(tmp_path / LEDGER)
+        write(tmp_path)
+
+
+def test_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    text = write(tmp_path)
+    for size in range(len(text) - 1, len(text) - 60, -7):
+        (tmp_path / LEDGER).write_text(text[:size])
+        assert read_history(tmp_path).events == EVENTS[:-1]
+    write(tmp_path, EVENTS[-1:])
+    assert (tmp_path / LEDGER).read_text() == text
+
+
+def test_any_other_damage_is_refused(tmp_path):
+    text = write(tmp_path)
+    lines = text.splitlines(keepends=True)
+    damaged = [text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :] for at in range(0, len(text), 5)]
+    damaged += ["".join(lines[:2] + lines[3:]), "".join(lines[::-1]), lines[0] + text, "\n" + text]
+    for content in damaged:
+        if content.count("\n") < len(lines) and content.startswith("".join(lines[:-1])):
+            continue  # the last newline is damaged, as if the line were cut short
+        (tmp_path / LEDGER).write_text(content)
+        with pytest.raises(ConfigError, match=r"events.jsonl: line \d+ is damaged .* move it away"):
+            read_history(tmp_path)
+        with pytest.raises(ConfigError):
+            open_ledger(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("unknown", 1), ("attempt", "2"), ("outcome", "great"), ("kind", "none")]
+)
+def test_event_with_another_field_or_type_is_refused(tmp_path, name, value):
+    """The line has a correct hash, so another version may have written it."""
+    fields = json.loads(EVENTS[3].model_dump_json()) | {name: value}
+    body = json.dumps(fields)[:-1]
+    line = f'{body}, "hash": "{files.xxh3_bytes(f"{chr(10)}{body}".encode())}"}}'
+    (tmp_path / LEDGER).write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=r"line 1 is damaged \(not an event\)"):
+        read_history(tmp_path)
+
+
+def test_earlier_supervisor_cannot_write_to_the_ledger(tmp_path):
+    earlier = open_ledger(tmp_path)
+    earlier.add(EVENTS[0])
+    later = open_ledger(tmp_path)
+    assert later.history.events == EVENTS[:1]
+    before = (tmp_path / LEDGER).read_text()
+    with pytest.raises(FileNotFoundError):
+        earlier.add(EVENTS[1])
+    assert (tmp_path / LEDGER).read_text() == before
+    later.add(EVENTS[1])
+    earlier.close()
+    later.close()
+    assert read_history(tmp_path).events == EVENTS[:2]
+
+
+def test_text_that_is_not_utf_8_is_replaced(tmp_path):
+    write(tmp_path, [EVENTS[4].model_copy(update={"reason": "a\udcffb"})])
+    assert read_history(tmp_path).standings["b"].reason == "a?b"
