@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ _RECONNECT_S = 5.0
 _RETRY_S = 2.0
 """Time until the supervisor writes to a full disk again."""
 _KILLED_S = 5.0
-"""Time to wait for agents to kill their ranks."""
+"""Time to wait for agents to kill their ranks, and for agents to end."""
 _MOST_UNAUTHENTICATED = 64
 """Maximum number of connections that are not authenticated yet."""
 _CLOCK_S = 60.0
@@ -193,7 +194,9 @@ class Supervisor:
         self._log: BinaryIO | None = None
         self._log_bytes = self._log_dropped = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._agents: list[asyncio.subprocess.Process] = []
+        self._agents: list[subprocess.Popen[bytes]] = []
+        """Commands that started agents. asyncio would kill the processes of a supervisor that
+        ends, although another supervisor uses its agents."""
         self._connections: set[asyncio.Task[None]] = set()
         self._workspace.write_bytes(self._folder / CONFIG, job.config.encode())
 
@@ -258,7 +261,8 @@ class Supervisor:
                     return await self._end(decision)
                 await self._start_attempt(decision)
         finally:
-            if self._workspace.is_open():  # else the agents obey another supervisor
+            is_current = self._workspace.is_open()  # else the agents obey another supervisor
+            if is_current:
                 await self._say_to_all({"do": "end"})
             for server in servers:
                 server.close()
@@ -266,16 +270,20 @@ class Supervisor:
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            for process in self._agents:
-                try:
-                    async with asyncio.timeout(_KILLED_S):
-                        await process.wait()
-                except TimeoutError:  # a launcher that waits for a lost node
-                    with contextlib.suppress(ProcessLookupError):
-                        process.terminate()
+            if is_current:
+                await self._wait_for_ends_of_agents()
             self._ledger.close()
             self._workspace.close()
             self._lock.close()
+
+    async def _wait_for_ends_of_agents(self) -> None:
+        """Wait until the commands that started agents have ended. Terminate those that remain."""
+        end = time.monotonic() + _KILLED_S
+        while any(process.poll() is None for process in self._agents) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+        for process in self._agents:
+            if process.poll() is None:  # a launcher that waits for a lost node
+                process.terminate()
 
     async def _add(self, event: Event) -> None:
         """Store an event. If the disk is full, wait while the ranks train."""
@@ -628,14 +636,12 @@ class Supervisor:
         ]
         for command in job.launcher.agent_commands(absent, job.run_dir):
             self._agents.append(
-                await asyncio.create_subprocess_exec(
-                    *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-                )
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(job.start_limit_s):
                 while absent := [name for name in absent if self._nodes[name].channel is None]:
-                    if all(process.returncode is not None for process in self._agents):
+                    if all(process.poll() is not None for process in self._agents):
                         break
                     await asyncio.sleep(_LOOK_S)
         if absent:

@@ -5,15 +5,26 @@ The tests take some seconds each, because they start the supervisor, agents and 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
 import os
 import stat
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from optimus.cli import main
+from optimus.errors import OptimusError
+from optimus.io.workspace import Workspace
+from optimus.resilience.supervision import supervisor
+from optimus.resilience.supervision.decide import Policy
+from optimus.resilience.supervision.launchers import Local
 from optimus.resilience.supervision.ledger import read_history
 from tests.kit.faults import failures
 
@@ -78,3 +89,45 @@ def test_ledger_secret_and_status_of_a_run(tiny_data, tmp_path, capsys):
     assert main(["status", str(run_dir)]) == 0
     assert "done (the run has reached its last step)" in capsys.readouterr().out
     assert main(["status", str(tmp_path)]) == 2
+
+
+class Sleepers(Local):
+    """Starts processes that sleep in place of agents, and then another supervisor if `folder` is
+    set."""
+
+    folder: Path | None = None
+
+    def agent_commands(self, nodes, run_dir):
+        if self.folder is not None:
+            Workspace.open(self.folder)
+        return [[sys.executable, "-c", "import time; time.sleep(60)", str(run_dir)] for _ in nodes]
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
+    tmp_path, monkeypatch, is_replaced
+):
+    monkeypatch.setattr(supervisor, "_KILLED_S", 0.2)
+    launcher = Sleepers()
+    launcher.folder = tmp_path / supervisor.SUPERVISOR if is_replaced else None
+    job = supervisor.Job(
+        run_dir=tmp_path,
+        config="",
+        nodes=("a", "b"),
+        ranks_per_node=1,
+        policy=Policy(sizes=(2,)),
+        heartbeat_s=1.0,
+        supervisor_timeout_s=1.0,
+        launcher=launcher,
+        settings="",
+        start_limit_s=0.2,
+    )
+    with contextlib.suppress(OptimusError):  # no agent answers
+        asyncio.run(supervisor.Supervisor(job).run())
+    gc.collect()
+    time.sleep(0.1)
+    remaining = [p for p in psutil.Process().children() if str(tmp_path) in p.cmdline()]
+    for process in remaining:
+        process.kill()
+        process.wait()
+    assert len(remaining) == 2 * is_replaced
