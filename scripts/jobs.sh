@@ -111,11 +111,29 @@ in_job() {
     "$@"
 }
 
-# Runs `launch`, the ranks of the job, and exits with their status.
+# Runs `launch`, the ranks of the job, and exits with their status. srun returns the highest status of all
+# ranks. When a rank fails, srun ends the others by SIGTERM; a rank whose Python has only just started then has
+# status 143, which would hide the status of the failed rank. Therefore the statuses that srun reports decide:
+# 4 and 2 if a rank has them, else the first one, since srun ends no rank before it has reported a failure.
 run_ranks() {
-    local status=0
+    local line first='' statuses=' ' status=0
+    local failure='^srun: error: [^ ]+: tasks? [^ ]+: (Exited with exit code ([0-9]+)|[A-Z][a-z ]+)'
     trap : TERM # the ranks also receive SIGTERM, save and end; this shell waits for their status
-    "${launch[@]}" || status=$?
+    shopt -s lastpipe # the loop runs in this shell
+    exec 3>&1
+    "${launch[@]}" 2>&1 >&3 3>&- | while IFS= read -r line || [[ -n $line ]]; do
+        printf '%s\n' "$line" >&2 || true
+        [[ $line =~ $failure ]] || continue
+        first=${first:-${BASH_REMATCH[2]:-5}} # 5: a signal ended the rank
+        statuses+="${BASH_REMATCH[2]:-5} "
+    done || status=$?
+    if [[ $status != 0 ]]; then
+        case $statuses in
+            *' 4 '*) status=4 ;;
+            *' 2 '*) status=2 ;;
+            *) status=${first:-$status} ;;
+        esac
+    fi
     exit $((status > 128 ? 5 : status)) # status 5, a lost rank, if a signal ended a rank
 }
 

@@ -6,7 +6,8 @@
 nodes    scripts/slurm/train.sh with 2 x 2 ranks, dp = 2 and pp = 2, deterministic: the metrics must
          be those of one process without Slurm, bit for bit
 world    a layout that 4 ranks cannot have: one error line, exit status 2
-address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2
+address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2, although
+         srun ends a rank whose Python has not started
 rank     one of 4 ranks is killed: one error line, exit status 5
 """
 
@@ -20,6 +21,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import slurm_jobs as jobs
 
@@ -40,6 +42,8 @@ class Drill:
 
     base: Path
     config: Path
+    program: Path
+    """The command `optimus`."""
     expected: list[dict[str, Any]]
 
     def command(self, out: Path, *settings: str) -> list[str]:
@@ -91,12 +95,15 @@ def world(drill: Drill, out: Path) -> str:
 
 
 def address(drill: Drill, out: Path) -> str:
-    os.environ["MASTER_ADDR"] = "nowhere.invalid"  # sbatch passes the environment on
-    try:
+    late = drill.base / "late"
+    wait = "[[ ${SLURM_PROCID:-} != 3 || -z ${SLURM_STEP_ID:-} ]] || sleep 60"
+    late.write_text(f'#!/bin/bash\n{wait}\nexec {drill.program} "$@"\n')
+    late.chmod(0o755)
+    # sbatch passes the environment on.
+    changed = {"MASTER_ADDR": "nowhere.invalid", "OPTIMUS": str(late)}
+    with mock.patch.dict(os.environ, changed):
         # Without a rendezvous, the first rank of each of the 2 nodes prints the error.
         return assert_refused(drill.submit(out), 2, "nowhere.invalid is not a host", max_lines=2)
-    finally:
-        del os.environ["MASTER_ADDR"]
 
 
 def rank(drill: Drill, out: Path) -> str:
@@ -122,7 +129,7 @@ def prepare(base: Path, args: argparse.Namespace) -> Drill:
     tree = tiny_tree(data, base / "single", train__max_steps=4)
     config.write_text(dump_toml(make_config(tree)))
     jobs.output_of(str(program), "train", str(config))
-    return Drill(base, config, metrics_of(base / "single"))
+    return Drill(base, config, program, metrics_of(base / "single"))
 
 
 if __name__ == "__main__":

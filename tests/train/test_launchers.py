@@ -233,6 +233,35 @@ def test_job_script_refuses_wrong_options_in_a_line(script, options, message):
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("failures", "status", "expected"),
+    [
+        (["n2: tasks 2-3: Exited with exit code 2", "n1: task 1: Terminated"], 143, 2),
+        (["n1: task 0: Exited with exit code 5", "n2: task 3: Exited with exit code 4"], 5, 4),
+        (["n1: task 0: Exited with exit code 1", "n2: tasks 2,4: Terminated"], 143, 1),
+        (["n1: task 0: Killed", "n2: tasks 2-3: Exited with exit code 1"], 137, 5),
+        (["n1: task 0: Segmentation fault (core dumped)"], 139, 5),
+        (["Node failure on n2"], 137, 5),
+        (["n1: tasks 0-3: Exited with exit code 3"], 3, 3),
+        ([], 0, 0),
+    ],
+)
+def test_slurm_job_has_the_status_of_the_rank_that_failed(tmp_path, failures, status, expected):
+    """A fake srun prints messages as the real one, and returns the highest status of all ranks. The
+    job must have the status of the rank that caused the failure, and must wait for srun when it
+    receives SIGTERM. No output may be lost."""
+    lines = "".join(f"echo 'srun: error: {failure}' >&2\n" for failure in failures)
+    (tmp_path / "srun").write_text(
+        f"#!/bin/bash\necho out\nkill -TERM $PPID\nsleep 0.2\n{lines}"
+        f"printf 'last' >&2\nexit {status}\n"
+    )
+    (tmp_path / "srun").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = started([str(SLURM), "--inside", "--", "a.toml"], **environ)
+    assert done.returncode == expected and done.stdout == "out\n"
+    assert done.stderr == "".join(f"srun: error: {failure}\n" for failure in failures) + "last\n"
+
+
 @needs_slurm
 def test_slurm_jobs_train_to_the_same_bits_and_print_their_errors(tmp_path):
     drill = [sys.executable, str(ROOT / "scripts" / "drills" / "train_slurm.py")]
