@@ -6,6 +6,7 @@ One test runs 100 cases. Other tests plant faults in readers. The drill must fin
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -251,6 +252,22 @@ def test_correct_reader_has_no_finding(arena):
     outcomes = [verdict.outcome for _, verdict in arena.run(cases, 2)]
     assert len(outcomes) == 60 and set(outcomes) == {"same", "other", "refused"}
     assert not list(arena.folder.glob("case-*"))
+
+
+def test_reader_that_imports_a_new_module_has_no_finding(arena, tmp_path, monkeypatch):
+    """Python stores the bytecode of a module next to its source, outside the directory of the case,
+    when the first process imports it."""
+
+    def imports(words: Sequence[str]) -> int:
+        importlib.import_module("module_of_a_reader")
+        return _read(words)
+
+    (tmp_path / "module_of_a_reader.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setitem(arena.readers, "sound", imports)
+    ((_, verdict),) = arena.run([case_of("sound", Change("same", b'{"value": 5}'))], 1)
+    assert verdict.outcome == "same", verdict
 
 
 def test_finding_that_needs_earlier_cases_says_so(arena, monkeypatch):

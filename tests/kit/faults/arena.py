@@ -334,6 +334,8 @@ def _serve(settings: _Settings, orders: int, results: int) -> None:
         faulthandler.disable()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
+        # Bytecode next to our sources would be a write outside the directory of the case.
+        sys.dont_write_bytecode = True
         # Durability is not tested here, and takes most of the time.
         mock.patch.object(os, "fsync", lambda fd: None).start()
         audit = Audit()
