@@ -210,6 +210,21 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
         raise
 
 
+def open_append(path: str | os.PathLike) -> io.FileIO:
+    """Open a regular file for unbuffered appending, and create it if it does not exist.
+
+    Raises:
+        OSError: The file cannot be opened, is not a regular file, or is a symbolic link.
+    """
+    # As in `open_regular`. O_NOFOLLOW: a link could lead to a file of another directory.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return os.fdopen(fd, "ab", buffering=0)
+
+
 def _open_in(root: Path, path: Path, flags: int) -> int:
     """Open `path` one component at a time, starting from `root`, and refuse symbolic links."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

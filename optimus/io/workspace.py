@@ -91,18 +91,34 @@ class Workspace:
         end = time.monotonic() + _FENCE_S
         while old := list(self.path.glob(f"{_OLD}*")):
             for path in old:
-                for entry in os.listdir(path):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(path / entry, self.path / entry)
-                try:
-                    os.rmdir(path)
-                except OSError as error:
-                    if error.errno not in (*_NOT_EMPTY, errno.ENOENT):
-                        raise
+                self._empty(path)
             if time.monotonic() > end:
                 raise OptimusError(
                     f"{old[0]}: a process of an earlier start still creates files; end that process"
                 )
+
+    def _empty(self, path: Path) -> None:
+        """Move the content of an earlier workspace to this workspace, and remove the earlier one if
+        no process creates files in it."""
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            # No start creates a link or a file with this name. The target of a link stays as it is.
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            path.unlink()
+            return
+        try:
+            for entry in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(entry, self.path / entry, src_dir_fd=folder)
+        finally:
+            os.close(folder)
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (*_NOT_EMPTY, errno.ENOENT):
+                raise
 
     def is_open(self) -> bool:
         """Return False if a later start has removed this workspace."""
@@ -173,8 +189,9 @@ class Workspace:
 
 
 def find_workspaces(folder: Path) -> list[Path]:
-    """Return the workspaces in a folder."""
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+    """Return the workspaces in a folder. A symbolic link is not a workspace."""
+    paths = folder.glob(f"{_PREFIX}*")
+    return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
 
 # -- Lock -----------------------------------------------------------------------------------------
@@ -184,11 +201,12 @@ LOCK = ".lock"
 directory by mistake; workspaces protect the directory from runs that have lost the lock."""
 
 
-def lock_run_dir(path: Path, replace: bool = False) -> BinaryIO:
+def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> BinaryIO:
     """Create a run directory if it does not exist, and lock it until the result is closed.
 
     Args:
         path: `train.run_dir`.
+        owner: Kind of the process, for `read_lock_owner`.
         replace: Replace the lock file, because the process that has locked it is suspended or on a
             lost node.
 
@@ -217,6 +235,15 @@ def lock_run_dir(path: Path, replace: bool = False) -> BinaryIO:
     with contextlib.suppress(OSError):  # earlier versions made it readable by others
         os.fchmod(file.fileno(), 0o600)
     _lock(file, path, fcntl.LOCK_EX)
+    try:
+        file.truncate(0)
+        file.write(owner)
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"train.run_dir = {str(path)!r}: cannot write {LOCK}: {reason_of(error)}; choose "
+            "another directory"
+        ) from None
     if path.stat().st_mode & stat.S_IWOTH:
         logger.warning(
             "%s: every user of this machine may write to it and replace its checkpoints; run "
@@ -224,6 +251,14 @@ def lock_run_dir(path: Path, replace: bool = False) -> BinaryIO:
             path,
         )
     return file
+
+
+def read_lock_owner(path: Path) -> bytes:
+    """Return the `owner` of the process that has locked the run directory `path`, or had locked it
+    last; b"" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return files.read_regular(path / LOCK, 1 << 10)
+    return b""
 
 
 def check_not_in_use(path: Path) -> None:

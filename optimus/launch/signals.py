@@ -20,9 +20,17 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGTERM. Most real-time signals have only a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def signal_label(number: int) -> str:
     """Return the label of a signal in messages: Ctrl-C for SIGINT, else its name."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return "Ctrl-C" if number == signal.SIGINT else signal_name(number)
 
 
 def report_early_stop(number: int) -> int:

@@ -21,7 +21,12 @@ from pathlib import Path
 
 from optimus.errors import OutcomeKind
 from optimus.launch.environment import COMMAND_STARTED, RENDEZVOUS, STARTED, available_cores
-from optimus.launch.signals import STOP_SIGNALS, report_early_stop, report_interrupt
+from optimus.launch.signals import (
+    STOP_SIGNALS,
+    report_early_stop,
+    report_interrupt,
+    signal_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +162,7 @@ def _watch(ranks: list[subprocess.Popen], passed: list[int]) -> int:
         return report_early_stop(passed[0])
     for number, status in enumerate(statuses):
         if status is not None and status < 0:
-            name = signal.Signals(-status).name
-            logger.error("rank %d was ended by %s", number, name)
+            logger.error("rank %d was ended by %s", number, signal_name(-status))
     otherwise = OutcomeKind.LOST_PEER if any(statuses) else OutcomeKind.DONE
     kind = next((cause for cause in _CAUSES if cause.exit_status in statuses), otherwise)
     if None in statuses and kind in (OutcomeKind.DONE, OutcomeKind.STOPPED):

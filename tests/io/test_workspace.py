@@ -65,6 +65,22 @@ def test_an_earlier_start_cannot_change_the_directory(tmp_path):
     assert not find_workspaces(tmp_path / "checkpoints")
 
 
+@pytest.mark.parametrize("directory", ["checkpoints", "checkpoints/.work-earlier"])
+@pytest.mark.parametrize("name", [".work-link", ".old-link", ".aside-step-00000001.x"])
+def test_files_behind_a_link_are_not_moved(tmp_path, directory, name):
+    foreign, folder = tmp_path / "foreign", tmp_path / "run" / directory
+    foreign.mkdir()
+    (foreign / "notes").write_text("of another project")
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(foreign)
+    before = tree(foreign)
+    for _ in range(2):
+        workspace = store.open_workspace(tmp_path / "run")
+        store.prepare_directory(tmp_path / "run", store.Start("none"), workspace)
+        workspace.close()
+    assert tree(foreign) == before
+
+
 def test_content_of_an_earlier_workspace_is_removed_or_goes_to_quarantine(tmp_path):
     earlier = store.open_workspace(tmp_path)
     save(tmp_path, 3, earlier)()

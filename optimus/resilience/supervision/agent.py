@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from optimus.errors import ConfigError, OptimusError, one_line
+from optimus.errors import ConfigError, OptimusError, one_line, refuse_if
 from optimus.io import files
 from optimus.launch.spawn import prepare_rank
 from optimus.observe.log import set_up_logging
@@ -159,12 +159,12 @@ class Agent:
         folder = self.run_dir / SUPERVISOR
         secret = await asyncio.to_thread(read_secret, folder / SECRET)
         self.address = await asyncio.to_thread(self._read_address)
-        address = json.loads(self.address)
+        hosts, port = parse_address(self.address)
         problem: Exception = OSError("the supervisor has no address")
-        for host in address["hosts"]:
+        for host in hosts:
             try:
                 async with asyncio.timeout(2.0):
-                    reader, writer = await asyncio.open_connection(host, int(address["port"]))
+                    reader, writer = await asyncio.open_connection(host, port)
                 return await Channel.open(reader, writer, "agent", secret)
             except (OSError, TimeoutError, PeerError) as error:
                 problem = error
@@ -398,6 +398,17 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.read(error.consumed)
+
+
+def parse_address(content: bytes) -> tuple[list[str], int]:
+    """Return the hosts and the port in the supervisor's address file. Raises ConfigError."""
+    try:
+        value = json.loads(content)
+        hosts, port = [str(host) for host in value["hosts"]], int(value["port"])
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        raise ConfigError(f"{ADDRESS} is damaged; launch again") from None
+    refuse_if(not 0 < port < 1 << 16, f"{ADDRESS} has the port {port}; launch again")
+    return hosts, port
 
 
 def hash_code() -> str:

@@ -6,12 +6,12 @@ argument.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from optimus.errors import OutcomeKind, counted
+from optimus.launch.signals import signal_name
 from optimus.resilience.supervision.ledger import AttemptEnded, FailureKind, History, Standing
 
 Marks: TypeAlias = Mapping[str, tuple[Standing, str]]
@@ -172,7 +172,7 @@ def _signature(end: RankEnd) -> str:
 def _describe(end: RankEnd) -> str:
     how = f"exit status {end.status}"
     if end.status < 0:
-        how = signal.Signals(-end.status).name
+        how = signal_name(-end.status)
     return f"rank {end.rank} on {end.node} ended by {how}: {end.message}".removesuffix(": ")
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from optimus.errors import ConfigError
+from optimus.errors import ConfigError, reason_of
 from optimus.io import files
 from optimus.io.workspace import Workspace
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 LEDGER = "events.jsonl"
 NODES = "nodes.json"
 _HASH = ', "hash": "'
+_REMEDY = "restore the file from a backup, or move it away to forget which nodes failed"
 _TAIL_CHARS = len(_HASH) + 16 + len('"}')
 
 FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
@@ -35,8 +36,13 @@ Standing = Literal["good", "suspect", "excluded"]
 """Standing of a node. Excluded nodes get no ranks, also in later jobs of the run."""
 
 
+_Number = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=0)]
+_Nodes = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SupervisorStarted(_Record):
@@ -49,7 +55,7 @@ class SupervisorStarted(_Record):
     pid: int
     job: str
     """Name of the scheduler's job; "" without a scheduler."""
-    nodes: tuple[str, ...]
+    nodes: _Nodes
     """Nodes of the allocation, in its order."""
     settings: str
     """Hash of the settings that must not change in later jobs of the run."""
@@ -60,17 +66,17 @@ class AttemptStarted(_Record):
 
     kind: Literal["attempt_started"] = "attempt_started"
     time: float
-    attempt: int
-    nodes: tuple[str, ...]
+    attempt: _Number
+    nodes: _Nodes
     """Nodes with ranks. Node i has `ranks_per_node` ranks, from rank i * ranks_per_node on."""
-    ranks_per_node: int
-    port: int
-    workspace: str = ""
+    ranks_per_node: _Number
+    port: Annotated[int, Field(ge=1, lt=1 << 16)]
+    workspace: Annotated[str, Field(pattern="^[a-z0-9-]*$")] = ""
     """Unique name of the attempt's workspace and of the folder of its markers. After a user has
     moved the ledger away, numbers of attempts repeat."""
     load: Literal["newest", "older"] = "newest"
     """The slot of dual checkpointing from which the attempt starts."""
-    skipped_steps: tuple[int, ...] = ()
+    skipped_steps: tuple[_Count, ...] = ()
     """Steps whose update is skipped, because their data gives non-finite values."""
 
 
@@ -79,9 +85,9 @@ class Progress(_Record):
 
     kind: Literal["progress"] = "progress"
     time: float
-    attempt: int
+    attempt: _Number
     milestone: Literal["first update", "checkpoint"]
-    step: int
+    step: _Count
 
 
 class AttemptEnded(_Record):
@@ -89,10 +95,10 @@ class AttemptEnded(_Record):
 
     kind: Literal["attempt_ended"] = "attempt_ended"
     time: float
-    attempt: int
+    attempt: _Number
     outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
     """interrupted: its ranks ended together with their agents or their job."""
-    step: int
+    step: _Count
     """Last step that the attempt has reached."""
     failure: FailureKind | None = None
     nodes: tuple[str, ...] = ()
@@ -101,7 +107,7 @@ class AttemptEnded(_Record):
     """The same for failures with the same cause, such as "nonfinite 1a2b" or "signal 11"."""
     evidence: tuple[str, ...] = ()
     """Observations in the order of their weight, one line each."""
-    updates: int = 0
+    updates: _Count = 0
     """Number of updates that the first rank has completed in the attempt."""
     seconds: dict[str, float] = {}
     """Time of the first rank in each of its complete phases."""
@@ -275,11 +281,14 @@ def read_history(run_dir: Path) -> History:
 
 def read_lines(path: Path) -> list[str]:
     """Return the complete lines of the ledger. A last line without a newline was cut short by a
-    crash while it was written; it is left out, because nobody has acted on its event."""
+    crash while it was written; it is left out, because nobody has acted on its event. Raises
+    ConfigError if the file cannot be read."""
     try:
         data = files.read_regular(path, 1 << 28)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(f"{path}: {reason_of(error)}; {_REMEDY}") from None
     *lines, _ = data.decode("utf-8", "surrogateescape").split("\n")
     return lines
 
@@ -290,22 +299,48 @@ def parse(path: Path, lines: Sequence[str]) -> list[Event]:
     Raises:
         ConfigError: A line is damaged, missing, or in another order.
     """
-    events, last_hash = [], ""
+    events: list[Event] = []
+    running, last, last_hash = 0, 0, ""
     for number, line in enumerate(lines, 1):
         body = line[:-_TAIL_CHARS]
         expected = _hash(body, last_hash)
         try:
             if line[-_TAIL_CHARS:] != f'{_HASH}{expected}"}}':
                 raise ValueError("its hash differs")
-            events.append(_EVENT.validate_json(f"{body}}}"))
+            event = _EVENT.validate_json(f"{body}}}")
+            running, last = _follow(event, running, last)
+            events.append(event)
         except (ValidationError, ValueError) as error:
             reason = "not an event" if isinstance(error, ValidationError) else str(error)
             raise ConfigError(
                 f"{path}: line {number} is damaged ({reason}), so the states of nodes are unknown; "
-                f"restore the file from a backup, or move it away to forget which nodes failed"
+                f"{_REMEDY}"
             ) from None
         last_hash = expected
     return events
+
+
+def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
+    """Return the number of the attempt that runs after an event, or 0, and of the last attempt.
+
+    Args:
+        event: The event.
+        running: Number of the attempt that runs before the event; 0 if none runs.
+        last: Number of the last attempt before the event.
+
+    Raises:
+        ValueError: No supervisor stores this event after the events before it.
+    """
+    match event:
+        case AttemptStarted() if not running and event.attempt > last:
+            return event.attempt, event.attempt
+        case Progress() if event.attempt == running:
+            return running, last
+        case AttemptEnded() if event.attempt == running:
+            return 0, last
+        case SupervisorStarted() | NodeMarked() | VerdictReached():
+            return running, last
+    raise ValueError("an event that cannot follow those before it")
 
 
 def _format(event: Event, last_hash: str) -> str:

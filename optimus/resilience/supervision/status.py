@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.checkpoint import store
-from optimus.errors import ConfigError, counted
+from optimus.errors import ConfigError, counted, printable
 from optimus.resilience.supervision.ledger import (
     LEDGER,
     AttemptEnded,
@@ -39,31 +39,22 @@ def goodput(history: History, now: float) -> dict[str, float]:
     if not events:
         return seconds
     at, category, committed = events[0].time, "start", 0
+    is_idle = True  # no attempt runs
     for event in events:
         if isinstance(event, AttemptEnded):
             _add_attempt(seconds, event, event.time - at, _step_after(history, event, committed))
             committed = max(committed, history.checkpoints.get(event.attempt, 0))
-            at, category = event.time, "start"
+            at, category, is_idle = event.time, "start", True
         elif isinstance(event, (AttemptStarted, SupervisorStarted, VerdictReached)):
-            is_idle = history_is_idle(event, events)
-            if is_idle or isinstance(event, AttemptStarted):
+            if is_idle:
                 seconds[category] += event.time - at
                 at = event.time
-            if isinstance(event, VerdictReached):
-                category = "queue"
-            elif is_idle:
-                category = "start"
+                category = "queue" if isinstance(event, VerdictReached) else "start"
+            is_idle = is_idle and not isinstance(event, AttemptStarted)
     end = max(now, at) if history.verdict is None else at
     running = history.running
     seconds["step" if running is not None else category] += end - at
     return seconds
-
-
-def history_is_idle(event: Any, events: list[Any]) -> bool:
-    """Return True if no attempt runs at the time of an event."""
-    before = events[: events.index(event)]
-    started = sum(isinstance(e, AttemptStarted) for e in before)
-    return started == sum(isinstance(e, AttemptEnded) for e in before)
 
 
 def _step_after(history: History, end: AttemptEnded, committed: int) -> int:
@@ -168,4 +159,4 @@ def format_status(status: dict[str, Any]) -> str:
     lines.append(f"  time        {status['total_s']:.1f} s{share}: {', '.join(uses)} s")
     number = len(status["failures"])
     lines.append(f"  failures    {counted(number, 'failed attempt') if number else 'none'}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -26,13 +27,14 @@ from typing import Any, BinaryIO
 from optimus.checkpoint import store
 from optimus.errors import ConfigError, OptimusError, OutcomeKind, counted, one_line
 from optimus.io import files
-from optimus.io.workspace import Workspace, lock_run_dir
+from optimus.io.workspace import Workspace, lock_run_dir, read_lock_owner
 from optimus.resilience.supervision.agent import (
     ADDRESS,
     BEATS_PER_LIMIT,
     SECRET,
     SUPERVISOR,
     hash_code,
+    parse_address,
 )
 from optimus.resilience.supervision.attempt import marker_dir
 from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
@@ -65,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG = "run.toml"
 """Name of the copy of the configuration in the supervisor's folder."""
+_LOCK_OWNER = b"supervisor"
+"""Content of a lock file that a supervisor has locked."""
 _LOOK_S = 0.1
 """Longest time between two looks at the observations on an attempt."""
 _SAME_TIME_S = 0.3
@@ -172,7 +176,7 @@ class Supervisor:
         job = self._job
         self._check_settings(read_history(job.run_dir))  # before anything is changed
         files.make_dirs(job.run_dir / "log")
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        _make_private(self._folder)
         self._workspace = Workspace.open(self._folder)
         self._ledger = Ledger(job.run_dir, self._workspace)
         self._history = self._ledger.history
@@ -203,8 +207,10 @@ class Supervisor:
     def _is_takeover(self) -> bool:
         """Return True if an earlier supervisor of the same job has not reached a verdict, so that
         its agents may still run."""
-        history = self._history
+        history, running = self._history, self._history.running
         is_same = history.job == self._job.name and bool(history.supervisors)
+        if running is not None and not {*running.nodes} <= {*self._job.nodes}:
+            return False  # the user has given up this attempt
         return is_same and history.verdict is None and (self._folder / SECRET).exists()
 
     def _check_settings(self, history: History) -> None:
@@ -534,18 +540,20 @@ class Supervisor:
         """Return the markers of an attempt."""
         markers = []
         for path in sorted(marker_dir(self._job.run_dir, attempt.workspace).glob("nonfinite-*")):
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            try:
                 value = json.loads(files.read_regular(path, 1 << 20))
-                markers.append(
-                    Marker(
-                        int(value["rank"]),
-                        str(value["node"]),
-                        int(value["step"]),
-                        one_line(value["what"]),
-                        str(value.get("data_xxh3", "")),
-                        bool(value.get("was_repeated", False)),
-                    )
+                marker = Marker(
+                    int(value["rank"]),
+                    str(value["node"]),
+                    int(value["step"]),
+                    one_line(value["what"]),
+                    str(value.get("data_xxh3", "")),
+                    bool(value.get("was_repeated", False)),
                 )
+            except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+                continue
+            if marker.node in attempt.nodes and marker.rank >= 0 and marker.step >= 0:
+                markers.append(marker)
         return tuple(markers)
 
     def _is_conclusive(
@@ -767,17 +775,19 @@ class Supervisor:
             node.answer.set_result(message)
 
     def _write_log(self, attempt: int, lines: Sequence[str], dropped: int) -> None:
-        """Append output of ranks to the log of their attempt, and print it."""
+        """Print output of ranks, and append it to the log of their attempt. Raises OSError."""
         if not lines or not attempt:
             return
+        for line in lines:
+            sys.stderr.write(f"{line}\n")
         if self._log is not None and self._log_attempt != attempt:
             self._log.close()
             self._log = None
         if self._log is None:
             self._log_attempt = attempt
             path = self._job.run_dir / "log" / f"attempt-{attempt:04d}.log"
-            self._log = open(path, "ab", buffering=0)  # noqa: SIM115
-            self._log_bytes = path.stat().st_size
+            self._log = files.open_append(path)
+            self._log_bytes = os.fstat(self._log.fileno()).st_size
         for line in lines:
             data = f"{line}\n".encode()
             if self._log_bytes + len(data) > _LOG_BYTES:
@@ -785,7 +795,6 @@ class Supervisor:
             else:
                 self._log_bytes += len(data)
                 self._log.write(data)
-            sys.stderr.write(f"{line}\n")
         if dropped:
             self._log.write(f"{counted(dropped, 'line')} of output were not kept\n".encode())
 
@@ -816,6 +825,22 @@ def _mark(node: str, standing: Any, reason: str) -> NodeMarked:
     return NodeMarked(time=time.time(), node=node, standing=standing, reason=reason)
 
 
+def _make_private(folder: Path) -> None:
+    """Create the supervisor's folder if it does not exist. Raises ConfigError if it is not a folder
+    in which only this user can write."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
+        raise ConfigError(
+            f"{folder}: not a folder in which only you can write; remove it and launch again"
+        )
+
+
 def _take_lock(run_dir: Path) -> BinaryIO:
     """Lock the run directory, also if a supervisor that does not answer has the lock.
 
@@ -823,9 +848,9 @@ def _take_lock(run_dir: Path) -> BinaryIO:
         ConfigError: Another supervisor answers, or an unsupervised run uses the directory.
     """
     try:
-        return lock_run_dir(run_dir)
+        return lock_run_dir(run_dir, _LOCK_OWNER)
     except ConfigError:
-        if not (run_dir / SUPERVISOR / ADDRESS).exists():
+        if read_lock_owner(run_dir) != _LOCK_OWNER:
             raise
     if asyncio.run(_answers(run_dir)):
         raise ConfigError(
@@ -833,21 +858,19 @@ def _take_lock(run_dir: Path) -> BinaryIO:
             "it ends, or end it"
         )
     logger.warning("%s: the supervisor that has the lock does not answer; taking over", run_dir)
-    return lock_run_dir(run_dir, replace=True)
+    return lock_run_dir(run_dir, _LOCK_OWNER, replace=True)
 
 
 async def _answers(run_dir: Path) -> bool:
     """Return True if the supervisor of a run answers."""
-    try:
-        address = json.loads(files.read_regular(run_dir / SUPERVISOR / ADDRESS, 1 << 16))
+    with contextlib.suppress(OSError, OptimusError):
+        hosts, port = parse_address(files.read_regular(run_dir / SUPERVISOR / ADDRESS, 1 << 16))
         secret = read_secret(run_dir / SUPERVISOR / SECRET)
-        for host in address["hosts"]:
+        for host in hosts:
             with contextlib.suppress(OSError, TimeoutError, PeerError):
                 async with asyncio.timeout(3.0):
-                    reader, writer = await asyncio.open_connection(host, int(address["port"]))
+                    reader, writer = await asyncio.open_connection(host, port)
                     channel = await Channel.open(reader, writer, "agent", secret)
                     await channel.close()
                     return True
-    except (OSError, OptimusError, ValueError, KeyError, TypeError):
-        pass
     return False

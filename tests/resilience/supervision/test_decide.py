@@ -56,6 +56,7 @@ SLOW = tuple(RankProgress(rank, node_of(rank), 6, 40 - (rank == 2), 1.0) for ran
     [
         ({"ends": ends({0: LOST, 2: SEGV, 1: LOST})}, "hard", "b", f"signal {signal.SIGSEGV}"),
         ({"ends": ends({2: SEGV, 0: KILL})}, "hard", "ba", f"signal {signal.SIGSEGV}"),
+        ({"ends": ends({2: -40})}, "hard", "b", "signal 40"),  # a real-time signal, without a name
         ({"ends": ends({3: 1, 0: LOST})}, "hard", "b", "status 1"),
         ({"ends": ends({3: 134, 0: LOST})}, "hard", "b", "status 134"),
         ({"ends": ends(dict.fromkeys(range(4), 1))}, "shared", "", "status 1"),

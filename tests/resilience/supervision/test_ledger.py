@@ -128,3 +128,49 @@ def test_earlier_supervisor_cannot_write_to_the_ledger(tmp_path):
 def test_text_that_is_not_utf_8_is_replaced(tmp_path):
     write(tmp_path, [EVENTS[4].model_copy(update={"reason": "a\udcffb"})])
     assert read_history(tmp_path).standings["b"].reason == "a?b"
+
+
+def seal(events):
+    """Return the text of a ledger with these objects, with matching hashes."""
+    text, last = "", ""
+    for event in events:
+        body = event if isinstance(event, str) else json.dumps(event)[:-1]
+        last = files.xxh3_bytes(f"{last}\n{body}".encode())
+        text += f'{body}, "hash": "{last}"}}\n'
+    return text
+
+
+STARTED, ATTEMPT, PROGRESS, ENDED, MARKED, _ = (event.model_dump() for event in EVENTS)
+HOSTILE = {
+    "no nodes": [STARTED, ATTEMPT | {"nodes": []}],
+    "no ranks": [STARTED, ATTEMPT | {"ranks_per_node": 0}],
+    "attempt": [STARTED, ATTEMPT | {"attempt": -1}],
+    "port": [STARTED, ATTEMPT | {"port": 1 << 16}],
+    "workspace": [STARTED, ATTEMPT | {"workspace": "../../home"}],
+    "step": [STARTED, ATTEMPT, PROGRESS | {"step": -1}],
+    "time": [STARTED | {"time": float("nan")}],
+    "seconds": [STARTED, ATTEMPT, ENDED | {"seconds": {"update": float("inf")}}],
+    "other attempt": [STARTED, ATTEMPT, ENDED | {"attempt": 7}],
+    "two ends": [STARTED, ATTEMPT, ENDED, ENDED],
+    "two attempts": [STARTED, ATTEMPT, ATTEMPT | {"attempt": 2}],
+    "repeated attempt": [STARTED, ATTEMPT, ENDED, ATTEMPT],
+    "progress before": [STARTED, PROGRESS],
+    "depth": [STARTED, '{"kind": "verdict", "x": ' + "[" * 100_000],
+    "digits": [STARTED, '{"kind": "verdict", "time": ' + "1" * 10_000],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_events_that_no_supervisor_stores_are_refused(tmp_path, name):
+    (tmp_path / LEDGER).write_text(seal([STARTED, ATTEMPT, PROGRESS, ENDED, MARKED]))
+    assert len(read_history(tmp_path).events) == 5
+    (tmp_path / LEDGER).write_text(seal(HOSTILE[name]))
+    with pytest.raises(ConfigError, match=rf"line {len(HOSTILE[name])} is damaged") as caught:
+        read_history(tmp_path)
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+def test_ledger_that_is_not_a_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / LEDGER)
+    with pytest.raises(ConfigError, match="not a regular file; restore the file"):
+        read_history(tmp_path)

@@ -20,12 +20,13 @@ import psutil
 import pytest
 
 from optimus.cli import main
-from optimus.errors import OptimusError
-from optimus.io.workspace import Workspace
+from optimus.errors import ConfigError, OptimusError
+from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import supervisor
+from optimus.resilience.supervision.agent import parse_address
 from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import Local
-from optimus.resilience.supervision.ledger import read_history
+from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
 from tests.kit.faults import failures
 
 
@@ -103,6 +104,22 @@ class Sleepers(Local):
         return [[sys.executable, "-c", "import time; time.sleep(60)", str(run_dir)] for _ in nodes]
 
 
+def make_job(run_dir: Path, **more: Any) -> supervisor.Job:
+    values: dict[str, Any] = {
+        "run_dir": run_dir,
+        "config": "",
+        "nodes": ("a", "b"),
+        "ranks_per_node": 1,
+        "policy": Policy(sizes=(2,)),
+        "heartbeat_s": 1.0,
+        "supervisor_timeout_s": 1.0,
+        "launcher": Sleepers(),
+        "settings": "",
+        "start_limit_s": 0.2,
+    }
+    return supervisor.Job(**values | more)
+
+
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
     tmp_path, monkeypatch, is_replaced
@@ -110,18 +127,7 @@ def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
     monkeypatch.setattr(supervisor, "_KILLED_S", 0.2)
     launcher = Sleepers()
     launcher.folder = tmp_path / supervisor.SUPERVISOR if is_replaced else None
-    job = supervisor.Job(
-        run_dir=tmp_path,
-        config="",
-        nodes=("a", "b"),
-        ranks_per_node=1,
-        policy=Policy(sizes=(2,)),
-        heartbeat_s=1.0,
-        supervisor_timeout_s=1.0,
-        launcher=launcher,
-        settings="",
-        start_limit_s=0.2,
-    )
+    job = make_job(tmp_path, launcher=launcher)
     with contextlib.suppress(OptimusError):  # no agent answers
         asyncio.run(supervisor.Supervisor(job).run())
     gc.collect()
@@ -131,3 +137,92 @@ def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
         process.kill()
         process.wait()
     assert len(remaining) == 2 * is_replaced
+
+
+def test_run_without_a_supervisor_keeps_its_directory(tmp_path):
+    """The files of an earlier launch do not show that a supervisor has the lock."""
+    earlier = supervisor.Supervisor(make_job(tmp_path))
+    earlier._workspace.write_bytes(tmp_path / ".supervisor" / "address.json", b"{}")
+    earlier._lock.close()
+    with lock_run_dir(tmp_path), pytest.raises(ConfigError, match="in use by another run"):
+        supervisor.Supervisor(make_job(tmp_path))
+    supervisor.Supervisor(make_job(tmp_path))._lock.close()
+
+
+def test_supervisor_that_does_not_answer_is_replaced(tmp_path):
+    earlier = supervisor.Supervisor(make_job(tmp_path))
+    (tmp_path / ".supervisor" / "address.json").write_bytes(b"[" * 60_000)
+    later = supervisor.Supervisor(make_job(tmp_path))
+    assert not earlier._workspace.is_open() and later._workspace.is_open()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "open to others"])
+def test_folder_in_which_others_can_write_is_refused(tmp_path, kind):
+    folder, foreign = tmp_path / "run" / ".supervisor", tmp_path / "foreign"
+    folder.parent.mkdir()
+    foreign.mkdir()
+    if kind == "link":
+        folder.symlink_to(foreign)
+    elif kind == "fifo":
+        os.mkfifo(folder)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="a folder in which only you can write"):
+        supervisor.Supervisor(make_job(folder.parent))
+    assert not list(foreign.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_output_goes_only_to_a_regular_file(tmp_path, kind, capsys):
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    path = tmp_path / "log" / "attempt-0001.log"
+    if kind == "link":
+        path.symlink_to(tmp_path / "notes")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(OSError):
+        watcher._write_log(1, ["text"], 0)
+    assert capsys.readouterr().err == "text\n" and not (tmp_path / "notes").exists()
+
+
+def test_attempt_on_other_nodes_is_not_continued(tmp_path):
+    """After its supervisor was killed, a run is launched on fewer nodes."""
+    job = make_job(tmp_path)
+    killed = supervisor.Supervisor(job)
+    killed._ledger.add(
+        SupervisorStarted(time=1, host="", pid=1, job="", nodes=job.nodes, settings="")
+    )
+    started = AttemptStarted(time=2, attempt=1, nodes=job.nodes, ranks_per_node=1, port=1)
+    killed._ledger.add(started)
+    killed._lock.close()
+    again = supervisor.Supervisor(make_job(tmp_path))
+    assert again._is_takeover()
+    again._lock.close()
+    assert not supervisor.Supervisor(make_job(tmp_path, nodes=("a",)))._is_takeover()
+
+
+def test_damaged_markers_are_ignored(tmp_path):
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    attempt = AttemptStarted(
+        time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1, workspace="x"
+    )
+    folder = tmp_path / "log" / "x"
+    folder.mkdir(parents=True)
+    right = {"rank": 0, "node": "a", "step": 3, "what": "loss is nan"}
+    contents = [right, [], {}, right | {"rank": None}, right | {"step": -1}, right | {"node": "z"}]
+    for number, value in enumerate(contents):
+        (folder / f"nonfinite-rank{number}.json").write_text(json.dumps(value))
+    (folder / "nonfinite-rank7.json").write_text('{"rank": 1e999}')
+    (folder / "nonfinite-rank8.json").write_text("[" * 60_000)
+    os.mkfifo(folder / "nonfinite-rank9.json")
+    assert [marker.text for marker in watcher._markers(attempt)] == ["loss is nan"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 60_000, b"{}", b'{"hosts": 5, "port": 1}', b'{"hosts": [], "port": 0}']
+)
+def test_damaged_address_is_refused(content):
+    with pytest.raises(ConfigError, match=r"address\.json"):
+        parse_address(content)
+    assert parse_address(b'{"hosts": ["10.0.0.1"], "port": 5}') == (["10.0.0.1"], 5)
