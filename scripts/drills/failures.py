@@ -2,19 +2,21 @@
 """Let ranks, agents, nodes and supervisors of `optimus launch` fail, and check each run.
 
     python scripts/drills/failures.py [--case NAME] [--runs N] [--seed S] [--results FILE]
+    python scripts/drills/failures.py --sequences N [--seed S] [--results FILE]
 
 Nodes are emulated on this machine: an agent and its ranks are a node. Each run trains a tiny model
-on 2 nodes of 2 ranks with 2 buffer nodes, and gets one fault of
-`tests/kit/faults/failures.py::CASES` at a random step. After the run, the drill checks that
+on 2 nodes of 2 ranks. It gets one fault of `tests/kit/faults/failures.py::CASES` at a random step
+or, with --sequences, several random ones, each after the run has recovered from the one before.
+After the run, the drill checks that
 
 - the losses and norms of all steps equal those of an unbroken run, and each step appears once;
-- the right node was excluded or suspected, or none;
-- the exit status and the verdict are right;
-- every checkpoint is complete;
+- the right nodes were excluded or suspected, and the right buffer nodes replaced them;
+- no other attempt failed, and the exit status and the verdict are right;
+- every checkpoint is complete and finite;
 - no process of the run remains.
 
-With --results, a later command continues after the last run of FILE. Exit status 0: all runs are
-right.
+With --results, a later command continues after the last run of FILE, and the printed number of
+faults is that of all runs in FILE. Exit status 0: all runs are right.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from results import Results
@@ -30,7 +33,8 @@ from results import Results
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from tests.kit.faults.failures import CASES, run_case, train_unbroken  # noqa: E402
+from tests.kit.faults.failures import CASES, run_case, run_sequence  # noqa: E402
+from tests.kit.faults.supervised import References  # noqa: E402
 from tests.kit.runs.tiny import make_tiny_data  # noqa: E402
 
 
@@ -39,6 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=sorted(CASES), action="append")
     parser.add_argument("--runs", type=int, default=1, help="runs of each case (1)")
+    parser.add_argument("--sequences", type=int, default=0, help="runs with several faults (0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run (0)")
     parser.add_argument("--results", default="-", help="file with the results; -: none")
     parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one")
@@ -47,21 +52,28 @@ def main() -> int:
     done = {(record["case"], record["seed"]) for record in results.records}
     work = args.work or Path(tempfile.mkdtemp(prefix="failures-"))
     work.mkdir(parents=True, exist_ok=True)
-    if not (data := work / "data").exists():
+    if not (work / "data").exists():
         make_tiny_data(work)
-    expected = train_unbroken(work, data)
-    failed = 0
-    for seed in range(args.seed, args.seed + args.runs):
-        for name in args.case or CASES:
+    references, failed = References(work, work / "data"), 0
+    names = args.case or CASES
+    for seed in range(args.seed, args.seed + (args.sequences or args.runs)):
+        for name in ["sequence"] if args.sequences else names:
             if (name, seed) in done:
                 continue
-            record = results.add(**run_case(work, data, name, seed, expected))
+            record = results.add(
+                **run_sequence(references, seed, names=args.case or ())
+                if args.sequences
+                else run_case(references, name, seed)
+            )
             failed += bool(record["problems"])
             verdict = "; ".join(record["problems"]) or "right"
-            print(f"{name} {seed}: {record['seconds']} s, {verdict}", flush=True)
+            faults = f"{len(record['faults'])} faults, " if args.sequences else ""
+            print(f"{name} {seed}: {faults}{record['seconds']} s, {verdict}", flush=True)
             if not record["problems"]:
                 shutil.rmtree(work / f"{name}-{seed}")
-    print(f"{failed} of the runs are wrong")
+    total = Counter(fault for record in results.records for fault in record["faults"])
+    print(", ".join(f"{name} {number}" for name, number in sorted(total.items())))
+    print(f"{total.total()} faults in {len(results.records)} runs; {failed} new runs are wrong")
     if not failed and args.work is None:
         shutil.rmtree(work)
     return 1 if failed else 0

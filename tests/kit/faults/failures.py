@@ -1,356 +1,333 @@
-"""Faults of supervised runs: launches whose ranks, agents, nodes or supervisors fail, and checks of
-the result.
+"""Faults of supervised runs: ranks, agents, nodes and supervisors that fail while a run trains.
 
-Nodes are emulated on this machine: an agent and its ranks are a node.
+`run_case` does one run with a fault, `run_sequence` one run with several faults, each after the run
+has recovered from the one before.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import psutil
+from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted
+from tests.kit.faults.supervised import (
+    HEARTBEAT_S,
+    LIMIT_S,
+    NODES,
+    RANKS,
+    STEPS,
+    Allocation,
+    Expected,
+    Launch,
+    References,
+    check,
+    check_checkpoints,
+    local_nodes,
+    send,
+    write_config,
+)
 
-from optimus.checkpoint import store
-from optimus.config import dump_toml
-from tests.kit.runs.results import metrics_of
-from tests.kit.runs.tiny import CONTEXT, tiny_config
+SEQUENCE_STEPS = 300
+BUFFER_NODES, SEQUENCE_BUFFER_NODES = 2, 4
+_LAST_STEPS = 50
+"""No fault of a sequence begins in its last updates, since the run could end before the fault."""
 
-ROOT = Path(__file__).resolve().parents[3]
-NODES, BUFFER_NODES, RANKS = 2, 2, 2
-STEPS, INTERVAL = 60, 5
-INSTANCES = 24
-"""Instances of an update, so that the 60 updates take some seconds."""
-HEARTBEAT_S = 2.0
-LIMIT_S = 240.0
-"""Longest time of a run."""
-KEYS = ("loss", "grad_norm", "tokens")
-
-
-class Launch:
-    """A running `optimus launch` and the processes of its emulated nodes."""
-
-    def __init__(self, config: Path, run_dir: Path, out: Path) -> None:
-        self.config, self.run_dir, self._out = config, run_dir, out
-        self.nan_file = run_dir.with_suffix(".nan")
-        """Nodes and steps at which a rank computes NaN (tests/kit/faults/site/sitecustomize.py)."""
-        self.nan_file.unlink(missing_ok=True)
-        self.process = self._start()
-        self.seen: dict[int, psutil.Process] = {}
-        """All processes of the launch that were seen, by their numbers."""
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "optimus.cli", "launch", str(self.config)]
-        command += ["--launcher", "local", "--nodes", str(NODES)]
-        command += ["--buffer-nodes", str(BUFFER_NODES), "--ranks-per-node", str(RANKS)]
-        folders = (ROOT / "tests/kit/faults/site", ROOT, ROOT / "kernels")
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, folders)),
-            "OPTIMUS_TEST_NAN": str(self.nan_file),
-        }
-        with open(self._out, "ab") as out:
-            return subprocess.Popen(command, env=environ, stdout=out, stderr=out)
-
-    def restart(self) -> None:
-        """Start another supervisor."""
-        self.process = self._start()
-
-    def agents(self) -> dict[str, psutil.Process]:
-        """Return the agents by the names of their nodes."""
-        agents = {}
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if "optimus.resilience.supervision.agent" in words and str(self.run_dir) in words:
-                agents[words[-1]] = process
-                self.seen[process.pid] = process
-        return agents
-
-    def ranks(self, node: str) -> list[psutil.Process]:
-        """Return the ranks of a node, in their order."""
-        ranks: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess, KeyError):
-            for child in self.agents()[node].children():
-                self.seen[child.pid] = child
-                is_warm = "optimus.warm" in child.cmdline()
-                ranks += child.children() if is_warm else [child]
-        self.seen.update({rank.pid: rank for rank in ranks})
-        return sorted(ranks, key=lambda rank: rank.pid)
-
-    def step(self) -> int:
-        """Return the last step in metrics.jsonl; 0 without one."""
-        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-            lines = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()
-            return int(json.loads(lines[-1])["step"])
-        return 0
-
-    def wait_for_step(self, step: int) -> None:
-        end = time.monotonic() + LIMIT_S
-        while self.step() < step and self.process.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
-
-    def remaining(self) -> list[psutil.Process]:
-        """Return the processes of the launch that still run."""
-        self.agents()
-        return [p for p in self.seen.values() if p.is_running() and p.status() != "zombie"]
+Fault = Callable[[Launch, random.Random], Expected]
+"""A fault: breaks processes of a running launch. Returns what this must cause."""
 
 
-Fault = Callable[[Launch, random.Random], tuple[str, str]]
-"""A fault: changes a running launch. Returns the expected standing and the nodes that have it,
-separated by spaces; ("", "") if no node has a mark."""
+class Case(NamedTuple):
+    """A fault, and the runs in which it can be tried."""
+
+    fault: Fault
+    excludes: int = 0
+    """Number of buffer nodes that the fault needs in a sequence."""
+    settings: Mapping[str, Any] = {}
+    """Settings of the run, as for `write_config`."""
+    buffer_nodes: int = BUFFER_NODES
+    in_sequences: bool = True
+    """False if no other fault can follow, or if the run needs other settings."""
 
 
-def _send(processes: Sequence[psutil.Process], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+def _excluded(*nodes: str, restarts: int = 1) -> Expected:
+    return Expected(dict.fromkeys(nodes, "excluded"), (restarts, restarts))
 
 
-def _node(chance: random.Random) -> str:
-    return f"node{chance.randrange(NODES)}"
+def _node(launch: Launch, chance: random.Random) -> str:
+    """Return a random node with ranks."""
+    return chance.choice(launch.active())
+
+
+# -- Ranks ----------------------------------------------------------------------------------------
 
 
 def _kill_rank(number: int) -> Fault:
-    def fault(launch: Launch, chance: random.Random) -> tuple[str, str]:
-        node = _node(chance)
-        _send([chance.choice(launch.ranks(node))], number)
-        return "excluded", node
+    def fault(launch: Launch, chance: random.Random) -> Expected:
+        node = _node(launch, chance)
+        send([chance.choice(launch.ranks(node))], number)
+        return _excluded(node)
 
     return fault
 
 
-def _kill_agent(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    node = _node(chance)
-    launch.ranks(node)
-    _send([launch.agents()[node]], signal.SIGKILL)
-    return "excluded", node
+def _freeze_rank(launch: Launch, chance: random.Random) -> Expected:
+    node = _node(launch, chance)
+    is_suspect = launch.history().standing(node) == "suspect"
+    launch.freeze([chance.choice(launch.ranks(node))])
+    return Expected({node: "excluded" if is_suspect else "suspect"}, (1, 1))
 
 
-def _kill_node(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    node = _node(chance)
-    _send([launch.agents()[node], *launch.ranks(node)], signal.SIGKILL)
-    return "excluded", node
+def _nan_on_rank(launch: Launch, chance: random.Random) -> Expected:
+    node = _node(launch, chance)
+    launch.break_rank("nan", node, chance.randrange(RANKS))
+    return _excluded(node)
 
 
-def _freeze_node(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    """Suspend a node, and let it continue 4 s after the other nodes train again."""
-    node = _node(chance)
-    frozen = [launch.agents()[node], *launch.ranks(node)]
-    step = launch.step()
-    _send(frozen, signal.SIGSTOP)
+# -- Agents and nodes -----------------------------------------------------------------------------
+
+
+def _kill_agent(launch: Launch, chance: random.Random) -> Expected:
+    node = _node(launch, chance)
+    send([launch.agents()[node]], signal.SIGKILL)
+    return _excluded(node)
+
+
+def _kill_node(launch: Launch, chance: random.Random) -> Expected:
+    node = _node(launch, chance)
+    send(launch.node(node), signal.SIGKILL)
+    return _excluded(node)
+
+
+def _freeze_node(launch: Launch, chance: random.Random) -> Expected:
+    """Suspend a node, and let it continue some time after the other nodes train again."""
+    node = _node(launch, chance)
+    step, ended = launch.step(), len(launch.history().ends)
+    launch.freeze(launch.node(node))
+    launch.wait_for_recovery(_excluded(node), ended)
     launch.wait_for_step(step + 4)
-    time.sleep(4.0)
-    _send(frozen, signal.SIGCONT)
-    return "excluded", node
+    time.sleep(4 * chance.random())
+    launch.thaw()
+    return _excluded(node)
 
 
-def _freeze_agent(seconds: float, standing: str) -> Fault:
-    def fault(launch: Launch, chance: random.Random) -> tuple[str, str]:
-        node = _node(chance)
-        agent = launch.agents()[node]
-        launch.ranks(node)
-        _send([agent], signal.SIGSTOP)
-        time.sleep(seconds)
-        _send([agent], signal.SIGCONT)
-        return standing, node if standing else ""
-
-    return fault
+def _freeze_agent(launch: Launch, chance: random.Random) -> Expected:
+    node = _node(launch, chance)
+    launch.freeze([launch.agents()[node]])
+    time.sleep(HEARTBEAT_S + 2.0)
+    launch.thaw()
+    return _excluded(node)
 
 
-def _freeze_rank(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    node = _node(chance)
-    _send([chance.choice(launch.ranks(node))], signal.SIGSTOP)
-    return "suspect", node
+def _pause_agent(launch: Launch, chance: random.Random) -> Expected:
+    """Suspend an agent for less than the time after which it counts as lost."""
+    launch.freeze([launch.agents()[_node(launch, chance)]])
+    time.sleep(HEARTBEAT_S / 2)
+    launch.thaw()
+    return Expected()
 
 
-def _kill_supervisor(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    launch.agents()
+def _kill_in_start(launch: Launch, chance: random.Random) -> Expected:
+    """Kill a rank, and kill the agent of another node while the ranks start again."""
+    first, second = chance.sample(launch.active(), 2)
+    attempts = launch.count(AttemptStarted)
+    send([chance.choice(launch.ranks(first))], signal.SIGKILL)
+    launch.wait_until(lambda: launch.count(AttemptStarted) > attempts)
+    time.sleep(chance.random())
+    send([launch.agents()[second]], signal.SIGKILL)
+    return _excluded(first, second, restarts=2)
+
+
+# -- Supervisors ----------------------------------------------------------------------------------
+
+
+def _kill_supervisor(launch: Launch, chance: random.Random) -> Expected:
     launch.process.kill()
     launch.process.wait()
     time.sleep(chance.random())
-    launch.restart()
-    return "", ""
+    _restart(launch)
+    return Expected()
 
 
-def _freeze_supervisor(launch: Launch, chance: random.Random) -> tuple[str, str]:
+def _freeze_supervisor(launch: Launch, chance: random.Random) -> Expected:
     """Suspend the supervisor, start another one, and let the first one continue."""
-    launch.agents()
     first = launch.process
     first.send_signal(signal.SIGSTOP)
-    launch.restart()
-    _wait_until(lambda: _count(launch.run_dir, "supervisor_started") == 2)
+    _restart(launch)
     first.send_signal(signal.SIGCONT)
     first.wait(30)
-    return "", ""
+    return Expected()
 
 
-def _kill_supervisor_and_node(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    node = _node(chance)
-    processes = [launch.agents()[node], *launch.ranks(node)]
+def _restart(launch: Launch) -> None:
+    """Start another supervisor, and wait until it has taken over."""
+    supervisors = launch.count(SupervisorStarted)
+    launch.restart()
+    launch.wait_until(lambda: launch.count(SupervisorStarted) > supervisors)
+
+
+def _kill_supervisor_and_node(launch: Launch, chance: random.Random) -> Expected:
+    node = _node(launch, chance)
+    processes = launch.node(node)
     launch.process.kill()
     launch.process.wait()
-    _send(processes, signal.SIGKILL)
-    launch.restart()
-    return "excluded", node
+    send(processes, signal.SIGKILL)
+    _restart(launch)
+    return _excluded(node)
 
 
-def _nan_on_node(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    node = _node(chance)
-    launch.agents()
-    launch.nan_file.write_text(f"{node} 1\n")
-    return "excluded", node
+def _kill_all(launch: Launch, chance: random.Random) -> Expected:
+    """Kill the supervisor and all nodes, as the end of a job does, and launch again."""
+    launch.kill()
+    _restart(launch)
+    return Expected(restarts=(1, 1))
 
 
-def _kill_in_start(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    """Kill a rank, and kill the agent of the other node while the ranks start again."""
-    first, second = chance.sample([f"node{number}" for number in range(NODES)], 2)
-    step = launch.step()
-    _send([chance.choice(launch.ranks(first))], signal.SIGKILL)
-    _wait_until(lambda: _count(launch.run_dir, "attempt_started") == 2)
-    time.sleep(chance.random())
-    launch.ranks(second)
-    _send([launch.agents()[second]], signal.SIGKILL)
-    launch.wait_for_step(step)
-    return "excluded", f"{min(first, second)} {max(first, second)}"
-
-
-def _count(run_dir: Path, kind: str) -> int:
-    """Return the number of events of a kind in the ledger."""
-    return (run_dir / "events.jsonl").read_text().count(f'"{kind}"')
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-def _kill_all(launch: Launch, chance: random.Random) -> tuple[str, str]:
-    """Kill the supervisor and all agents, as the end of a job does, and launch again."""
-    processes = [*launch.agents().values()]
-    for node in list(launch.agents()):
-        processes += launch.ranks(node)
-    launch.process.kill()
-    launch.process.wait()
-    _send(processes, signal.SIGKILL)
-    launch.restart()
-    return "", ""
-
-
-CASES: dict[str, Fault] = {
-    "rank-kill": _kill_rank(signal.SIGKILL),
-    "rank-segv": _kill_rank(signal.SIGSEGV),
-    "agent-kill": _kill_agent,
-    "node-kill": _kill_node,
-    "node-freeze": _freeze_node,
-    "agent-freeze": _freeze_agent(HEARTBEAT_S + 2.0, "excluded"),
-    "agent-pause": _freeze_agent(HEARTBEAT_S / 2, ""),
-    "rank-freeze": _freeze_rank,
-    "nan": _nan_on_node,
-    "two-nodes": _kill_in_start,
-    "supervisor-kill": _kill_supervisor,
-    "supervisor-freeze": _freeze_supervisor,
-    "all-kill": _kill_all,
-    "supervisor-and-node-kill": _kill_supervisor_and_node,
+CASES: dict[str, Case] = {
+    "rank-kill": Case(_kill_rank(signal.SIGKILL), 1),
+    "rank-segv": Case(_kill_rank(signal.SIGSEGV), 1),
+    "rank-freeze": Case(_freeze_rank, 1),
+    "nan": Case(_nan_on_rank, 1),
+    "agent-kill": Case(_kill_agent, 1),
+    "agent-freeze": Case(_freeze_agent, 1),
+    "agent-pause": Case(_pause_agent),
+    "node-kill": Case(_kill_node, 1),
+    "node-freeze": Case(_freeze_node, 1),
+    "kill-in-start": Case(_kill_in_start, 2),
+    "supervisor-kill": Case(_kill_supervisor),
+    "supervisor-freeze": Case(_freeze_supervisor),
+    "supervisor-and-node-kill": Case(_kill_supervisor_and_node, 1),
+    "all-kill": Case(_kill_all),
 }
 
 
-def write_config(work: Path, data: Path, name: str) -> Path:
-    """Write the configuration of a run, and return its file."""
-    config = tiny_config(
-        data,
-        work / name,
-        train__max_steps=STEPS,
-        train__global_batch_tokens=INSTANCES * CONTEXT,
-        checkpoint__interval=INTERVAL,
-        parallel__timeout_s=8.0,
-        resilience__heartbeat_s=HEARTBEAT_S,
-        resilience__supervisor_timeout_s=20.0,
+# -- Runs -----------------------------------------------------------------------------------------
+
+
+def run_case(
+    references: References, name: str, seed: int, allocation: Allocation | None = None
+) -> dict[str, Any]:
+    """Do one run with one fault.
+
+    Args:
+        references: Curves of unbroken runs. The run is a folder next to theirs.
+        name: The case.
+        seed: Seed of the run.
+        allocation: Nodes; None for emulated ones.
+
+    Returns:
+        The result; `problems` is empty if all is right.
+    """
+    case, chance = CASES[name], random.Random(f"{name} {seed}")
+    config = write_config(
+        references.work, references.data, f"{name}-{seed}", STEPS, **case.settings
     )
-    path = work / f"{name}.toml"
-    path.write_text(dump_toml(config))
-    return path
-
-
-def run_case(work: Path, data: Path, name: str, seed: int, expected: list[Any]) -> dict[str, Any]:
-    """Do one run with a fault. Return the result; `problems` is empty if all is right."""
-    chance = random.Random(f"{name} {seed}")
-    run_name = f"{name}-{seed}"
-    shutil.rmtree(work / run_name, ignore_errors=True)
-    out = work / f"{run_name}.out"
-    out.unlink(missing_ok=True)
-    launch = Launch(write_config(work, data, run_name), work / run_name, out)
-    step = chance.randrange(2, STEPS // 2)
     began = time.monotonic()
-    problems: list[str] = []
-    standing = node = ""
+    launch = Launch(config, allocation or local_nodes(case.buffer_nodes))
+    expected, problems = Expected(), []
     try:
-        launch.wait_for_step(step)
-        standing, node = CASES[name](launch, chance)
-        status = launch.process.wait(LIMIT_S)
-        if status:
-            problems.append(f"exit status {status}")
-    except (subprocess.TimeoutExpired, KeyError, IndexError) as error:
-        problems.append(f"{type(error).__name__}: {error}")
-    remaining = launch.remaining()
-    if remaining:
-        time.sleep(3.0)
-        remaining = launch.remaining()
-    if remaining:
-        problems.append(f"these processes remain: {', '.join(map(str, remaining))}")
-    for process in [*remaining, launch.process] if problems else []:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            process.kill()
-    problems += check(work / run_name, standing, node, expected)
-    seconds = time.monotonic() - began
-    return {
-        "case": name,
-        "seed": seed,
-        "step": step,
-        "seconds": round(seconds, 1),
-        "problems": problems,
-    }
-
-
-def check(run_dir: Path, standing: str, node: str, expected: list[Any]) -> list[str]:
-    """Return what is wrong in the directory of an ended run."""
-    problems = []
-    try:
-        if curve(run_dir) != expected:
-            steps = [line["step"] for line in metrics_of(run_dir)]
-            problems.append(f"another curve; {len(steps)} lines, steps {steps[:1]} to {steps[-1:]}")
-        nodes = json.loads((run_dir / "nodes.json").read_text())
-        marks = {name: entry["standing"] for name, entry in nodes["nodes"].items()}
-        if marks != dict.fromkeys(node.split(), standing):
-            problems.append(f"standings {marks}, expected {standing or 'none'} {node}")
-        if nodes["verdict"] != "done":
-            problems.append(f"verdict {nodes['verdict']}: {nodes['reason']}")
-        for path in store.find_all(run_dir):
-            store.read_manifest(path).verify()
+        launch.wait_for_step(chance.randrange(2, STEPS // 2))
+        expected = case.fault(launch, chance)
     except Exception as error:  # any error is a result of the drill
         problems.append(f"{type(error).__name__}: {error}")
-    return problems
+    curve = references.curve(STEPS, expected.unbroken, **case.settings)
+    return _result(launch, [name], expected, curve, problems, case=name, seed=seed, began=began)
 
 
-def train_unbroken(work: Path, data: Path) -> list[Any]:
-    """Train without a fault. Return the curve."""
-    name = "unbroken"
-    shutil.rmtree(work / name, ignore_errors=True)
-    launch = Launch(write_config(work, data, name), work / name, work / f"{name}.out")
-    assert launch.process.wait(LIMIT_S) == 0, (work / f"{name}.out").read_text()
-    return curve(work / name)
+def run_sequence(
+    references: References,
+    seed: int,
+    allocation: Allocation | None = None,
+    names: Sequence[str] = (),
+    steps: int = SEQUENCE_STEPS,
+) -> dict[str, Any]:
+    """Do one run with several faults, and check it at its end. The next fault begins when the run
+    has recovered from the one before.
+
+    Args:
+        references: Curves of unbroken runs. The run is a folder next to theirs.
+        seed: Seed of the run.
+        allocation: Nodes; None for emulated ones.
+        names: Cases from which the faults are chosen; () for all that are possible.
+        steps: Number of updates.
+
+    Returns:
+        The result; `problems` is empty if all is right.
+    """
+    chance = random.Random(f"sequence {seed}")
+    allocation = allocation or local_nodes(SEQUENCE_BUFFER_NODES)
+    began = time.monotonic()
+    launch = Launch(
+        write_config(references.work, references.data, f"sequence-{seed}", steps), allocation
+    )
+    expected, played, problems = Expected(), list[str](), list[str]()
+    try:
+        while launch.process.poll() is None:
+            at = launch.step() + chance.randrange(1, 12)
+            if at > steps - _LAST_STEPS:
+                break
+            launch.wait_for_step(at)
+            free = len(allocation.nodes) - NODES - [*expected.standings.values()].count("excluded")
+            possible = [
+                name
+                for name in names or CASES
+                if CASES[name].in_sequences and CASES[name].excludes <= free
+            ]
+            played.append(chance.choice(possible))
+            ended = len(launch.history().ends)
+            fault = CASES[played[-1]].fault(launch, chance)
+            expected = expected.joined(fault)
+            launch.wait_for_recovery(fault, ended)
+            problems += check_checkpoints(launch.run_dir)
+            _wait_for_checkpoint(launch)
+    except Exception as error:  # any error is a result of the drill
+        problems.append(f"{type(error).__name__}: {error}")
+    curve = references.curve(steps, expected.unbroken)
+    return _result(
+        launch, played, expected, curve, problems, case="sequence", seed=seed, began=began
+    )
 
 
-def curve(run_dir: Path) -> list[Any]:
-    """Return step and exact figures of each line of metrics.jsonl."""
-    return [[line["step"], *(line[key] for key in KEYS)] for line in metrics_of(run_dir)]
+def _wait_for_checkpoint(launch: Launch) -> None:
+    """Wait for a checkpoint of the present attempt if the one before has committed none: the
+    supervisor stops a run whose attempts make no progress."""
+    history = launch.history()
+    committed = [attempt.attempt in history.checkpoints for attempt in history.attempts[-2:]]
+    if any(committed):
+        return
+
+    def checkpoint() -> bool:
+        history = launch.history()
+        return history.attempts[-1].attempt in history.checkpoints
+
+    launch.wait_until(checkpoint)
+
+
+def _result(
+    launch: Launch,
+    played: Sequence[str],
+    expected: Expected,
+    curve: Any,
+    problems: Sequence[str],
+    *,
+    case: str,
+    seed: int,
+    began: float,
+) -> dict[str, Any]:
+    """Wait for the end of a launch, and return the record of its result."""
+    status = None if problems else launch.end(LIMIT_S)
+    wrong = [*problems, *check(launch, status, expected, curve)]
+    launch.thaw()
+    if wrong:
+        launch.kill()
+    return {
+        "case": case,
+        "seed": seed,
+        "launcher": launch.allocation.launcher,
+        "faults": list(played),
+        "attempts": launch.count(AttemptStarted),
+        "seconds": round(time.monotonic() - began, 1),
+        "problems": wrong,
+    }

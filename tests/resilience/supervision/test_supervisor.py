@@ -14,7 +14,6 @@ import stat
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,29 +27,25 @@ from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import Local
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
 from tests.kit.faults import failures
+from tests.kit.faults.supervised import References, write_config
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_data, tmp_path_factory) -> list[Any]:
-    """The curve of a run without a fault."""
-    return failures.train_unbroken(tmp_path_factory.mktemp("unbroken"), tiny_data)
-
-
-@pytest.mark.parametrize("case", ["rank-kill", "node-freeze", "agent-pause", "supervisor-kill"])
-def test_run_with_a_fault_has_the_curve_of_an_unbroken_run(tiny_data, tmp_path, expected, case):
-    result = failures.run_case(tmp_path, tiny_data, case, 0, expected)
-    assert not result["problems"], (tmp_path / f"{case}-0.out").read_text()
+def test_run_with_faults_has_the_curve_of_an_unbroken_run(tiny_data, tmp_path):
+    names = ("rank-kill", "node-freeze", "agent-pause", "supervisor-kill")
+    result = failures.run_sequence(References(tmp_path, tiny_data), 0, names=names, steps=90)
+    assert not result["problems"], (tmp_path / "sequence-0.out").read_text()
+    assert len(result["faults"]) >= 2
 
 
 def launch(tmp_path: Path, tiny_data: Path, *options: str) -> int:
-    config = failures.write_config(tmp_path, tiny_data, "run")
+    config = write_config(tmp_path, tiny_data, "run")
     return main(["launch", str(config), "--launcher", "local", *options])
 
 
 def test_launch_without_a_valid_allocation_starts_nothing(tiny_data, tmp_path, capsys, monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PBS_NODEFILE"):
         monkeypatch.delenv(name, raising=False)
-    config = str(failures.write_config(tmp_path, tiny_data, "run"))
+    config = str(write_config(tmp_path, tiny_data, "run"))
     hosts = tmp_path / "hosts"
     hosts.write_text("a\nb\n")
     for options, message in (

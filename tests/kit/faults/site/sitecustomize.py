@@ -1,9 +1,12 @@
-"""Makes ranks of `optimus launch` compute NaN on the nodes that a file names.
+"""Lets ranks of `optimus launch` fail from the inside.
 
 Interpreters import this module if its folder is on PYTHONPATH.
 
-The variable OPTIMUS_TEST_NAN names the file. Each of its lines is a node and a step: the first rank
-of the node that reaches this step or a later one computes NaN in the first block.
+The variable OPTIMUS_TEST_FAULTS names a file. Each of its lines has a kind of fault, the name of a
+node, the number of a rank on this node, and a step: the rank has the fault in this update, or in
+the next one that it does. "*" is any node or rank. The kinds are:
+
+- nan: the output of the rank's first block is NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_FAULTS = "OPTIMUS_TEST_FAULTS"
 _MODULE = "optimus.train.loop"
 
 
@@ -40,23 +44,34 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _change(loop: Any) -> None:
     update = loop.Run.update
 
-    def update_with_nan(run: Any, step: int) -> None:
-        if run.world.launch.local_rank == 0 and _is_due(step):
-            block = next(iter(run.model.blocks.values()))
-            block.register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
+    def update_with_faults(run: Any, step: int) -> None:
+        for kind in _due(run.world.launch.local_rank, step):
+            _FAULT[kind](run)
         update(run, step)
 
-    loop.Run.update = update_with_nan
+    loop.Run.update = update_with_faults
 
 
-def _is_due(step: int) -> bool:
+def _due(local_rank: int, step: int) -> list[str]:
+    """Return the kinds of faults that this rank has in update `step`."""
     try:
-        lines = Path(os.environ["OPTIMUS_TEST_NAN"]).read_text().splitlines()
+        lines = Path(os.environ[_FAULTS]).read_text().splitlines()
     except OSError:
-        return False
-    pairs = [line.split() for line in lines]
-    return any(node == os.environ.get("OPTIMUS_NODE") and step >= int(at) for node, at in pairs)
+        return []
+    due = []
+    for kind, node, rank, first in map(str.split, lines):
+        is_here = node in ("*", os.environ.get("OPTIMUS_NODE")) and rank in ("*", str(local_rank))
+        if is_here and step >= int(first):
+            due.append(kind)
+    return due
 
 
-if "OPTIMUS_TEST_NAN" in os.environ:
+def _nan(run: Any) -> None:
+    block = next(iter(run.model.blocks.values()))
+    block.register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
+
+
+_FAULT = {"nan": _nan}
+
+if _FAULTS in os.environ:
     sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,441 @@
+"""Supervised runs whose processes can be broken, and checks of their results.
+
+Nodes are emulated on this machine, or are nodes of a Slurm on this machine: all processes of a
+launch must be visible to this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from optimus.checkpoint import store
+from optimus.config import dump_toml
+from optimus.errors import ConfigError
+from optimus.resilience.supervision.ledger import AttemptStarted, History, Progress, read_history
+from tests.kit.runs.results import metrics_of, read_whole
+from tests.kit.runs.tiny import CONTEXT, tiny_config
+
+ROOT = Path(__file__).resolve().parents[3]
+NODES, RANKS = 2, 2
+"""Number of nodes with ranks, and of ranks on each node."""
+STEPS, INTERVAL = 60, 5
+HEARTBEAT_S = 2.0
+ORPHAN_S = 20.0
+"""Time after which agents without a supervisor end."""
+LIMIT_S = 240.0
+"""Longest time of a run, and of a wait for an event of it."""
+END_S = 5.0
+"""Time within which all processes of a launch end after its verdict."""
+KEYS = ("loss", "grad_norm", "tokens")
+_RUN, _FAULTS = "OPTIMUS_TEST_RUN", "OPTIMUS_TEST_FAULTS"
+
+
+class Allocation(NamedTuple):
+    """Nodes for launches, and the launcher that reaches them."""
+
+    launcher: str = "local"
+    nodes: tuple[str, ...] = ("node0", "node1", "node2", "node3")
+    """All nodes in the order of the allocation. The first NODES of them get ranks."""
+
+
+def local_nodes(buffer_nodes: int) -> Allocation:
+    """Return an allocation of emulated nodes."""
+    return Allocation("local", tuple(f"node{index}" for index in range(NODES + buffer_nodes)))
+
+
+class Expected(NamedTuple):
+    """Content that the ledger and the files of a run must have after a fault."""
+
+    standings: Mapping[str, str] = {}
+    """Standings of all nodes that get a mark."""
+    restarts: tuple[int, int] = (0, 0)
+    """Least and greatest number of attempts that fail or are interrupted."""
+    verdict: str = "done"
+    status: int = 0
+    """Exit status of `optimus launch`."""
+    unusable: tuple[str, ...] = ()
+    """Nodes that must not get ranks although they have no mark."""
+    unbroken: tuple[str, ...] = ()
+    """Lines of the file of faults with which an unbroken run has the same curve, for example
+    because it skips the same updates."""
+
+    def joined(self, later: Expected) -> Expected:
+        """Return what to expect after this fault and a later one."""
+        least, most = (a + b for a, b in zip(self.restarts, later.restarts, strict=True))
+        return Expected(
+            {**self.standings, **later.standings},
+            (least, most),
+            later.verdict,
+            later.status,
+            self.unusable + later.unusable,
+            self.unbroken + later.unbroken,
+        )
+
+
+def write_config(work: Path, data: Path, name: str, steps: int = STEPS, **settings: Any) -> Path:
+    """Write the configuration of a run, and return its file. The run directory is `work`/`name`.
+
+    Args:
+        work: Folder for runs.
+        data: The data set.
+        name: Name of the run.
+        steps: Number of updates.
+        settings: Other settings, as `section__key=value`.
+    """
+    values = {
+        "train__max_steps": steps,
+        "train__global_batch_tokens": 16 * CONTEXT,  # updates of about 0.1 s
+        "checkpoint__interval": INTERVAL,
+        "parallel__timeout_s": 8.0,
+        "resilience__heartbeat_s": HEARTBEAT_S,
+        "resilience__supervisor_timeout_s": ORPHAN_S,
+        **settings,
+    }
+    path = work / f"{name}.toml"
+    path.write_text(dump_toml(tiny_config(data, work / name, **values)))
+    return path
+
+
+def _environ(run_dir: Path, faults: Path) -> dict[str, str]:
+    folders = (ROOT / "tests/kit/faults/site", ROOT, ROOT / "kernels")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "OMP_NUM_THREADS": "1",
+        _RUN: str(run_dir),
+        _FAULTS: str(faults),
+    }
+
+
+class Launch:
+    """A running `optimus launch` and the processes of its nodes."""
+
+    def __init__(self, config: Path, allocation: Allocation) -> None:
+        """Start the launch of a configuration of `write_config`."""
+        self.config, self.allocation = config, allocation
+        self.run_dir, self.out = config.with_suffix(""), config.with_suffix(".out")
+        self.faults = config.with_suffix(".faults")
+        """File with faults inside of ranks (tests/kit/faults/site/sitecustomize.py)."""
+        for path in (self.faults, self.out):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        self.frozen: list[psutil.Process] = []
+        """Suspended processes."""
+        self.process = self._start()
+
+    def _start(self, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "optimus.cli", "launch", str(self.config), *options]
+        nodes, ranks = len(self.allocation.nodes), str(RANKS)
+        command += ["--launcher", self.allocation.launcher, "--nodes", str(NODES)]
+        command += ["--buffer-nodes", str(nodes - NODES), "--ranks-per-node", ranks]
+        environ = _environ(self.run_dir, self.faults)
+        with open(self.out, "ab") as out:
+            return subprocess.Popen(command, env=environ, stdout=out, stderr=out)
+
+    def restart(self, *options: str) -> None:
+        """Start another supervisor, with other options of `optimus launch`."""
+        self.process = self._start(*options)
+
+    def break_rank(self, kind: str, node: str, local_rank: int, step: int = 1) -> None:
+        """Let a rank fail from the inside, in update `step` or a later one.
+
+        Args:
+            kind: The fault, as in tests/kit/faults/site/sitecustomize.py.
+            node: Its node.
+            local_rank: Number of the rank on the node.
+            step: First update with the fault.
+        """
+        with open(self.faults, "a") as file:
+            print(kind, node, local_rank, step, file=file)
+
+    # -- Processes --------------------------------------------------------------------------------
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes that the launch has started and that still run."""
+        processes = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_mine = process.environ().get(_RUN) == str(self.run_dir)
+                if is_mine and process.status() != psutil.STATUS_ZOMBIE:
+                    processes.append(process)
+        return processes
+
+    def agents(self) -> dict[str, psutil.Process]:
+        """Return the agents by the names of their nodes."""
+        agents = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if words[2:4] != ["-m", "optimus.resilience.supervision.agent"]:
+                    continue  # also not srun, whose arguments contain this command
+                run_dir, *name = words[4:]
+                if run_dir == str(self.run_dir):
+                    agents[name[0] if name else process.environ()["SLURMD_NODENAME"]] = process
+        return agents
+
+    def ranks(self, node: str) -> list[psutil.Process]:
+        """Return the ranks of a node, in their order."""
+        ranks: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess, KeyError):
+            for child in self.agents()[node].children():
+                is_warm = "optimus.warm" in child.cmdline()
+                ranks += child.children() if is_warm else [child]
+        return sorted(ranks, key=lambda rank: rank.pid)
+
+    def node(self, node: str) -> list[psutil.Process]:
+        """Return agent, ranks and other processes of a node; [] if it has no agent."""
+        with contextlib.suppress(psutil.NoSuchProcess, KeyError):
+            agent = self.agents()[node]
+            return [agent, *agent.children(recursive=True)]
+        return []
+
+    def freeze(self, processes: Sequence[psutil.Process]) -> None:
+        """Suspend processes."""
+        self.frozen += processes
+        send(processes, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let all suspended processes continue."""
+        send(self.frozen, signal.SIGCONT)
+        self.frozen = []
+
+    # -- State of the run -------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """Return the last step in metrics.jsonl; 0 without one."""
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+            with open(self.run_dir / "metrics.jsonl", "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+                *_, line, _ = file.read().split(b"\n")
+            return int(json.loads(line)["step"])
+        return 0
+
+    def history(self) -> History:
+        """Return the state in the ledger."""
+        with contextlib.suppress(ConfigError):
+            return read_history(self.run_dir)
+        return History()
+
+    def active(self) -> tuple[str, ...]:
+        """Return the nodes of the last attempt."""
+        attempts = self.history().attempts
+        return attempts[-1].nodes if attempts else ()
+
+    def count(self, kind: type) -> int:
+        """Return the number of events of a kind in the ledger."""
+        return sum(isinstance(event, kind) for event in self.history().events)
+
+    def wait_until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+        """Wait until a condition is true or the launch has ended. Raises TimeoutError."""
+        end = time.monotonic() + limit_s
+        while not condition() and self.process.poll() is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"no {condition.__qualname__} within {limit_s:.0f} s")
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until update `step` is complete or the launch has ended."""
+
+        def step_is_complete() -> bool:
+            return self.step() >= step
+
+        self.wait_until(step_is_complete)
+
+    def wait_for_recovery(self, expected: Expected, ended: int) -> None:
+        """Wait until the supervisor has noticed a fault, and the run has done an update since.
+
+        Args:
+            expected: What the fault must cause.
+            ended: Number of attempts that had ended before the fault.
+        """
+
+        def recovery() -> bool:
+            history = self.history()
+            if any(history.standing(node) != s for node, s in expected.standings.items()):
+                return False
+            if len(history.ends) < ended + expected.restarts[0] or history.running is None:
+                return False
+            return _has_updated(history, history.running)
+
+        self.wait_until(recovery)
+
+    def end(self, limit_s: float = LIMIT_S) -> int | None:
+        """Wait for the end of the launch. Return its exit status; None after `limit_s`."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait_for_processes(self, limit_s: float) -> list[psutil.Process]:
+        """Wait for the end of all processes. Return those that still run after `limit_s`."""
+        end = time.monotonic() + limit_s
+        while (remaining := self.processes()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return remaining
+
+    def kill(self) -> None:
+        """Kill all processes of the launch."""
+        self.process.kill()
+        self.process.wait()
+        send(self.processes(), signal.SIGKILL)
+
+
+def send(processes: Sequence[psutil.Process], number: int) -> None:
+    """Send a signal to processes, as far as they exist."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _has_updated(history: History, attempt: AttemptStarted) -> bool:
+    return any(isinstance(e, Progress) and e.attempt == attempt.attempt for e in history.events)
+
+
+# -- Checks of an ended run -----------------------------------------------------------------------
+
+
+class References:
+    """Curves of unbroken runs, each of which is trained once."""
+
+    def __init__(self, work: Path, data: Path) -> None:
+        self.work, self.data = work, data
+        self._curves: dict[str, list[Any]] = {}
+
+    def curve(
+        self, steps: int = STEPS, faults: Sequence[str] = (), **settings: Any
+    ) -> list[list[Any]]:
+        """Return the curve of an unbroken run without a supervisor.
+
+        Args:
+            steps: Number of updates.
+            faults: `Expected.unbroken`.
+            settings: As for `write_config`.
+        """
+        key = json.dumps([steps, *faults, sorted(settings.items())])
+        name = f"unbroken-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        if key not in self._curves:
+            config = write_config(self.work, self.data, name, steps, **settings)
+            if not (self.work / f"{name}.done").exists():
+                self._train(config, faults)
+            self._curves[key] = curve(self.work / name)
+        return self._curves[key]
+
+    def _train(self, config: Path, faults: Sequence[str]) -> None:
+        run_dir, file = config.with_suffix(""), config.with_suffix(".faults")
+        shutil.rmtree(run_dir, ignore_errors=True)
+        file.write_text("".join(f"{line}\n" for line in faults))
+        command = [sys.executable, "-P", "-m", "optimus.cli", "train", str(config)]
+        command += ["--nproc", str(NODES * RANKS)]
+        done = subprocess.run(command, env=_environ(run_dir, file), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        config.with_suffix(".done").touch()
+
+
+def curve(run_dir: Path) -> list[list[Any]]:
+    """Return step and exact figures of each line of metrics.jsonl."""
+    return [[line["step"], *(line[key] for key in KEYS)] for line in metrics_of(run_dir)]
+
+
+def check(launch: Launch, status: int | None, expected: Expected, reference: Any) -> list[str]:
+    """Return what is wrong after the end of a launch.
+
+    Args:
+        launch: The launch.
+        status: Its exit status; None if it did not end.
+        expected: What all faults together must cause.
+        reference: The curve of an unbroken run. A run that is not done has its first part.
+    """
+    problems = []
+    if status != expected.status:
+        problems.append(f"exit status {status}, expected {expected.status}")
+    if remaining := launch.wait_for_processes(END_S):
+        problems.append(f"these processes remain: {', '.join(map(str, remaining))}")
+    try:
+        joined = curve(launch.run_dir)
+        if joined != (reference if expected.verdict == "done" else reference[: len(joined)]):
+            different = [a for a, b in zip(joined, reference, strict=False) if a != b]
+            problems.append(f"another curve of {len(joined)} lines, first {different[:1]}")
+        problems += _check_ledger(launch, expected)
+        problems += check_checkpoints(launch.run_dir)
+    except Exception as error:  # any error is a result of the drill
+        problems.append(f"{type(error).__name__}: {error}")
+    return problems
+
+
+def _check_ledger(launch: Launch, expected: Expected) -> list[str]:
+    problems, history = [], launch.history()
+    summary = json.loads((launch.run_dir / "nodes.json").read_text())
+    if summary != json.loads(json.dumps(history.summary())):
+        problems.append("nodes.json differs from the ledger")
+    marks = {node: mark.standing for node, mark in history.standings.items()}
+    if marks != expected.standings:
+        problems.append(f"standings {marks}, expected {expected.standings}")
+    if summary["verdict"] != expected.verdict:
+        problems.append(f"verdict {summary['verdict']}: {summary['reason']}")
+    outcomes = [end.outcome for end in history.ends.values()]
+    restarts = sum(outcome in ("failed", "interrupted") for outcome in outcomes)
+    if not expected.restarts[0] <= restarts <= expected.restarts[1]:
+        problems.append(f"{restarts} attempts failed, expected {expected.restarts}")
+    return problems + _check_assignments(launch.allocation, history, expected.unusable)
+
+
+def _check_assignments(
+    allocation: Allocation, history: History, unusable: Sequence[str]
+) -> list[str]:
+    """Return violations of the rule for nodes: a node that can be used keeps its ranks, and others
+    are replaced by the first free node of the allocation, suspect nodes last."""
+    problems: list[str] = []
+    standings: dict[str, str] = {}
+    before = allocation.nodes[:NODES]
+    for event in history.events:
+        if event.kind == "node_marked":
+            standings[event.node] = event.standing
+        elif event.kind == "attempt_started":
+            usable = [
+                node
+                for node in allocation.nodes
+                if standings.get(node) != "excluded" and node not in unusable
+            ]
+            free = [node for node in usable if node not in before]
+            free.sort(key=lambda node: standings.get(node) == "suspect")
+            nodes = [node if node in usable else (free or [""]).pop(0) for node in before]
+            if len(usable) >= NODES == len(event.nodes) and event.nodes != (*nodes,):
+                problems.append(f"attempt {event.attempt} on {event.nodes}, expected {nodes}")
+            if not {*event.nodes} <= {*usable}:
+                problems.append(f"attempt {event.attempt} on {event.nodes}, usable {usable}")
+            before = event.nodes
+    return problems
+
+
+def check_checkpoints(run_dir: Path) -> list[str]:
+    """Return the checkpoints that are damaged or not finite. The run may remove
+    others meanwhile."""
+    problems = []
+    for path in store.find_all(run_dir):
+        try:
+            manifest = store.read_manifest(path)
+            manifest.verify()
+            index = manifest.index()
+            for state in index.states:
+                tensors = {name: torch.empty(shape) for name, shape in index.shapes.items()}
+                read_whole(manifest, tensors, state)
+                if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+                    problems.append(f"{path.name}: {state} is not finite")
+        except Exception as error:
+            if path.exists():
+                problems.append(f"{path.name}: {type(error).__name__}: {error}")
+    return problems
