@@ -25,6 +25,16 @@ from typing import Any, NoReturn
 from optimus.launch import environment
 from optimus.launch.spawn import prepare_rank
 
+_MODULES = (
+    "optimus.train.loop",
+    "optimus.train.startup",
+    "optimus_kernels",
+    "optimus.bench.commands",  # the parser of the command line needs it
+    "optimus.checkpoint.commands",
+    "encodings.idna",  # for the look-up of a host name
+    "torch.utils._device",  # for torch.set_default_device and `with device`
+)
+
 
 def main() -> NoReturn:
     """Serve requests until the agent closes the socket."""
@@ -89,9 +99,18 @@ def _report_ends(requests: socket.socket) -> None:
 
 
 def _import_all() -> None:
-    """Import the modules that a rank uses."""
-    for name in ("optimus.train.loop", "optimus.train.startup", "optimus_kernels"):
+    """Import the modules that a rank uses, also those that it imports late, so that a rank opens no
+    module file (tests/bench/test_supervision.py)."""
+    for name in _MODULES:
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # a run without TensorBoard needs no package for it
+        importlib.import_module("torch.utils.tensorboard")
+    kernels = importlib.import_module("optimus_kernels.backend")
+    # Reads the sources of the kernels and loads their library, if it is compiled already.
+    with contextlib.suppress(kernels.KernelError):
+        kernels.build.plan("cpu")
+    with contextlib.suppress(kernels.KernelError):
+        kernels.find("cpu", may_build=False)
 
 
 def _become_rank(request: dict[str, Any], output: int, parent: int) -> NoReturn:

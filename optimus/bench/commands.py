@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from optimus.errors import ConfigError, OptimusError
@@ -17,51 +18,131 @@ _MOVED = {
 """Names of benchmarks in earlier versions, and the commands in a checkout that replace them."""
 
 
+_OF_STEP = ("steps", "nproc", "profile")
+_OF_SUPERVISION = (
+    "only", "rounds", "nodes", "ranks_per_node", "updates", "alarm_s", "load", "seed", "dir",
+)  # fmt: skip
+"""Options that only one of the benchmarks has, as attributes of the parsed arguments."""
+
+
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `optimus`."""
-    text = "Measure an update of a training run."
+    text = "Measure an update of a training run, or how fast a supervised run restarts."
     parser = commands.add_parser("bench", help=text, description=text)
     parser.set_defaults(run=_bench)
     parser.add_argument(
-        "name", metavar="NAME", type=_benchmark, help="step: an update against a plain torch loop"
+        "name",
+        metavar="NAME",
+        type=_benchmark,
+        help="step: an update against a plain torch loop; supervision: times of detection and "
+        "restart after failures, on nodes that this machine emulates",
     )
-    parser.add_argument("config", help="a TOML file; configs/run has examples")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
-    parser.add_argument("--steps", type=int, default=20, help="timed updates (20)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument(
+        "config",
+        nargs="?",
+        help="a TOML file; configs/run has examples. supervision: only for the NaN check, and "
+        "optional",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    _add_step_options(parser.add_argument_group("step"))
+    _add_supervision_options(parser.add_argument_group("supervision"))
+
+
+def _add_step_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--steps", type=int, metavar="N", help="timed updates (20)")
+    group.add_argument(
         "--nproc",
         type=int,
         metavar="N",
         help="start N local ranks and measure time, payload bytes by mesh axis and pipeline bubble "
         "instead of comparing with plain torch",
     )
-    parser.add_argument(
+    group.add_argument(
         "--profile",
-        action="store_true",
+        action="store_const",
+        const=True,
         help="measure the time by phase and by module instead of comparing with plain torch (one "
         "process, on a CPU)",
     )
 
 
+def _add_supervision_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--only",
+        action="append",
+        metavar="FIGURE",
+        help="measure only this figure: faults (detection, the right node, time to the first "
+        "update), cold (the same if a warm process is lost), files (that an attempt opens and "
+        "creates), nan-check (its share of an update) or false-alarms; may be repeated",
+    )
+    for name, text in (
+        ("rounds", "faults of each kind (3)"),
+        ("nodes", "nodes with ranks (4)"),
+        ("ranks-per-node", "ranks on each node (2)"),
+        ("updates", "updates for the NaN check (40)"),
+        ("alarm-s", "seconds for which false alarms are counted (60)"),
+        ("load", "busy processes during this time (8)"),
+        ("seed", "seed of the times, nodes and ranks of faults (0)"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    text = "folder for the run directories, which are removed at the end (that of temporary files)"
+    group.add_argument("--dir", metavar="DIR", help=text)
+
+
 def _benchmark(name: str) -> str:
     if name in _MOVED:
         raise ConfigError(f"bench {name} is a script now; run {_MOVED[name]}")
-    if name != "step":
-        raise ConfigError(f"bench {name} does not exist; use optimus bench step")
+    if name not in ("step", "supervision"):
+        raise ConfigError(
+            f"bench {name} does not exist; use optimus bench step or optimus bench supervision"
+        )
     return name
 
 
 def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
+    others = _OF_SUPERVISION if args.name == "step" else _OF_STEP
+    for name in others:
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} has no effect on bench {args.name}; remove {option}")
+    return _bench_step(args, arguments) if args.name == "step" else _bench_supervision(args)
+
+
+def _bench_supervision(args: argparse.Namespace) -> int:
+    from optimus.bench import supervision
+    from optimus.config import load_config
+    from optimus.launch.environment import is_launched
+
+    if is_launched():
+        raise ConfigError(
+            "bench supervision starts its ranks itself; start one process, without a launcher"
+        )
+    names = [name for name in supervision.Options._fields if name != "figures"]
+    values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.only is not None:
+        values["figures"] = tuple(dict.fromkeys(args.only))
+    options = supervision.Options(**values)
+    folder = None if args.dir is None else Path(args.dir)
+    supervision.check(options, folder, has_config=args.config is not None)
+    config = None if args.config is None else load_config(args.config, args.overrides)
+    result = supervision.bench_supervision(options, config, folder)
+    print(json.dumps(result) if args.json else supervision.format_supervision(result))
+    return 0
+
+
+def _bench_step(args: argparse.Namespace, arguments: list[str]) -> int:
     from optimus.config import load_config
     from optimus.launch.environment import read_launch_env
     from optimus.train.startup import ranks_to_start, refuse_together
 
-    launch = read_launch_env()
+    launch, steps = read_launch_env(), 20 if args.steps is None else args.steps
     try:
+        if args.config is None:
+            raise ConfigError("bench step needs a configuration; use optimus bench step CONFIG")
         config = load_config(args.config, args.overrides)
-        if args.steps < 1:
-            raise ConfigError(f"--steps {args.steps} must be at least 1")
+        if steps < 1:
+            raise ConfigError(f"--steps {steps} must be at least 1")
         nproc = ranks_to_start(args.nproc, launch.world_size)
         ranks = max(nproc, launch.world_size)
         if args.profile and ranks > 1:
@@ -79,15 +160,15 @@ def _bench(args: argparse.Namespace, arguments: list[str]) -> int:
     if args.profile:
         from optimus.bench.profile import format_profile, profile_step
 
-        result, text = profile_step(config, args.steps), format_profile
+        result, text = profile_step(config, steps), format_profile
     elif launch.world_size == 1 and not args.nproc:
         from optimus.bench.step import bench_step, format_result
 
-        result, text = bench_step(config, args.steps), format_result
+        result, text = bench_step(config, steps), format_result
     else:
         from optimus.bench.layout import bench_layout, format_layout
 
-        result, text = bench_layout(config, args.steps, launch), format_layout
+        result, text = bench_layout(config, steps, launch), format_layout
     if result is not None:
         print(json.dumps(result) if args.json else text(result))
     return 0

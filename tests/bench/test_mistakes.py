@@ -21,7 +21,10 @@ DEMO = Path(__file__).parents[2] / "configs" / "run" / "demo.toml"
         ("checkpoint", "run python scripts/bench/checkpoint.py"),
         ("optimizer", "run python scripts/bench/optimizer.py or"),
         ("optimizer --ranks 4", "for --ranks, scripts/bench/sharding.py"),
-        ("speed", "bench speed does not exist; use optimus bench step"),
+        (
+            "speed",
+            "bench speed does not exist; use optimus bench step or",
+        ),
     ],
 )
 def test_mistake_of_the_command_is_refused_in_a_line(arguments, words, capsys):

@@ -1,0 +1,257 @@
+"""Supervised runs of a tiny model on emulated nodes, for `optimus bench supervision`.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from optimus.bench.probe import PLAN, SITE, Plan
+from optimus.config import Config, dump_toml, make_config
+from optimus.errors import OptimusError
+from optimus.launch.spawn import prepare_rank
+from optimus.resilience.supervision.ledger import History, read_history
+
+_CONTEXT, _VOCABULARY = 32, 320
+_DOCUMENTS = 120
+_LIMIT_S = 180.0
+"""Longest time of a wait, for example for the first update."""
+_END_S = 10.0
+"""Time to wait for the ends of killed processes."""
+_LOOK_S = 0.02
+_TAIL_CHARS = 2000
+
+
+def make_data(folder: Path) -> Path:
+    """Make a data set of a few hundred instances, and return its path. Raises OptimusError."""
+    chance = random.Random(7)
+    words = [
+        "".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(150)
+    ]
+    texts = (" ".join(chance.choices(words, k=chance.randint(20, 90))) for _ in range(_DOCUMENTS))
+    (folder / "text.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    source, tokenizer = ["--input", str(folder / "text.jsonl")], str(folder / "tokenizer.json")
+    train = ["train-tokenizer", *source, "--vocab-size", str(_VOCABULARY), "--out", tokenizer]
+    run = ["run", *source, "--tokenizer", tokenizer, "--context", str(_CONTEXT), "--workers", "1"]
+    run += ["--out", str(folder / "data"), "--eval-fraction", "0.1"]
+    for arguments in (train, run):
+        command = [sys.executable, "-P", "-m", "data_prep.cli", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+        if done.returncode:
+            raise OptimusError(f"the data of the benchmark cannot be made: {done.stderr[-500:]}")
+    return folder / "data"
+
+
+def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals: int) -> Config:
+    """Return the configuration of a run of `ranks` ranks that does not end by itself.
+
+    Args:
+        data: The data set.
+        run_dir: The run directory.
+        ranks: Number of ranks.
+        save_interval: Number of steps between two checkpoints.
+        evals: Number of steps between two evaluations; 0 without evaluations.
+    """
+    return make_config(
+        {
+            "model": {
+                "architecture": "olmoe",
+                "num_layers": 2,
+                "hidden_size": 32,
+                "num_attention_heads": 2,
+                "intermediate_size": 16,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "vocab_size": _VOCABULARY,
+            },
+            "data": {"path": str(data)},
+            "train": {
+                "run_dir": str(run_dir),
+                "max_steps": 1_000_000,
+                "seq_len": _CONTEXT,
+                "global_batch_tokens": ranks * _CONTEXT,
+                "microbatch_size": 1,
+                "dtype": "fp32",
+                "device": "cpu",
+                "deterministic": True,
+                "eval_interval": evals,
+            },
+            "optim": {"lr": 1e-4, "min_lr": 1e-4, "warmup_steps": 3},
+            "checkpoint": {"interval": save_interval},
+            "parallel": {"timeout_s": 60.0},
+            "resilience": {"supervisor_timeout_s": 20.0},
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Size of a launch."""
+
+    nodes: int
+    buffer_nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class Launch:
+    """A running `optimus launch` with emulated nodes. A context manager that leaves no process."""
+
+    def __init__(self, config: Config, shape: Shape, plan: Plan) -> None:
+        """Start the launch.
+
+        Args:
+            config: Configuration of the run.
+            shape: Numbers of nodes and ranks.
+            plan: What the processes do for the benchmark.
+        """
+        self.shape, self.plan, self._run_dir = shape, plan, Path(plan.run_dir)
+        folder = Path(plan.folder)
+        folder.mkdir(parents=True)
+        (folder / "sitecustomize.py").write_text(SITE)
+        (folder / "run.toml").write_text(dump_toml(config))
+        self._out = folder / "output"
+        command = [sys.executable, "-P", "-m", "optimus.cli", "launch", str(folder / "run.toml")]
+        command += ["--launcher", "local", "--nodes", str(shape.nodes)]
+        command += ["--buffer-nodes", str(shape.buffer_nodes)]
+        command += ["--ranks-per-node", str(shape.ranks_per_node)]
+        with open(self._out, "wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                env=_environment(plan, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=partial(prepare_rank, os.getpid()),
+            )
+        self._seen: dict[int, psutil.Process] = {
+            self._process.pid: psutil.Process(self._process.pid)
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Kill all processes of the launch, and wait for their ends."""
+        self.remember()
+        end = time.monotonic() + _END_S
+        while (alive := self.alive()) and time.monotonic() < end:
+            kill(alive)  # a suspended process, too
+            self._process.poll()
+            time.sleep(_LOOK_S)
+        self._process.wait()
+        if alive:
+            raise OptimusError(f"processes of the benchmark remain: {', '.join(map(str, alive))}")
+
+    def remember(self) -> None:
+        """Take note of all present processes of the launch. Children of a process that ends later
+        can no longer be found."""
+        for process in list(self._seen.values()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen.update({p.pid: p for p in process.children(recursive=True)})
+
+    def alive(self) -> list[psutil.Process]:
+        """Return the processes that `remember` has found and that have not ended."""
+        alive = []
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
+
+    def agent(self, node: str) -> psutil.Process:
+        """Return the agent of a node. Raises OptimusError if it does not run."""
+        self.remember()
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = process.cmdline()
+                if "optimus.resilience.supervision.agent" in words and words[-1] == node:
+                    return process
+        raise OptimusError(f"the agent of {node} does not run{self._tail()}")
+
+    def warm(self, node: str) -> psutil.Process:
+        """Return the warm process of a node. Raises OptimusError if it does not run."""
+        for child in self.agent(node).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "optimus.warm" in child.cmdline():
+                    return child
+        raise OptimusError(f"the warm process of {node} does not run{self._tail()}")
+
+    def ranks(self, node: str) -> list[psutil.Process]:
+        """Return the ranks of a node in their order."""
+        ranks: list[psutil.Process] = []
+        for child in self.agent(node).children():
+            is_warm = "optimus.warm" in child.cmdline()
+            ranks += child.children() if is_warm else [child]
+        return sorted(ranks, key=lambda rank: rank.pid)
+
+    def history(self) -> History:
+        """Return the ledger."""
+        return read_history(self._run_dir)
+
+    def wait_until(self, condition: Callable[[], Any], event: str) -> Any:
+        """Wait until `condition` returns a true value, and return this value.
+
+        Raises:
+            OptimusError: The launch has ended, or the time limit is reached.
+        """
+        end = time.monotonic() + _LIMIT_S
+        while not (value := condition()):
+            if self._process.poll() is not None:
+                raise OptimusError(f"the launch has ended before {event}{self._tail()}")
+            if time.monotonic() > end:
+                raise OptimusError(f"no {event} within {_LIMIT_S:.0f} s{self._tail()}")
+            time.sleep(_LOOK_S)
+        return value
+
+    def wait_for_checkpoint(self) -> History:
+        """Wait until the present attempt has committed a checkpoint. Return the ledger."""
+
+        def committed() -> History | None:
+            history = self.history()
+            running = history.running
+            return history if running and running.attempt in history.checkpoints else None
+
+        history: History = self.wait_until(committed, "checkpoint")
+        return history
+
+    def _tail(self) -> str:
+        return f"; the end of its output:\n{self._out.read_text(errors='replace')[-_TAIL_CHARS:]}"
+
+
+def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes that may have ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a launch on this machine."""
+    # In a job of a scheduler, the launch would take its name and its end from the job.
+    kept = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "PBS_"))}
+    paths = [plan.folder, *filter(None, [environ.get("PYTHONPATH")])]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        PLAN: json.dumps(dataclasses.asdict(plan)),
+    }

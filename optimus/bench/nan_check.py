@@ -1,0 +1,132 @@
+"""Share of the check for non-finite values in an update, for `optimus bench supervision`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from optimus import platform
+from optimus.bench.step import make_rank
+from optimus.config import Config, make_config
+from optimus.distributed.world import start_world
+from optimus.launch.environment import SINGLE
+from optimus.resilience.nonfinite import Watch
+from optimus.train.loop import fix_arithmetic
+
+_WARMUP = 2
+_T95 = 2.1
+"""Upper bound of the 97.5th percentile of Student's t for 20 samples or more."""
+
+
+def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[str, Any]:
+    """Return the share of the check in the time of an update, with its 95 % interval.
+
+    The check and the update that contains it are timed in the same update, so that other load
+    affects both. On a CPU, times are processor seconds of all threads.
+
+    Args:
+        config: Configuration whose update is measured in this process; None for a small model.
+        updates: Number of timed updates.
+        bar: The greatest share that is permitted.
+    """
+    config = config or _small_config()
+    world = start_world(SINGLE, device=config.train.device)
+    threads = fix_arithmetic(config.train, world.launch.local_world_size)
+    rank = make_rank(config, world)
+    clock = time.process_time if world.device.type == "cpu" else time.perf_counter
+    stopwatch = _Stopwatch(clock, lambda: platform.synchronize(world.device))
+    before = Watch.look_at, Watch.any_rank_is_nonfinite
+    try:
+        for name in ("look_at", "any_rank_is_nonfinite"):
+            setattr(Watch, name, stopwatch.wrap(getattr(Watch, name)))
+        updater, microbatches = rank.updater(), rank.microbatches()
+        shares = []
+        for step in range(1, updates + 1 + _WARMUP):
+            stopwatch.seconds = 0.0
+            platform.synchronize(world.device)
+            start = clock()
+            updater.run(step, microbatches)
+            platform.synchronize(world.device)
+            if step > _WARMUP:
+                shares.append(stopwatch.seconds / (clock() - start))
+    finally:
+        Watch.look_at, Watch.any_rank_is_nonfinite = before  # type: ignore[method-assign]
+    return share_figure(shares, bar) | {
+        "tokens_per_update": rank.plan.tokens,
+        "threads": threads,
+        "device": str(world.device),
+    }
+
+
+def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
+    """Return the figure of the shares of some updates. The bar is met or missed only if it is not
+    in the 95 % interval of the mean, and the interval is not wider than the bar."""
+    mean = statistics.fmean(shares)
+    half = _T95 * statistics.stdev(shares) / len(shares) ** 0.5
+    is_met: bool | None = mean <= bar
+    if 2 * half > bar or mean - half <= bar <= mean + half:
+        is_met = None
+    return {
+        "figure": "NaN check in an update",
+        "unit": "share",
+        "bar": bar,
+        "is_met": is_met,
+        "value": round(mean, 5),
+        "interval": [round(mean - half, 5), round(mean + half, 5)],
+        "median": round(statistics.median(shares), 5),
+        "min": round(min(shares), 5),
+        "max": round(max(shares), 5),
+        "samples": len(shares),
+    }
+
+
+class _Stopwatch:
+    """Adds the time of calls."""
+
+    def __init__(self, clock: Callable[[], float], wait: Callable[[], None]) -> None:
+        self._clock, self._wait = clock, wait
+        self.seconds = 0.0
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call` with the time of its calls added to `seconds`."""
+
+        def timed(*args: Any) -> Any:
+            self._wait()
+            start = self._clock()
+            try:
+                return call(*args)
+            finally:
+                self._wait()
+                self.seconds += self._clock() - start
+
+        return timed
+
+
+def _small_config() -> Config:
+    """Return a configuration of 7 M parameters with 2048 tokens an update."""
+    return make_config(
+        {
+            "model": {
+                "architecture": "olmoe",
+                "num_layers": 4,
+                "hidden_size": 256,
+                "num_attention_heads": 4,
+                "intermediate_size": 128,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "vocab_size": 4096,
+            },
+            "data": {"path": "unused"},
+            "train": {
+                "run_dir": "unused",
+                "max_steps": 1000,
+                "seq_len": 256,
+                "global_batch_tokens": 2048,
+                "microbatch_size": 4,
+                "dtype": "fp32",
+            },
+            "optim": {"lr": 1e-4, "min_lr": 1e-4, "warmup_steps": 3},
+        }
+    )
