@@ -422,6 +422,11 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--hosts", metavar="FILE", help="file with a host name in each line")
     parser.add_argument(
+        "--mpi-ranks",
+        action="store_true",
+        help="start the ranks of an attempt with one mpiexec, as oneCCL over MPI needs",
+    )
+    parser.add_argument(
         "--pardon",
         action="append",
         default=[],
@@ -447,6 +452,7 @@ def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
         launcher=args.launcher,
         hosts=args.hosts,
         pardoned=args.pardon,
+        mpi_ranks=args.mpi_ranks,
     )
     if args.dry_run:
         print(describe(job))

@@ -15,8 +15,9 @@ from pathlib import Path
 from optimus.config import Config, dump_toml
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.io import files
+from optimus.resilience.supervision.agent import SECRET, SUPERVISOR
 from optimus.resilience.supervision.decide import Policy
-from optimus.resilience.supervision.launchers import LAUNCHERS, read_job_end, read_nodes
+from optimus.resilience.supervision.launchers import LAUNCHERS, Mpiexec, read_job_end, read_nodes
 from optimus.resilience.supervision.supervisor import Job, Supervisor
 from optimus.train.resolve import FROZEN, divide, resolve
 
@@ -30,6 +31,7 @@ def plan_job(
     launcher: str | None,
     hosts: str | None,
     pardoned: Sequence[str],
+    mpi_ranks: bool,
 ) -> Job:
     """Resolve a supervised run in the present allocation. Changes nothing.
 
@@ -41,6 +43,7 @@ def plan_job(
         launcher: Name of the launcher; None for the launcher of the scheduler.
         hosts: File with the names of the nodes; None for the nodes of the scheduler's job.
         pardoned: Nodes that are no longer excluded.
+        mpi_ranks: True if an mpiexec per attempt starts the ranks, instead of the agents.
 
     Raises:
         ConfigError: The run, the allocation or the run directory does not permit the launch.
@@ -58,6 +61,11 @@ def plan_job(
                 "there is no Slurm or PBS job here; use --launcher local to emulate the nodes on "
                 "this machine, or name the nodes with --hosts FILE --launcher ssh"
             )
+    if mpi_ranks and launcher != Mpiexec.name:
+        raise ConfigError(
+            f"--mpi-ranks needs --launcher mpiexec, not {launcher}; remove --mpi-ranks, or start "
+            "the run in a PBS job or with --launcher mpiexec"
+        )
     number = nodes + buffer_nodes
     allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
     resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
@@ -73,7 +81,7 @@ def plan_job(
         ),
         heartbeat_s=config.resilience.heartbeat_s,
         supervisor_timeout_s=config.resilience.supervisor_timeout_s,
-        launcher=LAUNCHERS[launcher](),
+        launcher=Mpiexec(mpi_ranks) if launcher == Mpiexec.name else LAUNCHERS[launcher](),
         settings=_hash_frozen(config),
         name=os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID", ""),
         ends_at=read_job_end(),
@@ -130,4 +138,9 @@ def describe(job: Job) -> str:
         lines.append(f"environment: {' '.join(f'{k}={v}' for k, v in variables.items())}")
     commands = job.launcher.agent_commands(job.nodes, job.run_dir)
     lines.append(f"{counted(len(commands), 'command')} to start agents:")
-    return "\n".join([*lines, *(f"  {shlex.join(command)}" for command in commands)])
+    lines += [f"  {shlex.join(command)}" for command in commands]
+    secret = job.run_dir / SUPERVISOR / SECRET
+    ranks_of = job.nodes[:nodes]
+    if command := job.launcher.rank_command(ranks_of, per_node, secret, "WORKSPACE"):
+        lines += ["command to start the ranks of an attempt:", f"  {shlex.join(command)}"]
+    return "\n".join(lines)

@@ -38,6 +38,7 @@ from optimus.launch.spawn import prepare_rank
 from optimus.observe.log import set_up_logging
 from optimus.resilience.supervision.attempt import Attempt, create_page, read_page
 from optimus.resilience.supervision.channel import Channel, PeerError, read_secret
+from optimus.resilience.supervision.launched_rank import LaunchedProcess, receive_rank
 from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class _Rank:
     message: str = ""
     """The last error that the rank has printed."""
     was_ended: bool = False
-    """True if the agent has sent a signal to the process."""
+    """True if the agent has sent a signal to the process, or mpiexec has ended it."""
     status: int | None = None
 
     def report(self) -> dict[str, Any]:
@@ -195,7 +196,8 @@ class Agent:
         hello = await channel.receive()
         self.orphan_s = float(hello["orphan_s"])
         self.variables = hello["variables"]
-        await self.warm.start(self.variables)
+        if hello["forks_ranks"]:
+            await self.warm.start(self.variables)
         tasks = [
             asyncio.create_task(self._report(channel, float(hello["beat_s"]))),
             asyncio.create_task(self._watch_address()),
@@ -263,22 +265,31 @@ class Agent:
         folder = self.folder / f"attempt-{self.attempt:04d}"
         folder.mkdir(parents=True)
         for local_rank, rank in enumerate(message["ranks"]):
-            page = folder / f"rank-{rank}"
-            create_page(page)
-            attempt = Attempt(
-                self.attempt, self.node, Path(message["workspace"]), page, message["job_end"]
-            )
-            environ = {
-                **os.environ,
-                **message["variables"],
-                **attempt.variables(),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(len(message["ranks"])),
-            }
-            process = await self._start_process(environ, message["arguments"])
-            self.ranks[rank] = _Rank(rank, process, page)
-            self.watchers.append(asyncio.create_task(self._watch(self.ranks[rank])))
+            await self._start_rank(message, local_rank, rank, folder / f"rank-{rank}")
+
+    async def _start_rank(
+        self, message: dict[str, Any], local_rank: int, rank: int, page: Path
+    ) -> None:
+        create_page(page)
+        workspace = Path(message["workspace"])
+        attempt = Attempt(self.attempt, self.node, workspace, page, message["job_end"])
+        environ = {
+            **message["variables"],
+            **attempt.variables(),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(len(message["ranks"])),
+        }
+        arguments, limit_s = message["arguments"], message["mpiexec_s"]
+        process: asyncio.subprocess.Process | ForkedProcess
+        if limit_s is None:
+            process = await self._start_process({**os.environ, **environ}, arguments)
+        else:
+            secret = await asyncio.to_thread(read_secret, self.run_dir / SUPERVISOR / SECRET)
+            name = workspace.name.removeprefix(".work-")
+            process = await receive_rank(secret, name, rank, environ, arguments, limit_s)
+        self.ranks[rank] = _Rank(rank, process, page)
+        self.watchers.append(asyncio.create_task(self._watch(self.ranks[rank])))
 
     async def _start_process(
         self, environ: Mapping[str, str], arguments: Sequence[str]
@@ -314,6 +325,8 @@ class Agent:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_OUTPUT_S):
                 await reading
+        if isinstance(rank.process, LaunchedProcess) and rank.process.was_lost:
+            rank.was_ended = True  # its end is no evidence of a failure of this node
         rank.status = status
 
     async def _read_output(self, rank: _Rank, stream: asyncio.StreamReader) -> None:
@@ -383,11 +396,16 @@ class Agent:
                 await asyncio.gather(*(rank.process.wait() for rank in self.ranks.values()))
         except TimeoutError:  # the warm process does not report ends, so it may be suspended
             await self._replace_warm()
+        for rank in self.ranks.values():
+            if isinstance(rank.process, LaunchedProcess):
+                rank.process.close()
 
     async def _replace_warm(self) -> None:
+        is_used = self.warm.is_ready
         await self.warm.end()
         self.warm = WarmProcess()
-        await self.warm.start(self.variables)
+        if is_used:
+            await self.warm.start(self.variables)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

@@ -35,7 +35,7 @@ class RankEnd(NamedTuple):
     status: int
     """Exit status; -N if signal N ended the process."""
     was_ended: bool = False
-    """True if Optimus or the scheduler sent a signal to this process before it ended."""
+    """True if Optimus, mpiexec or the scheduler sent a signal to this process before it ended."""
     message: str = ""
     """The error that the rank printed, one line."""
 
@@ -156,6 +156,7 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
             f"({slowest.collectives}) and has been in its phase for {slowest.phase_s:.1f} s"
         )
         return end("failed", "ambiguous", [slowest.node], "no progress")
+    lines.extend(f"{_describe(end)} (by Optimus or mpiexec)" for end in evidence.ends[:1])
     return end("failed", "shared", signature="unknown")
 
 

@@ -20,6 +20,7 @@ import psutil
 
 from optimus.errors import ConfigError
 from optimus.launch.environment import available_cores
+from optimus.resilience.supervision.launched_rank import MODULE
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,19 @@ class Launcher(ABC):
     def variables(self, ranks: int) -> dict[str, str]:
         """Return environment variables for `ranks` ranks, that of buffer nodes included."""
         return {}
+
+    def rank_command(
+        self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str
+    ) -> list[str] | None:
+        """Return the command that starts the ranks of an attempt; None if the agents start them.
+
+        Args:
+            nodes: The nodes of the attempt, in the order of their ranks.
+            ranks_per_node: Number of ranks on each node.
+            secret: File with the launch secret.
+            workspace: Name of the attempt's workspace.
+        """
+        return None
 
 
 class Local(Launcher):
@@ -108,13 +122,29 @@ class Ssh(Launcher):
 
 
 class Mpiexec(Launcher):
-    """PALS or Hydra: one mpiexec for each node, since a lost node ends the whole application."""
+    """PALS or Hydra: one mpiexec for each node, since a lost node ends the whole application.
+
+    Args:
+        starts_ranks: A further mpiexec per attempt starts the ranks, as transports over MPI need.
+    """
 
     name = "mpiexec"
+
+    def __init__(self, starts_ranks: bool = False) -> None:
+        self._starts_ranks = starts_ranks
 
     def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
         command = ["mpiexec", "-n", "1", "-ppn", "1", "--hosts"]
         return [[*command, node, sys.executable, *_AGENT, str(run_dir), node] for node in nodes]
+
+    def rank_command(
+        self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str
+    ) -> list[str] | None:
+        if not self._starts_ranks:
+            return None
+        options = ["-n", str(len(nodes) * ranks_per_node), "-ppn", str(ranks_per_node)]
+        options += ["--envall", "--hosts", ",".join(nodes)]
+        return ["mpiexec", *options, sys.executable, "-P", "-m", MODULE, str(secret), workspace]
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Srun, Mpiexec, Ssh)}

@@ -198,9 +198,12 @@ class Supervisor:
         self._log: BinaryIO | None = None
         self._log_bytes = self._log_dropped = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._agents: list[subprocess.Popen[bytes]] = []
-        """Commands that started agents. asyncio would kill the processes of a supervisor that
-        ends, although another supervisor uses its agents."""
+        self._commands: list[subprocess.Popen[bytes]] = []
+        """Commands that started agents or ranks. Their exit statuses are not used. asyncio would
+        kill the processes of a supervisor that ends, although another supervisor uses its
+        agents."""
+        self._mpiexec: subprocess.Popen[bytes] | None = None
+        """The command that started the ranks of the last attempt; None if agents start ranks."""
         self._connections: set[asyncio.Task[None]] = set()
         self._workspace.write_bytes(self._folder / CONFIG, job.config.encode())
 
@@ -277,17 +280,17 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
             if is_current:
-                await self._wait_for_ends_of_agents()
+                await self._wait_for_ends(self._commands)
             self._ledger.close()
             self._workspace.close()
             self._lock.close()
 
-    async def _wait_for_ends_of_agents(self) -> None:
-        """Wait until the commands that started agents have ended. Terminate those that remain."""
+    async def _wait_for_ends(self, commands: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Wait until commands of the launcher have ended. Terminate those that remain."""
         end = time.monotonic() + _KILLED_S
-        while any(process.poll() is None for process in self._agents) and time.monotonic() < end:
+        while any(process.poll() is None for process in commands) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
-        for process in self._agents:
+        for process in commands:
             if process.poll() is None:  # a launcher that waits for a lost node
                 process.terminate()
 
@@ -391,6 +394,8 @@ class Supervisor:
             store.set_newest_aside(job.run_dir, workspace)
         logger.info("attempt %d on %s: %s", number, ", ".join(decision.nodes), decision.reason)
         await asyncio.gather(*(self._start_ranks(attempt, name) for name in decision.nodes))
+        if command := self._rank_command(decision.nodes, name):
+            self._mpiexec = self._run(command)
         if self._stop_signal:  # it arrived before the ranks existed
             await self._say_to_all({"do": "signal", "number": signal.SIGTERM})
 
@@ -412,6 +417,7 @@ class Supervisor:
                 "arguments": ["train", str(self._folder / CONFIG)],
                 "workspace": str(workspace.path),
                 "job_end": None if math.isinf(job.ends_at) else job.ends_at - job.margin_s,
+                "mpiexec_s": job.start_limit_s if self._rank_command((name,), "") else None,
                 "variables": {
                     **job.launcher.variables(self._most_ranks()),
                     "WORLD_SIZE": str(len(attempt.nodes) * per_node),
@@ -420,6 +426,10 @@ class Supervisor:
                 },
             },
         )
+
+    def _rank_command(self, nodes: Sequence[str], workspace: str) -> list[str] | None:
+        job, secret = self._job, self._folder / SECRET
+        return job.launcher.rank_command(nodes, job.ranks_per_node, secret, workspace)
 
     def _most_ranks(self) -> int:
         return len(self._job.nodes) * self._job.ranks_per_node
@@ -567,6 +577,10 @@ class Supervisor:
             since_s: Time since the first rank ended.
             silence_s: Longest silence of an agent.
         """
+        # mpiexec ends all ranks if a node is lost, whose agent then becomes silent.
+        by_mpiexec = self._mpiexec is not None and all(end.was_ended for end in evidence.ends)
+        if by_mpiexec and not self._stop_signal and not evidence.unreachable:
+            return bool(evidence.ends) and since_s > 1.5 * self._job.heartbeat_s
         if evidence.restarted or len(evidence.ends) >= world:
             return True
         if evidence.unreachable:  # a cut of the network also silences the other agents by now
@@ -600,6 +614,8 @@ class Supervisor:
                     ),
                     return_exceptions=True,
                 )
+        if self._mpiexec is not None:  # the next attempt does not wait for a lost node
+            self._spawn(self._wait_for_ends([self._mpiexec]))
 
     # -- Agents -----------------------------------------------------------------------------------
 
@@ -643,17 +659,21 @@ class Supervisor:
             and self._history.standing(node.name) != "excluded"
         ]
         for command in job.launcher.agent_commands(absent, job.run_dir):
-            self._agents.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-            )
+            self._run(command)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(job.start_limit_s):
                 while absent := [name for name in absent if self._nodes[name].channel is None]:
-                    if all(process.poll() is not None for process in self._agents):
+                    if all(process.poll() is not None for process in self._commands):
                         break
                     await asyncio.sleep(_LOOK_S)
         if absent:
             logger.warning("no agent answers on %s", ", ".join(absent))
+
+    def _run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a command of the launcher. Raises OSError."""
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._commands.append(process)
+        return process
 
     def _check_nodes(self) -> None:
         """Raise ConfigError if fewer nodes can be used than the run needs."""
@@ -710,6 +730,7 @@ class Supervisor:
                     "orphan_s": self._job.supervisor_timeout_s,
                     "beat_s": self._job.heartbeat_s / BEATS_PER_LIMIT,
                     "variables": self._job.launcher.variables(self._most_ranks()),
+                    "forks_ranks": self._rank_command((node.name,), "") is None,
                 }
             )
             while True:

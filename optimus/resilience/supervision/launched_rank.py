@@ -1,0 +1,243 @@
+"""Ranks that mpiexec starts, in the place of the agent.
+
+Some transports need the launcher as parent of the ranks: oneCCL over MPI gets addresses from its
+process manager. A single mpiexec per attempt then starts `python -P -m
+optimus.resilience.supervision.launched_rank SECRET WORKSPACE` for each rank. This process connects
+to the agent of its node, starts the rank as its child process, and passes its exit status to the
+agent. It then waits until the agent closes the connection, since mpiexec ends all processes as soon
+as it notices the end of the first. The exit statuses of mpiexec therefore decide nothing.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from optimus.errors import OptimusError
+from optimus.launch.environment import read_rank
+from optimus.launch.signals import STOP_SIGNALS
+from optimus.launch.spawn import prepare_rank
+from optimus.resilience.supervision.channel import read_secret
+from optimus.resilience.supervision.warm_process import MAX_BYTES, ForkedProcess
+
+MODULE = "optimus.resilience.supervision.launched_rank"
+_CONNECT_S = 120.0
+"""Time for which a process that mpiexec has started waits for the agent of its node."""
+_RETRY_S = 0.05
+_ANSWER_S = 30.0
+"""Longest time to wait for an answer of the process at the other end of a connection."""
+_CREDENTIALS = struct.Struct("3i")
+"""struct ucred of SO_PEERCRED: process, user and group."""
+
+
+def _socket_path(secret: bytes, workspace: str, rank: int) -> str:
+    """Return the path of the socket of a rank, on a disk of its node. Other users cannot guess it,
+    and a process of an earlier attempt has another path."""
+    text = f"rank {rank} of {workspace}"
+    name = hmac.new(secret, text.encode(), "sha256").hexdigest()[:32]
+    return os.path.join(tempfile.gettempdir(), f"optimus-{name}")
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raise OSError if the process at the other end belongs to another user."""
+    size = _CREDENTIALS.size
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+        raise OSError("a process of another user has connected")
+
+
+# -- The agent's side -----------------------------------------------------------------------------
+
+
+class LaunchedProcess(ForkedProcess):
+    """A rank that mpiexec has started, with the interface of asyncio's Process."""
+
+    was_lost = False
+    """True if mpiexec has ended the rank, or the process that observed it was lost."""
+
+    def __init__(self, stdout: asyncio.StreamReader, connection: socket.socket) -> None:
+        super().__init__(stdout)
+        self._connection = connection
+        self._observer = asyncio.create_task(self._observe())
+
+    async def _observe(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while data := await loop.sock_recv(self._connection, MAX_BYTES):
+                answer = json.loads(data)
+                if answer["is"] == "started":
+                    self.pid = answer["pid"]
+                    self.has_pid.set()
+                else:
+                    self.end(answer["status"])
+        except (OSError, ValueError, KeyError):
+            pass
+        if self.returncode is None:
+            self.was_lost = True
+            self.end(-signal.SIGKILL)  # the kernel kills the rank with its parent process
+        self.has_pid.set()
+
+    def close(self) -> None:
+        """Let the parent process of the rank kill it, if it runs, and end."""
+        self._observer.cancel()
+        self._connection.close()
+        if self.returncode is None:
+            self.end(-signal.SIGKILL)
+
+
+async def receive_rank(
+    secret: bytes,
+    workspace: str,
+    rank: int,
+    environ: Mapping[str, str],
+    arguments: Sequence[str],
+    limit_s: float,
+) -> LaunchedProcess:
+    """Wait until mpiexec has started the process for a rank, and let it run `optimus ARGUMENTS`.
+
+    Args:
+        secret: The launch secret.
+        workspace: Name of the attempt's workspace (`AttemptStarted.workspace`).
+        rank: The rank.
+        environ: Variables of the rank, in addition to those that mpiexec sets.
+        arguments: Arguments of `optimus`.
+        limit_s: Longest time to wait for mpiexec.
+
+    Raises:
+        OSError: The process does not connect within the limit, or does not start the rank.
+    """
+    path, loop = _socket_path(secret, workspace, rank), asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        try:
+            os.chmod(path, 0o600)
+            listener.listen()
+            listener.setblocking(False)
+            try:
+                async with asyncio.timeout(limit_s):
+                    connection, _ = await loop.sock_accept(listener)
+            except TimeoutError:
+                raise OSError(f"mpiexec has not started rank {rank} in {limit_s:.0f} s") from None
+        finally:
+            os.unlink(path)
+    try:
+        _check_user(connection)
+        connection.setblocking(False)
+        read_end, write_end = os.pipe()
+        try:
+            stream = asyncio.StreamReader(limit=1 << 14)
+            protocol = asyncio.StreamReaderProtocol(stream)
+            await loop.connect_read_pipe(lambda: protocol, os.fdopen(read_end, "rb", 0))
+            request = json.dumps({"environ": dict(environ), "arguments": list(arguments)})
+            socket.send_fds(connection, [request.encode()], [write_end])
+        finally:
+            os.close(write_end)
+        process = LaunchedProcess(stream, connection)
+    except BaseException:
+        connection.close()
+        raise
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                await process.has_pid.wait()
+        if not process.pid:
+            raise OSError(f"the process that mpiexec has started for rank {rank} does not answer")
+    except BaseException:  # also if the agent ends the attempt meanwhile
+        process.close()
+        raise
+    return process
+
+
+# -- The process that mpiexec starts --------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start a rank for the agent of this node. Return 0; only a failure to connect gives 1."""
+    secret_file, workspace = argv
+    for number in STOP_SIGNALS:  # mpiexec passes on signals; the agent ends the rank
+        signal.signal(number, lambda number, frame: None)
+    rank = read_rank()
+    try:
+        connection = _connect(_socket_path(read_secret(Path(secret_file)), workspace, rank))
+    except (OSError, OptimusError) as error:
+        print(f"optimus: error: rank {rank}: no agent on this node: {error}", file=sys.stderr)
+        return 1
+    with connection:
+        connection.settimeout(_ANSWER_S)
+        data, fds, _, _ = socket.recv_fds(connection, MAX_BYTES, 1)
+        connection.settimeout(None)
+        if not data:
+            return 0  # the attempt has ended
+        request = json.loads(data)
+        process = subprocess.Popen(
+            # -P: the working directory, which may be another user's, is not searched.
+            [sys.executable, "-P", "-m", "optimus.cli", *request["arguments"]],
+            env={**os.environ, **request["environ"]},
+            stdin=subprocess.DEVNULL,
+            stdout=fds[0],
+            stderr=subprocess.STDOUT,
+            close_fds=False,  # the rank uses its connection to the process manager of MPI
+            start_new_session=True,
+            preexec_fn=partial(prepare_rank, os.getpid()),
+        )
+        os.close(fds[0])
+        connection.send(json.dumps({"is": "started", "pid": process.pid}).encode())
+        _wait(process, connection)
+    return 0
+
+
+def _connect(path: str) -> socket.socket:
+    """Connect to the agent, which may not listen yet. Raises OSError."""
+    end = time.monotonic() + _CONNECT_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(path)
+            _check_user(connection)
+            return connection
+        except OSError:
+            connection.close()
+            if time.monotonic() > end:
+                raise
+        time.sleep(_RETRY_S)
+
+
+def _wait(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    """Pass the end of the rank to the agent. Return when the agent closes the connection, after the
+    rank has been killed."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    ended = os.pidfd_open(process.pid)
+    poll.register(ended, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if ended in ready:
+            poll.unregister(ended)
+            status = {"is": "ended", "status": process.wait()}
+            with contextlib.suppress(OSError):  # the agent has closed the connection
+                connection.send(json.dumps(status).encode())
+        if connection.fileno() in ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
