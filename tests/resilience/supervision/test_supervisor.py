@@ -14,6 +14,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
