@@ -18,7 +18,7 @@ import pytest
 from optimus.resilience.supervision import launched_rank
 from optimus.resilience.supervision.channel import create_secret
 from optimus.resilience.supervision.launched_rank import LaunchedProcess, receive_rank
-from tests.kit.faults import failures
+from tests.kit.faults import supervised
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
@@ -114,7 +114,7 @@ def test_mpiexec_starts_the_ranks_of_each_attempt(tiny_data, tmp_path, monkeypat
     monkeypatch.setenv("HYDRA_LAUNCHER", "fork")  # nodes are loopback addresses
     monkeypatch.setenv("PATH", f"{MPIEXEC.parent}:{os.environ['PATH']}")
     (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
-    config, run_dir = failures.write_config(tmp_path, tiny_data, "run"), tmp_path / "run"
+    config, run_dir = supervised.write_config(tmp_path, tiny_data, "run"), tmp_path / "run"
     command = [sys.executable, "-P", "-m", "optimus.cli", "launch", str(config)]
     command += ["--launcher", "mpiexec", "--mpi-ranks", "--hosts", str(tmp_path / "hosts")]
     command += ["--nodes", "2", "--buffer-nodes", "1", "train.max_steps=16"]
@@ -141,4 +141,4 @@ def test_mpiexec_starts_the_ranks_of_each_attempt(tiny_data, tmp_path, monkeypat
         launch.kill()  # the agents end after resilience.supervisor_timeout_s
     nodes = json.loads((run_dir / "nodes.json").read_text())
     assert nodes["attempt"] == 3 and [*nodes["nodes"]] == ["127.0.0.2"]
-    assert [row[0] for row in failures.curve(run_dir)] == [*range(1, 17)]
+    assert [row[0] for row in supervised.curve(run_dir)] == [*range(1, 17)]
