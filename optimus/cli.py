@@ -427,6 +427,11 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         help="start the ranks of an attempt with one mpiexec, as oneCCL over MPI needs",
     )
     parser.add_argument(
+        "--stage",
+        metavar="DIR",
+        help="copy the Python environment of these ranks to DIR on each node, once per job",
+    )
+    parser.add_argument(
         "--pardon",
         action="append",
         default=[],
@@ -453,6 +458,7 @@ def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
         hosts=args.hosts,
         pardoned=args.pardon,
         mpi_ranks=args.mpi_ranks,
+        stage=args.stage,
     )
     if args.dry_run:
         print(describe(job))

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,11 @@ from optimus.io import files
 from optimus.resilience.supervision.agent import SECRET, SUPERVISOR
 from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import LAUNCHERS, Mpiexec, read_job_end, read_nodes
+from optimus.resilience.supervision.staging import (
+    check_environment,
+    staged_folder,
+    staged_python,
+)
 from optimus.resilience.supervision.supervisor import Job, Supervisor
 from optimus.train.resolve import FROZEN, divide, resolve
 
@@ -32,6 +38,7 @@ def plan_job(
     hosts: str | None,
     pardoned: Sequence[str],
     mpi_ranks: bool,
+    stage: str | None,
 ) -> Job:
     """Resolve a supervised run in the present allocation. Changes nothing.
 
@@ -44,6 +51,8 @@ def plan_job(
         hosts: File with the names of the nodes; None for the nodes of the scheduler's job.
         pardoned: Nodes that are no longer excluded.
         mpi_ranks: True if an mpiexec per attempt starts the ranks, instead of the agents.
+        stage: Folder on a disk of each node to which the environment of these ranks is copied; None
+            to use the environment of this process.
 
     Raises:
         ConfigError: The run, the allocation or the run directory does not permit the launch.
@@ -66,6 +75,14 @@ def plan_job(
             f"--mpi-ranks needs --launcher mpiexec, not {launcher}; remove --mpi-ranks, or start "
             "the run in a PBS job or with --launcher mpiexec"
         )
+    if stage is not None:
+        refuse_if(
+            not mpi_ranks,
+            "--stage needs --mpi-ranks: agents import once per node and fork their ranks; remove "
+            "--stage",
+        )
+        refuse_if(not os.path.isabs(stage), f"--stage {stage!r} must be an absolute path")
+        check_environment()
     number = nodes + buffer_nodes
     allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
     resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
@@ -87,6 +104,7 @@ def plan_job(
         ends_at=read_job_end(),
         margin_s=config.resilience.end_margin_s,
         pardoned=tuple(pardoned),
+        stage=Path(stage) if stage else None,
     )
 
 
@@ -140,7 +158,8 @@ def describe(job: Job) -> str:
     lines.append(f"{counted(len(commands), 'command')} to start agents:")
     lines += [f"  {shlex.join(command)}" for command in commands]
     secret = job.run_dir / SUPERVISOR / SECRET
+    python = staged_python(staged_folder(job.stage, "HASH")) if job.stage else sys.executable
     ranks_of = job.nodes[:nodes]
-    if command := job.launcher.rank_command(ranks_of, per_node, secret, "WORKSPACE"):
+    if command := job.launcher.rank_command(ranks_of, per_node, secret, "WORKSPACE", python):
         lines += ["command to start the ranks of an attempt:", f"  {shlex.join(command)}"]
     return "\n".join(lines)

@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import sys
+import tarfile
 import tempfile
 import time
 from collections import deque
@@ -39,6 +40,7 @@ from optimus.observe.log import set_up_logging
 from optimus.resilience.supervision.attempt import Attempt, create_page, read_page
 from optimus.resilience.supervision.channel import Channel, PeerError, read_secret
 from optimus.resilience.supervision.launched_rank import LaunchedProcess, receive_rank
+from optimus.resilience.supervision.staging import remove_environment, unpack_environment
 from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
 
 logger = logging.getLogger(__name__)
@@ -121,6 +123,8 @@ class Agent:
     """Number of output lines that were not kept."""
     address: bytes = b""
     """Address of the supervisor to which this agent is connected, as in its file."""
+    staged: tuple[str, Path] | None = None
+    """Hash and parent folder of the copy of the ranks' environment on this node."""
     orphan_s: float = 60.0
     """Time without a supervisor after which the ranks save and end. Supervisors may change it."""
 
@@ -154,6 +158,8 @@ class Agent:
                 break
         await self._kill()
         await self.warm.end()
+        if self.staged is not None:
+            remove_environment(*self.staged)
 
     async def _connect(self) -> Channel:
         """Connect to the present supervisor. Raises OSError or OptimusError."""
@@ -239,6 +245,10 @@ class Agent:
             case "port":
                 port = await asyncio.to_thread(_free_port, message["host"])
                 await channel.send({"is": "port", "port": port})
+            case "stage":
+                self.staged = (message["digest"], Path(message["parent"]))
+                problem = await asyncio.to_thread(self._stage, Path(message["archive"]))
+                await channel.send({"is": "stage", "problem": problem})
             case "start":
                 await self._kill()
                 self.attempt, self.failure = message["attempt"], ""
@@ -253,6 +263,15 @@ class Agent:
             case "end":
                 return True
         return False
+
+    def _stage(self, archive: Path) -> str:
+        """Unpack the environment of the ranks. Return the problem; "" if there is none."""
+        assert self.staged is not None
+        try:
+            unpack_environment(archive, *self.staged)
+        except (OSError, tarfile.TarError) as error:
+            return one_line(error)
+        return ""
 
     async def _start(self, message: dict[str, Any]) -> None:
         """Start the ranks of an attempt on this node. If that fails, store the reason."""

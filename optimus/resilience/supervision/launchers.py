@@ -59,7 +59,7 @@ class Launcher(ABC):
         return {}
 
     def rank_command(
-        self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str
+        self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str, python: str
     ) -> list[str] | None:
         """Return the command that starts the ranks of an attempt; None if the agents start them.
 
@@ -68,6 +68,7 @@ class Launcher(ABC):
             ranks_per_node: Number of ranks on each node.
             secret: File with the launch secret.
             workspace: Name of the attempt's workspace.
+            python: The interpreter of the ranks.
         """
         return None
 
@@ -138,13 +139,13 @@ class Mpiexec(Launcher):
         return [[*command, node, sys.executable, *_AGENT, str(run_dir), node] for node in nodes]
 
     def rank_command(
-        self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str
+        self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str, python: str
     ) -> list[str] | None:
         if not self._starts_ranks:
             return None
         options = ["-n", str(len(nodes) * ranks_per_node), "-ppn", str(ranks_per_node)]
         options += ["--envall", "--hosts", ",".join(nodes)]
-        return ["mpiexec", *options, sys.executable, "-P", "-m", MODULE, str(secret), workspace]
+        return ["mpiexec", *options, python, "-P", "-m", MODULE, str(secret), workspace]
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {kind.name: kind for kind in (Local, Srun, Mpiexec, Ssh)}

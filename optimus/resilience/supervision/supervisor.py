@@ -19,7 +19,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,6 +62,13 @@ from optimus.resilience.supervision.ledger import (
     VerdictReached,
     read_history,
 )
+from optimus.resilience.supervision.staging import (
+    ARCHIVE,
+    pack_environment,
+    staged_folder,
+    staged_python,
+    staged_variables,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +91,8 @@ _RECONNECT_S = 5.0
 """Time for which a supervisor that takes over waits for agents, in addition to the heartbeat."""
 _RETRY_S = 2.0
 """Time until the supervisor writes to a full disk again."""
+_STAGE_S = 600.0
+"""Longest time to unpack the environment of ranks on a node."""
 _KILLED_S = 5.0
 """Time to wait for agents to kill their ranks, and for agents to end."""
 _MOST_UNAUTHENTICATED = 64
@@ -124,6 +133,8 @@ class Job:
     """Time before the end of the job at which ranks begin to save."""
     pardoned: tuple[str, ...] = ()
     """Nodes that are no longer excluded."""
+    stage: Path | None = None
+    """Folder on a disk of each node to which the environment of the ranks is copied."""
     start_limit_s: float = 120.0
     """Time within which the agents must answer."""
 
@@ -149,6 +160,8 @@ class _Node:
     answer: asyncio.Future[dict[str, Any]] | None = None
     failure: str = ""
     """Reason why the agent cannot start the ranks of the attempt."""
+    is_staged: bool = False
+    """True if the node has a copy of the environment of the ranks."""
     has_lost_ranks: bool = False
     """True if the agent was started again and the ranks of the attempt are gone."""
 
@@ -202,6 +215,10 @@ class Supervisor:
         """Commands that started agents or ranks. Their exit statuses are not used. asyncio would
         kill the processes of a supervisor that ends, although another supervisor uses its
         agents."""
+        self._digest = ""
+        """Hash of the archive of the environment; "" if it is not packed."""
+        self._staged: Path | None = None
+        """Folder with the environment of the ranks on each node; None: this environment."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
         """The command that started the ranks of the last attempt; None if agents start ranks."""
         self._connections: set[asyncio.Task[None]] = set()
@@ -281,6 +298,7 @@ class Supervisor:
             await asyncio.gather(*self._connections, return_exceptions=True)
             if is_current:
                 await self._wait_for_ends(self._commands)
+                (self._folder / ARCHIVE).unlink(missing_ok=True)
             self._ledger.close()
             self._workspace.close()
             self._lock.close()
@@ -377,6 +395,8 @@ class Supervisor:
             if first.channel is not None:
                 await first.channel.close()  # it is not reachable for the next decision
             return
+        if not await self._stage(decision.nodes):
+            return
         name = f"attempt-{number:04d}-{secrets.token_hex(3)}"
         workspace = store.open_workspace(job.run_dir, name, self._workspace)
         attempt = AttemptStarted(
@@ -395,7 +415,8 @@ class Supervisor:
         logger.info("attempt %d on %s: %s", number, ", ".join(decision.nodes), decision.reason)
         await asyncio.gather(*(self._start_ranks(attempt, name) for name in decision.nodes))
         if command := self._rank_command(decision.nodes, name):
-            self._mpiexec = self._run(command)
+            variables = staged_variables(self._staged) if self._staged is not None else {}
+            self._mpiexec = self._run(command, variables)
         if self._stop_signal:  # it arrived before the ranks existed
             await self._say_to_all({"do": "signal", "number": signal.SIGTERM})
 
@@ -429,7 +450,37 @@ class Supervisor:
 
     def _rank_command(self, nodes: Sequence[str], workspace: str) -> list[str] | None:
         job, secret = self._job, self._folder / SECRET
-        return job.launcher.rank_command(nodes, job.ranks_per_node, secret, workspace)
+        python = staged_python(self._staged) if self._staged is not None else sys.executable
+        return job.launcher.rank_command(nodes, job.ranks_per_node, secret, workspace, python)
+
+    async def _stage(self, names: Sequence[str]) -> bool:
+        """Let the agents of nodes unpack the environment of their ranks, once per job. Exclude the
+        nodes that cannot. Return True if all nodes have it."""
+        job = self._job
+        if job.stage is None:
+            return True
+        archive = self._folder / ARCHIVE
+        if self._staged is None:
+            self._digest = await asyncio.to_thread(pack_environment, archive, self._workspace)
+            self._staged = staged_folder(job.stage, self._digest)
+        request = {"do": "stage", "archive": str(archive), "parent": str(job.stage)}
+        request["digest"] = self._digest
+
+        async def stage(node: _Node) -> str:
+            try:
+                return (await self._ask(node, request, _STAGE_S))["problem"]
+            except (OSError, TimeoutError) as error:
+                return f"no answer: {error}"
+
+        nodes = [self._nodes[name] for name in names if not self._nodes[name].is_staged]
+        problems = await asyncio.gather(*map(stage, nodes))
+        for node, problem in zip(nodes, problems, strict=True):
+            node.is_staged = not problem
+            if problem:
+                reason = f"the environment cannot be staged: {problem}"
+                await self._add(_mark(node.name, "excluded", reason))
+                logger.error("node %s is excluded: %s", node.name, reason)
+        return not any(problems)
 
     def _most_ranks(self) -> int:
         return len(self._job.nodes) * self._job.ranks_per_node
@@ -669,9 +720,14 @@ class Supervisor:
         if absent:
             logger.warning("no agent answers on %s", ", ".join(absent))
 
-    def _run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a command of the launcher. Raises OSError."""
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    def _run(
+        self, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command of the launcher, with more environment variables. Raises OSError."""
+        environ = {**os.environ, **(variables or {})}
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         self._commands.append(process)
         return process
 
@@ -828,13 +884,15 @@ class Supervisor:
     async def _say_to_all(self, message: dict[str, Any]) -> None:
         await asyncio.gather(*(self._say(node, message) for node in self._nodes.values()))
 
-    async def _ask(self, node: _Node, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message to an agent and return its answer. Raises OSError."""
+    async def _ask(
+        self, node: _Node, message: dict[str, Any], limit_s: float | None = None
+    ) -> dict[str, Any]:
+        """Send a message to an agent and return its answer. Raises OSError or TimeoutError."""
         if node.channel is None:
             raise OSError(f"the agent of {node.name} is gone")
         node.asked, node.answer = message["do"], asyncio.get_running_loop().create_future()
         await self._say(node, message)
-        async with asyncio.timeout(self._job.heartbeat_s + _KILLED_S):
+        async with asyncio.timeout(limit_s or self._job.heartbeat_s + _KILLED_S):
             return await node.answer
 
 

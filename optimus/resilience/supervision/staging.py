@@ -1,0 +1,121 @@
+"""Copies of the Python environment on the disks of nodes.
+
+Thousands of ranks that import from a shared file system open millions of files there. The
+supervisor therefore packs the environment into an archive once per job, each agent unpacks it on
+its node, and mpiexec starts the ranks from the copies. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import stat
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from optimus.errors import ConfigError
+from optimus.io import files
+from optimus.io.workspace import Workspace
+
+ARCHIVE = "environment.tar"
+_PREFIX, _PACKAGES = "prefix", "packages"
+"""Folders of an archive: the virtual environment, and packages that are installed elsewhere."""
+_OURS = ("optimus", "data_prep", "optimus_kernels")
+
+
+def check_environment() -> None:
+    """Raise ConfigError if this interpreter's environment cannot be copied."""
+    if sys.prefix == sys.base_prefix:
+        raise ConfigError(
+            f"--stage: {sys.prefix} is not a virtual environment; install Optimus in one "
+            "(python -m venv --system-site-packages), or remove --stage"
+        )
+
+
+def pack_environment(path: Path, workspace: Workspace) -> str:
+    """Write the archive `path`, and return its hash.
+
+    It contains the virtual environment of this interpreter and the packages of Optimus. The same
+    files give the same hash.
+
+    Args:
+        path: The archive.
+        workspace: Workspace through which the archive is replaced.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    prefix = Path(sys.prefix)
+    with (
+        files.atomic_writer(path, workspace.temporary(path)) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        archive.add(prefix, _PREFIX)  # in the order of names
+        for name in _OURS:
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None
+            folder = Path(spec.origin).parent
+            if not folder.is_relative_to(prefix):
+                archive.add(folder, f"{_PACKAGES}/{name}")
+    return files.xxh3_file(path)
+
+
+def staged_folder(parent: Path, digest: str) -> Path:
+    """Return the folder of the copy of an environment on each node.
+
+    Args:
+        parent: Folder on a disk of the node.
+        digest: Hash of the archive.
+    """
+    return parent / f"optimus-{os.geteuid()}-{digest}"
+
+
+def staged_python(folder: Path) -> str:
+    """Return the interpreter of a copy."""
+    return str(folder / _PREFIX / "bin" / "python")
+
+
+def staged_variables(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables with which the interpreter of a copy imports its files."""
+    paths = [str(folder / _PACKAGES), *filter(None, [environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
+    """Unpack an environment on this node, if no agent of this node has done so already.
+
+    Raises:
+        OSError: A file cannot be read or written, or the content of the archive has another hash.
+    """
+    folder = staged_folder(parent, digest)
+    with contextlib.suppress(FileNotFoundError):
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise OSError(f"{folder} is not a directory of this user; use another --stage")
+        return
+    copy = Path(tempfile.mkdtemp(prefix="optimus-stage-", dir=parent))  # mode 0700
+    try:
+        local = copy / ARCHIVE
+        shutil.copyfile(archive, local)  # a single sequential read of the shared file
+        if files.xxh3_file(local) != digest:
+            raise OSError(f"{archive} has changed since it was packed")
+        with tarfile.open(local) as packed:
+            packed.extractall(copy, filter="fully_trusted")  # its links point to the base Python
+        local.unlink()
+        try:
+            os.rename(copy, folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another agent of this node was faster
+                raise
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def remove_environment(digest: str, parent: Path) -> None:
+    """Remove the copy of an environment on this node."""
+    shutil.rmtree(staged_folder(parent, digest), ignore_errors=True)

@@ -1,0 +1,92 @@
+"""Tests of copies of the Python environment on the disks of nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from optimus.errors import ConfigError
+from optimus.io.workspace import Workspace
+from optimus.resilience.supervision import staging
+from optimus.resilience.supervision.agent import Agent
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch) -> Path:
+    """A small virtual environment that counts as that of this interpreter."""
+    folder = tmp_path / "venv"
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "only_in_venv.py").write_text("")
+    monkeypatch.setattr(sys, "prefix", str(folder))
+    return folder
+
+
+@pytest.fixture
+def packed(environment, tmp_path) -> tuple[Path, str]:
+    archive = tmp_path / staging.ARCHIVE
+    digest = staging.pack_environment(archive, Workspace.open(tmp_path / "run"))
+    return archive, digest
+
+
+def test_copy_imports_no_file_of_the_original(packed, environment, tmp_path):
+    archive, digest = packed
+    assert staging.pack_environment(archive, Workspace.open(tmp_path / "run")) == digest
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for _ in range(2):  # the second agent of a node finds the copy of the first
+        staging.unpack_environment(archive, digest, disk)
+    (folder,) = disk.iterdir()
+    environment.rename(tmp_path / "moved")
+    code = "import only_in_venv, optimus; print(only_in_venv.__file__, optimus.__file__)"
+    environ = {**os.environ, "PYTHONPATH": "", **staging.staged_variables(folder, {})}
+    command = [staging.staged_python(folder), "-P", "-c", code]
+    output = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    assert all(Path(path).is_relative_to(folder) for path in output.split())
+    staging.remove_environment(digest, disk)
+    assert not [*disk.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("changed", "has changed since it was packed"),
+        ("missing", "No such file or directory"),
+        ("file", "is not a directory of this user"),
+        ("disk", "No such file or directory"),
+    ],
+)
+def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, fault, message):
+    archive, digest = packed
+    disk = tmp_path / "disk"
+    if fault != "disk":
+        disk.mkdir()
+    if fault == "changed":
+        with open(archive, "r+b") as file:
+            file.seek(600)
+            file.write(b"other")
+    elif fault == "missing":
+        archive.unlink()
+    elif fault == "file":
+        staging.staged_folder(disk, digest).touch()
+
+    async def stage() -> str:
+        agent = Agent(tmp_path, "n1", tmp_path / "agent")
+        agent.staged = (digest, disk)
+        return agent._stage(archive)
+
+    problem = asyncio.run(stage())
+    assert message in problem and "\n" not in problem
+    assert fault in ("file", "disk") or not [*disk.iterdir()]
+
+
+def test_environment_without_a_folder_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    with pytest.raises(ConfigError, match="is not a virtual environment; install Optimus in one"):
+        staging.check_environment()
