@@ -4,7 +4,7 @@
 
 unset CDPATH # with it, cd prints the directory and may change to another one
 me=$(basename "$0")
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 dry='' inside='' command=() flags=()
 
 refuse() {

@@ -207,6 +207,21 @@ def test_terminal_shows_a_line_at_once(tmp_path):
     os.close(terminal)
 
 
+@pytest.mark.parametrize(("number", "start"), [(signal.SIGINT, b"\r\n"), (signal.SIGTERM, b"")])
+def test_line_of_an_interrupt_starts_after_the_shown_key(number, start):
+    """A terminal shows ^C where the cursor is, for example at the end of a progress bar."""
+    script = (
+        "from optimus.observe.log import set_up_logging; set_up_logging()\n"
+        f"from optimus.launch.signals import report_interrupt; report_interrupt({int(number)})"
+    )
+    terminal, inside = os.openpty()
+    subprocess.run([sys.executable, "-c", script], stderr=inside, timeout=60, check=True)
+    os.close(inside)
+    text = b"interrupted" if number == signal.SIGINT else b"ended by SIGTERM"
+    assert os.read(terminal, 1000) == start + b"optimus: " + text + b"\r\n"
+    os.close(terminal)
+
+
 @pytest.mark.parametrize("flush", [False, True])
 def test_output_that_nobody_reads_does_not_block(monkeypatch, flush):
     """Nobody reads the pipe, so it becomes full. `_Stderr` must drop the lines that do not fit.

@@ -33,6 +33,9 @@ MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
 """A report warns of smaller held-out splits, whose loss is mostly noise:
 docs/formats/dataset.md, "Documents"."""
+_MIN_LONG_DOCUMENTS = 10
+_MIN_TOKENS_OF_LONG_DOCUMENTS = 200_000
+"""A report does not warn of fewer documents, either, if they are long."""
 _EXAMPLE_BATCH_TOKENS = 4096
 """Tokens of a training step in reports: `train.global_batch_tokens` of configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
@@ -124,7 +127,7 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
             )
     for held_out in held_out_parts:
         in_instances = held_out.num_instances * held_out.context
-        if held_out.documents >= MIN_HELD_OUT_DOCUMENTS and in_instances >= MIN_HELD_OUT_TOKENS:
+        if _is_large_enough(held_out.documents, in_instances):
             continue
         documents, tokens = train.documents + held_out.documents, train.tokens + held_out.tokens
         # The suggested fraction holds out 1.5 times the minimum.
@@ -141,6 +144,13 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
             f"{MIN_HELD_OUT_TOKENS:,} tokens); {remedy}"
         )
     return warnings
+
+
+def _is_large_enough(documents: int, tokens: int) -> bool:
+    """Return whether a held-out split is large enough for its loss to mean much."""
+    if documents >= _MIN_LONG_DOCUMENTS and tokens >= _MIN_TOKENS_OF_LONG_DOCUMENTS:
+        return True
+    return documents >= MIN_HELD_OUT_DOCUMENTS and tokens >= MIN_HELD_OUT_TOKENS
 
 
 MAX_BIGRAM_CELLS = 64_000_000

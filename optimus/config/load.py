@@ -214,8 +214,10 @@ def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) 
 
 
 def _read_toml(path: Path) -> Tree:
+    content = b""
     try:
-        return _parse_toml(read_regular(path, _MAX_BYTES).decode("utf-8"))
+        content = read_regular(path, _MAX_BYTES)
+        return _parse_toml(content.decode("utf-8"))
     except FileNotFoundError:
         names = []
         with contextlib.suppress(OSError):
@@ -228,7 +230,13 @@ def _read_toml(path: Path) -> Tree:
             f"{path}: {error.strerror}; give the path of a readable TOML file"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not readable as TOML: {one_line(error)}") from None
+        reason = one_line(error)
+        if isinstance(error, UnicodeDecodeError):
+            line = content.count(b"\n", 0, error.start) + 1
+            reason = f"not UTF-8 text (at line {line})"
+        end = f"(at line {len(content.splitlines())}, the end of the file)"
+        reason = reason.replace("(at end of document)", end)
+        raise ConfigError(f"{path}: not readable as TOML: {reason}") from None
 
 
 def _parse_toml(text: str) -> Tree:

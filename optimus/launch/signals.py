@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
@@ -33,8 +34,17 @@ def signal_label(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal_name(number)
 
 
+def _start_new_line(number: int) -> None:
+    """After Ctrl-C on a terminal, start a new line: the terminal shows ^C, perhaps next to the
+    progress bar of another process."""
+    if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), b"\n")  # a stream cannot be used again in its handler
+
+
 def report_early_stop(number: int) -> int:
     """Log that the run stopped before its first update; return the exit status."""
+    _start_new_line(number)
     logger.info(
         "stopped before the first step (%s); give the same command again to start",
         signal_label(number),
@@ -45,6 +55,7 @@ def report_early_stop(number: int) -> int:
 
 def report_interrupt(number: int = signal.SIGINT) -> int:
     """Log that Ctrl-C or another stop signal ended the command; return the exit status."""
+    _start_new_line(number)
     logger.info("interrupted" if number == signal.SIGINT else f"ended by {signal_label(number)}")
     return OutcomeKind.INTERRUPTED.exit_status
 

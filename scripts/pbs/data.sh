@@ -12,7 +12,7 @@
 # Submit the same command again after a kill or the end of the walltime, with any N: it continues.
 set -euo pipefail
 
-source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
 
 nodes='' array='' account='' queue='' walltime=1:00:00 filesystems='' export=''
 read_data_options "nodes array account queue walltime filesystems export" "$@"

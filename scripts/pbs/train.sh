@@ -17,7 +17,7 @@
 # The defaults of variables below apply only to unset variables. Run `module load frameworks` first.
 set -euo pipefail
 
-source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
 
 nodes=1 ranks=12 cpu_bind='' account='' queue='' walltime=1:00:00 filesystems=home:flare export=''
 read_options "nodes ranks cpu-bind account queue walltime filesystems export skip-data-check! skip-run-dir-check!" configuration "$@"

@@ -12,7 +12,7 @@
 # Submit the same command again after a kill or the end of the time limit, with any N: it continues.
 set -euo pipefail
 
-source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
 
 nodes='' array='' account='' partition='' time=1:00:00 export=''
 read_data_options "nodes array account partition time export" "$@"

@@ -17,7 +17,7 @@
 # the end of the time limit: it continues from the last checkpoint (train.deadline_s makes one before the limit).
 set -euo pipefail
 
-source "$(dirname "${BASH_SOURCE[0]}")/../jobs.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
 
 nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00 export=''
 read_options "nodes ranks gpus cpus account partition time export skip-data-check! skip-run-dir-check!" configuration "$@"

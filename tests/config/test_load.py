@@ -75,7 +75,7 @@ HOSTILE_TOML = {
     "more than 64 bits": "x = [{y = 0x" + 5_000 * "f" + "}]",
     "more than 100 dots": "[" + ".".join(20_000 * "a") + "]",
     "larger than 1,048,576 bytes": "#" * (1 << 20) + "\n",
-    "can't decode byte": "x = '\udcff'",
+    "not UTF-8 text": "x = '\udcff'",
 }
 
 
@@ -304,9 +304,10 @@ def test_settings_that_exclude_each_other_are_refused(change, message):
 def test_missing_and_invalid_files_are_refused(tmp_path, model_file):
     with pytest.raises(ConfigError, match=r"modle.toml: no such .*did you mean .*model.toml\?"):
         load_config(tmp_path / "modle.toml")
-    (tmp_path / "bad.toml").write_text("[model\n")
-    with pytest.raises(ConfigError, match="bad.toml: not readable as TOML"):
-        load_config(tmp_path / "bad.toml")
+    for content, line in ((b"[model\n", 1), (b"\n\nx = [1,\n2", 4), (b"# a\n# \xff\n", 2)):
+        (tmp_path / "bad.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"bad.toml: not readable as TOML: .*at line {line}"):
+            load_config(tmp_path / "bad.toml")
     (tmp_path / "a.toml").write_text('base = "b.toml"')
     (tmp_path / "b.toml").write_text('base = "a.toml"')
     with pytest.raises(ConfigError, match="inherits from itself"):

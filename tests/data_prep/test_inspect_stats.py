@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 import data_prep.dataset.describe
 from data_prep.cli import main
-from data_prep.dataset.describe import _blocks, _count, for_training, inspect, stats
+from data_prep.dataset.describe import _blocks, _count, _warnings, for_training, inspect, stats
 from data_prep.dataset.manifest import read_manifest
 from data_prep.shuffle.order import Permutation
 from optimus.errors import ConfigError, DamageError, DataError
@@ -258,6 +258,17 @@ def test_small_held_out_data_is_a_warning(
         held_out = report["held-out"]
         assert f"{held_out['documents']} document" in warning and remedy in warning
         assert f"{held_out['instances'] * CONTEXT:,} tokens" in warning
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "is_small"),
+    [(17, 444_416, False), (9, 444_416, True), (17, 100_000, True), (20, 9_999, True)],
+)
+def test_few_long_held_out_documents_are_enough(made, documents, tokens, is_small):
+    train, held_out = read_manifest(made.data), read_manifest(made.data / "eval")
+    instances = tokens // held_out.context
+    held_out = dataclasses.replace(held_out, documents=documents, num_instances=instances)
+    assert bool(_warnings(train, [held_out])) == is_small
 
 
 def test_stats_reads_a_long_instance_in_blocks(made, monkeypatch):

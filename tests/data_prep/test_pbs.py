@@ -123,6 +123,19 @@ def test_job_scripts_ignore_cdpath(tmp_path, system):
     assert f"exec {ROOT}/scripts/{system}/data.sh --inside" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("link", ["data.sh", "scripts"])
+@pytest.mark.parametrize("system", ["pbs", "slurm"])
+def test_job_scripts_can_be_called_through_a_link(tmp_path, system, link):
+    environ = {name: value for name, value in os.environ.items() if name != "OPTIMUS_DATA"}
+    target = ROOT / "scripts" if link == "scripts" else ROOT / "scripts" / system / link
+    (tmp_path / link).symlink_to(target)
+    script = f"scripts/{system}/data.sh" if link == "scripts" else link
+    command = [f"./{script}", "--dry-run", "--", "x"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert f"OPTIMUS_DATA={ROOT}/.venv/bin/optimus-data" in done.stdout, done.stderr
+    assert f"exec {tmp_path / script} --inside" in done.stdout
+
+
 @pytest.mark.parametrize("system", ["pbs", "slurm"])
 def test_job_that_cannot_run_is_not_submitted(tmp_path, system):
     script = ROOT / "scripts" / system / "data.sh"

@@ -21,7 +21,7 @@ import struct
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from optimus.errors import ConfigError, OptimusError
+from optimus.errors import ConfigError, OptimusError, reason_of
 
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
@@ -158,5 +158,7 @@ def read_secret(path: Path) -> bytes:
                     "again in a directory that only you can write"
                 )
             return file.read(1024)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: No such file or directory; launch again") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; launch again") from None
+        raise ConfigError(f"{path}: {reason_of(error)}; remove it and launch again") from None

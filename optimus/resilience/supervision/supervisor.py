@@ -567,6 +567,10 @@ class Supervisor:
         silent = [node for node in nodes if now - node.heard_at > self._job.heartbeat_s]
         silent.sort(key=lambda node: node.heard_at)
         restarted = [node.name for node in nodes if node.has_lost_ranks and node not in silent]
+        if all(math.isinf(node.heard_at) for node in nodes):
+            # The agents ended together with the last supervisor, for example when the machine was
+            # started again. No node is the cause.
+            silent, restarted = [], [*attempt.nodes]
         ends = [
             RankEnd(per_node * index, node.name, _CANNOT_START, message=node.failure)
             for index, node in enumerate(nodes)

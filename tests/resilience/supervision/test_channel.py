@@ -133,7 +133,7 @@ def test_secret_is_for_this_user_only(tmp_path):
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(b"x")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="a symbolic link .*; remove it and launch again"):
         read_secret(path)
     create_secret(path)
     assert not path.is_symlink() and (tmp_path / "elsewhere").read_bytes() == b"x"

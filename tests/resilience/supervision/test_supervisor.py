@@ -24,7 +24,7 @@ from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import supervisor
 from optimus.resilience.supervision.agent import parse_address
-from optimus.resilience.supervision.decide import Policy
+from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import Local
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
 from tests.kit.faults import failures
@@ -196,6 +196,15 @@ def test_attempt_on_other_nodes_is_not_continued(tmp_path):
     assert again._is_takeover()
     again._lock.close()
     assert not supervisor.Supervisor(make_job(tmp_path, nodes=("a",)))._is_takeover()
+
+
+def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
+    """A machine with the only node of a run is started again."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
+    assert find_cause(watcher._evidence(attempt, 0.0), 1, 0.0).outcome == "interrupted"
+    watcher._nodes["a"].heard_at = -100.0
+    assert find_cause(watcher._evidence(attempt, 0.0), 1, 0.0).nodes == ("a",)
 
 
 def test_damaged_markers_are_ignored(tmp_path):
