@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Let ranks, agents, nodes and supervisors of `optimus launch` fail, and check each run.
+r"""Let ranks, agents, nodes and supervisors of `optimus launch` fail, and check each run.
 
     python scripts/drills/failures.py [--case NAME] [--runs N] [--seed S] [--results FILE]
     python scripts/drills/failures.py --sequences N [--seed S] [--results FILE]
+    scripts/drills/slurm.sh --networks --nodes 5 -- \
+        python scripts/drills/failures.py --launcher srun [--case NAME | --sequences N]
 
-Nodes are emulated on this machine: an agent and its ranks are a node. Each run trains a tiny model
-on 2 nodes of 2 ranks. It gets one fault of `tests/kit/faults/failures.py::CASES` at a random step
-or, with --sequences, several random ones, each after the run has recovered from the one before.
-After the run, the drill checks that
+Nodes are emulated on this machine: an agent and its ranks are a node. With --launcher srun they are
+nodes of a real Slurm, each with its own network, and a launch is a job. Each run trains a tiny
+model on 2 nodes of 2 ranks. It gets one fault of `tests/kit/faults/failures.py::CASES` (with srun:
+`tests/kit/faults/slurm.py::CASES`) at a random step or, with --sequences, several random ones, each
+after the run has recovered from the one before. After the run, the drill checks that
 
 - the losses and norms of all steps equal those of an unbroken run, and each step appears once;
 - the right nodes were excluded or suspected, and the right buffer nodes replaced them;
@@ -22,6 +25,7 @@ faults is that of all runs in FILE. Exit status 0: all runs are right.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -33,21 +37,31 @@ from results import Results
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from tests.kit.faults.failures import CASES, run_case, run_sequence  # noqa: E402
-from tests.kit.faults.supervised import References  # noqa: E402
+from tests.kit.faults import failures, slurm  # noqa: E402
+from tests.kit.faults.supervised import Allocation, Launch, References  # noqa: E402
 from tests.kit.runs.tiny import make_tiny_data  # noqa: E402
 
 
 def main() -> int:
     """Run the drill."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=sorted(CASES), action="append")
+    parser.add_argument("--case", action="append", help="case; may be repeated (all)")
+    parser.add_argument("--launcher", choices=("local", "srun"), default="local")
     parser.add_argument("--runs", type=int, default=1, help="runs of each case (1)")
     parser.add_argument("--sequences", type=int, default=0, help="runs with several faults (0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run (0)")
     parser.add_argument("--results", default="-", help="file with the results; -: none")
     parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one")
     args = parser.parse_args()
+    cases, allocation, launch_type = failures.CASES, None, Launch
+    if args.launcher == "srun":
+        if "SLURM_DRILL" not in os.environ:
+            parser.error("start it by scripts/drills/slurm.sh --networks --nodes 5 -- COMMAND")
+        cases, allocation = slurm.CASES, Allocation("srun", slurm.NAMES)
+        launch_type = slurm.SlurmLaunch
+    names = args.case or cases
+    if unknown := {*names} - {*cases}:
+        parser.error(f"no case {', '.join(sorted(unknown))}; use {', '.join(cases)}")
     results = Results(args.results)
     done = {(record["case"], record["seed"]) for record in results.records}
     work = args.work or Path(tempfile.mkdtemp(prefix="failures-"))
@@ -55,15 +69,23 @@ def main() -> int:
     if not (work / "data").exists():
         make_tiny_data(work)
     references, failed = References(work, work / "data"), 0
-    names = args.case or CASES
     for seed in range(args.seed, args.seed + (args.sequences or args.runs)):
         for name in ["sequence"] if args.sequences else names:
             if (name, seed) in done:
                 continue
             record = results.add(
-                **run_sequence(references, seed, names=args.case or ())
+                **failures.run_sequence(
+                    references,
+                    seed,
+                    allocation,
+                    names=args.case or (),
+                    cases=cases,
+                    launch_type=launch_type,
+                )
                 if args.sequences
-                else run_case(references, name, seed)
+                else failures.run_case(
+                    references, name, seed, allocation, cases=cases, launch_type=launch_type
+                )
             )
             failed += bool(record["problems"])
             verdict = "; ".join(record["problems"]) or "right"

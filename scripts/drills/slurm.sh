@@ -5,12 +5,19 @@
 #
 # --nodes N    number of virtual nodes n1 to nN, each with a slurmd (2)
 # --cpus C     number of processors of each node, independent of the machine (2)
+# --networks   give each node a network, an address and processes of its own; needs root
 # --keep DIR   keep state, logs and slurm.conf in DIR
-# It needs slurmctld, slurmd, munged and the clients (Debian: slurmctld slurmd slurm-client munge),
+# It needs slurmctld, slurmd, munged and the clients (scripts/drills/install_slurm.sh installs them),
 # but not their services: it uses separate keys, ports and state. As root, each node has a host name
 # that resolves. Exit status: that of the command; 69 if Slurm is missing or does not start.
 # For the command, SLURM_CONF selects this Slurm, and SLURM_DRILL is the directory of the state,
 # with nI.pid and nI.log of each slurmd, and slurmctld.log.
+#
+# With --networks, node nI has the address 10.77.0.I, and the command 10.77.0.254. The other end of
+# its link is the interface nI of the command's network: `ip link set nI down` cuts the node off.
+# nI.pid is then the first process of the node: SIGKILL ends all processes of the node, as a loss of
+# power does. The node starts again as soon as there is no file nI.off, and its slurmd, if it ended,
+# as soon as there is no file nI.no-slurmd.
 set -euo pipefail
 
 die() {
@@ -18,9 +25,10 @@ die() {
     exit "${2:-2}"
 }
 
-nodes=2 cpus=2 keep='' given=("$@")
+nodes=2 cpus=2 keep='' networks='' given=("$@")
 while [[ $# -gt 0 && $1 != -- ]]; do
     case $1 in
+        --networks) networks=1; shift ;;
         --nodes | --cpus | --keep)
             [[ $# -ge 2 ]] || die "$1 needs a value"
             declare "${1#--}=$2"; shift 2 ;;
@@ -31,8 +39,9 @@ done
 shift
 [[ $nodes =~ ^[1-9][0-9]*$ && $cpus =~ ^[1-9][0-9]*$ ]] ||
     die "--nodes and --cpus are whole numbers above 0"
-for program in slurmctld slurmd munged sbatch; do
-    command -v "$program" >/dev/null || die "no $program on PATH (Debian has the daemons in /usr/sbin)" 69
+for program in slurmctld slurmd munged sbatch ${networks:+ip}; do
+    command -v "$program" >/dev/null ||
+        die "no $program on PATH (Debian has the daemons in /usr/sbin); run scripts/drills/install_slurm.sh" 69
 done
 await() { # PID: return its exit status; a trap may interrupt `wait` before the process ends
     local status=0
@@ -43,7 +52,7 @@ await() { # PID: return its exit status; a trap may interrupt `wait` before the 
     return "$status"
 }
 
-separate=(unshare --mount --uts --pid --mount-proc --fork --kill-child)
+separate=(unshare --mount --uts --pid --mount-proc --fork --kill-child ${networks:+--net})
 if [[ $EUID == 0 && -z ${SLURM_DRILL_INSIDE:-} ]] && "${separate[@]}" true 2>/dev/null; then
     # Namespaces with a separate /etc/hosts, host names and processes. All processes end with this
     # shell, also if it is killed.
@@ -55,6 +64,8 @@ if [[ $EUID == 0 && -z ${SLURM_DRILL_INSIDE:-} ]] && "${separate[@]}" true 2>/de
     exit
 fi
 inside=${SLURM_DRILL_INSIDE:-}
+[[ -z $networks || -n $inside ]] ||
+    die "--networks needs root and permission to create namespaces" 69
 unset SLURM_DRILL_INSIDE
 for name in $(compgen -v SLURM || true); do unset "$name"; done # variables of an enclosing job
 
@@ -73,6 +84,7 @@ stop() {
         [[ -n $(SLURM_CONF=$base/slurm.conf timeout 5 squeue --noheader 2>/dev/null) ]] || break
         sleep 0.1
     done
+    [[ -z $networks ]] || pkill -KILL --parent $$ unshare || true # the nodes, with all processes
     for pid in "${daemons[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
     for pid in "${daemons[@]}"; do
         timeout 5 tail --pid="$pid" -f /dev/null || kill -KILL "$pid" 2>/dev/null || true
@@ -100,13 +112,51 @@ start() { # NAME COMMAND...: start a daemon in the foreground, with its log in N
     echo "$!" >"$base/$name.pid"
 }
 
+address() { # NUMBER: print the address of a node; that of the command has the number 254
+    [[ -n $networks ]] && echo "10.77.0.$1" || echo 127.0.0.1
+}
+
+keep_node_on() { # NUMBER: run a node with its own network; start it again after each end
+    local node=$1 pid
+    while :; do
+        while [[ -e $base/n$node.off ]]; do sleep 0.1; done
+        unshare --net --uts --pid --mount-proc --fork --kill-child \
+            bash -c "$node_program" - "n$node" "$(address "$node")" "$base" \
+            "02:00:00:00:00:$(printf %02x "$node")" >>"$base/n$node.log" 2>&1 &
+        pid=$!
+        until [[ $(readlink "/proc/$pid/ns/net") != "$(readlink /proc/self/ns/net)" ]]; do
+            sleep 0.01
+        done
+        ip link delete "n$node" 2>/dev/null || true # of the last start
+        ip link add "n$node" type veth peer name eth0 netns "$pid"
+        ip link set "n$node" master bridge up
+        echo "$pid" >"$base/n$node.pid"
+        await "$pid" 2>/dev/null || true # bash prints a line about a killed process
+    done
+}
+
+# Arguments: NAME ADDRESS DIRECTORY HARDWARE_ADDRESS. The first process of a node.
+node_program='
+hostname "$1"
+ip link set lo up
+until [[ -e /proc/sys/net/ipv4/conf/eth0 ]]; do sleep 0.02; done
+ip link set eth0 address "$4" # the same after each start, since other nodes store it
+ip link set eth0 up
+ip address add "$2/24" dev eth0
+while :; do
+    slurmd -D -N "$1" -f "$3/slurm.conf" || true
+    while [[ -e $3/$1.no-slurmd ]]; do sleep 0.1; done
+    sleep 0.5
+done
+'
+
 configure() {
     local host port ports
     host=$(hostname -s)
     read -ra ports <<<"$(free_ports $((nodes + 1)))"
     cat >"$base/slurm.conf" <<CONF
 ClusterName=drill
-SlurmctldHost=$host(127.0.0.1)
+SlurmctldHost=$host($(address 254))
 SlurmctldPort=${ports[0]}
 SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
@@ -133,7 +183,7 @@ CONF
     for ((node = 1; node <= nodes; node++)); do
         port=${ports[node]}
         echo "NodeName=n$node NodeHostname=$([[ -n $inside ]] && echo "n$node" || echo "$host")" \
-            "NodeAddr=127.0.0.1 Port=$port CPUs=$cpus State=UNKNOWN"
+            "NodeAddr=$(address "$node") Port=$port CPUs=$cpus State=UNKNOWN"
     done >>"$base/slurm.conf"
     echo "PartitionName=drill Nodes=ALL Default=YES MaxTime=INFINITE State=UP" >>"$base/slurm.conf"
 }
@@ -148,7 +198,10 @@ begin() {
     for ((wait = 0; wait < 100; wait++)); do [[ -S $base/munge.socket ]] && break; sleep 0.05; done
     start slurmctld slurmctld -D -f "$base/slurm.conf"
     for ((node = 1; node <= nodes; node++)); do
-        if [[ -n $inside ]]; then
+        if [[ -n $networks ]]; then
+            keep_node_on "$node" &
+            daemons+=("$!")
+        elif [[ -n $inside ]]; then
             start "n$node" unshare --uts bash -c 'hostname "$1"; exec slurmd -D -N "$1" -f "$2"' \
                 - "n$node" "$base/slurm.conf"
         else
@@ -167,9 +220,15 @@ begin() {
 if [[ -n $inside ]]; then
     {
         cat /etc/hosts
-        for ((node = 1; node <= nodes; node++)); do echo "127.0.0.1 n$node"; done
+        for ((node = 1; node <= nodes; node++)); do echo "$(address "$node") n$node"; done
     } >"$base/hosts"
     mount --bind "$base/hosts" /etc/hosts
+fi
+if [[ -n $networks ]]; then
+    ip link set lo up
+    ip link add bridge type bridge
+    ip address add "$(address 254)/24" dev bridge
+    ip link set bridge up
 fi
 export SLURM_CONF=$base/slurm.conf SLURM_DRILL=$base
 configure

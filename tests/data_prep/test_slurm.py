@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,22 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "srun")
 
 needs_slurm = pytest.mark.skipif(
     any(shutil.which(name, path=PATH) is None for name in PROGRAMS),
-    reason="no Slurm (Debian: apt-get install slurmctld slurmd slurm-client munge)",
+    reason="no Slurm (scripts/drills/install_slurm.sh installs it)",
 )
 
 
-def under_slurm(tmp_path: Path, *command: str) -> subprocess.CompletedProcess:
-    """Run a command under a new Slurm of two nodes, which ends with the command."""
+def under_slurm(
+    tmp_path: Path, *command: str, options: Sequence[str] = ("--nodes", "2")
+) -> subprocess.CompletedProcess:
+    """Run a command under a new Slurm, which ends with the command.
+
+    Args:
+        tmp_path: Working directory of the command. Its folder `slurm` gets the state of Slurm.
+        command: The command.
+        options: Options of scripts/drills/slurm.sh.
+    """
     return subprocess.run(
-        [str(SLURM), "--nodes", "2", "--keep", str(tmp_path / "slurm"), "--", *command],
+        [str(SLURM), *options, "--keep", str(tmp_path / "slurm"), "--", *command],
         cwd=tmp_path,
         env=os.environ | {"PATH": PATH},
         capture_output=True,

@@ -35,8 +35,9 @@ BUFFER_NODES, SEQUENCE_BUFFER_NODES = 2, 4
 _LAST_STEPS = 50
 """No fault of a sequence begins in its last updates, since the run could end before the fault."""
 
-Fault = Callable[[Launch, random.Random], Expected]
-"""A fault: breaks processes of a running launch. Returns what this must cause."""
+Fault = Callable[[Any, random.Random], Expected]
+"""A fault: breaks processes of a running launch, which is the first argument and of the class that
+the case needs. Returns what this must cause."""
 
 
 class Case(NamedTuple):
@@ -207,7 +208,12 @@ CASES: dict[str, Case] = {
 
 
 def run_case(
-    references: References, name: str, seed: int, allocation: Allocation | None = None
+    references: References,
+    name: str,
+    seed: int,
+    allocation: Allocation | None = None,
+    cases: Mapping[str, Case] = CASES,
+    launch_type: type[Launch] = Launch,
 ) -> dict[str, Any]:
     """Do one run with one fault.
 
@@ -216,16 +222,18 @@ def run_case(
         name: The case.
         seed: Seed of the run.
         allocation: Nodes; None for emulated ones.
+        cases: All cases.
+        launch_type: Class of the launch.
 
     Returns:
         The result; `problems` is empty if all is right.
     """
-    case, chance = CASES[name], random.Random(f"{name} {seed}")
+    case, chance = cases[name], random.Random(f"{name} {seed}")
     config = write_config(
         references.work, references.data, f"{name}-{seed}", STEPS, **case.settings
     )
     began = time.monotonic()
-    launch = Launch(config, allocation or local_nodes(case.buffer_nodes))
+    launch = launch_type(config, allocation or local_nodes(case.buffer_nodes))
     expected, problems = Expected(), []
     try:
         launch.wait_for_step(chance.randrange(2, STEPS // 2))
@@ -242,6 +250,8 @@ def run_sequence(
     allocation: Allocation | None = None,
     names: Sequence[str] = (),
     steps: int = SEQUENCE_STEPS,
+    cases: Mapping[str, Case] = CASES,
+    launch_type: type[Launch] = Launch,
 ) -> dict[str, Any]:
     """Do one run with several faults, and check it at its end. The next fault begins when the run
     has recovered from the one before.
@@ -252,6 +262,8 @@ def run_sequence(
         allocation: Nodes; None for emulated ones.
         names: Cases from which the faults are chosen; () for all that are possible.
         steps: Number of updates.
+        cases: All cases.
+        launch_type: Class of the launch.
 
     Returns:
         The result; `problems` is empty if all is right.
@@ -259,7 +271,7 @@ def run_sequence(
     chance = random.Random(f"sequence {seed}")
     allocation = allocation or local_nodes(SEQUENCE_BUFFER_NODES)
     began = time.monotonic()
-    launch = Launch(
+    launch = launch_type(
         write_config(references.work, references.data, f"sequence-{seed}", steps), allocation
     )
     expected, played, problems = Expected(), list[str](), list[str]()
@@ -272,12 +284,12 @@ def run_sequence(
             free = len(allocation.nodes) - NODES - [*expected.standings.values()].count("excluded")
             possible = [
                 name
-                for name in names or CASES
-                if CASES[name].in_sequences and CASES[name].excludes <= free
+                for name in names or cases
+                if cases[name].in_sequences and cases[name].excludes <= free
             ]
             played.append(chance.choice(possible))
             ended = len(launch.history().ends)
-            fault = CASES[played[-1]].fault(launch, chance)
+            fault = cases[played[-1]].fault(launch, chance)
             expected = expected.joined(fault)
             launch.wait_for_recovery(fault, ended)
             problems += check_checkpoints(launch.run_dir)

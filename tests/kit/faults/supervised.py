@@ -142,9 +142,12 @@ class Launch:
         nodes, ranks = len(self.allocation.nodes), str(RANKS)
         command += ["--launcher", self.allocation.launcher, "--nodes", str(NODES)]
         command += ["--buffer-nodes", str(nodes - NODES), "--ranks-per-node", ranks]
-        environ = _environ(self.run_dir, self.faults)
         with open(self.out, "ab") as out:
-            return subprocess.Popen(command, env=environ, stdout=out, stderr=out)
+            return subprocess.Popen(command, env=self.environ(), stdout=out, stderr=out)
+
+    def environ(self) -> dict[str, str]:
+        """Return the environment of all processes of the launch."""
+        return _environ(self.run_dir, self.faults)
 
     def restart(self, *options: str) -> None:
         """Start another supervisor, with other options of `optimus launch`."""
