@@ -41,6 +41,8 @@ def main() -> NoReturn:
     from optimus.cli import set_library_variables
     from optimus.resilience.supervision.warm_process import MAX_BYTES
 
+    # Slurm sends SIGTERM to all processes of a job. Without this process, its ranks could not save.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     set_library_variables()
@@ -121,6 +123,7 @@ def _become_rank(request: dict[str, Any], output: int, parent: int) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     prepare_rank(parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

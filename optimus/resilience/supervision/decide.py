@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from optimus.errors import OutcomeKind, counted
-from optimus.launch.signals import signal_name
+from optimus.launch.signals import STOP_SIGNALS, signal_name
 from optimus.resilience.supervision.ledger import AttemptEnded, FailureKind, History, Standing
 
 Marks: TypeAlias = Mapping[str, tuple[Standing, str]]
@@ -20,7 +20,10 @@ STOPPED_BY_SUPERVISOR = 6
 """Exit status of `optimus launch` if the supervisor stops the run."""
 _SILENT = "silent"
 """Signature of the failure of a node whose agent is silent."""
-_NO_EVIDENCE = {0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status}
+_NO_EVIDENCE = {
+    *(0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status),
+    *(-number for number in STOP_SIGNALS),  # the scheduler also sends them directly to ranks
+}
 """Exit statuses of ranks that do not name the cause of a failure."""
 
 

@@ -34,8 +34,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
-        """Return the commands that start the agents of some nodes. Each command runs until its
-        agents end."""
+        """Return the commands that start the agents of some nodes, one for each node. Each command
+        runs until its agent ends."""
 
     def addresses(self) -> list[str]:
         """Return the addresses of this machine at which the supervisor listens.
@@ -93,17 +93,15 @@ class Local(Launcher):
 
 
 class Srun(Launcher):
-    """Slurm: one job step with a task on each node. Its end does not end the other tasks."""
+    """Slurm: one job step for each node, since Slurm cancels a step as a whole if one of its nodes
+    does not answer at the start, or resets its connections later."""
 
     name = "srun"
 
     def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
-        if not nodes:
-            return []
-        options = ["--overlap", "--no-kill", "--kill-on-bad-exit=0", "--ntasks-per-node=1"]
-        options += [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
-        options += [f"--nodelist={','.join(nodes)}", "--export=ALL"]
-        return [["srun", *options, sys.executable, *_AGENT, str(run_dir)]]
+        command = ["srun", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1", "--export=ALL"]
+        agent = [sys.executable, *_AGENT, str(run_dir)]
+        return [[*command, f"--nodelist={node}", *agent, node] for node in nodes]
 
 
 class Ssh(Launcher):

@@ -706,23 +706,23 @@ class Supervisor:
         job = self._job
         # A node whose ranks run may be cut off. Another agent there would not have its ranks.
         busy = self._history.running.nodes if self._history.running is not None else ()
-        absent = [
+        wanted = [
             node.name
             for node in self._nodes.values()
-            if node.channel is None
-            and node.name not in busy
-            and self._history.standing(node.name) != "excluded"
+            if node.name not in busy and self._history.standing(node.name) != "excluded"
         ]
-        for command in job.launcher.agent_commands(absent, job.run_dir):
-            self._run(command)
+        absent = self._without_agent(wanted)
+        commands = job.launcher.agent_commands(absent, job.run_dir)
+        processes = dict(zip(absent, map(self._run, commands), strict=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(job.start_limit_s):
-                while absent := [name for name in absent if self._nodes[name].channel is None]:
-                    if all(process.poll() is not None for process in self._commands):
-                        break
+                while any(processes[name].poll() is None for name in self._without_agent(absent)):
                     await asyncio.sleep(_LOOK_S)
-        if absent:
+        if absent := self._without_agent(wanted):
             logger.warning("no agent answers on %s", ", ".join(absent))
+
+    def _without_agent(self, nodes: Sequence[str]) -> list[str]:
+        return [name for name in nodes if self._nodes[name].channel is None]
 
     def _run(
         self, command: Sequence[str], variables: Mapping[str, str] | None = None

@@ -288,13 +288,12 @@ def _kill_supervisor_and_node(launch: SlurmLaunch, chance: random.Random) -> Exp
     return _excluded(node)
 
 
-def _cancel_step(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Cancel the step of the agents. The supervisor starts other agents and an attempt."""
+def _cancel_steps(launch: SlurmLaunch, chance: random.Random) -> Expected:
+    """Cancel the steps of all agents. The supervisor starts other agents and an attempt."""
     command = ["squeue", "--noheader", "--steps", f"--jobs={launch.job}", "--format=%i %j"]
-    steps = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for line in steps.splitlines():
-        if "python" in line:
-            subprocess.run(["scancel", line.split()[0]], check=True)
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    steps = [line.split()[0] for line in lines if "python" in line]
+    subprocess.run(["scancel", *steps], check=True)
     return Expected(restarts=(1, 1))
 
 
@@ -339,7 +338,7 @@ CASES: dict[str, Case] = {
     "slurmd-kill": Case(_restart_slurmd),
     "supervisor-kill": Case(_kill_supervisor),
     "supervisor-and-node-kill": Case(_kill_supervisor_and_node, 1),
-    "cancel-step": Case(_cancel_step),
+    "cancel-steps": Case(_cancel_steps),
     "cancel-job": Case(_cancel_job),
     "first-power-loss": Case(_lose_power_of_first),
 }

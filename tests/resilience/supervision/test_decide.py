@@ -70,6 +70,8 @@ SLOW = tuple(RankProgress(rank, node_of(rank), 6, 40 - (rank == 2), 1.0) for ran
         ({"ends": ends({0: 4, 2: 4}), "markers": (marker(2),)}, "soft", "b", "nonfinite i3"),
         ({"ends": ends({0: LOST, 1: LOST}), "progress": SLOW}, "ambiguous", "b", "no progress"),
         ({"ends": ends({0: TERM}, was_ended=True)}, "shared", "", "unknown"),
+        ({"ends": ends({0: TERM})}, "shared", "", "unknown"),
+        ({"ends": ends({0: TERM, 2: SEGV})}, "hard", "b", f"signal {signal.SIGSEGV}"),
         ({"ends": ends(dict.fromkeys(range(4), LOST))}, "shared", "", "unknown"),
     ],
 )

@@ -20,7 +20,7 @@ def test_run_survives_faults_of_slurm_nodes(tmp_path):
     if probe.returncode == 69:
         pytest.skip(probe.stderr.strip())
     drill = [sys.executable, str(ROOT / "scripts" / "drills" / "failures.py"), "--launcher", "srun"]
-    cases = ["--case", "cut", "--case", "cancel-step"]
+    cases = ["--case", "cut", "--case", "cancel-steps"]
     done = under_slurm(tmp_path, *drill, *cases, options=NETWORKS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 faults in 2 runs; 0 new runs are wrong" in done.stdout

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import stat
 import sys
 import time
@@ -24,9 +25,15 @@ from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import supervisor
 from optimus.resilience.supervision.agent import parse_address
+<<<<<<< HEAD
 from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import Local
+=======
+from optimus.resilience.supervision.decide import Policy
+from optimus.resilience.supervision.launchers import LAUNCHERS, Local
+>>>>>>> 6a9ebcbc (supervision: start the agent of each node in a step of its own)
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
+from optimus.resilience.supervision.warm_process import WarmProcess
 from tests.kit.faults import failures
 from tests.kit.faults.supervised import References, write_config
 
@@ -86,6 +93,47 @@ def test_ledger_secret_and_status_of_a_run(tiny_data, tmp_path, capsys):
     assert main(["status", str(run_dir)]) == 0
     assert "done (the run has reached its last step)" in capsys.readouterr().out
     assert main(["status", str(tmp_path)]) == 2
+
+
+class WithoutNode(Local):
+    """Emulates nodes of which node1 does not answer."""
+
+    def agent_commands(self, nodes, run_dir):
+        commands = zip(nodes, super().agent_commands(nodes, run_dir), strict=True)
+        return [["false"] if node == "node1" else command for node, command in commands]
+
+
+def test_dead_node_does_not_delay_the_start(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "local", WithoutNode)
+    assert launch(tmp_path, tiny_data, "--nodes", "2", "--buffer-nodes", "2") == 0
+    history = read_history(tmp_path / "run")
+    (attempt,) = history.attempts
+    assert attempt.nodes == ("node0", "node2")
+    # Without an answer, the supervisor waits for 120 s.
+    assert attempt.time - history.events[0].time < 60.0
+
+
+def test_warm_process_survives_sigterm_and_its_ranks_do_not(tiny_data, tmp_path):
+    """Slurm sends SIGTERM to all processes of a job."""
+
+    async def statuses() -> list[int | None]:
+        warm = WarmProcess()
+        await warm.start({})
+        assert await warm.wait_until_ready(60.0)
+        warm._process.send_signal(signal.SIGTERM)
+        config = write_config(tmp_path, tiny_data, "run")
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        rank = await warm.fork({**os.environ, **variables}, ["train", str(config)])
+        rank_process = psutil.Process(rank.pid)
+        await asyncio.sleep(0.3)  # it waits for another rank
+        rank_process.terminate()
+        async with asyncio.timeout(10.0):
+            status = await rank.wait()
+        ended = warm._process.returncode
+        await warm.end()
+        return [status, ended]
+
+    assert asyncio.run(statuses()) == [-signal.SIGTERM, None]
 
 
 class Sleepers(Local):
