@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from optimus.errors import ConfigError
-from optimus.resilience.supervision.launchers import LAUNCHERS, read_job_end, read_nodes
+from optimus.resilience.supervision.launchers import LAUNCHERS, Mpiexec, read_job_end, read_nodes
 
 
 def write_program(folder: Path, name: str, output: str) -> None:
@@ -84,3 +85,27 @@ def test_each_node_gets_an_agent(tmp_path, name):
     if name == "srun":
         assert {"--overlap", "--nodes=1", "--nodelist=a"} <= {*commands[0]}
     assert launcher.agent_commands([], tmp_path) == []
+
+
+def test_ssh_quotes_the_run_directory_for_the_remote_shell(tmp_path):
+    run_dir = tmp_path / "a 'b $c"
+    (command,) = LAUNCHERS["ssh"]().agent_commands(["n1"], run_dir)
+    *options, remote = command
+    assert options == ["ssh", "-o", "BatchMode=yes", "-n", "n1"]
+    # A shell prints the words instead of running the program.
+    shown = remote.replace(" exec ", " printf '%s\\n' ")
+    words = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True).stdout
+    assert words.splitlines()[-2:] == [str(run_dir), "n1"]
+
+
+@pytest.mark.parametrize("starts_ranks", [False, True])
+def test_mpiexec_starts_ranks_on_request_only(tmp_path, starts_ranks):
+    launcher = Mpiexec(starts_ranks)
+    values = (["b", "a"], 3, tmp_path / "secret", "attempt-0001-abc", "/stage/python")
+    command = launcher.rank_command(*values)
+    if not starts_ranks:
+        assert command is None
+        return
+    assert command[:8] == ["mpiexec", "-n", "6", "-ppn", "3", "--envall", "--hosts", "b,a"]
+    assert command[8:10] == ["/stage/python", "-P"]
+    assert command[-2:] == [str(tmp_path / "secret"), "attempt-0001-abc"]
