@@ -25,13 +25,8 @@ from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import supervisor
 from optimus.resilience.supervision.agent import parse_address
-<<<<<<< HEAD
 from optimus.resilience.supervision.decide import Policy, find_cause
-from optimus.resilience.supervision.launchers import Local
-=======
-from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
->>>>>>> 6a9ebcbc (supervision: start the agent of each node in a step of its own)
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
 from optimus.resilience.supervision.warm_process import WarmProcess
 from tests.kit.faults import failures
