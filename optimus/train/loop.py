@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -24,6 +25,7 @@ from optimus.errors import (
     ConfigError,
     NonFiniteError,
     OptimusError,
+    OutcomeKind,
     Phase,
     Stopped,
     as_optimus_error,
@@ -111,6 +113,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             start = find_start(config, inputs.batch, inputs.data.training)
             check_saves(config.model, config.checkpoint.model_interval, start.start)
     except Exception as error:
+        _record_failure(error)
         failure = as_optimus_error(error)  # one rank prints it once the ranks have met
         if failure is None:
             raise
@@ -131,9 +134,11 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
         run = _set_up(config, world, plan, workspace, directory, start_up)
         phase = "training"
         run.go()
-    except RunEnded:
+    except RunEnded as error:
+        _record_failure(error)
         raise
     except Exception as error:
+        _record_failure(error)
         if isinstance(error, KernelError):  # a backend selected by name is not available
             error = ConfigError(str(error))
         agreement = world.agreement if world else None
@@ -145,6 +150,19 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             except OSError as error:  # must not replace the error that ends the run
                 logger.warning("%s: %s", config.train.run_dir, error.strerror)
     end_world()
+
+
+def _record_failure(error: Exception) -> None:
+    """Let the agent of this rank know the rank's own error, before the ranks agree on an error."""
+    attempt = read_attempt()
+    if attempt is None:
+        return
+    failure = as_optimus_error(error)
+    kind = failure.kind if failure is not None else OutcomeKind.FAILED
+    if isinstance(error, RunEnded):  # this rank has no error, but another rank cannot start
+        kind = OutcomeKind.LOST_PEER
+    with contextlib.suppress(OSError):
+        ProgressPage(attempt.progress).fail(kind.exit_status)
 
 
 def _set_up(

@@ -57,7 +57,7 @@ def main() -> int:
     if args.launcher == "srun":
         if "SLURM_DRILL" not in os.environ:
             parser.error("start it by scripts/drills/slurm.sh --networks --nodes 5 -- COMMAND")
-        cases, allocation = slurm.CASES, Allocation("srun", slurm.NAMES)
+        cases, allocation = slurm.CASES, Allocation(slurm.NAMES, launcher="srun")
         launch_type = slurm.SlurmLaunch
     names = args.case or cases
     if unknown := {*names} - {*cases}:

@@ -22,7 +22,7 @@ ATTEMPT, NODE, WORKSPACE, PROGRESS, JOB_END = (
 RankPhase: TypeAlias = Literal["start", "load", "update", "evaluation", "save"]
 """What a rank does. start: everything before the first update, except loading the states."""
 _PHASES = get_args(RankPhase)
-_COLLECTIVES, _STEP, _PHASE, _BEGAN, _UPDATES, _TOTALS = range(6)
+_COLLECTIVES, _STEP, _PHASE, _BEGAN, _UPDATES, _FAILURE, _TOTALS = range(7)
 """Indices of the words of a page. From _TOTALS on, there is a word for each phase."""
 _WORDS = _TOTALS + len(_PHASES)
 
@@ -88,6 +88,9 @@ class Progress(NamedTuple):
     """Time since the phase began."""
     updates: int
     """Number of completed updates of the attempt."""
+    failure: int
+    """Exit status of the error that the rank has raised, also if the ranks have then agreed on the
+    error of another rank; 0 without an error."""
     seconds: dict[str, float]
     """Time in each phase, without the time since the present phase began."""
 
@@ -97,7 +100,7 @@ class ProgressPage(Recorder):
 
     Writing takes no system call. The words are int64: number of collectives, step, index of the
     phase, time at which the phase began in ns of the node's monotonic clock, number of completed
-    updates, and the ns of each phase.
+    updates, exit status of the rank's error, and the ns of each phase.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -120,6 +123,10 @@ class ProgressPage(Recorder):
         words[_UPDATES] += _PHASES[words[_PHASE]] == "update"
         words[_STEP], words[_PHASE], words[_BEGAN] = step, _PHASES.index(phase), now
 
+    def fail(self, status: int) -> None:
+        """State the exit status of the first error that this rank has raised."""
+        self._words[_FAILURE] = self._words[_FAILURE] or status
+
 
 def create_page(path: Path) -> None:
     """Create the file of a ProgressPage, for a rank that is about to start. Raises OSError."""
@@ -139,5 +146,6 @@ def read_page(path: Path) -> Progress:
         _PHASES[words[_PHASE]],
         (time.monotonic_ns() - words[_BEGAN]) / 1e9,
         words[_UPDATES],
+        words[_FAILURE],
         {phase: total / 1e9 for phase, total in totals},
     )

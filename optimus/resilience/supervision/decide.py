@@ -41,6 +41,8 @@ class RankEnd(NamedTuple):
     """True if Optimus, mpiexec or the scheduler sent a signal to this process before it ended."""
     message: str = ""
     """The error that the rank printed, one line."""
+    was_adopted: bool = False
+    """True if the status is that of another rank's error, on which the ranks have agreed."""
 
 
 class Marker(NamedTuple):
@@ -134,9 +136,11 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         return end("failed", "ambiguous", evidence.restarted, _SILENT)
     statuses = [rank_end.status for rank_end in evidence.ends]
     usage = OutcomeKind.USAGE.exit_status
-    refused = {rank_end.node for rank_end in evidence.ends if rank_end.status == usage}
-    if refused and refused == {*evidence.nodes}:
-        lines.extend(e.message for e in evidence.ends if e.status == usage and e.message)
+    refusals = [e for e in evidence.ends if e.status == usage and not e.was_adopted]
+    # At the start, the first rank checks settings and the run directory for all ranks.
+    is_of_first = evidence.step == 0 and any(rank_end.rank == 0 for rank_end in refusals)
+    if refusals and (is_of_first or {e.node for e in refusals} == {*evidence.nodes}):
+        lines.extend(rank_end.message for rank_end in refusals if rank_end.message)
         return end("usage")
     causes = [rank_end for rank_end in evidence.ends if _is_cause(rank_end)]
     if causes:
@@ -164,7 +168,7 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
 
 
 def _is_cause(end: RankEnd) -> bool:
-    return not end.was_ended and end.status not in _NO_EVIDENCE
+    return not (end.was_ended or end.was_adopted) and end.status not in _NO_EVIDENCE
 
 
 def _signature(end: RankEnd) -> str:
@@ -254,7 +258,9 @@ def decide(
         names = earlier.nodes[:1] + end.nodes[:1] or ("all ranks",)
         shared = f"{' and '.join(names)} failed in the same way at step {end.step}: {reason}"
         marks.update(dict.fromkeys(earlier.nodes, ("good", shared)))
-        if end.failure == "soft":
+        if end.failure == "soft" and not end.updates and last.load == "newest":
+            load = "older"  # the weights may be bad, since no attempt has updated them
+        elif end.failure == "soft":
             if policy.on_repeat_nan == "stop":
                 return _stop(f"the same data gives non-finite values: {shared}", marks)
             skipped = tuple(sorted({*skipped, end.step}))

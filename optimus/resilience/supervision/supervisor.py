@@ -106,6 +106,7 @@ _LOG_BYTES = 1 << 28
 _CANNOT_START = 127
 """Exit status in the evidence if an agent cannot start its ranks."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
+_LOST_PEER = OutcomeKind.LOST_PEER.exit_status
 
 
 @dataclass(frozen=True)
@@ -577,7 +578,14 @@ class Supervisor:
             if node.failure
         ]
         ends += [
-            RankEnd(rank, node.name, report["status"], report["was_ended"], report["message"])
+            RankEnd(
+                rank,
+                node.name,
+                report["status"],
+                report["was_ended"],
+                report["message"],
+                report.get("failure") == _LOST_PEER != report["status"],
+            )
             for node in nodes
             for rank in node.ended
             if "status" in (report := node.ranks[rank])

@@ -12,7 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted
+import psutil
+
+from optimus.checkpoint import store
+from optimus.errors import OutcomeKind
+from optimus.resilience.supervision.decide import STOPPED_BY_SUPERVISOR
+from optimus.resilience.supervision.ledger import LEDGER, AttemptStarted, SupervisorStarted
 from tests.kit.faults.supervised import (
     HEARTBEAT_S,
     LIMIT_S,
@@ -29,8 +34,13 @@ from tests.kit.faults.supervised import (
     send,
     write_config,
 )
+from tests.kit.runs.tiny import CONTEXT
 
 SEQUENCE_STEPS = 300
+_LONG_INTERVAL = 15
+"""`checkpoint.interval` of a run in which a rank is killed before the next checkpoint."""
+END_MARGIN_S = 5.0
+"""`resilience.end_margin_s` in a job with an end."""
 BUFFER_NODES, SEQUENCE_BUFFER_NODES = 2, 4
 _LAST_STEPS = 50
 """No fault of a sequence begins in its last updates, since the run could end before the fault."""
@@ -48,7 +58,8 @@ class Case(NamedTuple):
     """Number of buffer nodes that the fault needs in a sequence."""
     settings: Mapping[str, Any] = {}
     """Settings of the run, as for `write_config`."""
-    buffer_nodes: int = BUFFER_NODES
+    nodes: Allocation = local_nodes(BUFFER_NODES)
+    """Nodes of the run, unless the drill has other ones."""
     in_sequences: bool = True
     """False if no other fault can follow, or if the run needs other settings."""
 
@@ -81,10 +92,66 @@ def _freeze_rank(launch: Launch, chance: random.Random) -> Expected:
     return Expected({node: "excluded" if is_suspect else "suspect"}, (1, 1))
 
 
-def _nan_on_rank(launch: Launch, chance: random.Random) -> Expected:
-    node = _node(launch, chance)
-    launch.break_rank("nan", node, chance.randrange(RANKS))
-    return _excluded(node)
+def _break_rank(kind: str) -> Fault:
+    """Return a fault inside of a rank (tests/kit/faults/site/sitecustomize.py)."""
+
+    def fault(launch: Launch, chance: random.Random) -> Expected:
+        node = _node(launch, chance)
+        launch.break_rank(kind, node, chance.randrange(RANKS))
+        return _excluded(node)
+
+    return fault
+
+
+def _forbid_writes(launch: Launch, chance: random.Random) -> Expected:
+    """Let all writes of a rank fail, as on a full disk. All ranks end after a failed save."""
+    chance.choice(launch.ranks(_node(launch, chance))).rlimit(psutil.RLIMIT_FSIZE, (0, 0))
+    return Expected(restarts=(1, 1))
+
+
+def _kill_two_ranks(launch: Launch, chance: random.Random) -> Expected:
+    """Kill a rank on each of two nodes at once."""
+    nodes = chance.sample(launch.active(), 2)
+    send([chance.choice(launch.ranks(node)) for node in nodes], signal.SIGKILL)
+    return _excluded(*nodes)
+
+
+def _kill_in_load(launch: Launch, chance: random.Random) -> Expected:
+    """Kill a rank, and a rank of another node when it loads the checkpoint."""
+    first, second = chance.sample(launch.active(), 2)
+    launch.break_rank("kill-in-load", second, chance.randrange(RANKS))
+    send([chance.choice(launch.ranks(first))], signal.SIGKILL)
+    return _excluded(first, second, restarts=2)
+
+
+def _repeat_failure(times: int) -> Fault:
+    """Return a fault that a rank has at the same step on each node, as if by a defect of the
+    program, until it has failed `times` times."""
+
+    def fault(launch: Launch, chance: random.Random) -> Expected:
+        rank, step = chance.randrange(RANKS * NODES), launch.step() + 3
+        first = launch.active()[rank // RANKS]
+        ended = len(launch.history().ends)
+        launch.break_rank("raise", "*", f"g{rank}", step)
+        if times < 3:
+            launch.wait_until(lambda: len(launch.history().ends) == ended + times)
+            launch.remove_faults()
+            return Expected({first: "good"}, (times, times))
+        return Expected({first: "good"}, (times, times), "stop", STOPPED_BY_SUPERVISOR)
+
+    return fault
+
+
+def _bad_checkpoint(launch: Launch, chance: random.Random) -> Expected:
+    """Let the newest checkpoint have weights that give NaN, and kill a rank."""
+    first, second = launch.active()
+    step = (launch.step() // _LONG_INTERVAL + 1) * _LONG_INTERVAL
+    launch.break_rank("bad-save", "*", "*", step)
+    path = store.full_path(launch.run_dir, step)
+    launch.wait_until(path.exists)
+    send([chance.choice(launch.ranks(second))], signal.SIGKILL)
+    # Then the first rank is the first one with NaN, on two nodes.
+    return Expected({second: "excluded", first: "good"}, (3, 3))
 
 
 # -- Agents and nodes -----------------------------------------------------------------------------
@@ -141,6 +208,69 @@ def _kill_in_start(launch: Launch, chance: random.Random) -> Expected:
     return _excluded(first, second, restarts=2)
 
 
+def _kill_warm_process(launch: Launch, chance: random.Random) -> Expected:
+    """Kill the process that has forked the ranks of a node."""
+    node = _node(launch, chance)
+    send(launch.agents()[node].children(), signal.SIGKILL)
+    return _excluded(node)
+
+
+def _kill_nodes(launch: Launch, chance: random.Random) -> Expected:
+    """Let two nodes lose power at once."""
+    nodes = chance.sample(launch.active(), 2)
+    send([process for node in nodes for process in launch.node(node)], signal.SIGKILL)
+    return _excluded(*nodes)
+
+
+def _freeze_node_to_the_end(launch: Launch, chance: random.Random) -> Expected:
+    """Suspend a node. It continues after the run has ended."""
+    node = _node(launch, chance)
+    launch.freeze(launch.node(node))
+    return _excluded(node)
+
+
+def _kill_in_recovery(launch: Launch, chance: random.Random) -> Expected:
+    """Kill a rank, and the agent of another node while the supervisor notices this."""
+    first, second = chance.sample(launch.active(), 2)
+    ended = len(launch.history().ends)
+    send([chance.choice(launch.ranks(first))], signal.SIGKILL)
+    time.sleep(0.6 * chance.random())
+    send([launch.agents()[second]], signal.SIGKILL)
+    launch.wait_for_recovery(_excluded(first), ended)
+    if second in launch.history().attempts[ended + 1].nodes:  # it started before the kill
+        return _excluded(first, second, restarts=2)
+    return _excluded(first)._replace(unusable=(second,))
+
+
+def _kill_buffer_node(launch: Launch, chance: random.Random) -> Expected:
+    """Kill the first buffer node, and then a node with ranks."""
+    spare = launch.allocation.nodes[launch.allocation.used]
+    send(launch.node(spare), signal.SIGKILL)
+    time.sleep(2 * HEARTBEAT_S * chance.random())
+    return _kill_node(launch, chance)._replace(unusable=(spare,))
+
+
+def _exhaust(on_exhausted: str) -> Fault:
+    """Return the loss of a node without a buffer node. A later launch continues the run, if
+    possible at its full size."""
+
+    def fault(launch: Launch, chance: random.Random) -> Expected:
+        node = _node(launch, chance)
+        send(launch.node(node), signal.SIGKILL)
+        if on_exhausted == "stop":
+            return Expected({node: "excluded"}, (1, 1), "stop", STOPPED_BY_SUPERVISOR)
+        if on_exhausted == "shrink":
+            launch.wait_for_recovery(_excluded(node), 0)
+            assert len(launch.active()) == launch.allocation.used - 1
+            launch.process.send_signal(signal.SIGTERM)
+        launch.require(OutcomeKind.STOPPED.exit_status, "continue")
+        launch.restart("--pardon", node)
+        launch.wait_until(lambda: len(launch.active()) == launch.allocation.used)
+        return Expected({node: "good"}, (1, 1))
+
+    return fault
+
+
 # -- Supervisors ----------------------------------------------------------------------------------
 
 
@@ -186,21 +316,123 @@ def _kill_all(launch: Launch, chance: random.Random) -> Expected:
     return Expected(restarts=(1, 1))
 
 
+def _pause_supervisor(launch: Launch, chance: random.Random) -> Expected:
+    """Suspend the supervisor for longer than agents may be silent."""
+    launch.process.send_signal(signal.SIGSTOP)
+    time.sleep(HEARTBEAT_S + 2 * chance.random())
+    launch.process.send_signal(signal.SIGCONT)
+    return Expected()
+
+
+def _kill_supervisor_in_recovery(launch: Launch, chance: random.Random) -> Expected:
+    """Kill a rank, and the supervisor while it notices this or starts the next attempt."""
+    node = _node(launch, chance)
+    send([chance.choice(launch.ranks(node))], signal.SIGKILL)
+    time.sleep(2 * chance.random())
+    _kill_supervisor(launch, chance)
+    return _excluded(node)
+
+
+def _fill_disk_of_supervisor(launch: Launch, chance: random.Random) -> Expected:
+    """Let the writes of the supervisor fail at once or in the middle of a line, and kill a rank."""
+    supervisor = psutil.Process(launch.process.pid)
+    _, hard = supervisor.rlimit(psutil.RLIMIT_FSIZE)
+    size = (launch.run_dir / LEDGER).stat().st_size
+    supervisor.rlimit(psutil.RLIMIT_FSIZE, (chance.choice([0, size + 20]), hard))
+    expected = _kill_rank(signal.SIGKILL)(launch, chance)
+    time.sleep(4 * chance.random())
+    supervisor.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+    return expected
+
+
+def _stop_by_signal(number: int) -> Fault:
+    """Return a stop signal to the supervisor, after which another launch continues the run."""
+
+    def fault(launch: Launch, chance: random.Random) -> Expected:
+        launch.process.send_signal(number)
+        launch.require(OutcomeKind.STOPPED.exit_status, "continue")
+        _restart(launch)
+        return Expected()
+
+    return fault
+
+
+def _end_job(launch: Launch, chance: random.Random) -> Expected:
+    """Continue the run in a job whose end is near, and then in another job."""
+    launch.process.send_signal(signal.SIGTERM)
+    launch.require(OutcomeKind.STOPPED.exit_status, "continue")
+    end = time.time() + 10.0 + END_MARGIN_S
+    step = launch.step()
+    launch.restart(SLURM_JOB_ID="7", SLURM_JOB_END_TIME=str(int(end)))
+    launch.require(OutcomeKind.STOPPED.exit_status, "continue")
+    assert time.time() < end, "the run ended after its job"
+    assert launch.step() > step, "the job did no update"
+    _restart(launch)
+    return Expected()
+
+
 CASES: dict[str, Case] = {
     "rank-kill": Case(_kill_rank(signal.SIGKILL), 1),
     "rank-segv": Case(_kill_rank(signal.SIGSEGV), 1),
     "rank-freeze": Case(_freeze_rank, 1),
-    "nan": Case(_nan_on_rank, 1),
+    "rank-raise": Case(_break_rank("raise"), 1),
+    "rank-exit": Case(_break_rank("exit"), 1),
+    "rank-memory": Case(_break_rank("memory"), 1),
+    "rank-data-error": Case(_break_rank("data-error"), 1),
+    "rank-disk-full": Case(
+        _forbid_writes, settings={"checkpoint__max_failures": 1}, in_sequences=False
+    ),
+    "two-ranks": Case(_kill_two_ranks, 2),
+    "kill-in-load": Case(_kill_in_load, 2),
+    "kill-in-save": Case(_break_rank("kill-in-save"), 1),
+    "kill-in-update": Case(_break_rank("kill-in-update"), 1),
+    "nan": Case(_break_rank("nan"), 1),
+    "nan-stages": Case(_break_rank("nan"), settings={"parallel__pp": 2}, in_sequences=False),
+    "bad-checkpoint": Case(
+        _bad_checkpoint,
+        settings={"checkpoint__interval": _LONG_INTERVAL},
+        nodes=local_nodes(3),
+        in_sequences=False,
+    ),
+    "repeat": Case(_repeat_failure(2), 1),
+    "repeat-stop": Case(_repeat_failure(3), in_sequences=False),
     "agent-kill": Case(_kill_agent, 1),
     "agent-freeze": Case(_freeze_agent, 1),
     "agent-pause": Case(_pause_agent),
+    "warm-kill": Case(_kill_warm_process, 1),
     "node-kill": Case(_kill_node, 1),
     "node-freeze": Case(_freeze_node, 1),
+    "node-freeze-to-the-end": Case(_freeze_node_to_the_end, 1),
+    "two-nodes": Case(
+        _kill_nodes,
+        settings={"train__global_batch_tokens": 24 * CONTEXT},
+        nodes=local_nodes(2, used=3),
+        in_sequences=False,
+    ),
     "kill-in-start": Case(_kill_in_start, 2),
+    "kill-in-recovery": Case(_kill_in_recovery, in_sequences=False),
+    "buffer-node-kill": Case(_kill_buffer_node, in_sequences=False),
+    **{
+        f"exhausted-{action}": Case(
+            _exhaust(action),
+            settings={"resilience__on_exhausted": action},
+            nodes=local_nodes(0),
+            in_sequences=False,
+        )
+        for action in ("shrink", "requeue", "stop")
+    },
     "supervisor-kill": Case(_kill_supervisor),
     "supervisor-freeze": Case(_freeze_supervisor),
+    "supervisor-pause": Case(_pause_supervisor),
+    "supervisor-disk-full": Case(_fill_disk_of_supervisor, 1),
+    "supervisor-kill-in-recovery": Case(_kill_supervisor_in_recovery, 1),
     "supervisor-and-node-kill": Case(_kill_supervisor_and_node, 1),
     "all-kill": Case(_kill_all),
+    "job-signal": Case(_stop_by_signal(signal.SIGTERM)),
+    "job-interrupt": Case(_stop_by_signal(signal.SIGINT)),
+    "job-end": Case(
+        _end_job, settings={"resilience__end_margin_s": END_MARGIN_S}, in_sequences=False
+    ),
 }
 
 
@@ -233,7 +465,7 @@ def run_case(
         references.work, references.data, f"{name}-{seed}", STEPS, **case.settings
     )
     began = time.monotonic()
-    launch = launch_type(config, allocation or local_nodes(case.buffer_nodes))
+    launch = launch_type(config, allocation or case.nodes)
     expected, problems = Expected(), []
     try:
         launch.wait_for_step(chance.randrange(2, STEPS // 2))
@@ -281,7 +513,8 @@ def run_sequence(
             if at > steps - _LAST_STEPS:
                 break
             launch.wait_for_step(at)
-            free = len(allocation.nodes) - NODES - [*expected.standings.values()].count("excluded")
+            lost = [*expected.standings.values()].count("excluded")
+            free = len(allocation.nodes) - allocation.used - lost
             possible = [
                 name
                 for name in names or cases

@@ -26,7 +26,7 @@ from optimus.checkpoint import store
 from optimus.config import dump_toml
 from optimus.errors import ConfigError
 from optimus.resilience.supervision.ledger import AttemptStarted, History, Progress, read_history
-from tests.kit.runs.results import metrics_of, read_whole
+from tests.kit.runs.results import hash_files, metrics_of, read_whole
 from tests.kit.runs.tiny import CONTEXT, tiny_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,14 +47,16 @@ _RUN, _FAULTS = "OPTIMUS_TEST_RUN", "OPTIMUS_TEST_FAULTS"
 class Allocation(NamedTuple):
     """Nodes for launches, and the launcher that reaches them."""
 
+    nodes: tuple[str, ...]
+    """All nodes in the order of the allocation."""
+    used: int = NODES
+    """Number of nodes that get ranks. The others are buffer nodes."""
     launcher: str = "local"
-    nodes: tuple[str, ...] = ("node0", "node1", "node2", "node3")
-    """All nodes in the order of the allocation. The first NODES of them get ranks."""
 
 
-def local_nodes(buffer_nodes: int) -> Allocation:
+def local_nodes(buffer_nodes: int, used: int = NODES) -> Allocation:
     """Return an allocation of emulated nodes."""
-    return Allocation("local", tuple(f"node{index}" for index in range(NODES + buffer_nodes)))
+    return Allocation(tuple(f"node{index}" for index in range(used + buffer_nodes)), used)
 
 
 class Expected(NamedTuple):
@@ -137,33 +139,39 @@ class Launch:
         """Suspended processes."""
         self.process = self._start()
 
-    def _start(self, *options: str) -> subprocess.Popen[bytes]:
+    def _start(self, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+        nodes, used, launcher = self.allocation
         command = [sys.executable, "-P", "-m", "optimus.cli", "launch", str(self.config), *options]
-        nodes, ranks = len(self.allocation.nodes), str(RANKS)
-        command += ["--launcher", self.allocation.launcher, "--nodes", str(NODES)]
-        command += ["--buffer-nodes", str(nodes - NODES), "--ranks-per-node", ranks]
+        command += ["--launcher", launcher, "--nodes", str(used)]
+        command += ["--buffer-nodes", str(len(nodes) - used), "--ranks-per-node", str(RANKS)]
+        environ = self.environ() | variables
         with open(self.out, "ab") as out:
-            return subprocess.Popen(command, env=self.environ(), stdout=out, stderr=out)
+            return subprocess.Popen(command, env=environ, stdout=out, stderr=out)
 
     def environ(self) -> dict[str, str]:
         """Return the environment of all processes of the launch."""
         return _environ(self.run_dir, self.faults)
 
-    def restart(self, *options: str) -> None:
-        """Start another supervisor, with other options of `optimus launch`."""
-        self.process = self._start(*options)
+    def restart(self, *options: str, **variables: str) -> None:
+        """Start another supervisor, with further options of `optimus launch` and environment
+        variables."""
+        self.process = self._start(*options, **variables)
 
-    def break_rank(self, kind: str, node: str, local_rank: int, step: int = 1) -> None:
+    def break_rank(self, kind: str, node: str, rank: int | str, step: int = 1) -> None:
         """Let a rank fail from the inside, in update `step` or a later one.
 
         Args:
             kind: The fault, as in tests/kit/faults/site/sitecustomize.py.
-            node: Its node.
-            local_rank: Number of the rank on the node.
+            node: Its node; "*": any node.
+            rank: Number of the rank on the node; "*": any rank; "g2": rank 2 of the run.
             step: First update with the fault.
         """
         with open(self.faults, "a") as file:
-            print(kind, node, local_rank, step, file=file)
+            print(kind, node, rank, step, file=file)
+
+    def remove_faults(self) -> None:
+        """Let no further rank fail from the inside."""
+        self.faults.unlink(missing_ok=True)
 
     # -- Processes --------------------------------------------------------------------------------
 
@@ -249,6 +257,13 @@ class Launch:
             if time.monotonic() > end:
                 raise TimeoutError(f"no {condition.__qualname__} within {limit_s:.0f} s")
             time.sleep(0.02)
+
+    def require(self, status: int, verdict: str) -> None:
+        """Wait for the end of the launch. Raises AssertionError if it ends in another way."""
+        result = self.end(60.0), json.loads((self.run_dir / "nodes.json").read_text())["verdict"]
+        assert result == (status, verdict), (
+            f"status and verdict {result}, expected {status, verdict}"
+        )
 
     def wait_for_step(self, step: int) -> None:
         """Wait until update `step` is complete or the launch has ended."""
@@ -365,6 +380,13 @@ def check(launch: Launch, status: int | None, expected: Expected, reference: Any
     problems = []
     if status != expected.status:
         problems.append(f"exit status {status}, expected {expected.status}")
+    if launch.frozen:  # they must end without a change
+        before = hash_files(launch.run_dir)
+        launch.thaw()
+        launch.wait_for_processes(ORPHAN_S + 10.0)
+        after = hash_files(launch.run_dir)
+        if changed := {name for name, _ in before.items() ^ after.items()}:
+            problems.append(f"processes that were suspended changed {sorted(changed)}")
     if remaining := launch.wait_for_processes(END_S):
         problems.append(f"these processes remain: {', '.join(map(str, remaining))}")
     try:
@@ -403,7 +425,7 @@ def _check_assignments(
     are replaced by the first free node of the allocation, suspect nodes last."""
     problems: list[str] = []
     standings: dict[str, str] = {}
-    before = allocation.nodes[:NODES]
+    before = allocation.nodes[: allocation.used]
     for event in history.events:
         if event.kind == "node_marked":
             standings[event.node] = event.standing
@@ -416,11 +438,11 @@ def _check_assignments(
             free = [node for node in usable if node not in before]
             free.sort(key=lambda node: standings.get(node) == "suspect")
             nodes = [node if node in usable else (free or [""]).pop(0) for node in before]
-            if len(usable) >= NODES == len(event.nodes) and event.nodes != (*nodes,):
+            if len(usable) >= allocation.used and event.nodes != (*nodes,):
                 problems.append(f"attempt {event.attempt} on {event.nodes}, expected {nodes}")
             if not {*event.nodes} <= {*usable}:
                 problems.append(f"attempt {event.attempt} on {event.nodes}, usable {usable}")
-            before = event.nodes
+            before = event.nodes + before[len(event.nodes) :]
     return problems
 
 

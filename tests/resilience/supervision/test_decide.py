@@ -47,6 +47,7 @@ def marker(rank, step=7, instances="i3"):
     return Marker(rank, node_of(rank), step, "the output of layer 1 is non-finite", instances, True)
 
 
+ADOPTED = ends(dict.fromkeys(range(3), 1), was_adopted=True)
 SEGV, KILL, TERM = -signal.SIGSEGV, -signal.SIGKILL, -signal.SIGTERM
 SLOW = tuple(RankProgress(rank, node_of(rank), 6, 40 - (rank == 2), 1.0) for rank in range(RANKS))
 
@@ -60,6 +61,7 @@ SLOW = tuple(RankProgress(rank, node_of(rank), 6, 40 - (rank == 2), 1.0) for ran
         ({"ends": ends({3: 1, 0: LOST})}, "hard", "b", "status 1"),
         ({"ends": ends({3: 134, 0: LOST})}, "hard", "b", "status 134"),
         ({"ends": ends(dict.fromkeys(range(4), 1))}, "shared", "", "status 1"),
+        ({"ends": (*ADOPTED, *ends({3: 1}))}, "hard", "b", "status 1"),
         ({"unreachable": ("b",), "ends": ends({0: LOST})}, "hard", "b", "silent"),
         ({"unreachable": ("b",), "nodes": ("a", "b")}, "hard", "b", "silent"),
         ({"unreachable": ("b",), "nodes": ("b",)}, "hard", "b", "silent"),
@@ -94,6 +96,16 @@ def test_cause_of_a_failure(evidence, failure, nodes, signature):
 def test_outcome_without_a_failure(statuses, outcome):
     evidence = Evidence(1, 9, ends(statuses), nodes=("a", "b"))
     assert find_cause(evidence, RANKS, 0.0).outcome == outcome
+
+
+@pytest.mark.parametrize(("rank", "outcome"), [(0, "usage"), (3, "failed")])
+def test_error_of_a_single_rank_at_the_start(rank, outcome):
+    """The first rank checks the settings; another rank may lack a file of the data set."""
+    others = ends(dict.fromkeys({*range(RANKS)} - {rank}, 2), was_adopted=True)
+    evidence = Evidence(1, 0, (*others, *ends({rank: 2}, message="m")), nodes=("a", "b"))
+    end = find_cause(evidence, RANKS, 0.0)
+    assert end.outcome == outcome
+    assert end.nodes == (() if outcome == "usage" else ("b",))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +182,16 @@ class Run:
         self.history.add(attempt)
         return "".join(decision.nodes)
 
-    def end(self, nodes="", failure="hard", outcome="failed", step=5, signature="x", saved=True):
+    def end(
+        self,
+        nodes="",
+        failure="hard",
+        outcome="failed",
+        step=5,
+        signature="x",
+        saved=True,
+        updates=3,
+    ):
         attempt = self.history.attempts[-1].attempt
         if saved:
             event = Progress(time=0, attempt=attempt, milestone="checkpoint", step=step)
@@ -185,6 +206,7 @@ class Run:
                 nodes=tuple(nodes),
                 signature=signature,
                 evidence=(f"{signature} on {nodes}",),
+                updates=updates,
             )
         )
         for node in nodes if signature == "silent" else "":
@@ -293,6 +315,22 @@ def test_data_that_gives_nan_on_a_second_node(on_repeat_nan):
     assert run.decide().skipped_steps == (5,)  # also after a resume before step 5
     run.begin_job("2")
     assert run.decide().skipped_steps == (5,)
+
+
+def test_nan_of_two_nodes_right_after_a_load_starts_from_the_older_checkpoint_once():
+    """The weights of the newest checkpoint may give NaN, although they are finite."""
+    run = Run()
+    run.start()
+    run.end("b", "soft", signature="nonfinite i3", step=5, updates=0)
+    assert run.decide().load == "newest"
+    run.start()
+    run.end("e", "soft", signature="nonfinite i3", step=5, updates=0)
+    decision = run.decide()
+    assert decision.action == "start" and decision.load == "older"
+    assert decision.marks["b"][0] == "good" and "e" not in decision.marks
+    run.start()
+    run.end("c", "soft", signature="nonfinite i3", step=5, updates=0)
+    assert run.decide().action == "stop"
 
 
 def test_attempts_without_a_checkpoint_are_limited():

@@ -3,18 +3,29 @@
 Interpreters import this module if its folder is on PYTHONPATH.
 
 The variable OPTIMUS_TEST_FAULTS names a file. Each of its lines has a kind of fault, the name of a
-node, the number of a rank on this node, and a step: the rank has the fault in this update, or in
-the next one that it does. "*" is any node or rank. The kinds are:
+node, the number of a rank on this node ("g2": rank 2 of the run), and a step: the rank has the
+fault in this update, or in the next one that it does. "*" is any node or rank. The kinds are:
 
-- nan: the output of the rank's first block is NaN.
+- nan: the output of the rank's first block is NaN;
+- raise: an error that Optimus does not expect;
+- exit: the process ends with exit status 17;
+- memory: the kernel refuses memory;
+- data-error: a read of the data fails;
+- bad-save: the checkpoint of exactly this step has weights so large that they give NaN;
+- kill-in-update, kill-in-save, kill-in-load: SIGKILL within 50 ms after the start of the call.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib.abc
 import importlib.machinery
 import os
+import random
+import resource
+import signal
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,27 +53,52 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _change(loop: Any) -> None:
-    update = loop.Run.update
+    update, load, save = loop.Run.update, loop.load_start, loop.Saves.after
 
     def update_with_faults(run: Any, step: int) -> None:
-        for kind in _due(run.world.launch.local_rank, step):
-            _FAULT[kind](run)
+        for kind in _due(run.world.launch, step):
+            if kind in _IN_UPDATE:
+                _IN_UPDATE[kind](run)
         update(run, step)
 
-    loop.Run.update = update_with_faults
+    def load_with_faults(config: Any, world: Any, *more: Any) -> Any:
+        if "kill-in-load" in _due(world.launch, sys.maxsize):
+            _kill_soon()
+        return load(config, world, *more)
+
+    def save_with_faults(saves: Any, step: int, last: bool) -> None:
+        due = _due(saves._world.launch, step)
+        is_saved = step % saves._config.checkpoint.interval == 0
+        if "kill-in-save" in due and is_saved:
+            _kill_soon()
+        if due.get("bad-save") != step:
+            save(saves, step, last)
+            return
+        masters = [shard.states["master"] for shard in saves._states.shards()]
+        copies = [master.clone() for master in masters]
+        for master in masters:
+            master.mul_(1e30)
+        save(saves, step, last)
+        for master, copy in zip(masters, copies, strict=True):
+            master.copy_(copy)
+
+    loop.Run.update, loop.load_start = update_with_faults, load_with_faults
+    loop.Saves.after = save_with_faults
 
 
-def _due(local_rank: int, step: int) -> list[str]:
-    """Return the kinds of faults that this rank has in update `step`."""
+def _due(launch: Any, step: int) -> dict[str, int]:
+    """Return the kinds of faults that this rank has in update `step`, with the first step of
+    each."""
     try:
         lines = Path(os.environ[_FAULTS]).read_text().splitlines()
     except OSError:
-        return []
-    due = []
+        return {}
+    due = {}
     for kind, node, rank, first in map(str.split, lines):
-        is_here = node in ("*", os.environ.get("OPTIMUS_NODE")) and rank in ("*", str(local_rank))
+        is_here = node in ("*", os.environ.get("OPTIMUS_NODE"))
+        is_here &= rank in ("*", str(launch.local_rank), f"g{launch.rank}")
         if is_here and step >= int(first):
-            due.append(kind)
+            due[kind] = int(first)
     return due
 
 
@@ -71,7 +107,40 @@ def _nan(run: Any) -> None:
     block.register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
 
 
-_FAULT = {"nan": _nan}
+def _raise(run: Any) -> None:
+    raise RuntimeError("a defect of the program")
+
+
+def _exit(run: Any) -> None:
+    os._exit(17)
+
+
+def _exhaust_memory(run: Any) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    bytearray(1 << 30)
+
+
+def _fail_to_read(run: Any) -> None:
+    def microbatches(step: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "data/train/shard-00000.bin")
+
+    run.loader.microbatches = microbatches
+
+
+def _kill_soon(run: Any = None) -> None:
+    delay_s = 0.05 * random.Random(os.getpid()).random()
+    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+_IN_UPDATE = {
+    "nan": _nan,
+    "raise": _raise,
+    "exit": _exit,
+    "memory": _exhaust_memory,
+    "data-error": _fail_to_read,
+    "kill-in-update": _kill_soon,
+}
 
 if _FAULTS in os.environ:
     sys.meta_path.insert(0, _Finder())
