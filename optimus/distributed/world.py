@@ -158,7 +158,9 @@ def end_run(
         raise error
     if agreement is None:
         return end_alone(failure, phase)
-    if launch.is_first and _joined[-1:] == ["gloo"]:
+    # All ranks raise errors of the other kinds together, or after the loss of another rank.
+    may_be_alone = failure.kind in (OutcomeKind.FAILED, OutcomeKind.USAGE)
+    if (launch.is_first or may_be_alone) and _joined[-1:] == ["gloo"]:
         _close_connections()
     ended = agreement.end(outcome_of(failure, launch.rank, phase, step))
     if ended.is_shared:
@@ -168,7 +170,8 @@ def end_run(
 
 
 def _close_connections() -> None:
-    """Close rank 0's connections, so that other ranks fail and read its Outcome from the store."""
+    """Close this rank's connections, so that ranks that wait for it fail at once and read its
+    Outcome from the store."""
 
     def close() -> None:
         with contextlib.suppress(RuntimeError):

@@ -137,15 +137,15 @@ def test_rank_that_fails_alone_does_not_wait(tmp_path):
     assert processes[1].returncode == 1 and "error of rank 1, 1 in progress" in stderr
 
 
-def fail_on_rank_0() -> None:
-    """Raise a DataError on rank 0 while rank 1 waits for it in a barrier."""
+def fail_alone(rank: int) -> None:
+    """Raise a DataError on a rank while the other one waits for it in a barrier."""
     import optimus.cli
 
     def trouble(*args) -> None:
         launch = read_launch_env()
         world = start_world(launch, timeout_s=60.0, device="cpu")
         try:
-            if world.rank == 0:
+            if world.rank == rank:
                 raise DataError("metrics.jsonl: No space left on device")
             barrier(world.everyone)
         except OptimusError as error:
@@ -155,14 +155,42 @@ def fail_on_rank_0() -> None:
     optimus.cli.process()
 
 
-def test_ranks_adopt_the_error_of_rank_0_whose_process_has_the_store():
+def fail_on_rank_0() -> None:
+    fail_alone(0)
+
+
+def fail_on_rank_1() -> None:
+    """Without the time limit after which a rank no longer waits for the other ranks."""
+    from optimus.distributed import agreement
+
+    agreement._OTHERS_S = 120.0
+    fail_alone(1)
+
+
+def run_ranks(function: str) -> tuple[list[int], list[str]]:
+    """Run two ranks whose first one has the store. Return their exit statuses and outputs."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     environ = os.environ | {
         "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "TORCH_CPP_LOG_LEVEL": "FATAL",
     }  # fmt: skip
-    first, second = ranks_of("fail_on_rank_0", environ)
-    outputs = [process.communicate(timeout=120)[1] for process in (first, second)]
-    assert [first.returncode, second.returncode] == [2, 2], outputs
+    processes = ranks_of(function, environ)
+    try:
+        outputs = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], outputs
+
+
+def test_ranks_adopt_the_error_of_rank_0_whose_process_has_the_store():
+    statuses, outputs = run_ranks("fail_on_rank_0")
+    assert statuses == [2, 2], outputs
     assert outputs == ["optimus: error: metrics.jsonl: No space left on device\n", ""]
+
+
+def test_rank_that_waits_adopts_the_error_of_another_rank_at_once():
+    statuses, outputs = run_ranks("fail_on_rank_1")
+    assert statuses == [2, 2], outputs
+    assert outputs == ["", "optimus: [rank 1] error: metrics.jsonl: No space left on device\n"]
