@@ -518,6 +518,10 @@ class ResilienceConfig(Section):
     """What happens if a node is lost and no buffer node is free. `shrink`: continue with fewer
     nodes and the same global batch. `requeue`: end with exit status 3, so that the next job
     continues. `stop`: end with exit status 6."""
+    on_repeat_nan: Literal["stop", "skip"] = "stop"
+    """What happens if the same data gives non-finite values on two nodes. `stop`: end with exit
+    status 6 and a report. `skip`: skip the update of this step in all attempts, as after an
+    overflow in fp16."""
     max_restarts: CountOrZero = 100
     """Maximum number of restarts in a job."""
     supervisor_timeout_s: Annotated[float, Field(gt=0)] = 60.0

@@ -23,7 +23,8 @@ class MoeFigures:
     """
 
     aux_loss: float | None
-    """Mean load-balancing loss of the microbatches; None if an overflow skipped the update."""
+    """Mean load-balancing loss of the microbatches; None if it is not finite, as in a skipped
+    update."""
     z_loss: float | None
     expert_load_min: float
     """Smallest load of any expert in any MoE layer."""
@@ -40,7 +41,7 @@ class LossScaleFigures:
 
     loss_scale: float
     skipped_steps: int
-    """Number of updates that the run has skipped so far because of an overflow."""
+    """Number of updates that the run has skipped so far."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class StepRecord:
 
     step: int
     loss: float | None
-    """Mean cross-entropy of the global batch in nats; None if an overflow skipped the update."""
+    """Mean cross-entropy of the global batch in nats; None if it is not finite, as in a skipped
+    update."""
     grad_norm: float | None
-    """Gradient norm before clipping; None if an overflow skipped the update."""
+    """Gradient norm before clipping; None if the update was skipped."""
     lr: float
     tokens: int
     """Number of tokens read since the run began, including this update."""

@@ -97,7 +97,7 @@ class TrainingHealth:
             step: Number of the update.
             expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, largest number
                 of experts of a layer].
-            grad_norm: Gradient norm before clipping; NaN if an overflow skipped the update.
+            grad_norm: Gradient norm before clipping; NaN if the update was skipped.
         """
         notices = self._norm.after_update(step, grad_norm)
         if self._experts is not None:

@@ -162,8 +162,8 @@ def indented(text: str) -> str:
 
 
 def _figures(record: StepRecord) -> str:
-    loss = "overflow" if record.loss is None else f"{record.loss:.4f}"
-    norm = "overflow, skipped" if record.grad_norm is None else f"norm {record.grad_norm:.3f}"
+    loss = "non-finite" if record.loss is None else f"{record.loss:.4f}"
+    norm = "update skipped" if record.grad_norm is None else f"norm {record.grad_norm:.3f}"
     text = f"loss {loss}  {norm}  lr {record.lr:.2e}  {record.tokens_per_s:,.0f} tok/s"
     if record.moe is not None:
         low, high = record.moe.expert_load_min, record.moe.expert_load_max

@@ -42,7 +42,7 @@ class _Step(_Line):
 
     step: _Count
     loss: _Loss | None
-    """None if an overflow skipped the update; then `grad_norm` is None, too."""
+    """None if it is not finite. Then the update was skipped, and `grad_norm` is None, too."""
     grad_norm: _Loss | None
     tokens: _Count
     step_time_s: _Figure

@@ -94,6 +94,7 @@ def plan_job(
         policy=Policy(
             sizes=_valid_sizes(config, nodes, ranks_per_node),
             on_exhausted=config.resilience.on_exhausted,
+            on_repeat_nan=config.resilience.on_repeat_nan,
             max_restarts=config.resilience.max_restarts,
         ),
         heartbeat_s=config.resilience.heartbeat_s,

@@ -82,7 +82,7 @@ def _resolve_without(
 ) -> RunPlan:
     """Return a copy of `plan` that starts from a checkpoint that is not in `damaged`. A collective
     of all ranks. Raises CheckpointError if there is none."""
-    start, refused = ResolvedStart(plan.start, plan.changes), ""
+    start, refused = ResolvedStart(plan.start, plan.changes, plan.skipped_steps), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
         logger.warning("passing over a damaged checkpoint: %s", one_line(problem))

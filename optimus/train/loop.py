@@ -96,7 +96,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     """
     start_up = StartUp(process)
     inputs: RunInputs | None = None
-    start = ResolvedStart(Start("none"), ())  # replaced by the first rank's start
+    start = ResolvedStart(Start("none"), (), ())  # replaced by the first rank's start
     directory: RunDirectory | None = None
     failure: OptimusError | None = None
     try:
@@ -265,6 +265,7 @@ class Run:
             world.device,
             scaling,
             workspace,
+            frozenset(plan.skipped_steps),
         )
         self.loader = Loader(
             plan.data.training,

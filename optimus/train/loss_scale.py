@@ -63,6 +63,10 @@ class LossScale:
         self.scale, self.good_steps = self.scale / 2, 0
         self.skipped += 1
 
+    def after_skip(self) -> None:
+        """Count an update that is skipped because of its data, not because of the scale."""
+        self.skipped += 1
+
     def state(self) -> dict[str, float] | None:
         """Return the state for a checkpoint, as a dict for JSON; None if the scale is always 1."""
         if not self._dynamic:

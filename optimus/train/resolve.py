@@ -26,6 +26,7 @@ from optimus.errors import CheckpointError, ConfigError, DamageError, DataError,
 from optimus.io.files import read_regular
 from optimus.parallel.divisible import check_divisible
 from optimus.parallel.pipeline.plan import plan_stages, schedule_of
+from optimus.resilience.supervision.attempt import read_skipped_steps
 from optimus.train.schedule import rate_change
 
 _MAX_TOKENIZER_BYTES = 1 << 28
@@ -96,6 +97,8 @@ class PartialPlan:
     changes: tuple[str, ...]
     """Log lines about settings whose values differ from those in the checkpoint, and about a change
     of the learning rate."""
+    skipped_steps: tuple[int, ...]
+    """Steps whose updates are skipped, from SKIPPED_STEPS in the run directory."""
 
     def tokens_after(self, step: int) -> int:
         """Return the number of tokens that the run has read after update `step`."""
@@ -122,6 +125,7 @@ class ResolvedStart(NamedTuple):
 
     start: Start
     changes: tuple[str, ...]
+    skipped_steps: tuple[int, ...]
 
 
 def resolve(
@@ -152,7 +156,7 @@ def resolve(
         data = open_data(config.data, config.train.seq_len, config.model.vocab_size)
         data.check_shards()
         training = data.training
-    start = ResolvedStart(Start("none"), ())
+    start = ResolvedStart(Start("none"), (), ())
     if read_run_dir:
         start = find_start(config, batch, training)
     if data is None:
@@ -247,6 +251,7 @@ def find_start(
     Raises:
         CheckpointError: A checkpoint is unusable, or a frozen setting differs from the
             checkpoint's. The message is one line with the key, the value and the remedy.
+        ConfigError: SKIPPED_STEPS is damaged.
     """
     train, optim = config.train, config.optim
     start = decide_start(train.run_dir, config.checkpoint.load, damaged)
@@ -255,7 +260,7 @@ def find_start(
     if start.step < (train.stop_at_step or train.max_steps):
         rate = rate_change(start.step + 1, optim, train.max_steps, start.settings)
         changes += [rate] if rate else []
-    return ResolvedStart(start, tuple(changes))
+    return ResolvedStart(start, tuple(changes), read_skipped_steps(train.run_dir))
 
 
 def flat_settings(

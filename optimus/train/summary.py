@@ -19,6 +19,7 @@ from optimus.errors import OptimusError, counted, one_line, printable
 from optimus.hf import config_to_hf
 from optimus.model.flops import count_parameters
 from optimus.observe.events import EvalRecord
+from optimus.resilience.supervision.attempt import SKIPPED_STEPS
 from optimus.train.autotune import MeasuredChoices
 from optimus.train.resolve import PartialPlan, RunPlan, flat_settings, network_warnings
 
@@ -38,6 +39,8 @@ def print_start(config: Config, plan: PartialPlan, ranks_per_node: int) -> None:
         logger.info("starting at step %d from %s", start.step, start.path)
     for change in plan.changes:
         logger.info("changed on resume: %s", one_line(change))
+    if skipped := _skipped(plan):
+        logger.info("updates that will be skipped: %s", skipped)
 
 
 def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> str:
@@ -46,6 +49,8 @@ def format_resolved(config: Config, plan: RunPlan, choices: MeasuredChoices) -> 
     path = f" from {start.path}" if start.path is not None else ", from initial weights"
     facts = [*plan_facts(config, plan), ("start", f"step {start.step:,}{path}")]
     facts += [("changed", one_line(change)) for change in plan.changes]
+    if skipped := _skipped(plan):
+        facts.append(("skipped updates", skipped))
     for key, value in choices.as_settings().items():
         source = " (as in the checkpoint)" if key in choices.from_checkpoint else ""
         facts.append((key, value + source))
@@ -72,10 +77,17 @@ def resolved_tree(config: Config, plan: RunPlan, choices: MeasuredChoices) -> di
             "origin": start.origin,
         },
         "changes": list(plan.changes),
+        "skipped_steps": list(plan.skipped_steps),
         "measured": choices.as_settings(),
         "from_checkpoint": list(choices.from_checkpoint),
         "settings": flat_settings(choices.record_in(config), batch, data.training),
     }
+
+
+def _skipped(plan: PartialPlan) -> str:
+    """Return the steps after the start whose updates will be skipped, as text; "" if none."""
+    steps = [step for step in plan.skipped_steps if step > plan.start.step]
+    return f"{', '.join(map(str, steps))} ({SKIPPED_STEPS})" if steps else ""
 
 
 def _source_tree(source: InstanceSource) -> dict[str, Any]:

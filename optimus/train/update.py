@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,7 +34,7 @@ class UpdateResult:
     aux_loss: float
     z_loss: float
     grad_norm: float
-    """Norm of the gradients before clipping; NaN if an overflow in fp16 skipped the update."""
+    """Norm of the gradients before clipping; NaN if the update was skipped."""
     lr: float
     expert_rows: Tensor
     """int64 [MoE layers, E]: tokens routed to each expert by all ranks. E is the largest number of
@@ -57,6 +58,7 @@ class Updater:
         device: torch.device,
         loss_scale: LossScale | None = None,
         workspace: Workspace | None = None,
+        skipped_steps: Collection[int] = (),
     ) -> None:
         """Make the backward pass of `rank_model` write its gradients to `states`.
 
@@ -70,7 +72,10 @@ class Updater:
             loss_scale: The loss scale of the run; None creates the loss scale of a new run.
             workspace: The workspace of the run, for files about non-finite values; None writes no
                 files.
+            skipped_steps: Steps whose update is skipped, because their data gives non-finite
+                values.
         """
+        self._skipped_steps = skipped_steps
         self._loss_scale = loss_scale or LossScale(
             config.optim, config.train.dtype, plan.num_microbatches
         )
@@ -93,7 +98,7 @@ class Updater:
         Raises:
             NonFiniteError: A loss or gradient of some rank is not finite. Raised on every rank,
                 before any master weight changes. In fp16, the update is skipped instead if the
-                loss scale can be halved.
+                loss scale can be halved. The steps in `skipped_steps` are skipped always.
         """
         self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
         on_device = self._rank_model.to_device(microbatches)
@@ -111,8 +116,13 @@ class Updater:
 
     def _opt_step(self, step: int, microbatches: list[Microbatch], lr: float) -> None:
         """Execute OPT_STEP, the last action of the pipeline schedule: update the weights, or skip
-        the update after an overflow in fp16."""
+        the update after an overflow in fp16 or because `step` is in `skipped_steps`."""
         scaling = self._loss_scale
+        if step in self._skipped_steps:
+            self._states.gradients.finish()
+            self._norm = math.nan
+            scaling.after_skip()
+            return
         overflow = self._watch.any_rank_is_nonfinite()
         if overflow and not scaling.can_fall:
             self._watch.explain(microbatches, scaling.at_its_least())

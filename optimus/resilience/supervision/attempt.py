@@ -1,21 +1,30 @@
-"""Interface between a rank of a supervised run and its agent.
+"""Interface between a rank of a supervised run, its agent and the supervisor.
 
 The agent sets environment variables when it starts a rank, and reads the rank's progress from a
-small file on the node, which the rank writes through a memory map. This module imports no torch.
+small file on the node, which the rank writes through a memory map. The supervisor reads the markers
+of ranks, and names the updates to skip in a file of the run directory. This module imports no
+torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import mmap
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from optimus.errors import ConfigError, reason_of
+from optimus.io import files
 from optimus.observe.events import Recorder
 
+SKIPPED_STEPS = "skipped_steps.json"
+"""File in the run directory with the steps whose updates are skipped."""
+_MAX_STEPS_BYTES = 1 << 20
 ATTEMPT, NODE, WORKSPACE, PROGRESS, JOB_END = (
     f"OPTIMUS_{name}" for name in ("ATTEMPT", "NODE", "WORKSPACE", "PROGRESS", "JOB_END")
 )
@@ -74,6 +83,36 @@ def marker_dir(run_dir: str | os.PathLike, workspace: str) -> Path:
         workspace: `AttemptStarted.workspace`.
     """
     return Path(run_dir) / "log" / workspace
+
+
+def encode_skipped_steps(steps: Iterable[int]) -> bytes:
+    """Return the content of SKIPPED_STEPS for the steps whose updates are skipped."""
+    return (json.dumps({"steps": sorted({*steps})}) + "\n").encode()
+
+
+def read_skipped_steps(run_dir: str | os.PathLike) -> tuple[int, ...]:
+    """Return the steps whose updates a run skips, ascending; () without a file.
+
+    Raises:
+        ConfigError: The file cannot be read, or it is not the result of `encode_skipped_steps`.
+    """
+    path = Path(run_dir) / SKIPPED_STEPS
+    try:
+        data = files.read_regular(path, _MAX_STEPS_BYTES)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise ConfigError(f"{path}: {reason_of(error)}; make the file readable") from None
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(data):
+            case {"steps": [*steps], **rest} if not rest:
+                is_valid = all(type(step) is int and step > 0 for step in steps)
+                if is_valid and steps == sorted({*steps}):
+                    return tuple(steps)
+    raise ConfigError(
+        f'{path}: damaged: it must be {{"steps": [N, ...]}} with ascending step numbers; write the '
+        "steps to skip again, or remove the file to skip none"
+    )
 
 
 class Progress(NamedTuple):

@@ -19,7 +19,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,7 +36,12 @@ from optimus.resilience.supervision.agent import (
     hash_code,
     parse_address,
 )
-from optimus.resilience.supervision.attempt import marker_dir
+from optimus.resilience.supervision.attempt import (
+    SKIPPED_STEPS,
+    encode_skipped_steps,
+    marker_dir,
+    read_skipped_steps,
+)
 from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
 from optimus.resilience.supervision.decide import (
     Decision,
@@ -174,8 +179,8 @@ class Supervisor:
         """Take over the run directory, and read its ledger.
 
         Raises:
-            ConfigError: Another supervisor or run uses the directory, the ledger is damaged, or
-                settings differ from those of an earlier job.
+            ConfigError: Another supervisor or run uses the directory, the ledger or SKIPPED_STEPS
+                is damaged, or settings differ from those of an earlier job.
             OSError: A file cannot be written.
         """
         self._job, self._folder = job, job.run_dir / SUPERVISOR
@@ -189,6 +194,9 @@ class Supervisor:
     def _take_over(self) -> None:
         job = self._job
         self._check_settings(read_history(job.run_dir))  # before anything is changed
+        self._skipped_steps = read_skipped_steps(job.run_dir)
+        """Steps that were in the file at the start of this supervisor: the user may have added
+        steps to those of the ledger."""
         files.make_dirs(job.run_dir / "log")
         _make_private(self._folder)
         self._workspace = Workspace.open(self._folder)
@@ -314,17 +322,22 @@ class Supervisor:
                 process.terminate()
 
     async def _add(self, event: Event) -> None:
-        """Store an event. If the disk is full, wait while the ranks train."""
+        """Store an event."""
+        await self._store(LEDGER, lambda: self._ledger.add(event))
+
+    async def _store(self, name: str, write: Callable[[], None]) -> None:
+        """Call `write`, which changes a file. If the disk is full, wait while the ranks train, and
+        call it again."""
         while True:
             try:
-                self._ledger.add(event)
+                write()
                 return
             except OSError as error:
                 if not self._workspace.is_open():
                     raise OptimusError(
                         f"{self._job.run_dir}: another supervisor has taken over; this one ends"
                     ) from None
-                logger.error("%s: %s; trying again", LEDGER, error.strerror)
+                logger.error("%s: %s; trying again", name, error.strerror)
                 await asyncio.sleep(_RETRY_S)
 
     async def _decide(self) -> Decision:
@@ -398,6 +411,10 @@ class Supervisor:
             return
         if not await self._stage(decision.nodes):
             return
+        skipped = tuple(sorted({*decision.skipped_steps, *self._skipped_steps}))
+        if skipped:  # before the event: a supervisor that takes over then starts the ranks
+            path, content = job.run_dir / SKIPPED_STEPS, encode_skipped_steps(skipped)
+            await self._store(SKIPPED_STEPS, lambda: self._workspace.write_bytes(path, content))
         name = f"attempt-{number:04d}-{secrets.token_hex(3)}"
         workspace = store.open_workspace(job.run_dir, name, self._workspace)
         attempt = AttemptStarted(
@@ -408,7 +425,7 @@ class Supervisor:
             port=port,
             workspace=name,
             load=decision.load,
-            skipped_steps=decision.skipped_steps,
+            skipped_steps=skipped,
         )
         await self._add(attempt)
         if decision.load == "older":

@@ -1,8 +1,10 @@
-"""Runs in which one rank computes NaN or gets a corrupted optimizer state."""
+"""Runs in which one rank computes NaN or gets a corrupted optimizer state, or in which data gives
+NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from optimus.errors import NonFiniteError
 from optimus.train.loop import Run
-from tests.kit.runs.training import make_run
+from tests.kit.runs.training import Ended, make_run, run_with
 
 
 class NanBackward(torch.autograd.Function):
@@ -132,3 +134,34 @@ def break_element(run: Run, state: str, value: float) -> str:
             local[0][-1] = value
             return slot.name
     raise AssertionError("the shard of the last chunk has no parameter")
+
+
+@contextlib.contextmanager
+def bad_instance(run: Run, number: int) -> Iterator[None]:
+    """Return a context in which the training instance `number` gives NaN on any rank of `run` that
+    computes its embedding."""
+    bad = torch.from_numpy(run.plan.data.training.read(number, number + 1))
+    if run.rank_model.layout.coordinate.pp:
+        yield
+        return
+
+    def break_rows(module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
+        return out * torch.nan if torch.equal(inputs[0].cpu(), bad) else None
+
+    handle = run.model.embed.register_forward_hook(break_rows)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def train_on_bad_instance(tree: dict[str, Any], number: int) -> Ended:
+    """Run the training of a configuration on this rank, with data that gives NaN on any rank."""
+    go = Run.go
+
+    def go_on_bad_instance(run: Run) -> None:
+        with bad_instance(run, number):
+            go(run)
+
+    with mock.patch.object(Run, "go", go_on_bad_instance):
+        return run_with(tree, lambda step: None)
