@@ -87,6 +87,9 @@ class Evidence:
     restarted: tuple[str, ...] = ()
     """Nodes whose agent was started again while no supervisor ran, so that the ranks are gone."""
     progress: tuple[RankProgress, ...] = ()
+    is_cut_off: bool = False
+    """True if all other nodes have become silent at the same time, so that the network of the
+    supervisor's node is the cause."""
 
 
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
@@ -125,6 +128,9 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         first = min(evidence.markers, key=lambda marker: (marker.step, marker.rank))
         signature = f"nonfinite {first.instances}"
         return end("failed", "soft", [first.node], signature, first.step)
+    if evidence.is_cut_off:
+        lines.append("the node of the supervisor is cut off from all others")
+        return end("interrupted")
     gone = {*evidence.unreachable, *evidence.restarted}
     if gone and gone == {*evidence.nodes} and len(gone) > 1:
         return end("interrupted")  # the network of the supervisor, or the whole job

@@ -624,7 +624,19 @@ class Supervisor:
             tuple(node.name for node in silent),
             tuple(restarted),
             progress,
+            bool(silent) and self._is_cut_off(now),
         )
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Return True if the agents of all other machines, at least two, have become silent at the
+        same time, while those of this machine answer."""
+        limit_s, host = self._job.heartbeat_s, socket.gethostname()
+        agents = [node for node in self._nodes.values() if node.hello]
+        others = [node.heard_at for node in agents if node.hello["host"] != host]
+        local = [node.heard_at for node in agents if node.hello["host"] == host]
+        if len(others) < 2 or now - max(others) <= limit_s or max(others) - min(others) > limit_s:
+            return False
+        return all(now - heard_at <= limit_s for heard_at in local)
 
     def _markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
         """Return the markers of an attempt."""
@@ -657,6 +669,8 @@ class Supervisor:
             since_s: Time since the first rank ended.
             silence_s: Longest silence of an agent.
         """
+        if evidence.is_cut_off:  # if the others come back, no node is to be blamed
+            return silence_s > self._job.supervisor_timeout_s
         # mpiexec ends all ranks if a node is lost, whose agent then becomes silent.
         by_mpiexec = self._mpiexec is not None and all(end.was_ended for end in evidence.ends)
         if by_mpiexec and not self._stop_signal and not evidence.unreachable:

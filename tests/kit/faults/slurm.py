@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 
-from optimus.resilience.supervision.ledger import SupervisorStarted
+from optimus.resilience.supervision.ledger import SupervisorStarted, VerdictReached
 from tests.kit.faults import failures
 from tests.kit.faults.failures import Case
 from tests.kit.faults.supervised import (
@@ -241,6 +241,18 @@ def _cut(launch: SlurmLaunch, chance: random.Random) -> Expected:
     return _excluded(node)
 
 
+def _cut_first(launch: SlurmLaunch, chance: random.Random) -> Expected:
+    """Cut the node of the supervisor off for longer than the heartbeat limit. No other node is
+    blamed; ranks may have lost their peers."""
+    node, step, ended = launch.nodes[NAMES[0]], launch.step(), len(launch.history().ends)
+    node.cut()
+    time.sleep(HEARTBEAT_S + 2.0 + 2.0 * chance.random())
+    node.connect()
+    launch.wait_for_step(step + 8)
+    restarts = len(launch.history().ends) - ended
+    return Expected(restarts=(restarts, restarts))
+
+
 def _flap(launch: SlurmLaunch, chance: random.Random) -> Expected:
     """Cut a node off three times, each time shorter than the heartbeat limit."""
     node = launch.nodes[chance.choice(NAMES)]
@@ -315,13 +327,42 @@ def _lose_power_of_first(launch: SlurmLaunch, chance: random.Random) -> Expected
     return _next_job(launch, None)
 
 
-def _next_job(launch: SlurmLaunch, status: int | None) -> Expected:
-    """Wait for the end of a job, check its exit status, and start the next job of the run."""
+def _reach_time_limit(launch: SlurmLaunch, chance: random.Random) -> Expected:
+    """Continue in a job of one minute, whose ranks save before its end, and in another job."""
+    subprocess.run(["scancel", launch.job], check=True)
+    launch.minutes = 1
+    expected = _next_job(launch, None)
+    launch.minutes = 0
+    later = _next_job(launch, 3)
+    verdicts = [event for event in launch.history().events if isinstance(event, VerdictReached)]
+    if verdicts[-1].verdict != "continue":
+        raise ValueError(f"the verdict of the job was {verdicts[-1].verdict}")
+    return expected.joined(later)
+
+
+def _lose_buffer_node_before_start(launch: SlurmLaunch, chance: random.Random) -> Expected:
+    """Start a job while a buffer node does not answer and Slurm has not noticed it."""
+    subprocess.run(["scancel", launch.job], check=True)
+    node = launch.nodes[NAMES[-1]]
+
+    def break_node() -> None:
+        node.end_slurmd()
+        node.cut()
+
+    return _next_job(launch, None, break_node)
+
+
+def _next_job(
+    launch: SlurmLaunch, status: int | None, before: Callable[[], None] = lambda: None
+) -> Expected:
+    """Wait for the end of a job, check its exit status, and start the next job of the run. Call
+    `before` directly before its start."""
     if (ended := launch.end()) is None or status not in (None, ended):
         raise ValueError(f"the job ended with {ended}, expected {status}")
     interrupted = launch.history().running is not None
     launch.restore_nodes()
     supervisors = launch.count(SupervisorStarted)
+    before()
     launch.restart()
     launch.wait_for_new_supervisor(supervisors)
     return Expected(restarts=(int(interrupted), int(interrupted)))
@@ -333,6 +374,7 @@ CASES: dict[str, Case] = {
     "power-loss": Case(_lose_power, 1),
     "power-cycle": Case(_lose_power_shortly, 1),
     "cut": Case(_cut, 1),
+    "first-cut": Case(_cut_first),
     "flap": Case(_flap),
     "node-freeze": Case(_freeze_node, 1),
     "slurmd-kill": Case(_restart_slurmd),
@@ -341,4 +383,10 @@ CASES: dict[str, Case] = {
     "cancel-steps": Case(_cancel_steps),
     "cancel-job": Case(_cancel_job),
     "first-power-loss": Case(_lose_power_of_first),
+    "dead-buffer": Case(_lose_buffer_node_before_start, in_sequences=False),
+    "time-limit": Case(
+        _reach_time_limit,
+        settings={"train__max_steps": 600, "resilience__end_margin_s": 20.0},
+        in_sequences=False,
+    ),
 }

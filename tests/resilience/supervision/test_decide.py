@@ -122,6 +122,12 @@ def test_loss_of_all_nodes_at_once_is_attributed_to_none(gone):
     assert (end.outcome, end.nodes) == ("interrupted", ())
 
 
+def test_loss_of_the_network_of_the_supervisor_is_attributed_to_none():
+    evidence = Evidence(1, 5, unreachable=("b",), nodes=("a", "b"), is_cut_off=True)
+    end = find_cause(evidence, RANKS, 0.0)
+    assert (end.outcome, end.nodes) == ("interrupted", ())
+
+
 def test_interrupted_attempt_is_started_again_without_marks():
     run = Run()
     assert run.start() == "abcd"
