@@ -29,6 +29,8 @@ SITE = "import optimus.bench.probe\noptimus.bench.probe.start()\n"
 """Content of the module `sitecustomize`, which interpreters import from PYTHONPATH at their
 start."""
 _LOOP = "optimus.train.loop"
+_STATUS = 9
+"""Exit status of a rank that a library ends."""
 _FEWEST = 3
 """Number of times from which a median is taken."""
 _EVERY = 3
@@ -51,7 +53,8 @@ class Plan:
 
     @property
     def fault_file(self) -> Path:
-        """File with the next fault in a rank, as JSON: attempt, rank and kind ("nan", "error")."""
+        """File with the next fault in a rank, as JSON: attempt, rank and kind ("nan", "error",
+        "exit")."""
         return Path(self.folder, "fault.json")
 
     def report(self, kind: str, **values: Any) -> None:
@@ -127,6 +130,9 @@ def _change(loop: Any, plan: Plan) -> None:
         elif kind == "error":
             plan.report("fault")
             raise OSError(errno.EIO, os.strerror(errno.EIO), "a file of the benchmark")
+        elif kind == "exit":
+            plan.report("fault")
+            os._exit(_STATUS)
         update(run, step)
 
     loop.StartUp.record, loop.Run.update = record_and_report, update_with_faults

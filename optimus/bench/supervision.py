@@ -41,8 +41,8 @@ from optimus.resilience.supervision.ledger import (
 
 FIGURES = ("faults", "cold", "files", "nan-check", "false-alarms")
 """Names for `--only`."""
-EXITS = ("kill", "segv", "error", "nan")
-"""Faults of one rank: SIGKILL, SIGSEGV, an OSError, a NaN."""
+EXITS = ("kill", "segv", "exit", "error", "nan")
+"""Faults of one rank: SIGKILL, SIGSEGV, exit by a library, an OSError, a NaN."""
 SILENCES = ("power", "freeze", "cut")
 """Faults of a node: all of its processes are killed, all are suspended, or only its agent is
 suspended, so that the ranks continue."""
@@ -291,7 +291,7 @@ def _next_node(history: History) -> str:
 
 def _inject(launch: Launch, kind: str, node: str, local_rank: int) -> float | None:
     """Let a node fail. Return the Unix time; None if the rank reports it."""
-    if kind in ("nan", "error"):
+    if kind in ("nan", "error", "exit"):
         running = launch.history().running
         assert running is not None
         rank = running.nodes.index(node) * running.ranks_per_node + local_rank

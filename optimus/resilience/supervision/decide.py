@@ -68,6 +68,8 @@ class RankProgress(NamedTuple):
     """Number of collectives that the rank has started in this attempt."""
     phase_s: float
     """Time since the rank entered its present phase."""
+    failure: int = 0
+    """Exit status of the error that the rank has raised and has not ended with yet."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,13 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         return end("failed", "ambiguous", [slowest.node], "no progress")
     lines.extend(f"{_describe(end)} (by Optimus or mpiexec)" for end in evidence.ends[:1])
     return end("failed", "shared", signature="unknown")
+
+
+def names_cause(evidence: Evidence) -> bool:
+    """Return True if a rank has ended with its own error, and no running rank has raised an error,
+    which might be the same one."""
+    has_ended = any(_is_cause(rank_end) for rank_end in evidence.ends)
+    return has_ended and all(rank.failure in _NO_EVIDENCE for rank in evidence.progress)
 
 
 def _is_cause(end: RankEnd) -> bool:

@@ -52,6 +52,7 @@ from optimus.resilience.supervision.decide import (
     RankProgress,
     decide,
     find_cause,
+    names_cause,
 )
 from optimus.resilience.supervision.launchers import Launcher
 from optimus.resilience.supervision.ledger import (
@@ -86,8 +87,8 @@ _LOOK_S = 0.1
 _SAME_TIME_S = 0.3
 """Time to wait for further observations after a rank was ended by a signal or wrote a marker."""
 _AGREE_S = 6.0
-"""Time to wait for the other ranks after a rank has ended with an error: ranks agree on the cause,
-and then end within this time."""
+"""Time to wait for the other ranks after a rank has ended, if its end does not name the cause:
+ranks agree on the cause, and then end within this time."""
 _SAVE_S = 600.0
 """Longest time from a stop signal to the end of all ranks."""
 _STOP_S = 60.0
@@ -608,7 +609,9 @@ class Supervisor:
             if "status" in (report := node.ranks[rank])
         ]
         progress = tuple(
-            RankProgress(rank, node.name, r["step"], r["collectives"], r["phase_s"])
+            RankProgress(
+                rank, node.name, r["step"], r["collectives"], r["phase_s"], r.get("failure", 0)
+            )
             for node in nodes
             for rank, r in node.ranks.items()
             if "status" not in r and "step" in r
@@ -687,6 +690,8 @@ class Supervisor:
         statuses = {end.status for end in evidence.ends if not end.was_ended}
         if evidence.markers or any(status < 0 for status in statuses):
             return since_s > _SAME_TIME_S
+        if names_cause(evidence):
+            return since_s > 1.2 / BEATS_PER_LIMIT * self._job.heartbeat_s  # all have reported
         return since_s > (_STOP_S if statuses <= stopped else _AGREE_S)
 
     async def _kill(self, attempt: AttemptStarted) -> None:

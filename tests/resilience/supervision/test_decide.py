@@ -18,6 +18,7 @@ from optimus.resilience.supervision.decide import (
     RankProgress,
     decide,
     find_cause,
+    names_cause,
 )
 from optimus.resilience.supervision.ledger import (
     AttemptEnded,
@@ -106,6 +107,17 @@ def test_error_of_a_single_rank_at_the_start(rank, outcome):
     end = find_cause(evidence, RANKS, 0.0)
     assert end.outcome == outcome
     assert end.nodes == (() if outcome == "usage" else ("b",))
+
+
+def test_error_of_an_ended_rank_is_the_cause_unless_another_rank_may_have_it():
+    ended = ends({3: 1})
+    assert names_cause(Evidence(1, 6, ended, progress=SLOW[:3]))
+    losing = [rank._replace(failure=LOST) for rank in SLOW[:3]]
+    assert names_cause(Evidence(1, 6, ended, progress=tuple(losing)))
+    failing = (SLOW[0]._replace(failure=1), *SLOW[1:3])
+    assert not names_cause(Evidence(1, 6, ended, progress=failing))
+    for others in (ends({3: LOST}), ends({3: 0}), ADOPTED):
+        assert not names_cause(Evidence(1, 6, others, progress=SLOW[3:]))
 
 
 @pytest.mark.parametrize(
