@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from optimus.launch import environment
+
 PLAN = "OPTIMUS_BENCH_PLAN"
 """Environment variable with the Plan in JSON."""
 SITE = "import optimus.bench.probe\noptimus.bench.probe.start()\n"
@@ -105,6 +107,7 @@ class _LoopFinder(importlib.abc.MetaPathFinder):
 
         def load_and_change(module: ModuleType) -> None:
             load(module)
+            plan.report("imports", seconds=time.monotonic() - environment.STARTED)
             _change(module, plan)
 
         spec.loader.exec_module = load_and_change  # type: ignore[method-assign]

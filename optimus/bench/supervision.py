@@ -83,7 +83,10 @@ class FaultResult:
     is_right: bool
     """True if exactly the node of the fault was excluded."""
     seconds: dict[str, float]
-    """Times from detection to the first update, in their order; {} if no attempt followed."""
+    """Times from detection to the first update, in their order."""
+    imports_s: float
+    """Longest time from the start of an interpreter to the end of its imports in this time; 0 if
+    all ranks were forked from warm processes."""
 
 
 def check(options: Options, folder: Path | None, has_config: bool) -> None:
@@ -279,7 +282,9 @@ def _measure_fault(
     marks = marks_after(history, attempt.attempt)
     is_right = {(mark.node, mark.standing) for mark in marks} == {(node, "excluded")}
     phases = restart_phases(history, attempt.attempt, report)
-    return FaultResult(kind, detection_s, is_right, phases)
+    starts = launch.plan.reports("imports")
+    imports = [r["seconds"] for r in starts if r["attempt"] == attempt.attempt + 1]
+    return FaultResult(kind, detection_s, is_right, phases, max(imports, default=0.0))
 
 
 def _next_node(history: History) -> str:
@@ -360,21 +365,11 @@ def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, An
     shape = Shape(options.nodes, options.rounds, options.ranks_per_node)
     with _launch(work / "cold", data, shape) as launch:
         faults = [_measure_fault(launch, "kill", chance, cold=True) for _ in range(options.rounds)]
-    phases = [fault.seconds for fault in faults]
-    result["figures"].append(
-        figure("detection to first update, cold, without imports", without_imports(phases), _COLD_S)
-    )
-    result["cold_restart_s"] = summarise_phases(phases)
-
-
-def without_imports(restarts: Sequence[dict[str, float]]) -> list[float]:
-    """Return the total of each restart without the phase in which ranks import modules. The first
-    rank may be warm; it then waits in its phase "meeting" for the imports of others."""
-    waiting = ("imports", "meeting")
-    return [
-        sum(seconds for name, seconds in phases.items() if name not in waiting)
-        for phases in restarts
-    ]
+    seconds = [sum(fault.seconds.values()) - fault.imports_s for fault in faults]
+    name = "detection to first update, cold, without imports"
+    result["figures"].append(figure(name, seconds, _COLD_S))
+    imports = {"imports of the slowest rank": summarise([fault.imports_s for fault in faults])}
+    result["cold_restart_s"] = summarise_phases([f.seconds for f in faults]) | imports
 
 
 # -- Files ----------------------------------------------------------------------------------------

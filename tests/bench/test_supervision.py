@@ -53,7 +53,6 @@ def test_phases_of_a_restart_add_up_to_the_time_to_the_first_update():
     assert sum(result.values()) == pytest.approx(3.0)
     assert (result["kill"], result["decision"], result["start of ranks"]) == (0.5, 0.25, 0.25)
     assert (result["model and states"], result["load"]) == (0.375, 0.125)
-    assert supervision.without_imports([result]) == [pytest.approx(1.75)]
 
 
 @pytest.mark.parametrize(
