@@ -20,7 +20,6 @@ from optimus.errors import DataError, OptimusError, counted, one_line
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
 """Bytes of the rows that are read at a time, if all rows have the same size."""
-_PAGE_BYTES = 1 << 20
 _TEXT_FACTOR = 2
 """Memory of an ASCII text and of its copy as UTF-8, as a multiple of its bytes."""
 _NO_LIMITS = Limits()
@@ -49,9 +48,9 @@ class RowGroup:
         """Return the bytes of memory that reading `rows` rows at a time takes. The texts that the
         reader returns are not included.
 
-        The memory is for packed and unpacked pages, and for the array of decoded values. With more
-        than one row, this array took up to 4 times the bytes of its values in measurements: it is
-        reallocated while it grows, and the allocator does not reuse all memory that is freed.
+        The memory is for the packed column, an unpacked page, and the array of decoded values. With
+        more than one row, this array took up to 4 times the bytes of its values in measurements: it
+        is reallocated while it grows, and the allocator does not reuse all memory that is freed.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)
@@ -92,7 +91,9 @@ def read_column(
     try:
         with (
             pyarrow.OSFile(os.fsencode(name)) as file,  # pyarrow may take a name for a URI
-            parquet.ParquetFile(file, pre_buffer=False, buffer_size=_PAGE_BYTES) as table,
+            # Without a buffer, pyarrow reads the packed bytes of a column chunk at once. Its buffer
+            # has the size that a page states of itself, which may be any number in a damaged file.
+            parquet.ParquetFile(file, pre_buffer=False, buffer_size=0) as table,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
             _check_metadata(name, table.metadata)

@@ -19,7 +19,7 @@ from data_prep.cli import main
 from data_prep.runtime import memory
 from data_prep.runtime.memory import Limits, bytes_of_line, divide_memory
 from data_prep.sources import documents
-from data_prep.sources.parquet import _group
+from data_prep.sources.parquet import DamagedTable, _group, read_column
 from data_prep.tokenize import writer
 from data_prep.tokenizer import encoder
 from data_prep.tokenizer.encoder import Cutter, NoCut, reference_encode
@@ -388,6 +388,22 @@ def test_memory_limit_is_kept_for_any_row_groups(tmp_path, values, options):
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     rise, count = map(int, done.stdout.split())
     assert count == sum(map(len, values)) and rise <= 2 * room + (20 << 20), rise
+
+
+def test_size_that_a_damaged_page_states_takes_no_memory(tmp_path):
+    import pyarrow
+
+    options = {"use_dictionary": False, "compression": "none", "data_page_size": 1 << 30}
+    write_table(tmp_path / "text", ["x" * 3_000_000], **options)
+    path = tmp_path / "text" / "a.parquet"
+    data = bytearray(path.read_bytes())
+    size = b"\x94\x9b\xee\x02"  # 3,000,010 as a zigzag varint of Thrift
+    assert data[:40].count(size) == 2  # of the unpacked and of the packed page
+    path.write_bytes(data.replace(size, b"\xfe\xff\xff\x7f", 2))  # 134,217,727 bytes
+    before = pyarrow.default_memory_pool().max_memory()
+    with pytest.raises(DamagedTable):
+        list(read_column(str(path), "text"))
+    assert pyarrow.default_memory_pool().max_memory() - before < 50_000_000
 
 
 @pytest.mark.parametrize("packing", ["none", "snappy", "zstd"])
