@@ -12,7 +12,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from optimus.errors import OutcomeKind, counted
 from optimus.launch.signals import STOP_SIGNALS, signal_name
-from optimus.resilience.supervision.ledger import AttemptEnded, FailureKind, History, Standing
+from optimus.resilience.supervision.ledger import (
+    AttemptEnded,
+    AttemptStarted,
+    FailureKind,
+    History,
+    Standing,
+)
 
 Marks: TypeAlias = Mapping[str, tuple[Standing, str]]
 """New standings of nodes, with reasons."""
@@ -267,12 +273,13 @@ def decide(
     marks: dict[str, tuple[Standing, str]] = {}
     reason = "; ".join(end.evidence[:2]) or end.signature
     load: Literal["newest", "older"] = "newest"
-    earlier = _repeated(history, end)
+    earlier = _repeated(history, last, end)
     if earlier is not None:
         # The second node repeats the failure of the first, so neither is its cause.
         names = earlier.nodes[:1] + end.nodes[:1] or ("all ranks",)
         shared = f"{' and '.join(names)} failed in the same way at step {end.step}: {reason}"
-        marks.update(dict.fromkeys(earlier.nodes, ("good", shared)))
+        accused = [node for node in earlier.nodes if history.standing(node) != "good"]
+        marks.update(dict.fromkeys(accused, ("good", shared)))
         if end.failure == "soft" and not end.updates and last.load == "newest":
             load = "older"  # the weights may be bad, since no attempt has updated them
         elif end.failure == "soft":
@@ -308,9 +315,10 @@ def decide(
     return Decision("start", reason, nodes=nodes, marks=marks, load=load, skipped_steps=skipped)
 
 
-def _repeated(history: History, end: AttemptEnded) -> AttemptEnded | None:
+def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> AttemptEnded | None:
     """Return the last failure of another node, or of all ranks as `end`, with the same signature at
-    the same step.
+    the same step. After a start from the older checkpoint, it may also be of the same node, since
+    two nodes have failed before.
 
     Non-finite values from the same data are compared in the whole run. Another failure counts only
     if it came directly before, after the first update: otherwise, unrelated failures would agree.
@@ -326,7 +334,7 @@ def _repeated(history: History, end: AttemptEnded) -> AttemptEnded | None:
         if earlier.attempt != end.attempt
         and (earlier.signature, earlier.step) == (end.signature, end.step)
         and bool(earlier.nodes) == bool(end.nodes)
-        and not {*earlier.nodes} & {*end.nodes}
+        and (last.load == "older" or not {*earlier.nodes} & {*end.nodes})
     ]
     return same[-1] if same else None
 

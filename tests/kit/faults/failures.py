@@ -145,7 +145,7 @@ def _repeat_failure(times: int) -> Fault:
 def _bad_checkpoint(launch: Launch, chance: random.Random) -> Expected:
     """Let the newest checkpoint have weights that give NaN, and kill a rank."""
     first, second = launch.active()
-    step = (launch.step() // _LONG_INTERVAL + 1) * _LONG_INTERVAL
+    step = (launch.step() // _LONG_INTERVAL + 2) * _LONG_INTERVAL  # another one is older
     launch.break_rank("bad-save", "*", "*", step)
     path = store.full_path(launch.run_dir, step)
     launch.wait_until(path.exists)
@@ -239,7 +239,7 @@ def _kill_in_recovery(launch: Launch, chance: random.Random) -> Expected:
     launch.wait_for_recovery(_excluded(first), ended)
     if second in launch.history().attempts[ended + 1].nodes:  # it started before the kill
         return _excluded(first, second, restarts=2)
-    return _excluded(first)._replace(unusable=(second,))
+    return _excluded(first)._replace(unusable={second: ended + 2})
 
 
 def _kill_buffer_node(launch: Launch, chance: random.Random) -> Expected:
@@ -247,7 +247,7 @@ def _kill_buffer_node(launch: Launch, chance: random.Random) -> Expected:
     spare = launch.allocation.nodes[launch.allocation.used]
     send(launch.node(spare), signal.SIGKILL)
     time.sleep(2 * HEARTBEAT_S * chance.random())
-    return _kill_node(launch, chance)._replace(unusable=(spare,))
+    return _kill_node(launch, chance)._replace(unusable={spare: 1})
 
 
 def _exhaust(on_exhausted: str) -> Fault:
@@ -292,10 +292,10 @@ def _freeze_supervisor(launch: Launch, chance: random.Random) -> Expected:
     return Expected()
 
 
-def _restart(launch: Launch) -> None:
+def _restart(launch: Launch, *options: str) -> None:
     """Start another supervisor, and wait until it has taken over."""
     supervisors = launch.count(SupervisorStarted)
-    launch.restart()
+    launch.restart(*options)
     launch.wait_until(lambda: launch.count(SupervisorStarted) > supervisors)
 
 
@@ -357,11 +357,22 @@ def _stop_by_signal(number: int) -> Fault:
     return fault
 
 
+def _pardon(launch: Launch, chance: random.Random) -> Expected:
+    """End the job, as a user does to repair nodes, and use all excluded nodes in the next one."""
+    marks = launch.history().standings.items()
+    excluded = [node for node, mark in marks if mark.standing == "excluded"]
+    launch.process.send_signal(signal.SIGTERM)
+    launch.require(OutcomeKind.STOPPED.exit_status, "continue")
+    launch.remove_faults()
+    _restart(launch, *(word for node in excluded for word in ("--pardon", node)))
+    return Expected(dict.fromkeys(excluded, "good"))
+
+
 def _end_job(launch: Launch, chance: random.Random) -> Expected:
     """Continue the run in a job whose end is near, and then in another job."""
     launch.process.send_signal(signal.SIGTERM)
     launch.require(OutcomeKind.STOPPED.exit_status, "continue")
-    end = time.time() + 10.0 + END_MARGIN_S
+    end = time.time() + 15.0 + END_MARGIN_S
     step = launch.step()
     launch.restart(SLURM_JOB_ID="7", SLURM_JOB_END_TIME=str(int(end)))
     launch.require(OutcomeKind.STOPPED.exit_status, "continue")
@@ -430,6 +441,7 @@ CASES: dict[str, Case] = {
     "all-kill": Case(_kill_all),
     "job-signal": Case(_stop_by_signal(signal.SIGTERM)),
     "job-interrupt": Case(_stop_by_signal(signal.SIGINT)),
+    "pardon": Case(_pardon),
     "job-end": Case(
         _end_job, settings={"resilience__end_margin_s": END_MARGIN_S}, in_sequences=False
     ),
@@ -482,6 +494,7 @@ def run_sequence(
     allocation: Allocation | None = None,
     names: Sequence[str] = (),
     steps: int = SEQUENCE_STEPS,
+    most_faults: int = 1000,
     cases: Mapping[str, Case] = CASES,
     launch_type: type[Launch] = Launch,
 ) -> dict[str, Any]:
@@ -494,6 +507,8 @@ def run_sequence(
         allocation: Nodes; None for emulated ones.
         names: Cases from which the faults are chosen; () for all that are possible.
         steps: Number of updates.
+        most_faults: Maximum number of faults. Without it, a fault begins up to _LAST_STEPS updates
+            before the last one.
         cases: All cases.
         launch_type: Class of the launch.
 
@@ -508,7 +523,7 @@ def run_sequence(
     )
     expected, played, problems = Expected(), list[str](), list[str]()
     try:
-        while launch.process.poll() is None:
+        while launch.process.poll() is None and len(played) < most_faults:
             at = launch.step() + chance.randrange(1, 12)
             if at > steps - _LAST_STEPS:
                 break
@@ -520,7 +535,8 @@ def run_sequence(
                 for name in names or cases
                 if cases[name].in_sequences and cases[name].excludes <= free
             ]
-            played.append(chance.choice(possible))
+            needs_nodes = not free and "pardon" in (names or cases)
+            played.append("pardon" if needs_nodes else chance.choice(possible))
             ended = len(launch.history().ends)
             fault = cases[played[-1]].fault(launch, chance)
             expected = expected.joined(fault)

@@ -69,8 +69,8 @@ class Expected(NamedTuple):
     verdict: str = "done"
     status: int = 0
     """Exit status of `optimus launch`."""
-    unusable: tuple[str, ...] = ()
-    """Nodes that must not get ranks although they have no mark."""
+    unusable: Mapping[str, int] = {}
+    """Nodes that must not get ranks although they have no mark, each with the first attempt."""
     unbroken: tuple[str, ...] = ()
     """Lines of the file of faults with which an unbroken run has the same curve, for example
     because it skips the same updates."""
@@ -83,7 +83,7 @@ class Expected(NamedTuple):
             (least, most),
             later.verdict,
             later.status,
-            self.unusable + later.unusable,
+            {**self.unusable, **later.unusable},
             self.unbroken + later.unbroken,
         )
 
@@ -419,7 +419,7 @@ def _check_ledger(launch: Launch, expected: Expected) -> list[str]:
 
 
 def _check_assignments(
-    allocation: Allocation, history: History, unusable: Sequence[str]
+    allocation: Allocation, history: History, unusable: Mapping[str, int]
 ) -> list[str]:
     """Return violations of the rule for nodes: a node that can be used keeps its ranks, and others
     are replaced by the first free node of the allocation, suspect nodes last."""
@@ -433,7 +433,8 @@ def _check_assignments(
             usable = [
                 node
                 for node in allocation.nodes
-                if standings.get(node) != "excluded" and node not in unusable
+                if standings.get(node) != "excluded"
+                and event.attempt < unusable.get(node, event.attempt + 1)
             ]
             free = [node for node in usable if node not in before]
             free.sort(key=lambda node: standings.get(node) == "suspect")
@@ -442,7 +443,7 @@ def _check_assignments(
                 problems.append(f"attempt {event.attempt} on {event.nodes}, expected {nodes}")
             if not {*event.nodes} <= {*usable}:
                 problems.append(f"attempt {event.attempt} on {event.nodes}, usable {usable}")
-            before = event.nodes + before[len(event.nodes) :]
+            before = event.nodes + ("",) * (allocation.used - len(event.nodes))
     return problems
 
 

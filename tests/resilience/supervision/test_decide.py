@@ -288,7 +288,8 @@ def test_suspect_node_keeps_its_ranks_once():
     assert run.start() == "abed"
 
 
-def test_failure_that_another_node_repeats_is_attributed_to_no_node():
+@pytest.mark.parametrize("third", ["e", "d"])
+def test_failure_that_another_node_repeats_is_attributed_to_no_node(third):
     run = Run()
     run.start()
     run.end("b", step=5)
@@ -298,9 +299,10 @@ def test_failure_that_another_node_repeats_is_attributed_to_no_node():
     assert decision.load == "older" and decision.marks["b"][0] == "good"
     assert "e" not in decision.marks
     assert run.start() == "aecd"
-    run.end("d", step=5)
+    run.end(third, step=5)
     decision = run.decide()
     assert decision.action == "stop" and decision.status == STOPPED_BY_SUPERVISOR
+    assert "e" not in decision.marks
     assert "older checkpoint did not help" in decision.reason
 
 
@@ -347,7 +349,7 @@ def test_nan_of_two_nodes_right_after_a_load_starts_from_the_older_checkpoint_on
     assert decision.action == "start" and decision.load == "older"
     assert decision.marks["b"][0] == "good" and "e" not in decision.marks
     run.start()
-    run.end("c", "soft", signature="nonfinite i3", step=5, updates=0)
+    run.end("e", "soft", signature="nonfinite i3", step=5, updates=0)
     assert run.decide().action == "stop"
 
 
