@@ -1,6 +1,6 @@
 """Finished data sets: the only module of data_prep that `optimus` imports."""
 
-from data_prep.dataset.describe import MAX_EPOCHS
+from data_prep.dataset.describe import MAX_EPOCHS, documents_of
 from data_prep.dataset.manifest import (
     HeldOutRule,
     check_held_out,
@@ -33,6 +33,7 @@ __all__ = [
     "ShardReader",
     "check_held_out",
     "dataset_held_out_rule",
+    "documents_of",
     "fields",
     "held_out_problem",
     "integer_weights",

@@ -310,6 +310,28 @@ MAX_CHARACTERS = 16 * MAX_TOKENS
 """Longest text that `inspect` shows, in characters."""
 
 
+def documents_of(dataset: Path, number: int) -> list[str]:
+    """Return the documents in an instance, in order, as FILE:LINE or FILE. Arguments and errors are
+    those of `inspect`."""
+    manifest, order = read_manifest(dataset), read_any_order(dataset)
+    if not 0 <= number < manifest.num_instances * (MAX_SEED + 1):
+        raise ConfigError(f"instance {number} does not exist in {dataset}; give another number")
+    source = int(order.epoch_zero().apply(np.array([_row(manifest, number)]))[0])
+    return [
+        segment["input"] + (f":{segment['line']}" if segment["line"] else "")
+        for segment in _segments(dataset, order, source)
+    ]
+
+
+def _row(manifest: Manifest, number: int) -> int:
+    """Return the row of an instance in the stored order. `number` is as for `inspect`."""
+    epoch, position = divmod(number, manifest.num_instances)
+    if epoch == 0:
+        return position
+    permutation = Permutation(manifest.num_instances, manifest.seed, epoch)
+    return int(permutation.apply(np.array([position]))[0])
+
+
 def inspect(dataset: Path, number: int) -> dict[str, Any]:
     """Return the ids, text, position and sources of an instance.
 
@@ -342,10 +364,7 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
             f"instance {number} is in epoch {epoch}, and the last epoch is {MAX_SEED}; give a "
             "smaller number"
         )
-    row = position
-    if epoch > 0:
-        permutation = Permutation(manifest.num_instances, manifest.seed, epoch)
-        row = int(permutation.apply(np.array([position]))[0])
+    row = _row(manifest, number)
     ids = ShardReader(dataset, manifest).rows(row, row + 1)[0]
     source = int(order.epoch_zero().apply(np.array([row]))[0])
     tokenizer_path = layout.tokenizer_file(dataset)

@@ -440,6 +440,16 @@ class GradReducer:
             assert isinstance(self._strategy, _ReducePerMicrobatch)
             self._strategy.release()
 
+    def unreduced(self, stage: int) -> Iterator[GradBuffer]:
+        """Yield the buffers of a stage that have memory and whose reduction has not started. Call
+        this after a backward action of the stage."""
+        strategy = self._strategy
+        for bucket in self._buckets.get(stage, []):
+            grads = bucket.buffer.grads
+            is_freed = isinstance(strategy, _ReducePerMicrobatch) and not strategy.memory.has(grads)
+            if not (bucket.is_launched or is_freed):
+                yield bucket.buffer
+
     def _on_grad(self, bucket: GradBucket, name: str, leaf: Tensor) -> None:
         """Note that backward has added the gradient of a leaf, and launch the buckets that are
         ready."""

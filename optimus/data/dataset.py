@@ -53,6 +53,10 @@ class InstanceSource(Protocol):
         cannot be read.
         """
 
+    def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """Return the directory of the data set and the number in it of each instance of [start,
+        stop), the arguments of `optimus-data inspect`."""
+
 
 class FiniteSource(InstanceSource, Protocol):
     """A source with a known number of instances, for evaluation."""
@@ -140,6 +144,12 @@ class TokenDataset:
                 self._reader.pick_into(rows, self._permuted(epoch, first, first + count))
         self.check_ids(out, start)
         return out
+
+    def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """Return the absolute path of this data set and the number of each instance of [start,
+        stop)."""
+        path = str(self.path.absolute())
+        return [(path, number) for number in range(start, stop)]
 
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
         """Check that the token ids of instances are in the vocabulary.

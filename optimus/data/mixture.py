@@ -73,6 +73,12 @@ class MixedDataset:
                 self.sources[index].check_ids(out[row : row + 1], int(number))
         return out
 
+    def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
+        """Return the absolute path of the source and the number in it of each instance of [start,
+        stop)."""
+        located = zip(*self._mixing.locate(start, stop), strict=True)
+        return [self.sources[i].locate(int(n), int(n) + 1)[0] for i, n in located]
+
 
 def _check_held_out(sources: Sequence[TokenDataset]) -> None:
     """Raise DataError if a held-out document of one source could be training data of another."""

@@ -8,10 +8,10 @@ import json
 import logging
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import numpy
 import torch
@@ -19,9 +19,12 @@ from torch import Tensor, nn
 
 from optimus.chunks.buffers import GradBuffer
 from optimus.chunks.engine import ChunkEngine
+from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.options import options_of
 from optimus.config import OptimConfig, TrainConfig
-from optimus.data.loader import Microbatch
+from optimus.data.batch import BatchPlan
+from optimus.data.dataset import InstanceSource
+from optimus.data.loader import Microbatch, microbatch_starts
 from optimus.distributed.collectives import (
     Group,
     all_gather_objects,
@@ -32,6 +35,9 @@ from optimus.distributed.groups import Groups
 from optimus.errors import NonFiniteError, counted
 from optimus.io import files
 from optimus.io.workspace import Workspace
+from optimus.model.transformer import Block
+from optimus.observe.events import ActionEvent, Recorder
+from optimus.parallel.pipeline.actions import Kind
 from optimus.rank.model import RankModel, uncompiled
 from optimus.resilience.supervision.attempt import marker_dir, read_attempt
 
@@ -55,12 +61,17 @@ def is_finite(flat: Tensor) -> bool:
     return math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
 
 
-class ForwardWatch:
-    """Finds the first module of this rank that computes a non-finite value from finite inputs.
+class ForwardWatch(Recorder):
+    """Finds the first module of this rank that computes a non-finite value from finite inputs, and
+    measures the outputs of blocks.
 
     Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
     such a module, the rank with the smallest `when` computed the first non-finite value.
+
+    As the recorder of an executor, it also notes the microbatches.
     """
+
+    records_actions = True
 
     def __init__(self) -> None:
         self.module = ""
@@ -69,6 +80,12 @@ class ForwardWatch:
         self.when = 0
         """Position of the non-finite value among the checked module outputs and collective inputs,
         counted from 1; 0 if `module` is empty."""
+        self.microbatch: int | None = None
+        """Microbatch for which `module` computed the value; None if it is unknown."""
+        self.outputs: dict[int, dict[str, dict[str, float | None]]] = {}
+        """For each microbatch, the figures of `measure` of each block's output, by the block's
+        name."""
+        self._measured: dict[str, dict[str, float | None]] = {}
         self._events = 0
         self._running: list[tuple[str, bool]] = []  # module, and whether its inputs are finite
 
@@ -80,6 +97,8 @@ class ForwardWatch:
             if name:
                 handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
                 handles.append(module.register_forward_hook(self._leave))
+            if isinstance(module, Block):
+                handles.append(module.register_forward_hook(partial(self._measure, name)))
         try:
             yield
         finally:
@@ -93,6 +112,17 @@ class ForwardWatch:
         self.look(output)
         self._running.pop()
 
+    def _measure(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
+        self._measured[name] = measure(_floats(output)[0])
+
+    def action(self, event: ActionEvent) -> None:
+        if event.kind != Kind.F.name:
+            return
+        self.outputs.setdefault(event.microbatch, {}).update(self._measured)
+        self._measured = {}
+        if self.module and self.microbatch is None:
+            self.microbatch = event.microbatch
+
     def look(self, value: object) -> None:
         """Check `value`, a module's output or this rank's input to a collective. Set `module` and
         `when` at the first non-finite value that a module has computed from finite inputs."""
@@ -102,6 +132,44 @@ class ForwardWatch:
         with_finite_inputs = [name for name, finite in self._running if finite]
         if with_finite_inputs:
             self.module, self.when = with_finite_inputs[-1], self._events
+
+
+class _GradientWatch(Recorder):
+    """Finds the microbatch whose backward pass makes the first non-finite gradient of this rank.
+
+    Args:
+        is_reduced_bad: returns True if a gradient that is about to be reduced was not finite.
+        gradients: the gradients of the rank.
+    """
+
+    records_actions = True
+
+    def __init__(self, is_reduced_bad: Callable[[], bool], gradients: GradReducer) -> None:
+        self.microbatch: int | None = None
+        self._is_reduced_bad, self._gradients = is_reduced_bad, gradients
+
+    def action(self, event: ActionEvent) -> None:
+        if self.microbatch is not None:
+            return
+        # A sum over ranks may contain the non-finite value of another rank, so only buffers that
+        # are not reduced yet are checked here.
+        computes = event.kind in (Kind.B.name, Kind.I.name, Kind.W.name)
+        local = self._gradients.unreduced(event.stage) if computes else ()
+        if self._is_reduced_bad() or any(not is_finite(buffer.grads) for buffer in local):
+            self.microbatch = event.microbatch
+
+
+def measure(values: Tensor) -> dict[str, float | None]:
+    """Return least, greatest and mean finite value of a tensor, None if no value is finite, and the
+    share of non-finite values: {"min", "max", "mean", "nonfinite"}."""
+    is_value = values.isfinite()
+    finite = values[is_value].double()
+    share = 1.0 - len(finite) / max(1, values.numel())
+    if not len(finite):
+        return {"min": None, "max": None, "mean": None, "nonfinite": share}
+    least, greatest = finite.aminmax()
+    figures = {"min": float(least), "max": float(greatest), "mean": float(finite.mean())}
+    return {**figures, "nonfinite": share}
 
 
 def write_marker(
@@ -230,6 +298,7 @@ def refuse_bad_states(
     if first.rank == everyone.rank and workspace is not None:
         more = {"state": first.state, "parameter": first.parameter, "element": first.element}
         more["value"] = first.value
+        more["device"] = str(states.device)
         write_marker(workspace, train.run_dir, first.rank, step, text, first.host, **more)
     others = len({bad.rank for bad in bad_states}) - 1
     also = f" (and states of {counted(others, 'more rank')})" if others else ""
@@ -279,20 +348,35 @@ class Finding(NamedTuple):
             stage.
         when: Number of module outputs and collectives that the rank checked before it found the
             value.
-        layer: Number of parameters after the gradient's parameter in the gradient buffer; 0 for a
+        depth: Number of parameters after the gradient's parameter in the gradient buffer; 0 for a
             value of another kind.
         rank: The rank that found the value.
         text: Description of the value for the message.
         host: Host name of the rank's machine.
+        layer: Name of the module or parameter; "" if it is unknown.
+        direction: The pass that computed the value; None for a parameter.
+        microbatch: Number of the microbatch among those of the rank, from 0; None if it is unknown.
     """
 
     distance: int
     stage: int
     when: float
-    layer: int
+    depth: int
     rank: int
     text: str
     host: str
+    layer: str = ""
+    direction: Literal["forward", "backward"] | None = None
+    microbatch: int | None = None
+
+    @property
+    def was_repeated(self) -> bool:
+        """True if a second computation gave a non-finite value again."""
+        return self.distance < _ONCE
+
+
+_ONCE = 3
+"""`Finding.distance` of a value that is finite when it is computed again."""
 
 
 class Watch:
@@ -311,10 +395,25 @@ class Watch:
         rank_model: RankModel,
         states: ChunkEngine,
         workspace: Workspace | None,
+        batch: BatchPlan,
+        data: InstanceSource | None,
     ) -> None:
+        """Watch the updates of a rank.
+
+        Args:
+            train, optim: Sections of the run's configuration.
+            groups: Groups of this rank.
+            rank_model: Model of this rank.
+            states: Parameters, gradients and optimizer states of this rank.
+            workspace: The workspace of the run, for the marker; None writes no marker.
+            batch: The batch sizes of an update.
+            data: The training data, to name instances in the marker; None names no instances.
+        """
         self._train, self._optim, self._workspace = train, optim, workspace
         self._groups, self._rank_model, self._states = groups, rank_model, states
+        self._batch, self._data = batch, data
         self._device = next(rank_model.model.parameters()).device
+        self._outputs: dict[int, dict[str, dict[str, float | None]]] = {}
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -359,12 +458,13 @@ class Watch:
 
     def _losses(self) -> list[Tensor]:
         """Return the loss terms of this rank's microbatches that have values."""
-        return [
-            value
-            for terms in self._rank_model.executor.terms.values()
-            for value in (terms.ce_sum, terms.aux, terms.z)
-            if value is not None and value.numel()
-        ]
+        return [value for _, value in self._losses_by_microbatch()]
+
+    def _losses_by_microbatch(self) -> Iterator[tuple[int, Tensor]]:
+        for (_, microbatch), terms in self._rank_model.executor.terms.items():
+            for value in (terms.ce_sum, terms.aux, terms.z):
+                if value is not None and value.numel():
+                    yield microbatch, value
 
     def _bad_gradient(self) -> tuple[str, int]:
         """Return the name of the first non-finite gradient, and its index in its buffer, counted
@@ -392,18 +492,8 @@ class Watch:
         self.refuse_bad_states()  # a non-finite state is the cause of other non-finite values
         findings = self._findings(microbatches)
         first = findings[0]
-        if first.rank == everyone.rank and self._workspace is not None:
-            tokens = b"".join(microbatch.tokens.numpy().tobytes() for microbatch in microbatches)
-            write_marker(
-                self._workspace,
-                self._train.run_dir,
-                first.rank,
-                self._step,
-                first.text,
-                first.host,
-                data_xxh3=files.xxh3_bytes(tokens),
-                device=str(self._device),
-            )
+        if first.rank == everyone.rank:
+            self._write_marker(first, microbatches)
         more = len([finding for finding in findings if finding[:4] == first[:4]]) - 1
         also = f" (and {counted(more, 'more rank')})" if more else ""
         raise NonFiniteError(
@@ -411,67 +501,127 @@ class Watch:
             f"{first.text}{also}{circumstance}"
         )
 
+    def _write_marker(self, finding: Finding, microbatches: list[Microbatch]) -> None:
+        if self._workspace is None:
+            return
+        # The hash covers all microbatches of the rank, so that it is the same for the same data
+        # also if the microbatch of one of the values is unknown.
+        tokens = b"".join(batch.tokens.cpu().numpy().tobytes() for batch in microbatches)
+        instances, layers = [], {}
+        if finding.microbatch is not None:
+            instances = self._instances(finding.microbatch)
+            layers = self._outputs.get(finding.microbatch, {})
+        write_marker(
+            self._workspace,
+            self._train.run_dir,
+            finding.rank,
+            self._step,
+            finding.text,
+            finding.host,
+            device=str(self._device),
+            microbatch=finding.microbatch,
+            layer=finding.layer,
+            direction=finding.direction,
+            was_repeated=finding.was_repeated,
+            instances=[{"data": path, "instance": number} for path, number in instances],
+            data_xxh3=files.xxh3_bytes(tokens),
+            layers=layers,
+        )
+
+    def _instances(self, microbatch: int) -> list[tuple[str, int]]:
+        """Return data set and number of each instance of a microbatch of this rank."""
+        if self._data is None:
+            return []
+        size, data = self._batch.microbatch_size, self._groups.data
+        starts = microbatch_starts(self._step, self._batch.instances, size, data.rank, data.size)
+        return self._data.locate(starts[microbatch], starts[microbatch] + size)
+
     def _findings(self, microbatches: list[Microbatch]) -> list[Finding]:
         """Search for the cause on all ranks. Return the findings of all ranks; the first one is
         nearest to the cause. A collective of all ranks."""
         everyone = self._groups.everyone
         in_update, _ = self._bad_gradient()
-        is_nonfinite = bool(in_update) or any(not is_finite(loss) for loss in self._losses())
+        bad = [number for number, loss in self._losses_by_microbatch() if not is_finite(loss)]
         finding = self._find_in_forward(microbatches)
         findings = all_gather_objects(finding, everyone, Finding | None)
         if not any(findings):
-            finding = self._find_in_backward(microbatches, in_update, is_nonfinite)
+            finding = self._find_in_backward(microbatches)
+            if finding is None and (in_update or bad):
+                finding = self._once_finding(in_update, bad)
             findings = all_gather_objects(finding, everyone, Finding | None)
         return sorted(finding for finding in findings if finding is not None)
 
-    def _finding(self, distance: int, stage: int, when: float, layer: int, text: str) -> Finding:
+    def _finding(
+        self,
+        distance: int,
+        stage: int,
+        when: float,
+        depth: int,
+        text: str,
+        layer: str,
+        direction: Literal["forward", "backward"] | None,
+        microbatch: int | None,
+    ) -> Finding:
         rank, host = self._groups.everyone.rank, socket.gethostname()
-        return Finding(distance, stage, when, layer, rank, text, host)
+        where = layer, direction, microbatch
+        return Finding(distance, stage, when, depth, rank, text, host, *where)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
         """Find this rank's first non-finite parameter or, if there is none, its first non-finite
         output."""
         watch, stage = ForwardWatch(), self._groups.coordinate.pp
+        executor = self._rank_model.executor
         parameter = self._states.first_parameter(lambda values: not is_finite(values))
         observing = observing_contributions(watch.look)
-        with uncompiled(self._train.compile), observing, watch.over(self._rank_model.model):
-            self._rank_model.executor.evaluate(microbatches)
+        with (
+            uncompiled(self._train.compile),
+            observing,
+            watch.over(self._rank_model.model),
+            executor.recording(watch),
+        ):
+            executor.evaluate(microbatches)
+        self._outputs = watch.outputs
         if parameter:
-            return self._finding(0, stage, 0, 0, f"parameter {parameter} is non-finite")
+            text = f"parameter {parameter} is non-finite"
+            return self._finding(0, stage, 0, 0, text, parameter, None, None)
         if watch.module:
-            text = f"the output of layer {watch.module} is non-finite"
-            return self._finding(1, stage, watch.when, 0, text)
+            text, where = f"the output of layer {watch.module} is non-finite", watch.microbatch
+            return self._finding(1, stage, watch.when, 0, text, watch.module, "forward", where)
         return None
 
-    def _find_in_backward(
-        self, microbatches: list[Microbatch], bad_in_update: str, is_nonfinite: bool
-    ) -> Finding | None:
-        """Run the forward and backward passes again; return this rank's finding, or None.
-
-        Args:
-            microbatches: This rank's microbatches.
-            bad_in_update: Name of the first non-finite gradient of the update; "" if there is none.
-            is_nonfinite: True if a loss or a gradient of the update is not finite.
-        """
+    def _find_in_backward(self, microbatches: list[Microbatch]) -> Finding | None:
+        """Run the forward and backward passes again; return this rank's first non-finite gradient,
+        or None."""
         states, sent, self._extremes = self._states, [], []
+        watch = _GradientWatch(lambda: bool(self._bad_gradient()[0]), states.gradients)
         states.gradients.finish()  # wait for reductions in progress
         states.start_step()
         observing = observing_contributions(lambda tensor: sent.append(is_finite(tensor)))
-        with uncompiled(self._train.compile), observing:
-            self._rank_model.executor.run(
+        executor = self._rank_model.executor
+        with uncompiled(self._train.compile), observing, executor.recording(watch):
+            executor.run(
                 microbatches,
                 lambda stage, _: states.gradients.reduce(stage),
                 lambda: None,
                 states.gradients.before_backward,
             )
         name, depth = self._bad_gradient()
-        if name:
-            # Collectives spread a non-finite gradient. Its origin is the first rank to send one.
-            when = sent.index(False) if False in sent else math.inf
-            text = f"the gradient of {name} is non-finite, although the forward pass is finite"
-            return self._finding(2, -self._groups.coordinate.pp, when, depth, text)
-        if not is_nonfinite:
+        if not name:
             return None
-        values = f"the gradient of {bad_in_update} is" if bad_in_update else "the values are"
+        # Collectives spread a non-finite gradient. Its origin is the first rank to send one.
+        when, stage = sent.index(False) if False in sent else math.inf, self._groups.coordinate.pp
+        text = f"the gradient of {name} is non-finite, although the forward pass is finite"
+        return self._finding(2, -stage, when, depth, text, name, "backward", watch.microbatch)
+
+    def _once_finding(self, gradient: str, losses: list[int]) -> Finding:
+        """Return the finding of a value that is finite when it is computed again.
+
+        Args:
+            gradient: Name of the first gradient of the update that was not finite; "" if all were.
+            losses: Microbatches of the update whose loss was not finite.
+        """
+        values = f"the gradient of {gradient} is" if gradient else "the values are"
         text = f"{values} finite when computed again, which points to the hardware"
-        return self._finding(3, self._groups.coordinate.pp, 0, 0, text)
+        stage, microbatch = self._groups.coordinate.pp, min(losses, default=None)
+        direction: Literal["forward", "backward"] = "forward" if losses else "backward"
+        return self._finding(_ONCE, stage, 0, 0, text, gradient, direction, microbatch)

@@ -266,6 +266,7 @@ class Run:
             scaling,
             workspace,
             frozenset(plan.skipped_steps),
+            plan.data.training,
         )
         self.loader = Loader(
             plan.data.training,

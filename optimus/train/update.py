@@ -13,6 +13,7 @@ from torch import Tensor
 from optimus.chunks.engine import ChunkEngine
 from optimus.config import Config
 from optimus.data.batch import BatchPlan
+from optimus.data.dataset import InstanceSource
 from optimus.data.loader import Microbatch
 from optimus.distributed.collectives import all_reduce_sum, exact_sums
 from optimus.distributed.groups import Groups
@@ -59,6 +60,7 @@ class Updater:
         loss_scale: LossScale | None = None,
         workspace: Workspace | None = None,
         skipped_steps: Collection[int] = (),
+        data: InstanceSource | None = None,
     ) -> None:
         """Make the backward pass of `rank_model` write its gradients to `states`.
 
@@ -74,6 +76,8 @@ class Updater:
                 files.
             skipped_steps: Steps whose update is skipped, because their data gives non-finite
                 values.
+            data: The training data, to name the instances that give non-finite values; None names
+                none.
         """
         self._skipped_steps = skipped_steps
         self._loss_scale = loss_scale or LossScale(
@@ -84,7 +88,9 @@ class Updater:
         rank_model.write_gradients_to_chunks(states)
         if config.train.deterministic:
             rank_model.keep_microbatches_apart()
-        self._watch = Watch(config.train, config.optim, groups, rank_model, states, workspace)
+        self._watch = Watch(
+            config.train, config.optim, groups, rank_model, states, workspace, plan, data
+        )
         states.gradients.before_reduce = self._watch.look_at
         self._norm = 0.0
 

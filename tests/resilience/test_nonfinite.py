@@ -104,6 +104,10 @@ def test_a_gradient_that_is_finite_when_computed_again_points_to_the_hardware(
     assert message in errors[0] and "non-finite values on rank 1" in message
     text = f"the gradient of {name} is finite when computed again, which points to the hardware"
     assert text in message
+    marker = json.loads((tmp_path / "log" / "nonfinite-rank1.json").read_text())
+    assert (marker["layer"], marker["direction"]) == (name, "backward")
+    assert marker["was_repeated"] is False and marker["microbatch"] is None
+    assert marker["instances"] == [] and marker["layers"] == {}
 
 
 class Waits(TorchDispatchMode):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -161,6 +161,15 @@ class Executor:
 
         self._play(self._forwards(1), [(tokens, None)], self._table | {Kind.F: infer})
         return logits[0] if logits else None
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Return a context in which `recorder` receives the events instead of `self.recorder`."""
+        before, self.recorder = self.recorder, recorder
+        try:
+            yield
+        finally:
+            self.recorder = before
 
     def _forwards(self, num_microbatches: int) -> Sequence[Action]:
         ranks, virtual_stages = self._schedule.num_ranks, self._schedule.virtual_stages

@@ -6,6 +6,7 @@ argument.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,8 +27,12 @@ STOPPED_BY_SUPERVISOR = 6
 """Exit status of `optimus launch` if the supervisor stops the run."""
 _SILENT = "silent"
 """Signature of the failure of a node whose agent is silent."""
+_NONFINITE = OutcomeKind.NONFINITE.exit_status
+_STATE = "nonfinite state"
+"""Signature of a non-finite value that no data has caused, such as a damaged optimizer state."""
 _NO_EVIDENCE = {
     *(0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status),
+    _NONFINITE,  # only a marker attributes a non-finite value to a node
     *(-number for number in STOP_SIGNALS),  # the scheduler also sends them directly to ranks
 }
 """Exit statuses of ranks that do not name the cause of a failure."""
@@ -51,6 +56,18 @@ class RankEnd(NamedTuple):
     """True if the status is that of another rank's error, on which the ranks have agreed."""
 
 
+class LayerOutput(NamedTuple):
+    """Figures of the output of a block."""
+
+    name: str
+    least: float | None
+    """Least finite value; None if no value is finite."""
+    greatest: float | None
+    mean: float | None
+    nonfinite: float
+    """Share of non-finite values."""
+
+
 class Marker(NamedTuple):
     """A non-finite value, as the rank that computed it has stored it."""
 
@@ -58,10 +75,20 @@ class Marker(NamedTuple):
     node: str
     step: int
     text: str
-    instances: str
-    """The instances of the microbatch, as text that is equal for the same data."""
+    data: str
+    """Hash of the data of the rank in this step; "" if data cannot be the cause."""
     was_repeated: bool
     """True if a second computation on the same node gave a non-finite value again."""
+    path: str = ""
+    """The file of the marker."""
+    microbatch: int | None = None
+    """Number of the microbatch among those of the rank, from 0; None if it is unknown."""
+    direction: str = ""
+    """The pass that computed the value: "forward" or "backward"; "" if neither."""
+    instances: tuple[tuple[str, int], ...] = ()
+    """Data set and number of each instance of the microbatch."""
+    layers: tuple[LayerOutput, ...] = ()
+    """Outputs of the rank's blocks for the microbatch, in order."""
 
 
 class RankProgress(NamedTuple):
@@ -107,8 +134,10 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     of a rank that is not the result of another rank's failure, and the rank with the fewest
     collectives or the oldest phase, which is ambiguous.
     """
+    markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
-        *(f"marker of rank {m.rank} on {m.node}: {m.text}" for m in evidence.markers),
+        *(_describe_marker(markers[0]) if markers else ()),
+        *(f"marker of rank {m.rank} on {m.node}: {m.text}" for m in markers[1:]),
         *(f"the agent of {node} is silent" for node in evidence.unreachable),
         *(f"the agent of {node} has no ranks any more" for node in evidence.restarted),
         *(_describe(end) for end in evidence.ends if _is_cause(end)),
@@ -132,10 +161,9 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
             evidence=tuple(lines),
         )
 
-    if evidence.markers:
-        first = min(evidence.markers, key=lambda marker: (marker.step, marker.rank))
-        signature = f"nonfinite {first.instances}"
-        return end("failed", "soft", [first.node], signature, first.step)
+    if markers:
+        signature = f"nonfinite {markers[0].data}" if markers[0].data else _STATE
+        return end("failed", "soft", [markers[0].node], signature, markers[0].step)
     if evidence.is_cut_off:
         lines.append("the node of the supervisor is cut off from all others")
         return end("interrupted")
@@ -170,6 +198,10 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
             return end("done")
         if set(statuses) <= {0, OutcomeKind.STOPPED.exit_status}:
             return end("stopped")
+    nonfinite = [end for end in evidence.ends if end.status == _NONFINITE and not end.was_ended]
+    if nonfinite:
+        lines.append(f"{_describe(nonfinite[0])}; there is no marker")
+        return end("failed", "shared", signature=f"status {_NONFINITE}")
     if evidence.progress:
         slowest = min(evidence.progress, key=lambda rank: (rank.collectives, -rank.phase_s))
         lines.append(
@@ -203,6 +235,43 @@ def _describe(end: RankEnd) -> str:
     if end.status < 0:
         how = signal_name(-end.status)
     return f"rank {end.rank} on {end.node} ended by {how}: {end.message}".removesuffix(": ")
+
+
+def _describe_marker(marker: Marker) -> list[str]:
+    """Return lines with the content of a marker."""
+    lines = [f"marker of rank {marker.rank} on {marker.node}: {marker.text}"]
+    where = [f"step {marker.step}"]
+    if marker.microbatch is not None:
+        where.append(f"microbatch {marker.microbatch}")
+    if marker.direction:
+        where.append(marker.direction)
+    again = "gave it again" if marker.was_repeated else "did not give it again"
+    lines.append(f"{', '.join(where)}; a second computation {again}")
+    if marker.instances:
+        (data, number), *others = marker.instances
+        more = f" (and {counted(len(others), 'more instance')})" if others else ""
+        lines.append(f"to see the data: optimus-data inspect {shlex.quote(data)} {number}{more}")
+    if marker.layers:
+        figures = "; ".join(map(_describe_output, _telling(marker.layers)))
+        lines.append(f"outputs of layers: {figures}")
+    if marker.path:
+        lines.append(f"marker: {marker.path}")
+    return lines
+
+
+def _telling(layers: Sequence[LayerOutput]) -> Sequence[LayerOutput]:
+    """Return the first layer with a non-finite output and the layer before it; the last two layers
+    if all outputs are finite."""
+    bad = [index for index, layer in enumerate(layers) if layer.nonfinite]
+    last = bad[0] if bad else len(layers) - 1
+    return layers[max(0, last - 1) : last + 1]
+
+
+def _describe_output(layer: LayerOutput) -> str:
+    text = f"{layer.name} {layer.nonfinite:.1%} non-finite"
+    if layer.least is None or layer.greatest is None or layer.mean is None:
+        return text
+    return f"{text}, min {layer.least:.4g}, max {layer.greatest:.4g}, mean {layer.mean:.4g}"
 
 
 # -- Decision -------------------------------------------------------------------------------------
@@ -283,8 +352,12 @@ def decide(
         if end.failure == "soft" and not end.updates and last.load == "newest":
             load = "older"  # the weights may be bad, since no attempt has updated them
         elif end.failure == "soft":
-            if policy.on_repeat_nan == "stop":
-                return _stop(f"the same data gives non-finite values: {shared}", marks)
+            if policy.on_repeat_nan == "stop" or end.signature == _STATE:
+                prefix = "two nodes have" if end.signature == _STATE else "the same data gives"
+                report = f"{' and '.join(names)}: {'; '.join(end.evidence)}"
+                return _stop(
+                    f"{prefix} non-finite values, so no node is the cause: {report}", marks
+                )
             skipped = tuple(sorted({*skipped, end.step}))
         elif last.load == "older":
             return _stop(f"{shared}; a start from the older checkpoint did not help", marks)

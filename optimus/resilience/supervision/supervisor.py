@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_prep.dataset import documents_of
 from optimus.checkpoint import store
 from optimus.errors import ConfigError, OptimusError, OutcomeKind, counted, one_line
 from optimus.io import files
@@ -46,6 +47,7 @@ from optimus.resilience.supervision.channel import Channel, PeerError, create_se
 from optimus.resilience.supervision.decide import (
     Decision,
     Evidence,
+    LayerOutput,
     Marker,
     Policy,
     RankEnd,
@@ -111,6 +113,8 @@ _LOG_BYTES = 1 << 28
 """Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
 _CANNOT_START = 127
 """Exit status in the evidence if an agent cannot start its ranks."""
+_MAX_DOCUMENTS = 8
+"""Maximum number of documents in the report on data that gives non-finite values."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _LOST_PEER = OutcomeKind.LOST_PEER.exit_status
 
@@ -363,16 +367,29 @@ class Supervisor:
     async def _end(self, decision: Decision) -> int:
         """Store the verdict, and return the exit status."""
         assert decision.action != "start"
+        reason = decision.reason
+        if decision.action == "stop" and (documents := self._bad_documents()):
+            reason += f"; documents: {', '.join(documents)}"
         verdict = VerdictReached(
-            time=time.time(),
-            verdict=decision.action,
-            reason=decision.reason,
-            status=decision.status,
+            time=time.time(), verdict=decision.action, reason=reason, status=decision.status
         )
         await self._add(verdict)
         level = logging.ERROR if decision.action == "stop" else logging.INFO
-        logger.log(level, "%s: %s", decision.action, decision.reason)
+        logger.log(level, "%s: %s", decision.action, reason)
         return decision.status
+
+    def _bad_documents(self) -> list[str]:
+        """Return the documents, as FILE:LINE, of the instances that gave non-finite values in the
+        last attempt; at most _MAX_DOCUMENTS."""
+        attempts = self._history.attempts
+        end = self._history.ends.get(attempts[-1].attempt) if attempts else None
+        documents: list[str] = []
+        if end is not None and end.failure == "soft":
+            for marker in self._markers(attempts[-1])[:1]:
+                for data, number in marker.instances[:_MAX_DOCUMENTS]:
+                    with contextlib.suppress(OptimusError, OSError):
+                        documents += documents_of(Path(data), number)
+        return [one_line(document) for document in documents[:_MAX_DOCUMENTS]]
 
     def _on_signal(self, number: int) -> None:
         """Let the ranks save and end. The scheduler sends a signal before the end of a job."""
@@ -646,16 +663,10 @@ class Supervisor:
         markers = []
         for path in sorted(marker_dir(self._job.run_dir, attempt.workspace).glob("nonfinite-*")):
             try:
-                value = json.loads(files.read_regular(path, 1 << 20))
-                marker = Marker(
-                    int(value["rank"]),
-                    str(value["node"]),
-                    int(value["step"]),
-                    one_line(value["what"]),
-                    str(value.get("data_xxh3", "")),
-                    bool(value.get("was_repeated", False)),
-                )
-            except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+                marker = _read_marker(path)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                continue
+            except (RecursionError, OverflowError):
                 continue
             if marker.node in attempt.nodes and marker.rank >= 0 and marker.step >= 0:
                 markers.append(marker)
@@ -946,6 +957,40 @@ class Supervisor:
 
 def _interrupted(attempt: AttemptStarted) -> AttemptEnded:
     return AttemptEnded(time=time.time(), attempt=attempt.attempt, outcome="interrupted", step=0)
+
+
+def _read_marker(path: Path) -> Marker:
+    """Return the content of a marker. Raises OSError, ValueError, KeyError, TypeError,
+    AttributeError, RecursionError or OverflowError if it is damaged."""
+    value = json.loads(files.read_regular(path, 1 << 24))
+    instances = value.get("instances", [])
+    microbatch = value.get("microbatch")
+
+    def number(figure: Any) -> float | None:
+        return None if figure is None else float(figure)
+
+    return Marker(
+        int(value["rank"]),
+        str(value["node"]),
+        int(value["step"]),
+        one_line(value["what"]),
+        str(value.get("data_xxh3", "")),
+        bool(value.get("was_repeated", False)),
+        str(path),
+        None if microbatch is None else int(microbatch),
+        str(value.get("direction") or ""),
+        tuple((one_line(entry["data"]), int(entry["instance"])) for entry in instances),
+        tuple(
+            LayerOutput(
+                one_line(name),
+                number(figures["min"]),
+                number(figures["max"]),
+                number(figures["mean"]),
+                float(figures["nonfinite"]),
+            )
+            for name, figures in value.get("layers", {}).items()
+        ),
+    )
 
 
 def _mark(node: str, standing: Any, reason: str) -> NodeMarked:

@@ -20,6 +20,7 @@ from optimus.resilience.supervision.decide import STOPPED_BY_SUPERVISOR
 from optimus.resilience.supervision.ledger import LEDGER, AttemptStarted, SupervisorStarted
 from tests.kit.faults.supervised import (
     HEARTBEAT_S,
+    INTERVAL,
     LIMIT_S,
     NODES,
     RANKS,
@@ -152,6 +153,32 @@ def _bad_checkpoint(launch: Launch, chance: random.Random) -> Expected:
     send([chance.choice(launch.ranks(second))], signal.SIGKILL)
     # Then the first rank is the first one with NaN, on two nodes.
     return Expected({second: "excluded", first: "good"}, (3, 3))
+
+
+def _nan_from_data(launch: Launch, chance: random.Random) -> Expected:
+    """Let the data of a later update give NaN on any node. The run must stop."""
+    step = _break_data(launch, chance)
+    first = launch.active()[0]
+    launch.wait_until(lambda: launch.history().verdict is not None)
+    verdict = launch.history().verdict
+    reason = verdict.reason if verdict is not None else ""
+    for text in (f"step {step}, microbatch 0", "optimus-data inspect ", "documents: ", "marker: "):
+        assert text in reason, (text, reason)
+    return Expected({first: "good"}, (2, 2), "stop", STOPPED_BY_SUPERVISOR)
+
+
+def _nan_from_data_skipped(launch: Launch, chance: random.Random) -> Expected:
+    """The same with `resilience.on_repeat_nan = "skip"`."""
+    step, first = _break_data(launch, chance), launch.active()[0]
+    launch.wait_for_step(step)
+    return Expected({first: "good"}, (2, 2), unbroken=(f"data * * {step}", f"skip * * {step}"))
+
+
+def _break_data(launch: Launch, chance: random.Random) -> int:
+    # Between two checkpoints: an attempt then completes an update before this step.
+    step = (launch.step() // INTERVAL + 2) * INTERVAL + chance.randrange(2, INTERVAL + 1)
+    launch.break_rank("data", "*", "*", step)
+    return step
 
 
 # -- Agents and nodes -----------------------------------------------------------------------------
@@ -407,6 +434,10 @@ CASES: dict[str, Case] = {
     ),
     "repeat": Case(_repeat_failure(2), 1),
     "repeat-stop": Case(_repeat_failure(3), in_sequences=False),
+    "nan-data": Case(_nan_from_data, in_sequences=False),
+    "nan-data-skip": Case(
+        _nan_from_data_skipped, settings={"resilience__on_repeat_nan": "skip"}, in_sequences=False
+    ),
     "agent-kill": Case(_kill_agent, 1),
     "agent-freeze": Case(_freeze_agent, 1),
     "agent-pause": Case(_pause_agent),

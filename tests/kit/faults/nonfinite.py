@@ -137,16 +137,16 @@ def break_element(run: Run, state: str, value: float) -> str:
 
 
 @contextlib.contextmanager
-def bad_instance(run: Run, number: int) -> Iterator[None]:
+def bad_instance(run: Run, number: int, target: str = "output") -> Iterator[None]:
     """Return a context in which the training instance `number` gives NaN on any rank of `run` that
-    computes its embedding."""
+    computes its embedding. `target` is a key of BROKEN_OUTPUTS."""
     bad = torch.from_numpy(run.plan.data.training.read(number, number + 1))
     if run.rank_model.layout.coordinate.pp:
         yield
         return
 
     def break_rows(module: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
-        return out * torch.nan if torch.equal(inputs[0].cpu(), bad) else None
+        return BROKEN_OUTPUTS[target](out) if torch.equal(inputs[0].cpu(), bad) else None
 
     handle = run.model.embed.register_forward_hook(break_rows)
     try:
@@ -155,12 +155,13 @@ def bad_instance(run: Run, number: int) -> Iterator[None]:
         handle.remove()
 
 
-def train_on_bad_instance(tree: dict[str, Any], number: int) -> Ended:
-    """Run the training of a configuration on this rank, with data that gives NaN on any rank."""
+def train_on_bad_instance(tree: dict[str, Any], number: int, target: str = "output") -> Ended:
+    """Run the training of a configuration on this rank, with data that gives NaN on any rank. The
+    arguments are those of `bad_instance`."""
     go = Run.go
 
     def go_on_bad_instance(run: Run) -> None:
-        with bad_instance(run, number):
+        with bad_instance(run, number, target):
             go(run)
 
     with mock.patch.object(Run, "go", go_on_bad_instance):

@@ -12,6 +12,7 @@ import pytest
 from optimus.resilience.supervision.decide import (
     STOPPED_BY_SUPERVISOR,
     Evidence,
+    LayerOutput,
     Marker,
     Policy,
     RankEnd,
@@ -71,6 +72,9 @@ SLOW = tuple(RankProgress(rank, node_of(rank), 6, 40 - (rank == 2), 1.0) for ran
         ({"unreachable": ("b",), "markers": (marker(0),)}, "soft", "a", "nonfinite i3"),
         ({"markers": (marker(3, 8), marker(1, 7))}, "soft", "a", "nonfinite i3"),
         ({"ends": ends({0: 4, 2: 4}), "markers": (marker(2),)}, "soft", "b", "nonfinite i3"),
+        ({"markers": (marker(2, 7, ""),)}, "soft", "b", "nonfinite state"),
+        ({"ends": ends({2: 4, 0: LOST})}, "shared", "", "status 4"),  # no marker
+        ({"ends": ends({2: 4, 0: SEGV})}, "hard", "a", f"signal {signal.SIGSEGV}"),
         ({"ends": ends({0: LOST, 1: LOST}), "progress": SLOW}, "ambiguous", "b", "no progress"),
         ({"ends": ends({0: TERM}, was_ended=True)}, "shared", "", "unknown"),
         ({"ends": ends({0: TERM})}, "shared", "", "unknown"),
@@ -335,6 +339,54 @@ def test_data_that_gives_nan_on_a_second_node(on_repeat_nan):
     assert run.decide().skipped_steps == (5,)  # also after a resume before step 5
     run.begin_job("2")
     assert run.decide().skipped_steps == (5,)
+
+
+LAYERS = (
+    LayerOutput("blocks.0", -1.0, 2.0, 0.5, 0.0),
+    LayerOutput("blocks.1", -4.0, 8.0, 0.25, 0.5),
+    LayerOutput("blocks.2", None, None, None, 1.0),
+)
+FOUND = marker(2)._replace(
+    path="/run/log/m.json",
+    microbatch=3,
+    direction="forward",
+    instances=(("/my data", 17), ("/my data", 18)),
+    layers=LAYERS,
+)
+
+
+def test_stop_because_of_data_reports_instances_layers_and_marker():
+    run = Run()
+    for node in "ac":
+        run.start()
+        marked = FOUND._replace(node=node)
+        end = find_cause(Evidence(len(run.history.attempts), 9, markers=(marked,)), RANKS, 0.0)
+        run.history.add(end.model_copy(update={"updates": 2}))
+        if node == "a":
+            assert run.decide().marks["a"][0] == "excluded"
+    decision = run.decide()
+    assert decision.action == "stop" and decision.status == STOPPED_BY_SUPERVISOR
+    assert {node: mark[0] for node, mark in decision.marks.items()} == {"a": "good"}
+    for text in (
+        "the same data gives non-finite values, so no node is the cause: a and c: ",
+        "the output of layer 1 is non-finite",
+        "step 7, microbatch 3, forward; a second computation gave it again",
+        "optimus-data inspect '/my data' 17 (and 1 more instance)",
+        "blocks.0 0.0% non-finite, min -1, max 2, mean 0.5; blocks.1 50.0% non-finite, min -4",
+        "marker: /run/log/m.json",
+    ):
+        assert text in decision.reason, text
+    assert "blocks.2" not in decision.reason
+
+
+def test_damaged_state_on_two_nodes_is_not_skipped():
+    """A skip of the update would not repair the state."""
+    run = Run(on_repeat_nan="skip")
+    for node in "be":
+        run.start()
+        run.end(node, "soft", signature="nonfinite state", step=5)
+    decision = run.decide()
+    assert decision.action == "stop" and decision.reason.startswith("two nodes have non-finite")
 
 
 def test_nan_of_two_nodes_right_after_a_load_starts_from_the_older_checkpoint_once():

@@ -26,7 +26,7 @@ from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import supervisor
 from optimus.resilience.supervision.agent import parse_address
-from optimus.resilience.supervision.decide import Policy, find_cause
+from optimus.resilience.supervision.decide import LayerOutput, Marker, Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
 from optimus.resilience.supervision.warm_process import WarmProcess
@@ -264,10 +264,27 @@ def test_damaged_markers_are_ignored(tmp_path):
     contents = [right, [], {}, right | {"rank": None}, right | {"step": -1}, right | {"node": "z"}]
     for number, value in enumerate(contents):
         (folder / f"nonfinite-rank{number}.json").write_text(json.dumps(value))
+    for key, value in (
+        ("instances", 5),
+        ("layers", [1]),
+        ("layers", {"a": {}}),
+        ("microbatch", ""),
+    ):
+        (folder / f"nonfinite-rank1{key}{type(value).__name__}.json").write_text(
+            json.dumps(right | {key: value})
+        )
     (folder / "nonfinite-rank7.json").write_text('{"rank": 1e999}')
     (folder / "nonfinite-rank8.json").write_text("[" * 60_000)
     os.mkfifo(folder / "nonfinite-rank9.json")
     assert [marker.text for marker in watcher._markers(attempt)] == ["loss is nan"]
+    figures = {"min": None, "max": 2, "mean": 1.5, "nonfinite": 0.5}
+    more = {"data_xxh3": "ab", "microbatch": 3, "direction": "forward", "was_repeated": True}
+    more |= {"instances": [{"data": "/d", "instance": 7}], "layers": {"blocks.0": figures}}
+    path = folder / "nonfinite-rank0.json"
+    path.write_text(json.dumps(right | more))
+    instances, layers = (("/d", 7),), (LayerOutput("blocks.0", None, 2.0, 1.5, 0.5),)
+    figures_of = ("ab", True, str(path), 3, "forward", instances, layers)
+    assert watcher._markers(attempt) == (Marker(0, "a", 3, "loss is nan", *figures_of),)
 
 
 @pytest.mark.parametrize(

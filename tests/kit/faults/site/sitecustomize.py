@@ -7,6 +7,8 @@ node, the number of a rank on this node ("g2": rank 2 of the run), and a step: t
 fault in this update, or in the next one that it does. "*" is any node or rank. The kinds are:
 
 - nan: the output of the rank's first block is NaN;
+- data: the first microbatch of exactly this step gives NaN in its embedding;
+- skip: the update of exactly this step is skipped;
 - raise: an error that Optimus does not expect;
 - exit: the process ends with exit status 17;
 - memory: the kernel refuses memory;
@@ -17,6 +19,7 @@ fault in this update, or in the next one that it does. "*" is any node or rank. 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.abc
 import importlib.machinery
@@ -26,6 +29,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,10 +60,14 @@ def _change(loop: Any) -> None:
     update, load, save = loop.Run.update, loop.load_start, loop.Saves.after
 
     def update_with_faults(run: Any, step: int) -> None:
-        for kind in _due(run.world.launch, step):
+        due = _due(run.world.launch, step)
+        for kind in due:
             if kind in _IN_UPDATE:
                 _IN_UPDATE[kind](run)
-        update(run, step)
+        if due.get("skip") == step:
+            run.updater._skipped_steps |= {step}
+        with _broken_data(run, step) if due.get("data") == step else contextlib.nullcontext():
+            update(run, step)
 
     def load_with_faults(config: Any, world: Any, *more: Any) -> Any:
         if "kill-in-load" in _due(world.launch, sys.maxsize):
@@ -105,6 +113,21 @@ def _due(launch: Any, step: int) -> dict[str, int]:
 def _nan(run: Any) -> None:
     block = next(iter(run.model.blocks.values()))
     block.register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
+
+
+@contextlib.contextmanager
+def _broken_data(run: Any, step: int) -> Iterator[None]:
+    start = (step - 1) * run.plan.batch.instances
+    bad = run.plan.data.training.read(start, start + run.plan.batch.microbatch_size)
+
+    def break_bad(module: Any, inputs: Any, out: Any) -> Any:
+        return out * float("nan") if (inputs[0].numpy() == bad).all() else None
+
+    handle = run.model.embed.register_forward_hook(break_bad)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _raise(run: Any) -> None:
