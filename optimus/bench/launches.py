@@ -90,6 +90,7 @@ def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals
                 "device": "cpu",
                 "deterministic": True,
                 "eval_interval": evals,
+                "eval_instances": ranks,
             },
             "optim": {"lr": 1e-4, "min_lr": 1e-4, "warmup_steps": 3},
             "checkpoint": {"interval": save_interval},
@@ -216,12 +217,16 @@ class Launch:
         """
         end = time.monotonic() + _LIMIT_S
         while not (value := condition()):
-            if self._process.poll() is not None:
-                raise OptimusError(f"the launch has ended before {event}{self._tail()}")
+            self.check_running(event)
             if time.monotonic() > end:
                 raise OptimusError(f"no {event} within {_LIMIT_S:.0f} s{self._tail()}")
             time.sleep(_LOOK_S)
         return value
+
+    def check_running(self, event: str) -> None:
+        """Raise OptimusError if the launch has ended before an event that it must reach."""
+        if self._process.poll() is not None:
+            raise OptimusError(f"the launch has ended before {event}{self._tail()}")
 
     def wait_for_checkpoint(self) -> History:
         """Wait until the present attempt has committed a checkpoint. Return the ledger."""

@@ -33,7 +33,7 @@ start."""
 _LOOP = "optimus.train.loop"
 _STATUS = 9
 """Exit status of a rank that a library ends."""
-_FEWEST = 3
+_FEWEST = 2
 """Number of times from which a median is taken."""
 _EVERY = 3
 """One of this many saves and evaluations is slow."""

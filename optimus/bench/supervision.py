@@ -48,7 +48,7 @@ SILENCES = ("power", "freeze", "cut")
 suspended, so that the ranks continue."""
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV}
 _SAVE_INTERVAL = 20
-_ALARM_INTERVAL = 30
+_ALARM_INTERVAL = 10
 _DETECTION_S, _RIGHT, _WARM_S, _COLD_S, _NAN_SHARE = 1.0, 0.99, 4.0, 6.0, 0.01
 """Bars."""
 _SILENCE_S = 1.0
@@ -453,24 +453,24 @@ def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict
     ):
         end = time.monotonic() + options.alarm_s
         load = 0.0
-        while time.monotonic() < end and not _is_over(launch):
+        while time.monotonic() < end and launch.history().verdict is None:
+            launch.check_running("the end of the observation")
             time.sleep(1.0)
             load = max(load, os.getloadavg()[0])
         history, plan = launch.history(), launch.plan
         alarms = [e for e in history.events if isinstance(e, (AttemptEnded, NodeMarked))]
         slow_calls = {kind: len(plan.reports(f"slow {kind}")) for kind in ("save", "evaluation")}
     name = f"false alarms in {options.alarm_s:.0f} s"
-    result["figures"].append(_count(name, len(alarms), 0, unit=""))
+    count = _count(name, len(alarms), 0, unit="")
+    if not alarms and not all(slow_calls.values()):  # the time was too short
+        count["is_met"] = None
+    result["figures"].append(count)
     result["false_alarms"] = {
         "events": [event.model_dump() for event in alarms],
         "slow_saves": slow_calls["save"],
         "slow_evaluations": slow_calls["evaluation"],
         "greatest_load_average": round(load, 2),
     }
-
-
-def _is_over(launch: Launch) -> bool:
-    return launch.history().verdict is not None
 
 
 @contextlib.contextmanager
@@ -528,6 +528,13 @@ def format_supervision(result: dict[str, Any]) -> str:
         ]
     if result.get("opened_modules"):
         lines += ["", f"a warm relaunch opened or imported: {', '.join(result['opened_modules'])}"]
+    if alarms := result.get("false_alarms"):
+        text = (
+            f"without a failure: {counted(alarms['slow_saves'], 'slow save')}, "
+            f"{counted(alarms['slow_evaluations'], 'slow evaluation')}, greatest load average "
+            f"{alarms['greatest_load_average']}"
+        )
+        lines += ["", text]
     return "\n".join(lines)
 
 
