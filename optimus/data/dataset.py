@@ -16,6 +16,7 @@ from data_prep.dataset import (
     Permutation,
     ShardReader,
     dataset_held_out_rule,
+    documents_of,
     read_manifest,
     tokenizer_file,
 )
@@ -150,6 +151,15 @@ class TokenDataset:
         stop)."""
         path = str(self.path.absolute())
         return [(path, number) for number in range(start, stop)]
+
+    def documents(self, number: int) -> list[str]:
+        """Return the documents in an instance, in order, as FILE:LINE, or FILE for a document that
+        is a whole file.
+
+        Raises:
+            DataError: The data set does not name its documents, or is damaged.
+        """
+        return documents_of(self.path, number)
 
     def check_ids(self, tokens: np.ndarray, start: int) -> None:
         """Check that the token ids of instances are in the vocabulary.

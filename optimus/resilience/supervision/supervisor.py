@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_prep.dataset import documents_of
 from optimus.checkpoint import store
+from optimus.data.dataset import TokenDataset
 from optimus.errors import ConfigError, OptimusError, OutcomeKind, counted, one_line
 from optimus.io import files
 from optimus.io.workspace import Workspace, lock_run_dir, read_lock_owner
@@ -388,7 +388,7 @@ class Supervisor:
             for marker in self._markers(attempts[-1])[:1]:
                 for data, number in marker.instances[:_MAX_DOCUMENTS]:
                     with contextlib.suppress(OptimusError, OSError):
-                        documents += documents_of(Path(data), number)
+                        documents += TokenDataset(data).documents(number)
         return [one_line(document) for document in documents[:_MAX_DOCUMENTS]]
 
     def _on_signal(self, number: int) -> None:
