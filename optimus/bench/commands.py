@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def _bench_supervision(args: argparse.Namespace) -> int:
     from optimus.bench import supervision
     from optimus.config import load_config
     from optimus.launch.environment import is_launched
+    from optimus.launch.signals import raising_keyboard_interrupt
 
     if is_launched():
         raise ConfigError(
@@ -126,7 +128,13 @@ def _bench_supervision(args: argparse.Namespace) -> int:
     folder = None if args.dir is None else Path(args.dir)
     supervision.check(options, folder, has_config=args.config is not None)
     config = None if args.config is None else load_config(args.config, args.overrides)
-    result = supervision.bench_supervision(options, config, folder)
+    before = signal.getsignal(signal.SIGTERM)
+    with raising_keyboard_interrupt():  # the processes and files of the benchmark are removed
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            result = supervision.bench_supervision(options, config, folder)
+        finally:
+            signal.signal(signal.SIGTERM, before)
     print(json.dumps(result) if args.json else supervision.format_supervision(result))
     return 0
 
