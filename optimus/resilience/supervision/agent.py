@@ -58,7 +58,9 @@ _WARM_S = 10.0
 """Time that the start of ranks waits for the imports of the warm process."""
 _OUTPUT_S = 1.0
 """Time for which the output of an ended rank is read: a child process may keep the pipe open."""
-_RETRY_S = 0.2
+_RETRY_S = 0.1
+_CONNECT_S = 0.2, 2.0
+"""Shortest and longest time limit of a connection to the supervisor."""
 _PAUSE_S = 0.1
 """Shortest time between two reports."""
 _ADDRESS_S = 0.5
@@ -137,7 +139,10 @@ class Agent:
         lost_at, is_connected = time.monotonic(), False
         while True:
             try:
-                channel = await self._connect()
+                # After a cut, TCP sends again after up to the length of the cut. Short trials find
+                # sooner that the network works again.
+                limit_s = min(max((time.monotonic() - lost_at) / 8, _CONNECT_S[0]), _CONNECT_S[1])
+                channel = await self._connect(limit_s)
                 is_connected = True
                 if await self._serve(channel):
                     break
@@ -161,8 +166,12 @@ class Agent:
         if self.staged is not None:
             remove_environment(*self.staged)
 
-    async def _connect(self) -> Channel:
-        """Connect to the present supervisor. Raises OSError or OptimusError."""
+    async def _connect(self, limit_s: float) -> Channel:
+        """Connect to the present supervisor. Raises OSError or OptimusError.
+
+        Args:
+            limit_s: Time limit of the connection to an address of the supervisor.
+        """
         folder = self.run_dir / SUPERVISOR
         secret = await asyncio.to_thread(read_secret, folder / SECRET)
         self.address = await asyncio.to_thread(self._read_address)
@@ -170,7 +179,7 @@ class Agent:
         problem: Exception = OSError("the supervisor has no address")
         for host in hosts:
             try:
-                async with asyncio.timeout(2.0):
+                async with asyncio.timeout(limit_s):
                     reader, writer = await asyncio.open_connection(host, port)
                 return await Channel.open(reader, writer, "agent", secret)
             except (OSError, TimeoutError, PeerError) as error:
@@ -360,8 +369,10 @@ class Agent:
 
     async def _report(self, channel: Channel, beat_s: float) -> None:
         """Send a report at each beat, and soon after a rank has ended or printed a line. Raises
-        OSError if the connection is lost."""
+        OSError if the connection is lost, or if the other machine acknowledges nothing for the
+        time of a beat."""
         sent: set[int] = set()
+        acknowledged_at = time.monotonic()
         while True:
             ranks = [rank.report() for rank in self.ranks.values()]
             lines: list[str] = []
@@ -380,6 +391,11 @@ class Agent:
                 if {r.rank for r in self.ranks.values() if r.status is not None} != sent:
                     break
                 await asyncio.sleep(min(0.02, beat_s))
+            if not channel.unacknowledged_bytes():
+                acknowledged_at = time.monotonic()
+            elif time.monotonic() - acknowledged_at > 2 * beat_s:
+                channel.abort()
+                raise OSError("the machine of the supervisor acknowledges no report")
 
     def _signal_ranks(self, number: int) -> None:
         """Send a signal to all ranks that run."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
@@ -18,6 +19,7 @@ import os
 import secrets
 import stat
 import struct
+import termios
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -29,6 +31,8 @@ _MOST_BYTES = 1 << 20
 """Maximum length of a message. A report on 16 ranks takes about 4 kB."""
 _HANDSHAKE_S = 5.0
 _LENGTH = struct.Struct(">I")
+_SIOCOUTQNSD = 0x894B
+"""Linux: request for the number of bytes in the send buffer that were not sent yet."""
 
 Side = Literal["agent", "supervisor"]
 _OTHER: dict[Side, Side] = {"agent": "supervisor", "supervisor": "agent"}
@@ -115,6 +119,23 @@ class Channel:
         if not isinstance(message, dict):
             raise PeerError("message that is not an object")
         return message
+
+    def unacknowledged_bytes(self) -> int:
+        """Return the number of bytes on the network that the other machine has not acknowledged.
+        Its kernel acknowledges them even if the process there is suspended."""
+        try:
+            fd = self._writer.get_extra_info("socket").fileno()
+            waiting, unsent = (
+                struct.unpack("i", fcntl.ioctl(fd, request, struct.pack("i", 0)))[0]
+                for request in (termios.TIOCOUTQ, _SIOCOUTQNSD)
+            )
+        except OSError:  # the socket is closed, or this system is not Linux
+            return 0
+        return int(waiting - unsent)
+
+    def abort(self) -> None:
+        """Close the connection without sending the bytes that wait."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         """Close the connection. May be called more than once."""

@@ -654,7 +654,9 @@ class Supervisor:
         agents = [node for node in self._nodes.values() if node.hello]
         others = [node.heard_at for node in agents if node.hello["host"] != host]
         local = [node.heard_at for node in agents if node.hello["host"] == host]
-        if len(others) < 2 or now - max(others) <= limit_s or max(others) - min(others) > limit_s:
+        last = max(others, default=now)
+        silent = [heard_at for heard_at in others if last - heard_at <= limit_s]  # else lost before
+        if len(silent) < 2 or now - last <= limit_s:
             return False
         return all(now - heard_at <= limit_s for heard_at in local)
 
@@ -849,7 +851,10 @@ class Supervisor:
                 }
             )
             while True:
-                self._receive(node, await channel.receive())
+                message = await channel.receive()
+                if node.channel is not channel:  # the agent has connected again after a cut
+                    message["ranks"] = []
+                self._receive(node, message)
         except (OSError, EOFError, PeerError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, PeerError):
                 logger.warning("connection of %s closed: %s", node and node.name, error)
@@ -880,7 +885,12 @@ class Supervisor:
             logger.warning("an agent is refused: %s", problem)
             return None
         assert node is not None
+        is_same_agent = hello["pid"] == node.hello.get("pid")
         node.channel, node.hello, node.heard_at = channel, hello, self._clock_s
+        running = self._history.running
+        was_asked = running is not None and node.attempt == running.attempt
+        if running and is_same_agent and was_asked and hello["attempt"] < running.attempt:
+            self._spawn(self._start_ranks(running, node.name))  # a cut has lost the request
         return node
 
     def _receive(self, node: _Node, message: dict[str, Any]) -> None:

@@ -422,13 +422,21 @@ def _check_assignments(
     allocation: Allocation, history: History, unusable: Mapping[str, int]
 ) -> list[str]:
     """Return violations of the rule for nodes: a node that can be used keeps its ranks, and others
-    are replaced by the first free node of the allocation, suspect nodes last."""
+    are replaced by the first free node of the allocation, suspect nodes last. A job whose
+    predecessor has left a verdict, or had another number, assigns all nodes again."""
     problems: list[str] = []
     standings: dict[str, str] = {}
+    job = ""
     before = allocation.nodes[: allocation.used]
     for event in history.events:
         if event.kind == "node_marked":
             standings[event.node] = event.standing
+        elif event.kind == "verdict":
+            before = ("",) * allocation.used
+        elif event.kind == "supervisor_started":
+            if job not in ("", event.job):
+                before = ("",) * allocation.used
+            job = event.job
         elif event.kind == "attempt_started":
             usable = [
                 node

@@ -53,6 +53,26 @@ def test_messages_arrive_in_order_on_both_sides():
     asyncio.run(run())
 
 
+def test_suspended_process_acknowledges_all_bytes():
+    """A process that reads nothing is no cut of the network, also if its buffers are full."""
+
+    async def run():
+        server = socket.create_server(("127.0.0.1", 0))
+        reader, writer = await asyncio.open_connection(*server.getsockname())
+        accepted, _ = server.accept()
+        channel = Channel(reader, writer, "agent")
+        for size in (100, 50_000_000):
+            writer.write(bytes(size))
+            await asyncio.sleep(0.5)
+            assert channel.unacknowledged_bytes() == 0
+        assert writer.transport.get_write_buffer_size()
+        channel.abort()
+        accepted.close()
+        server.close()
+
+    asyncio.run(run())
+
+
 def test_side_with_another_secret_is_refused():
     first, second = asyncio.run(channels(b"b" * 64))
     for error in (first, second):

@@ -302,12 +302,13 @@ def test_damaged_address_is_refused(content):
         ({"a": 9.9, "b": 5.0, "c": 5.5}, True),
         ({"a": 9.9, "b": 5.0, "c": 9.5}, False),  # c answers
         ({"a": 9.9, "b": 5.0, "c": 2.0}, False),  # c was lost earlier
+        ({"a": 9.9, "b": 5.0, "c": 2.0, "d": 5.5}, True),
         ({"a": 5.0, "b": 5.0, "c": 5.0}, False),  # this machine does not answer either
         ({"a": 9.9, "b": 5.0}, False),  # one other node may be the lost one
     ],
 )
 def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_off):
-    watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c")))
+    watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c", "d")))
     for name, time_s in heard_at.items():
         watcher._nodes[name].hello = {"host": socket.gethostname() if name == "a" else name}
         watcher._nodes[name].heard_at = time_s
