@@ -248,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         _add_train,
         _add_launch,
+        _add_machine,
         _add_status,
         _add_plan,
         _add_convert,
@@ -319,6 +320,10 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="with --dry-run: for N nodes of --nproc ranks each"
     )
+    _add_skips(parser)
+
+
+def _add_skips(parser: argparse.ArgumentParser) -> None:
     for name, absent in (
         ("data", "the data"),
         ("run-dir", "the run directory and its checkpoints"),
@@ -359,12 +364,7 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
         return _dry_run(args)
     launch = read_launch_env()
     try:
-        for option in ("nodes", "skip_data_check", "skip_run_dir_check"):
-            if (value := getattr(args, option)) is not None and value is not False:
-                name = option.replace("_", "-")
-                raise ConfigError(
-                    f"--{name} has an effect only with --dry-run; add --dry-run or remove --{name}"
-                )
+        _refuse_without_dry_run(args, "nodes", "skip_data_check", "skip_run_dir_check")
         nproc = ranks_to_start(args.nproc, launch.world_size)
         config = load_config(args.config, args.overrides)
     except OptimusError as error:
@@ -387,6 +387,15 @@ def _train(args: argparse.Namespace, arguments: list[str]) -> int:
 
     train(config, launch, STARTED)
     return 0
+
+
+def _refuse_without_dry_run(args: argparse.Namespace, *options: str) -> None:
+    for option in options:
+        if (value := getattr(args, option)) is not None and value is not False:
+            name = option.replace("_", "-")
+            raise ConfigError(
+                f"--{name} has an effect only with --dry-run; add --dry-run or remove --{name}"
+            )
 
 
 def _dry_run(args: argparse.Namespace) -> int:
@@ -432,6 +441,12 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         help="copy the Python environment of these ranks to DIR on each node, once per job",
     )
     parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="environment, binding and addresses of a machine: a name in configs/machine, or the "
+        "path of a TOML file",
+    )
+    parser.add_argument(
         "--pardon",
         action="append",
         default=[],
@@ -439,18 +454,38 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         help="use an excluded node again; may be repeated",
     )
     parser.add_argument(
+        "--next-job",
+        metavar="COMMAND",
+        help="submit the job that continues the run by this command of bash, which prints its name",
+    )
+    parser.add_argument(
+        "--unless-ended",
+        action="store_true",
+        help="end at once if the run is done or was stopped, for the jobs of a chain",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print nodes, ranks and commands, and start nothing",
+        help="check the run as `optimus train --dry-run` does, print nodes, ranks and commands, "
+        "and start nothing",
     )
+    _add_skips(parser)
 
 
 def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.config import load_config
-    from optimus.train.launch import describe, plan_job, supervise
+    from pathlib import Path
 
+    from optimus.config import load_config
+    from optimus.config.machine import load_machine
+    from optimus.train.launch import describe, ended_status, plan_job, supervise
+
+    config = load_config(args.config, args.overrides)
+    if not args.dry_run:
+        _refuse_without_dry_run(args, "skip_data_check", "skip_run_dir_check")
+        if args.unless_ended and (status := ended_status(Path(config.train.run_dir))) is not None:
+            return status
     job = plan_job(
-        load_config(args.config, args.overrides),
+        config,
         nodes=args.nodes,
         buffer_nodes=args.buffer_nodes,
         ranks_per_node=args.ranks_per_node,
@@ -459,11 +494,44 @@ def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
         pardoned=args.pardon,
         mpi_ranks=args.mpi_ranks,
         stage=args.stage,
+        machine=load_machine(args.machine) if args.machine else None,
+        next_job=args.next_job,
+        is_dry_run=args.dry_run,
     )
     if args.dry_run:
+        from optimus.train.startup import dry_run
+
+        checks = not args.skip_data_check, not args.skip_run_dir_check
+        dry_run(config, args.nodes, args.ranks_per_node, *checks)
         print(describe(job))
         return 0
     return supervise(job)
+
+
+def _add_machine(commands: argparse._SubParsersAction) -> None:
+    text = "Check a job against the queues of a machine, and print its settings for a job script."
+    parser = _add(commands, "machine", _machine, text)
+    parser.add_argument("machine", help="a name in configs/machine, or the path of a TOML file")
+    parser.add_argument("--queue", default="", metavar="Q", help="queue of the job")
+    parser.add_argument(
+        "--walltime", default="1:00:00", metavar="T", help="time of the job, H:MM:SS (1:00:00)"
+    )
+    for name, default, text in (
+        ("nodes", 1, "number of nodes with ranks (1)"),
+        ("buffer-nodes", 0, "nodes that replace others (0)"),
+        ("ranks-per-node", 0, "ranks on each node (default: as the machine says)"),
+        ("chain", 0, "further jobs that continue the run (0)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+
+
+def _machine(args: argparse.Namespace, arguments: list[str]) -> int:
+    from optimus.config.machine import load_machine, shell_settings
+
+    machine, requested = load_machine(args.machine), args.nodes + args.buffer_nodes
+    machine.check_job(args.queue, requested, args.walltime, 2 if args.chain else 1)
+    print(shell_settings(machine, args.nodes, args.ranks_per_node))
+    return 0
 
 
 def _add_status(commands: argparse._SubParsersAction) -> None:

@@ -1,10 +1,12 @@
 # Functions of the job scripts in slurm/ and pbs/, which source this file with `set -euo pipefail`. Each
 # script sets variables with the names of its options, `command` (the command after --), `submit` (the
-# command that submits the job) and `launch` (the command that runs in the job).
+# command that submits the job) and `launch` (the command that runs in the job). The scripts of `optimus train`
+# set `options` to the names of their options.
 
 unset CDPATH # with it, cd prints the directory and may change to another one
 me=$(basename "$0")
 root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+this=$(cd "$(dirname "$0")" && pwd)/$me
 dry='' inside='' command=() flags=()
 
 refuse() {
@@ -86,10 +88,56 @@ read_data_options() {
     export TOKENIZERS_PARALLELISM=false # processes divide the work; more threads would compete for their cores
 }
 
-# Checks the run with `optimus train --dry-run`, before its job waits in a queue, and prints its summary.
-check_run() {
+need_program() {
     type -P "$program" >/dev/null || refuse "$program is no program; run scripts/setup.sh, or set OPTIMUS"
-    "$program" train "${command[@]}" --dry-run --nodes "$nodes" --nproc "$ranks" "${flags[@]}"
+}
+
+# Arguments: OPTION VALUE REPLACEMENT. Checks the options of a supervised run. OPTION has no effect on it.
+check_supervision() {
+    [[ -z $buffer_nodes || $buffer_nodes =~ ^(0|[1-9][0-9]*)$ ]] ||
+        refuse "--buffer-nodes $buffer_nodes is not a whole number; use 0 for a supervised run without buffer nodes"
+    need_whole_numbers --chain "$chain"
+    [[ -z $chain || -n $buffer_nodes ]] ||
+        refuse "--chain $chain continues supervised runs only; add --buffer-nodes K (0: without buffer nodes)"
+    [[ -z $buffer_nodes || -z $2 ]] || refuse "$1 has no effect with --buffer-nodes; remove it, or use $3"
+}
+
+# Sets `given` to the options in `options` that have values.
+collect_options() {
+    local name variable
+    given=()
+    for name in "${options[@]}"; do
+        variable=${name//-/_}
+        [[ -z ${!variable} ]] || given+=("--$name" "${!variable}")
+    done
+}
+
+# Arguments: LAUNCHER JOB OPTION... Sets `launch` to a supervised run in the job JOB. Its supervisor submits the
+# next job of a chain with this script, because the job can end at any time without a further command.
+set_supervised_launch() {
+    local left=$((${chain:-0} - 1)) given
+    launch=("$program" launch "${command[@]}" --launcher "$1" --nodes "$nodes" --buffer-nodes "$buffer_nodes"
+        --ranks-per-node "$ranks" "${@:3}")
+    check=("${launch[@]}" --dry-run)
+    [[ -z $after ]] || launch+=(--unless-ended)
+    if [[ -n $chain ]]; then
+        local chain=$left after=$2
+        ((left)) || chain=''
+        collect_options
+        launch+=(--next-job "$(printf '%q ' "$this" "${given[@]}" -- "${command[@]}")")
+    fi
+}
+
+# Checks the run with the dry run of `optimus train` or `optimus launch`, before its job waits in a queue, and
+# prints its summary. The run of a further job has been checked.
+check_run() {
+    [[ -z $after ]] || return 0
+    need_program
+    if [[ -z $buffer_nodes ]]; then
+        "$program" train "${command[@]}" --dry-run --nodes "$nodes" --nproc "$ranks" "${flags[@]}"
+    else
+        "${check[@]}" "${flags[@]}" >&2
+    fi
 }
 
 # Prints its arguments as a command line. $PBS_NODEFILE is not quoted: the job's shell must expand it.
@@ -97,7 +145,7 @@ show() {
     local word
     for word in "$@"; do
         case $word in
-            \$PBS_NODEFILE | MASTER_ADDR=\$*) printf '%s ' "$word" ;;
+            \$PBS_NODEFILE) printf '%s ' "$word" ;;
             *) printf '%q ' "$word" ;;
         esac
     done
@@ -137,13 +185,29 @@ run_ranks() {
     exit $((status > 128 ? 5 : status)) # status 5, a lost rank, if a signal ended a rank
 }
 
-# Arguments: VARIABLE PROGRAM OPTION... Submits a job that sets VARIABLE to PROGRAM and runs this script with
-# --inside, the options and the same command. A dry run prints the job and the command that it launches.
+# Runs `launch`, the supervisor of the job, and exits with its status. If a signal such as SIGKILL ends it, the
+# ranks train on, and another supervisor takes over.
+run_supervisor() {
+    local status signalled='' starts=0
+    trap 'signalled=1' TERM # the supervisor also receives it; the ranks save and end
+    while ((starts += 1)); do
+        status=0
+        "${launch[@]}" || status=$?
+        [[ $status -gt 128 && $status != 130 && $status != 143 && -z $signalled && $starts -lt 20 ]] || break
+        echo "$me: the supervisor ended with status $status; starting another one" >&2
+        sleep 1
+    done
+    exit $((status > 128 ? 5 : status))
+}
+
+# Arguments: VARIABLE PROGRAM [OPTION...]. Submits a job that sets VARIABLE to PROGRAM and runs this script with
+# --inside, the options (default: those in `options`) and the same command. A dry run prints the job and the
+# command that it launches.
 submit_job() {
-    local job this
-    this=$(cd "$(dirname "$0")" && pwd)/$me
+    local job given=("${@:3}")
+    [[ $# -gt 2 ]] || collect_options
     job="cd $(printf %q "$PWD")"$'\n'"export $1=$(printf %q "$2")"
-    job+=$'\n'$(printf '%q ' exec "$this" --inside "${@:3}" -- "${command[@]}")
+    job+=$'\n'$(printf '%q ' exec "$this" --inside "${given[@]}" -- "${command[@]}")
     if [[ -n $dry ]]; then
         printf '%q ' "${submit[@]}"
         printf "<<'JOB'\n%s\nJOB\n# which launches\n" "$job"

@@ -265,8 +265,13 @@ def dump_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def explain(error: ValidationError) -> str:
-    """Return the message for the first error of a validation, as `key = value: problem; remedy`."""
+def explain(error: ValidationError, root: type[BaseModel] = Config) -> str:
+    """Return the message for the first error of a validation, as `key = value: problem; remedy`.
+
+    Args:
+        error: The error.
+        root: The model that was validated, for the names of keys.
+    """
     errors = error.errors(include_url=False)
     table = errors[0]["loc"][:-1]
     # A misspelt required key gives two errors: the key is missing, and the misspelling is unknown.
@@ -276,14 +281,16 @@ def explain(error: ValidationError) -> str:
     location = [str(key) for key in first["loc"]]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
-        value, hint = first["input"], _hint(location, first["input"])
+        value, hint = first["input"], _hint(location, first["input"], root)
         if len(location) == 1 and isinstance(value, dict) and value:  # an unknown section
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
         return f"unknown key {key} = {value!r}; {hint}"
     if first["type"] == "missing" and location[-1].isdigit():  # an element of a tuple
-        section: type[BaseModel] = Config
+        section = root
         for name in location[:-2]:
+            if name.isdigit():  # the index of a table in a list of tables
+                continue
             section = _section_type(section.model_fields[name].annotation)
         annotation: Any = section.model_fields[location[-2]].annotation
         key, length = ".".join(location[:-1]), len(annotation.__args__)
@@ -292,7 +299,8 @@ def explain(error: ValidationError) -> str:
         override = f"{key}=VALUE"
         if location[-2:-1] and location[-2].isdigit():  # a table in a list of tables
             override = f"{'.'.join(location[:-2])}=[{{{location[-1]}=VALUE}}]"
-        return f"{key} is missing; give it in the file or as {override}"
+        where = f" or as {override}" if root is Config else ""
+        return f"{key} is missing; give it in the file{where}"
     return f"{key} = {first['input']!r}: {_reason(first)}"
 
 
@@ -312,15 +320,16 @@ def _reason(error: Mapping[str, Any]) -> str:
     return message.replace("input should", "it should")
 
 
-def _hint(location: Sequence[str], value: Any) -> str:
+def _hint(location: Sequence[str], value: Any, root: type[BaseModel]) -> str:
     """Return a hint for an unknown key: similar keys or, if there are none, all keys of the
     section.
 
     Args:
         location: Path of the unknown key, such as `["optim", "lrr"]`.
         value: Value of the unknown key; a dict if the key is an unknown section.
+        root: The model that contains the section. Only `Config` has synonyms.
     """
-    section: type[BaseModel] = Config
+    section = root
     for key in location[:-1]:
         if not key.isdigit():  # the index of a table in a list of tables
             section = _section_type(section.model_fields[key].annotation)
@@ -331,10 +340,10 @@ def _hint(location: Sequence[str], value: Any) -> str:
         return [".".join([*location[:-1], name]) for name in _nearest(wrong, names, cutoff)]
 
     candidates: list[str] = []
-    if len(location) == 1 and isinstance(value, dict):  # an unknown section
+    if root is Config and len(location) == 1 and isinstance(value, dict):  # an unknown section
         for name in value:  # for eval.interval, look for eval_interval, then for interval
             candidates += _synonymous(f"{wrong}_{name}", "") or _synonymous(name, wrong)
-    elif len(location) == 2:
+    elif root is Config and len(location) == 2:
         candidates = _synonymous(wrong, prefix) or in_section(0.85)
         if not candidates:  # a misspelt synonym, or a misspelt key of another section
             for name in _nearest(wrong, _KEYS | _SYNONYM_WORDS, 0.85):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 import sys
@@ -14,11 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optimus.config import Config, dump_toml
+from optimus.config.machine import Machine
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.io import files
 from optimus.resilience.supervision.agent import SECRET, SUPERVISOR
+from optimus.resilience.supervision.chain import Chain
 from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import LAUNCHERS, Mpiexec, read_job_end, read_nodes
+from optimus.resilience.supervision.ledger import read_history
 from optimus.resilience.supervision.staging import (
     check_environment,
     staged_folder,
@@ -26,6 +30,12 @@ from optimus.resilience.supervision.staging import (
 )
 from optimus.resilience.supervision.supervisor import Job, Supervisor
 from optimus.train.resolve import FROZEN, divide, resolve
+
+logger = logging.getLogger(__name__)
+
+
+_ALLOCATIONS = {"SLURM_JOB_NODELIST", "PBS_NODEFILE"}
+"""Environment variables of an allocation."""
 
 
 def plan_job(
@@ -39,6 +49,9 @@ def plan_job(
     pardoned: Sequence[str],
     mpi_ranks: bool,
     stage: str | None,
+    machine: Machine | None = None,
+    next_job: str | None = None,
+    is_dry_run: bool = False,
 ) -> Job:
     """Resolve a supervised run in the present allocation. Changes nothing.
 
@@ -53,6 +66,9 @@ def plan_job(
         mpi_ranks: True if an mpiexec per attempt starts the ranks, instead of the agents.
         stage: Folder on a disk of each node to which the environment of these ranks is copied; None
             to use the environment of this process.
+        machine: The machine; None if no definition applies.
+        next_job: Command of bash that submits the job which continues the run, or None.
+        is_dry_run: The run has been checked, and without an allocation the nodes get numbers.
 
     Raises:
         ConfigError: The run, the allocation or the run directory does not permit the launch.
@@ -70,11 +86,17 @@ def plan_job(
                 "there is no Slurm or PBS job here; use --launcher local to emulate the nodes on "
                 "this machine, or name the nodes with --hosts FILE --launcher ssh"
             )
+    option = "--mpi-ranks" if mpi_ranks else "mpi_ranks in the file of --machine"
+    mpi_ranks = mpi_ranks or (machine is not None and machine.mpi_ranks)
     if mpi_ranks and launcher != Mpiexec.name:
         raise ConfigError(
-            f"--mpi-ranks needs --launcher mpiexec, not {launcher}; remove --mpi-ranks, or start "
+            f"{option} needs --launcher mpiexec, not {launcher}; remove {option}, or start "
             "the run in a PBS job or with --launcher mpiexec"
         )
+    refuse_if(
+        machine is not None and machine.cpu_bind and not mpi_ranks,
+        "cpu_bind in the file of --machine binds ranks that mpiexec starts; add --mpi-ranks",
+    )
     if stage is not None:
         refuse_if(
             not mpi_ranks,
@@ -84,8 +106,15 @@ def plan_job(
         refuse_if(not os.path.isabs(stage), f"--stage {stage!r} must be an absolute path")
         check_environment()
     number = nodes + buffer_nodes
-    allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
-    resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
+    if is_dry_run and not hosts and not _ALLOCATIONS & {*os.environ}:  # on a login node
+        allocation = tuple(f"node{index}" for index in range(number))
+    else:
+        allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
+    if not is_dry_run:
+        resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
+    heartbeat_s = config.resilience.heartbeat_s
+    if machine is not None and "heartbeat_s" not in config.resilience.model_fields_set:
+        heartbeat_s = machine.heartbeat_s
     return Job(
         run_dir=Path(config.train.run_dir).absolute(),
         config=dump_toml(config),
@@ -97,16 +126,39 @@ def plan_job(
             on_repeat_nan=config.resilience.on_repeat_nan,
             max_restarts=config.resilience.max_restarts,
         ),
-        heartbeat_s=config.resilience.heartbeat_s,
+        heartbeat_s=heartbeat_s,
         supervisor_timeout_s=config.resilience.supervisor_timeout_s,
-        launcher=Mpiexec(mpi_ranks) if launcher == Mpiexec.name else LAUNCHERS[launcher](),
+        launcher=(
+            Mpiexec(machine, nodes, mpi_ranks)
+            if launcher == Mpiexec.name
+            else LAUNCHERS[launcher](machine, nodes)
+        ),
         settings=_hash_frozen(config),
         name=os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID", ""),
         ends_at=read_job_end(),
         margin_s=config.resilience.end_margin_s,
         pardoned=tuple(pardoned),
         stage=Path(stage) if stage else None,
+        chain=Chain(next_job) if next_job is not None else None,
     )
+
+
+def ended_status(run_dir: Path) -> int | None:
+    """Return the exit status of a run that is done or was stopped, with a log line; else None.
+
+    Raises:
+        ConfigError: The ledger is damaged.
+    """
+    verdict = read_history(run_dir).verdict
+    if verdict is None or verdict.verdict == "continue":
+        return None
+    logger.warning(
+        "%s: the run has ended (%s: %s), so this job has nothing to do",
+        run_dir,
+        verdict.verdict,
+        verdict.reason,
+    )
+    return verdict.status
 
 
 def supervise(job: Job) -> int:
@@ -118,6 +170,7 @@ def supervise(job: Job) -> int:
     Raises:
         ConfigError: The nodes or the run directory do not permit the launch.
     """
+    os.environ.update(job.launcher.variables(len(job.nodes) * job.ranks_per_node))
     return asyncio.run(Supervisor(job).run())
 
 
@@ -163,4 +216,6 @@ def describe(job: Job) -> str:
     ranks_of = job.nodes[:nodes]
     if command := job.launcher.rank_command(ranks_of, per_node, secret, "WORKSPACE", python):
         lines += ["command to start the ranks of an attempt:", f"  {shlex.join(command)}"]
+    if job.chain is not None:
+        lines.append(f"command that submits the next job: {job.chain.command}")
     return "\n".join(lines)

@@ -8,36 +8,49 @@
 # --ranks R        ranks on each, one for each of its devices (1)
 # --gpus G         devices to request on each node; every rank sees all and uses one of them
 # --cpus C         cores that each rank is bound to; without it ranks are not bound
+# --buffer-nodes K request K more nodes; `optimus launch` replaces nodes that fail by them (0: it only restarts)
+# --chain M        with --buffer-nodes: continue in up to M further jobs, until the run is done or stops
+# --after JOB      begin after the job JOB, and end at once if the run is done (for the jobs of a chain)
 # --account, --partition, --time                     the options of sbatch
 # --export NAMES   export these variables, such as A,B, and those a job needs (default: the whole environment)
 # --dry-run        print the commands that submit and launch the job, and run neither
 # --skip-data-check, --skip-run-dir-check            if this machine cannot read the data or the run directory
 # The run is checked first as `optimus train --dry-run` does; a mistake ends with exit status 2.
-# The arguments after -- are those of `optimus train`. Submit the same command again after a kill or
-# the end of the time limit: it continues from the last checkpoint (train.deadline_s makes one before the limit).
+# The arguments after -- are those of `optimus train` (with --buffer-nodes, of `optimus launch`). Submit the same
+# command again after a kill or the end of the time limit: it continues from the last checkpoint. With
+# --buffer-nodes the run saves one before the limit; without it, train.deadline_s does.
 set -euo pipefail
 
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../jobs.sh" # also if called through a link
 
-nodes=1 ranks=1 gpus='' cpus='' account='' partition='' time=1:00:00 export=''
-read_options "nodes ranks gpus cpus account partition time export skip-data-check! skip-run-dir-check!" configuration "$@"
+nodes=1 ranks=1 gpus='' cpus='' buffer_nodes='' chain='' after='' account='' partition='' time=1:00:00 export=''
+options=(nodes ranks gpus cpus buffer-nodes chain after account partition time export)
+read_options "${options[*]} skip-data-check! skip-run-dir-check!" configuration "$@"
 need_whole_numbers "--nodes, --ranks, --gpus and --cpus" "$nodes" "$ranks" "$gpus" "$cpus"
+check_supervision "--cpus" "$cpus" "train.threads"
 program=${OPTIMUS:-$root/.venv/bin/optimus}
 
-# Unlike in data jobs, a rank needs all other ranks: an error of one rank ends all.
-launch=(srun "--nodes=$nodes" "--ntasks=$((nodes * ranks))" "--ntasks-per-node=$ranks"
-    --kill-on-bad-exit=1 --export=ALL) # the environment of the job, with all that sbatch passed
-if [[ -n $cpus ]]; then
-    launch+=("--cpus-per-task=$cpus" --cpu-bind=cores)
+if [[ -n $buffer_nodes ]]; then
+    set_supervised_launch srun "${SLURM_JOB_ID:-JOB_ID}"
+    in_job run_supervisor
 else
-    launch+=(--cpu-bind=none)
+    # Unlike in data jobs, a rank needs all other ranks: an error of one rank ends all.
+    launch=(srun "--nodes=$nodes" "--ntasks=$((nodes * ranks))" "--ntasks-per-node=$ranks"
+        --kill-on-bad-exit=1 --export=ALL) # the environment of the job, with all that sbatch passed
+    if [[ -n $cpus ]]; then
+        launch+=("--cpus-per-task=$cpus" --cpu-bind=cores)
+    else
+        launch+=(--cpu-bind=none)
+    fi
+    launch+=("$program" train "${command[@]}")
+    in_job run_ranks
 fi
-launch+=("$program" train "${command[@]}")
-in_job run_ranks
 check_run
 
-submit=(sbatch --job-name=optimus --exclusive "--nodes=$nodes" "--ntasks-per-node=$ranks"
+submit=(sbatch --job-name=optimus --exclusive "--nodes=$((nodes + ${buffer_nodes:-0}))" "--ntasks-per-node=$ranks"
     "--time=$time" --no-requeue)
+[[ -z $buffer_nodes ]] || submit+=(--no-kill) # a lost node does not end the job
+[[ -z $after ]] || submit+=(--parsable "--dependency=afterany:$after")
 [[ -z $cpus ]] || submit+=("--cpus-per-task=$cpus")
 [[ -z $gpus ]] || submit+=("--gpus-per-node=$gpus")
 if [[ -n $export ]]; then
@@ -46,4 +59,4 @@ if [[ -n $export ]]; then
 fi
 [[ -z $account ]] || submit+=("--account=$account")
 [[ -z $partition ]] || submit+=("--partition=$partition")
-submit_job OPTIMUS "$program" --nodes "$nodes" --ranks "$ranks" ${cpus:+--cpus "$cpus"}
+submit_job OPTIMUS "$program"

@@ -122,9 +122,11 @@ def test_pbs_job_that_cannot_start_prints_a_single_error(optimus, config, tmp_pa
 
 @pytest.fixture
 def fake_optimus(tmp_path) -> Path:
-    """Return a fake of the command `optimus` that succeeds with any arguments."""
-    program = tmp_path / "opti mus"
-    program.symlink_to("/bin/true")
+    """Return a fake of the command `optimus`: the real `optimus machine`, and other commands that
+    succeed with any arguments."""
+    real, program = install(tmp_path / "real", "optimus.cli"), tmp_path / "opti mus"
+    program.write_text(f'#!/bin/bash\n[[ $1 != machine ]] || exec {real} "$@"\n')
+    program.chmod(0o755)
     return program
 
 
@@ -200,9 +202,17 @@ def test_dry_run_of_pbs_prints_both_commands_and_runs_neither(fake_optimus, tmp_
     hosts = tmp_path / "hosts"
     hosts.write_text("x41c5.hostmgmt2102.cm.aurora.alcf.anl.gov\nx42.else\n")
     launch = dry_run_of(fake_optimus, PBS, "--nodes", "2", PBS_NODEFILE=str(hosts))[-1]
-    assert "MASTER_ADDR=x41c5.hsn.cm.aurora.alcf.anl.gov mpiexec" in launch
-    hosts.write_text("x7\n")
-    assert "MASTER_ADDR=x7 mpiexec" in dry_run_of(fake_optimus, PBS, PBS_NODEFILE=str(hosts))[-1]
+    assert "MASTER_ADDR=x41c5.hsn.cm.aurora.alcf.anl.gov WORLD_SIZE=24 " in launch
+    assert "MASTER_ADDR" not in dry_run_of(fake_optimus, PBS, MASTER_ADDR="a")[-1]
+    assert "MASTER_ADDR=FIRST_NODE.hsn.cm.aurora" in dry_run_of(fake_optimus, PBS)[-1]
+    plain = tmp_path / "plain.toml"
+    plain.write_text("ranks_per_node = 3\n")
+    options = ["--machine", str(plain)]
+    launch = dry_run_of(fake_optimus, PBS, *options, PBS_NODEFILE=str(hosts))[-1]
+    assert "MASTER_ADDR=x41c5.hostmgmt2102.cm.aurora.alcf.anl.gov WORLD_SIZE=3 " in launch
+    assert "cpu-bind" not in launch
+    bound = dry_run_of(fake_optimus, PBS, *options, "--cpu-bind", "none")[-1]
+    assert "--cpu-bind=none" in bound
 
 
 def test_dry_run_of_slurm_prints_both_commands_and_runs_neither(fake_optimus):
@@ -218,6 +228,32 @@ def test_dry_run_of_slurm_prints_both_commands_and_runs_neither(fake_optimus):
 
 
 @pytest.mark.parametrize(
+    ("script", "launcher", "words"),
+    [
+        (PBS, "mpiexec", ["-l select=5", "-W tolerate_node_failures=all", "-r n"]),
+        (SLURM, "srun", ["--nodes=5", "--no-kill", "--no-requeue"]),
+    ],
+)
+def test_dry_run_of_a_supervised_job_prints_the_chain(fake_optimus, script, launcher, words):
+    options = ["--nodes", "4", "--ranks", "2", "--buffer-nodes", "1"]
+    submit, *_, launch = dry_run_of(fake_optimus, script, *options, "--chain", "2")
+    for word in words:
+        assert word in submit
+    assert f"launch a\\ b.toml parallel.pp=2 --launcher {launcher} --nodes 4 " in launch
+    assert "--buffer-nodes 1 --ranks-per-node 2 " in launch
+    assert "--chain\\ 1\\ --after\\ JOB_ID\\ " in launch and "--unless-ended" not in launch
+    submit, *_, launch = dry_run_of(fake_optimus, script, *options, "--after", "7")
+    assert "afterany:7" in submit and "--unless-ended" in launch
+    assert "--next-job" not in launch  # the last job of a chain
+
+
+def test_machine_file_can_turn_the_tolerance_of_node_failures_off(fake_optimus, tmp_path):
+    (tmp_path / "m.toml").write_text("tolerate_node_failures = false\n")
+    options = ["--buffer-nodes", "1", "--machine", str(tmp_path / "m.toml")]
+    assert "tolerate_node_failures" not in dry_run_of(fake_optimus, PBS, *options)[0]
+
+
+@pytest.mark.parametrize(
     ("script", "options", "message"),
     [
         (PBS, ["--queue", "prod", "--nodes", "2", "--", "a"], "takes 256 to 10624 nodes"),
@@ -226,10 +262,29 @@ def test_dry_run_of_slurm_prints_both_commands_and_runs_neither(fake_optimus):
         (SLURM, ["--cpus", "x", "--", "a"], "are whole numbers above 0"),
         (SLURM, ["--queue", "x", "--", "a"], "unknown option --queue"),
         (SLURM, ["--nodes"], "--nodes needs a value"),
+        (SLURM, ["--buffer-nodes", "x", "--", "a"], "--buffer-nodes x is not a whole number"),
+        (SLURM, ["--chain", "2", "--", "a"], "add --buffer-nodes K"),
+        (PBS, ["--buffer-nodes", "1", "--chain", "-1", "--", "a"], "--chain are whole numbers"),
+        (SLURM, ["--buffer-nodes", "1", "--cpus", "2", "--", "a"], "--cpus has no effect"),
+        (PBS, ["--buffer-nodes", "1", "--cpu-bind", "x", "--", "a"], "--cpu-bind has no effect"),
+        (PBS, ["--buffer-nodes", "1", "--nodes", "2", "--queue", "debug", "--", "a"], "not 3"),
+        (PBS, ["--walltime", "90", "--", "a"], "--walltime '90' must be hours:minutes:seconds"),
+        (
+            PBS,
+            ["--queue", "prod", "--nodes", "300", "--walltime", "13:00:00", "--", "a"],
+            "takes jobs of 0:05:00 to 12:00:00 on 300 nodes",
+        ),
+        (
+            PBS,
+            ["--buffer-nodes", "0", "--chain", "1", "--queue", "debug", "--", "a"],
+            "takes 1 job of a user, and --chain needs 2",
+        ),
+        (PBS, ["--machine", "auror", "--", "a"], "no such machine; use one of aurora"),
     ],
 )
-def test_job_script_refuses_wrong_options_in_a_line(script, options, message):
-    done = subprocess.run([str(script), *options], capture_output=True, text=True)
+def test_job_script_refuses_wrong_options_in_a_line(fake_optimus, script, options, message):
+    environ = os.environ | {"OPTIMUS": str(fake_optimus)}
+    done = subprocess.run([str(script), *options], env=environ, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from optimus.config.machine import Machine
 from optimus.errors import ConfigError
 from optimus.launch.environment import available_cores
 from optimus.resilience.supervision.launched_rank import MODULE
@@ -28,9 +29,18 @@ _AGENT = ("-P", "-m", "optimus.resilience.supervision.agent")
 
 
 class Launcher(ABC):
-    """A way to start one agent on each node."""
+    """A way to start one agent on each node.
+
+    Args:
+        machine: The machine; None if no definition applies.
+        nodes: Number of nodes with ranks.
+    """
 
     name: str
+
+    def __init__(self, machine: Machine | None = None, nodes: int = 1) -> None:
+        self._machine = machine or Machine()
+        self._variables = self._machine.variables(nodes)
 
     @abstractmethod
     def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
@@ -52,11 +62,11 @@ class Launcher(ABC):
 
     def meeting_host(self, host: str) -> str:
         """Return MASTER_ADDR for ranks whose first node has the host name `host`."""
-        return host
+        return self._machine.address(host)
 
     def variables(self, ranks: int) -> dict[str, str]:
         """Return environment variables for `ranks` ranks, that of buffer nodes included."""
-        return {}
+        return self._variables
 
     def rank_command(
         self, nodes: Sequence[str], ranks_per_node: int, secret: Path, workspace: str, python: str
@@ -89,7 +99,7 @@ class Local(Launcher):
 
     def variables(self, ranks: int) -> dict[str, str]:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
-        return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
+        return self._variables | {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Srun(Launcher):
@@ -99,8 +109,9 @@ class Srun(Launcher):
     name = "srun"
 
     def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
-        command = ["srun", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1", "--export=ALL"]
-        agent = [sys.executable, *_AGENT, str(run_dir)]
+        # The ranks of a node are child processes of its agent, so the agent is not bound to a core.
+        command = ["srun", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1", "--cpu-bind=none"]
+        agent = ["--export=ALL", sys.executable, *_AGENT, str(run_dir)]
         return [[*command, f"--nodelist={node}", *agent, node] for node in nodes]
 
 
@@ -124,16 +135,21 @@ class Mpiexec(Launcher):
     """PALS or Hydra: one mpiexec for each node, since a lost node ends the whole application.
 
     Args:
+        machine, nodes: As for all launchers.
         starts_ranks: A further mpiexec per attempt starts the ranks, as transports over MPI need.
     """
 
     name = "mpiexec"
 
-    def __init__(self, starts_ranks: bool = False) -> None:
+    def __init__(
+        self, machine: Machine | None = None, nodes: int = 1, starts_ranks: bool = False
+    ) -> None:
+        super().__init__(machine, nodes)
         self._starts_ranks = starts_ranks
 
     def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
-        command = ["mpiexec", "-n", "1", "-ppn", "1", "--hosts"]
+        command = ["mpiexec", "--envall", *self._machine.agent_options]
+        command += ["-n", "1", "-ppn", "1", "--hosts"]
         return [[*command, node, sys.executable, *_AGENT, str(run_dir), node] for node in nodes]
 
     def rank_command(
@@ -143,6 +159,8 @@ class Mpiexec(Launcher):
             return None
         options = ["-n", str(len(nodes) * ranks_per_node), "-ppn", str(ranks_per_node)]
         options += ["--envall", "--hosts", ",".join(nodes)]
+        if bind := self._machine.bind_option(ranks_per_node):
+            options.append(bind)
         return ["mpiexec", *options, python, "-P", "-m", MODULE, str(secret), workspace]
 
 

@@ -123,6 +123,18 @@ class NodeMarked(_Record):
     reason: str
 
 
+class NextJob(_Record):
+    """The supervisor has submitted the job that continues the run after this one, or the scheduler
+    has refused it."""
+
+    kind: Literal["next_job"] = "next_job"
+    time: float
+    job: str
+    """Name of the next job; "" if it was refused."""
+    problem: str = ""
+    """Reason why it was refused."""
+
+
 class VerdictReached(_Record):
     """The supervisor has decided how the job ends."""
 
@@ -135,7 +147,13 @@ class VerdictReached(_Record):
 
 
 Event = Annotated[
-    SupervisorStarted | AttemptStarted | Progress | AttemptEnded | NodeMarked | VerdictReached,
+    SupervisorStarted
+    | AttemptStarted
+    | Progress
+    | AttemptEnded
+    | NodeMarked
+    | NextJob
+    | VerdictReached,
     Field(discriminator="kind"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
@@ -160,6 +178,8 @@ class History:
         """Last committed step of each attempt that has committed a checkpoint."""
         self.verdict: VerdictReached | None = None
         """The verdict of the last job; None while a supervisor works."""
+        self.next_job: NextJob | None = None
+        """The job that continues the run after the present job."""
         for event in events:
             self.add(event)
 
@@ -171,7 +191,7 @@ class History:
                 # After a verdict or in another job, a supervisor does not continue the work of the
                 # one before it.
                 if self.verdict is not None or event.job != self.job or not self.supervisors:
-                    self.first_of_job = len(self.attempts)
+                    self.first_of_job, self.next_job = len(self.attempts), None
                 self.supervisors, self.job, self.verdict = self.supervisors + 1, event.job, None
             case AttemptStarted():
                 self.attempts.append(event)
@@ -181,6 +201,8 @@ class History:
                 self.ends[event.attempt] = event
             case NodeMarked():
                 self.standings[event.node] = event
+            case NextJob():
+                self.next_job = event
             case VerdictReached():
                 self.verdict = event
 
@@ -207,6 +229,8 @@ class History:
             "verdict": verdict.verdict if verdict else None,
             "reason": verdict.reason if verdict else "",
             "status": verdict.status if verdict else None,
+            "job": self.job,
+            "next_job": self.next_job.job if self.next_job else "",
             "attempt": self.attempts[-1].attempt if self.attempts else 0,
             "nodes": {
                 node: {"standing": mark.standing, "reason": mark.reason, "time": mark.time}
@@ -338,7 +362,7 @@ def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
             return running, last
         case AttemptEnded() if event.attempt == running:
             return 0, last
-        case SupervisorStarted() | NodeMarked() | VerdictReached():
+        case SupervisorStarted() | NodeMarked() | NextJob() | VerdictReached():
             return running, last
     raise ValueError("an event that cannot follow those before it")
 

@@ -120,6 +120,8 @@ def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
         ],
         "checkpoint": max(names, default=None),
         "next": _next_decision(history),
+        "next_job": history.next_job.job if history.next_job else "",
+        "next_job_problem": history.next_job.problem if history.next_job else "",
         "seconds": {name: round(value, 3) for name, value in uses.items()},
         "total_s": round(total, 3),
         "goodput": round(uses["step"] / total, 4) if total > 0 else None,
@@ -131,7 +133,7 @@ def _next_decision(history: History) -> str:
     if history.verdict is not None:
         return {
             "done": "nothing: the run is complete",
-            "continue": "the next job, or the same command, continues the run",
+            "continue": "the next job, or the same command in another job, continues the run",
             "stop": "the run waits for the user",
         }[history.verdict.verdict]
     if history.running is not None:
@@ -149,6 +151,10 @@ def format_status(status: dict[str, Any]) -> str:
         f"  checkpoint  {status['checkpoint'] or 'none'}",
         f"  next        {status['next']}",
     ]
+    if status["next_job"]:
+        lines.append(f"  next job    {status['next_job']}")
+    elif status["next_job_problem"]:
+        lines.append(f"  next job    none: {status['next_job_problem']}")
     for node, standing in status["standings"].items():
         lines.append(f"  {node}  {standing}")
     for failure in status["failures"][-5:]:

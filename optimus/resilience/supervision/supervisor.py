@@ -43,6 +43,7 @@ from optimus.resilience.supervision.attempt import (
     marker_dir,
     read_skipped_steps,
 )
+from optimus.resilience.supervision.chain import Chain
 from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
 from optimus.resilience.supervision.decide import (
     Decision,
@@ -64,6 +65,7 @@ from optimus.resilience.supervision.ledger import (
     Event,
     History,
     Ledger,
+    NextJob,
     NodeMarked,
     Progress,
     SupervisorStarted,
@@ -101,6 +103,8 @@ _RETRY_S = 2.0
 """Time until the supervisor writes to a full disk again."""
 _STAGE_S = 600.0
 """Longest time to unpack the environment of ranks on a node."""
+_SUBMIT_S = 600.0
+"""Time until the supervisor submits the next job again, after the scheduler has refused it."""
 _KILLED_S = 5.0
 """Time to wait for agents to kill their ranks, and for agents to end."""
 _MOST_UNAUTHENTICATED = 64
@@ -146,6 +150,8 @@ class Job:
     """Nodes that are no longer excluded."""
     stage: Path | None = None
     """Folder on a disk of each node to which the environment of the ranks is copied."""
+    chain: Chain | None = None
+    """Submits the job that continues the run after this one; None: no job continues it."""
     start_limit_s: float = 120.0
     """Time within which the agents must answer."""
 
@@ -220,6 +226,8 @@ class Supervisor:
         self._log_attempt = 0
         self._unauthenticated: list[asyncio.StreamWriter] = []
         self._refused = 0
+        self._submitter: asyncio.Task[None] | None = None
+        self._is_ending = asyncio.Event()
         self._stop_signal = 0
         self._stopped_at_s = math.inf
         self._log: BinaryIO | None = None
@@ -286,6 +294,9 @@ class Supervisor:
                 await self._add(_interrupted(history.running))
             for node in job.pardoned:
                 await self._add(_mark(node, "good", "pardoned by the user"))
+            # Before ranks start: this job may end at any time without another command.
+            if not await self._submit_next_job():
+                self._submitter = asyncio.create_task(self._submit_again())
             if takeover:
                 await self._wait_for_agents()
             await self._start_agents()
@@ -376,7 +387,57 @@ class Supervisor:
         await self._add(verdict)
         level = logging.ERROR if decision.action == "stop" else logging.INFO
         logger.log(level, "%s: %s", decision.action, reason)
+        self._is_ending.set()
+        if self._submitter is not None:
+            await self._submitter  # else it is not known whether the scheduler has the next job
+        if decision.action != "continue":
+            await self._remove_next_job()
+        elif not await self._submit_next_job():
+            logger.error("no job continues the run; submit the same command again")
         return decision.status
+
+    async def _submit_next_job(self) -> bool:
+        """Submit the job that continues the run, unless there is none or it is submitted. Return
+        False if the scheduler refuses it."""
+        chain, last = self._job.chain, self._history.next_job
+        if chain is None or (last is not None and last.job):
+            return True
+        try:
+            name, problem = await chain.submit(), ""
+            logger.info("job %s continues the run after this one", name)
+        except OSError as error:
+            name, problem = "", one_line(error)
+            logger.error(
+                "the next job of the chain is refused: %s; this job continues without it, and the "
+                "submission is repeated every %.0f s and at the end",
+                problem,
+                _SUBMIT_S,
+            )
+        if last is None or problem != last.problem:
+            await self._add(NextJob(time=time.time(), job=name, problem=problem))
+        return bool(name)
+
+    async def _submit_again(self) -> None:
+        """Submit the next job until the scheduler accepts it or this job ends."""
+        while True:
+            try:
+                async with asyncio.timeout(_SUBMIT_S):
+                    await self._is_ending.wait()
+                    return
+            except TimeoutError:
+                if await self._submit_next_job():
+                    return
+
+    async def _remove_next_job(self) -> None:
+        """Remove the job that would continue the run."""
+        next_job = self._history.next_job
+        if self._job.chain is None or next_job is None or not next_job.job:
+            return
+        try:
+            await self._job.chain.remove(next_job.job)
+            logger.info("job %s is removed from the queue", next_job.job)
+        except OSError as error:  # it ends at once when it starts (--unless-ended)
+            logger.error("job %s is not removed: %s; remove it", next_job.job, one_line(error))
 
     def _bad_documents(self) -> list[str]:
         """Return the documents, as FILE:LINE, of the instances that gave non-finite values in the

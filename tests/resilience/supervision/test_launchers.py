@@ -100,7 +100,7 @@ def test_ssh_quotes_the_run_directory_for_the_remote_shell(tmp_path):
 
 @pytest.mark.parametrize("starts_ranks", [False, True])
 def test_mpiexec_starts_ranks_on_request_only(tmp_path, starts_ranks):
-    launcher = Mpiexec(starts_ranks)
+    launcher = Mpiexec(starts_ranks=starts_ranks)
     values = (["b", "a"], 3, tmp_path / "secret", "attempt-0001-abc", "/stage/python")
     command = launcher.rank_command(*values)
     if not starts_ranks:

@@ -1,0 +1,225 @@
+"""The definition of a machine, a TOML file: environment, binding, queues and addresses.
+
+`configs/machine/NAME.toml` describes the machine NAME. The job scripts of PBS and `optimus launch`
+read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from optimus.config.load import explain, read_tree
+from optimus.config.sections import Count, CountOrZero, Section
+from optimus.errors import ConfigError, counted, refuse_if
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "machine"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+def parse_walltime(text: str) -> int:
+    """Return the seconds of a time `hours:minutes:seconds`. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,4}):([0-5]\d):([0-5]\d)", text)
+    if match is None:
+        raise ValueError(f"{text!r} must be hours:minutes:seconds, such as 12:00:00")
+    hours, minutes, seconds = map(int, match.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _check_walltime(text: str) -> str:
+    parse_walltime(text)
+    return text
+
+
+def _check_cores(text: str) -> str:
+    if not _CORES.fullmatch(text):
+        raise ValueError("must be numbers of cores, such as 4-7 or 4,5")
+    return text
+
+
+def _check_variables(variables: dict[str, str]) -> dict[str, str]:
+    for name, value in variables.items():
+        if not NAME.fullmatch(name) or "\0" in value:
+            raise ValueError(f"{name!r} = {value!r} cannot be an environment variable")
+    return variables
+
+
+Walltime = Annotated[str, AfterValidator(_check_walltime)]
+
+
+class Queue(Section):
+    """Limits of a queue. A queue may have several entries, for several numbers of nodes."""
+
+    name: str
+    """Value of the option of the scheduler."""
+    nodes: Annotated[tuple[Count, Count], Field(strict=False)]
+    """Smallest and largest number of nodes of a job."""
+    walltime: Annotated[tuple[Walltime, Walltime], Field(strict=False)]
+    """Shortest and longest time of a job, as hours:minutes:seconds."""
+    max_jobs: CountOrZero = 0
+    """Maximum number of jobs of a user in the queue; 0 without a limit."""
+
+
+class Environment(Section):
+    """Environment variables of all ranks and of mpiexec."""
+
+    variables: Annotated[dict[str, str], AfterValidator(_check_variables)]
+    min_nodes: Count = 1
+    """Smallest number of nodes for which the variables are set."""
+    replaces: bool = False
+    """Replace the values of variables that are set already."""
+
+
+class Machine(Section):
+    """A machine and its scheduler."""
+
+    ranks_per_node: Count = 1
+    """Number of ranks on each node."""
+    cpu_bind: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_cores)], ...], Field(strict=False)
+    ] = ()
+    """Cores of each rank of a node, for the option --cpu-bind=list of PALS's mpiexec; empty: no
+    option. With more ranks, the option is --cpu-bind=depth."""
+    agent_options: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Options of the mpiexec that starts an agent."""
+    mpi_ranks: bool = False
+    """Start the ranks of a supervised run with mpiexec, because oneCCL communicates over MPI."""
+    filesystems: str = ""
+    """Value of PBS's resource `filesystems`; empty: not requested."""
+    address_suffix: str = ""
+    """Text after the short name of a node in MASTER_ADDR; empty: the name is not changed."""
+    tolerate_node_failures: bool = True
+    """Request that PBS does not end a supervised job when a node is lost."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
+    """Default of `resilience.heartbeat_s`."""
+    queues: Annotated[tuple[Queue, ...], Field(strict=False)] = ()
+    """Queues with limits. Other queues are not checked."""
+    environment: Annotated[tuple[Environment, ...], Field(strict=False)] = ()
+    """Variables that are set."""
+
+    def address(self, host: str) -> str:
+        """Return MASTER_ADDR for ranks whose first node is `host`."""
+        return host.partition(".")[0] + self.address_suffix if self.address_suffix else host
+
+    def variables(self, nodes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the environment variables to set for ranks on `nodes` nodes.
+
+        Args:
+            nodes: Number of nodes with ranks.
+            environ: Variables that are set already.
+        """
+        chosen: dict[str, str] = {}
+        for entry in self.environment:
+            if nodes >= entry.min_nodes:
+                values = entry.variables.items()
+                chosen |= {k: v for k, v in values if entry.replaces or k not in environ}
+        return chosen
+
+    def bind_option(self, ranks_per_node: int) -> str:
+        """Return mpiexec's option that binds the ranks of a node to cores; "" without binding."""
+        if not self.cpu_bind:
+            return ""
+        if ranks_per_node > len(self.cpu_bind):
+            return "--cpu-bind=depth"
+        return f"--cpu-bind=list:{':'.join(self.cpu_bind[:ranks_per_node])}"
+
+    def check_job(self, queue: str, nodes: int, walltime: str, jobs: int = 1) -> None:
+        """Refuse a job that a queue does not accept.
+
+        Args:
+            queue: Name of the queue.
+            nodes: Number of requested nodes, with buffer nodes.
+            walltime: Requested time, as hours:minutes:seconds.
+            jobs: Number of jobs of the user that are in the queue at the same time.
+
+        Raises:
+            ConfigError: The queue has entries, but none accepts the job.
+        """
+        try:
+            seconds = parse_walltime(walltime)
+        except ValueError as error:
+            raise ConfigError(f"--walltime {error}") from None
+        entries = [entry for entry in self.queues if entry.name == queue]
+        if not entries:
+            return
+        least, most = entries[0].nodes[0], max(entry.nodes[1] for entry in entries)
+        fitting = [entry for entry in entries if entry.nodes[0] <= nodes <= entry.nodes[1]]
+        refuse_if(
+            not fitting,
+            f"--queue {queue} takes {least} to {most} nodes, not {nodes} (with buffer nodes); "
+            "change --nodes or --queue",
+        )
+        shortest, longest = fitting[0].walltime
+        refuse_if(
+            not parse_walltime(shortest) <= seconds <= parse_walltime(longest),
+            f"--queue {queue} takes jobs of {shortest} to {longest} on {counted(nodes, 'node')}, "
+            f"not --walltime {walltime}",
+        )
+        limit = fitting[0].max_jobs
+        refuse_if(
+            limit and jobs > limit,
+            f"--queue {queue} takes {counted(limit, 'job')} of a user, and --chain needs {jobs}: "
+            "the next job waits while one runs; use another queue, or remove --chain",
+        )
+
+
+def load_machine(name: str) -> Machine:
+    """Read the definition of a machine.
+
+    Args:
+        name: Name of a file in configs/machine without `.toml`, or the path of a TOML file.
+
+    Raises:
+        ConfigError: There is no such machine, or its file has an unknown key or a wrong value.
+    """
+    is_path = os.sep in name or name.endswith(".toml")
+    path = Path(name) if is_path else FOLDER / f"{name}.toml"
+    if not is_path and not path.exists():
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml"))) or "none"
+        raise ConfigError(
+            f"--machine {name}: no such machine; use one of {known}, or the path of a TOML file"
+        )
+    try:
+        return Machine.model_validate(read_tree(path))
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error, Machine)}") from None
+
+
+def shell_settings(
+    machine: Machine, nodes: int, ranks_per_node: int, environ: Mapping[str, str] = os.environ
+) -> str:
+    """Return the settings of a machine as assignments of bash, for the job script of PBS.
+
+    Args:
+        machine: The machine.
+        nodes: Number of nodes with ranks.
+        ranks_per_node: Number of ranks on each node; 0 for the default of the machine.
+        environ: Environment variables. Without PBS_NODEFILE, MASTER_ADDR names no real node.
+    """
+    ranks_per_node = ranks_per_node or machine.ranks_per_node
+    variables = machine.variables(nodes, environ)
+    if "MASTER_ADDR" not in environ:
+        first = "FIRST_NODE"
+        if "PBS_NODEFILE" in environ:
+            try:
+                first = Path(environ["PBS_NODEFILE"]).read_text().split()[0]
+            except (OSError, IndexError) as error:
+                raise ConfigError(f"PBS_NODEFILE: {error}; run this in a PBS job") from None
+        variables["MASTER_ADDR"] = machine.address(first)
+    words = shlex.join(f"{name}={value}" for name, value in variables.items())
+    return "\n".join(
+        [
+            f"ranks={ranks_per_node}",
+            f"bind_option={shlex.quote(machine.bind_option(ranks_per_node))}",
+            f"machine_filesystems={shlex.quote(machine.filesystems)}",
+            f"tolerate={'all' if machine.tolerate_node_failures else ''}",
+            f"environment=({words})",
+        ]
+    )

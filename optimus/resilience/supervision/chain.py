@@ -1,0 +1,73 @@
+"""Chains of jobs: the job that continues a run after the present one.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+
+from optimus.errors import one_line
+
+_LIMIT_S = 120.0
+"""Longest time of a command of the scheduler."""
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+"""Variables of Slurm that also apply outside of a job."""
+
+
+class Chain:
+    """Submits and removes the job that continues a run after the present job.
+
+    The next job depends on the end of the present job, whatever its exit status. It is submitted
+    before ranks start, because the present job can end at any time without another command.
+    """
+
+    def __init__(self, command: str, environ: Mapping[str, str] = os.environ) -> None:
+        """Prepare the chain. Starts no process.
+
+        Args:
+            command: Command of bash that submits the next job and prints its name last.
+            environ: Environment variables of the present job.
+        """
+        self.command = command
+        # Variables of this job would change the request of the next one.
+        self._environ = {
+            k: v for k, v in environ.items() if not k.startswith("SLURM_") or k in _KEPT
+        }
+        self._remover = "scancel" if "SLURM_JOB_ID" in environ else "qdel"
+
+    async def submit(self) -> str:
+        """Submit the next job. Return its name. Raises OSError if the scheduler refuses it."""
+        output = (await self._run("bash", "-c", self.command)).split()
+        if not output:
+            raise OSError("the command of --next-job prints no job")
+        return output[-1].partition(";")[0]  # sbatch prints JOB;CLUSTER
+
+    async def remove(self, job: str) -> None:
+        """Remove a job from the queue. Raises OSError."""
+        await self._run(self._remover, job)
+
+    async def _run(self, *command: str) -> str:
+        """Return the output of a command. Raises OSError if it fails."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=self._environ,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                output, errors = await process.communicate()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            raise OSError(f"{command[0]} does not answer within {_LIMIT_S:.0f} s") from None
+        if process.returncode != 0:
+            message = one_line(errors.decode("utf-8", "replace").strip() or "no message")
+            raise OSError(f"exit status {process.returncode}: {message}")
+        return output.decode("utf-8", "replace")
