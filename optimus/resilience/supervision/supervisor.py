@@ -230,6 +230,8 @@ class Supervisor:
         self._is_ending = asyncio.Event()
         self._stop_signal = 0
         self._stopped_at_s = math.inf
+        self._cut_off_at_s = -math.inf
+        """Last time at which this node was cut off from all others."""
         self._log: BinaryIO | None = None
         self._log_bytes = self._log_dropped = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -663,6 +665,10 @@ class Supervisor:
         nodes, per_node = [self._nodes[name] for name in attempt.nodes], attempt.ranks_per_node
         silent = [node for node in nodes if now - node.heard_at > self._job.heartbeat_s]
         silent.sort(key=lambda node: node.heard_at)
+        if is_cut_off := bool(silent) and self._is_cut_off(now):
+            self._cut_off_at_s = now
+        elif now - self._cut_off_at_s <= self._job.heartbeat_s:
+            silent = []  # after a cut, agents do not connect again at the same time
         restarted = [node.name for node in nodes if node.has_lost_ranks and node not in silent]
         if all(math.isinf(node.heard_at) for node in nodes):
             # The agents ended together with the last supervisor, for example when the machine was
@@ -705,7 +711,7 @@ class Supervisor:
             tuple(node.name for node in silent),
             tuple(restarted),
             progress,
-            bool(silent) and self._is_cut_off(now),
+            is_cut_off,
         )
 
     def _is_cut_off(self, now: float) -> bool:

@@ -314,3 +314,18 @@ def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_
         watcher._nodes[name].heard_at = time_s
     assert watcher._is_cut_off(10.0) == is_cut_off
     watcher._lock.close()
+
+
+def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
+    watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c")))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    for node in watcher._nodes.values():
+        node.hello = {"host": socket.gethostname() if node.name == "a" else node.name}
+        node.heard_at = 5.0
+    watcher._nodes["a"].heard_at = 10.0
+    assert watcher._evidence(attempt, 10.0).is_cut_off
+    watcher._nodes["a"].heard_at = watcher._nodes["c"].heard_at = 10.5
+    assert not watcher._evidence(attempt, 10.5).unreachable
+    watcher._nodes["a"].heard_at = watcher._nodes["c"].heard_at = 11.5
+    assert watcher._evidence(attempt, 11.5).unreachable == ("b",)
+    watcher._lock.close()
