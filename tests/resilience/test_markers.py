@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from data_prep.dataset.describe import inspect
 from optimus.data.dataset import TokenDataset
 from optimus.data.loader import make_microbatch
 from optimus.data.mixture import MixedDataset
@@ -83,3 +84,11 @@ def test_instances_of_a_mixture_are_located_in_their_sources(tiny_data, tmp_path
     instances = mixed.read(3, 2000)
     for row, (path, number) in zip(instances, located, strict=True):
         assert (sources[path].read(number, number + 1)[0] == row).all()
+
+
+def test_documents_of_an_instance_are_those_that_inspect_shows(tiny_data):
+    data = TokenDataset(tiny_data)
+    for number in (17, data.num_instances + 3):
+        sources = inspect(tiny_data, number)["sources"]
+        expected = [f"{source['input']}:{source['line']}" for source in sources]
+        assert data.documents(number) == expected and expected[0].split(":")[0].endswith(".jsonl")
