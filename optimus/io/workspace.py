@@ -57,10 +57,13 @@ class Workspace:
                 raises FileNotFoundError and changes nothing.
 
         Raises:
+            ConfigError: The workspace cannot be created, or another workspace cannot be removed,
+                because a directory is not writable. Nothing is changed.
             OptimusError: A process of an earlier start creates files faster than they are moved, or
                 a later start has removed this workspace.
             OSError: The workspace cannot be created, or another workspace cannot be removed.
         """
+        check_writable(folder)
         files.make_dirs(folder)
         workspace = cls(folder / f"{_PREFIX}{name or uuid.uuid4().hex[:12]}")
         # If two starts create workspaces at the same time, at least one of them finds the other.
@@ -192,6 +195,26 @@ def find_workspaces(folder: Path) -> list[Path]:
     """Return the workspaces in a folder. A symbolic link is not a workspace."""
     paths = folder.glob(f"{_PREFIX}*")
     return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ConfigError if no workspace can be opened in `folder`, because it or an earlier
+    workspace is not writable. A folder that does not exist is accepted. Changes nothing."""
+    if not folder.is_dir():
+        return
+    directories = [folder]
+    for directory in directories:
+        # Another start may remove a workspace meanwhile.
+        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK) and os.path.lexists(directory):
+            raise ConfigError(
+                f"{directory} is not writable; run chmod u+rwx on it, or choose another "
+                "train.run_dir"
+            )
+        if directory == folder:
+            directories += find_workspaces(folder)
+        elif directory.parent == folder:
+            # A directory can be moved to another one only if it is writable itself.
+            directories += (p for p in directory.glob("*") if p.is_dir() and not p.is_symlink())
 
 
 # -- Lock -----------------------------------------------------------------------------------------

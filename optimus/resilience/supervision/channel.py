@@ -29,7 +29,13 @@ _MAC_BYTES = 32
 _NONCE_BYTES = 16
 _MOST_BYTES = 1 << 20
 """Maximum length of a message. A report on 16 ranks takes about 4 kB."""
-_HANDSHAKE_S = 5.0
+_PROOF_BYTES = 64
+"""Maximum length of a message of a side that has not proven yet that it knows the secret."""
+_SECRET_BYTES = 64
+HANDSHAKE_S = 5.0
+"""Time limit of the first messages of a connection."""
+_CLOSE_S = 1.0
+"""Time to send the last messages of a connection. A suspended process does not read them."""
 _LENGTH = struct.Struct(">I")
 _SIOCOUTQNSD = 0x894B
 """Linux: request for the number of bytes in the send buffer that were not sent yet."""
@@ -76,14 +82,14 @@ class Channel:
         """
         channel = cls(reader, writer, side)
         try:
-            async with asyncio.timeout(_HANDSHAKE_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 nonces = {side: secrets.token_bytes(_NONCE_BYTES)}
                 writer.write(nonces[side])
                 nonces[_OTHER[side]] = await reader.readexactly(_NONCE_BYTES)
                 both = nonces["agent"] + nonces["supervisor"]
                 channel._key = hmac.digest(secret, both, hashlib.sha256)
                 await channel.send({})  # proves that this side knows the secret
-                await channel.receive()
+                await channel.receive(_PROOF_BYTES)
         except (TimeoutError, OSError, EOFError, PeerError) as error:
             await channel.close()
             reason = str(error) or type(error).__name__
@@ -99,8 +105,11 @@ class Channel:
         self._writer.write(_LENGTH.pack(len(body)) + mac + body)
         await self._writer.drain()
 
-    async def receive(self) -> dict[str, Any]:
+    async def receive(self, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
         """Wait for the next message and return it.
+
+        Args:
+            most_bytes: Maximum length of the message.
 
         Raises:
             PeerError: The message is not authentic. The connection must be closed.
@@ -108,14 +117,17 @@ class Channel:
         """
         header = await self._reader.readexactly(_LENGTH.size + _MAC_BYTES)
         (length,) = _LENGTH.unpack_from(header)
-        if length > _MOST_BYTES:
+        if length > most_bytes:
             raise PeerError(f"message of {length} bytes")
         body = await self._reader.readexactly(length)
         mac = self._mac(_OTHER[self._side], self._received, body)
         if not hmac.compare_digest(mac, header[_LENGTH.size :]):
             raise PeerError("message without a valid signature")
         self._received += 1
-        message = json.loads(body)
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError):
+            raise PeerError("message that is not JSON") from None
         if not isinstance(message, dict):
             raise PeerError("message that is not an object")
         return message
@@ -140,8 +152,10 @@ class Channel:
     async def close(self) -> None:
         """Close the connection. May be called more than once."""
         self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        with contextlib.suppress(OSError):  # also TimeoutError
+            async with asyncio.timeout(_CLOSE_S):
+                await self._writer.wait_closed()
+        self._writer.transport.abort()  # drops what the other side has not read
 
     def _mac(self, sender: Side, number: int, body: bytes) -> bytes:
         about = f"{sender} {number} ".encode()
@@ -150,7 +164,7 @@ class Channel:
 
 def create_secret(path: Path) -> bytes:
     """Write a new launch secret to a file that only this user may read, and return it."""
-    secret = secrets.token_hex(32).encode()
+    secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -165,21 +179,25 @@ def read_secret(path: Path) -> bytes:
     """Return the launch secret in a file.
 
     Raises:
-        ConfigError: The file is missing, or others can read or replace it.
+        ConfigError: The file is missing or damaged, or others can read or replace it.
     """
+    remedy = "remove it and launch again"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path}: not a regular file; remove it and launch again")
+                raise ConfigError(f"{path}: not a regular file; {remedy}")
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise ConfigError(
-                    f"{path}: others may read or write the launch secret; remove it and launch "
-                    "again in a directory that only you can write"
+                    f"{path}: others may read or write the launch secret; {remedy} in a directory "
+                    "that only you can write"
                 )
-            return file.read(1024)
+            secret = file.read(_SECRET_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: No such file or directory; launch again") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {reason_of(error)}; remove it and launch again") from None
+        raise ConfigError(f"{path}: {reason_of(error)}; {remedy}") from None
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(f"{path}: damaged; {remedy}")
+    return secret

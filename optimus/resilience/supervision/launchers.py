@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 
 from optimus.config.machine import Machine
 from optimus.errors import ConfigError
+from optimus.io import files
 from optimus.launch.environment import available_cores
 from optimus.resilience.supervision.launched_rank import MODULE
 
@@ -182,11 +184,7 @@ def read_nodes(
         ConfigError: There is no allocation, or it has too few nodes.
     """
     if hosts is not None:
-        try:
-            names = hosts.read_text().split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--hosts {hosts}: not a readable text file: {error}") from None
-        origin = f"--hosts {hosts}"
+        names, origin = _read_hosts(hosts), f"--hosts {hosts}"
     elif launcher == "local":
         return tuple(f"node{index}" for index in range(number))
     elif "SLURM_JOB_NODELIST" in environ:
@@ -198,8 +196,8 @@ def read_nodes(
         names, origin = result.stdout.split(), "the Slurm job"
     elif "PBS_NODEFILE" in environ:
         try:
-            names = Path(environ["PBS_NODEFILE"]).read_text().split()
-        except OSError as error:
+            names = files.read_regular(environ["PBS_NODEFILE"]).decode().split()
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"PBS_NODEFILE: {error}; use --hosts FILE") from None
         origin = "PBS_NODEFILE"
     else:
@@ -214,6 +212,23 @@ def read_nodes(
             "lower them or request more nodes"
         )
     return nodes
+
+
+def _read_hosts(path: Path) -> list[str]:
+    """Return the lines of the file of `--hosts`: distinct host names. Raises ConfigError."""
+    try:
+        lines = files.read_regular(path).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hosts {path}: not a readable text file: {error}") from None
+    for number, name in enumerate(lines, 1):
+        # A name that begins with "-" would be an option of ssh.
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:@%-]*", name):
+            raise ConfigError(
+                f"--hosts {path}: line {number} is {name[:80]!r}; write one host name in each line"
+            )
+        if name in lines[: number - 1]:
+            raise ConfigError(f"--hosts {path}: line {number} repeats {name}; remove this line")
+    return lines
 
 
 def read_job_end(environ: Mapping[str, str] = os.environ) -> float:

@@ -7,6 +7,7 @@ again replays the events and continues with the same state.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from optimus.errors import ConfigError, reason_of
+from optimus.errors import ConfigError, counted, reason_of
 from optimus.io import files
 from optimus.io.workspace import Workspace
 
@@ -24,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 LEDGER = "events.jsonl"
 NODES = "nodes.json"
+FORMAT: Literal[1] = 1
+"""Version of the ledger's format, in each event that starts a supervisor."""
 _HASH = ', "hash": "'
-_REMEDY = "restore the file from a backup, or move it away to forget which nodes failed"
+_MOST_BYTES = 1 << 28
+"""Maximum size of the ledger. An event takes about 300 bytes."""
 _TAIL_CHARS = len(_HASH) + 16 + len('"}')
 
 FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
@@ -59,6 +63,7 @@ class SupervisorStarted(_Record):
     """Nodes of the allocation, in its order."""
     settings: str
     """Hash of the settings that must not change in later jobs of the run."""
+    format: Literal[1] = FORMAT
 
 
 class AttemptStarted(_Record):
@@ -255,12 +260,11 @@ class Ledger:
             OSError: The ledger cannot be read or written.
         """
         self._path, self._workspace = run_dir / LEDGER, workspace
-        lines = read_lines(self._path)
-        self.history = History(parse(self._path, lines))
-        self._last_hash = lines[-1][-_TAIL_CHARS:][len(_HASH) : -2] if lines else ""
+        self.history, lines = _load(run_dir)
+        self._last_hash = _hash_of(lines[-1]) if lines else ""
+        self._write_summary()  # first, since it must not name an event that the ledger lacks
         content = "".join(f"{line}\n" for line in lines)
         self._fd = workspace.open_append(self._path, content.encode())
-        self._write_summary()
 
     def add(self, event: Event) -> None:
         """Append an event durably, then update `nodes.json`.
@@ -278,7 +282,7 @@ class Ledger:
         except OSError:
             os.ftruncate(self._fd, size)  # else the next event would follow half a line
             raise
-        self._last_hash = line[-_TAIL_CHARS:][len(_HASH) : -2]
+        self._last_hash = _hash_of(line)
         self.history.add(event)
         self._write_summary()
 
@@ -287,7 +291,9 @@ class Ledger:
 
     def _write_summary(self) -> None:
         path = self._path.with_name(NODES)
-        text = json.dumps(self.history.summary(), indent=1)
+        summary = self.history.summary()
+        summary |= {"events": len(self.history.events), "last_hash": self._last_hash}
+        text = json.dumps(summary, indent=1)
         try:
             self._workspace.write_bytes(path, f"{text}\n".encode())
         except OSError as error:
@@ -298,9 +304,40 @@ class Ledger:
 
 def read_history(run_dir: Path) -> History:
     """Return the state of a run for readers without a workspace, such as `optimus status`. Raises
-    ConfigError if the ledger is damaged."""
-    path = run_dir / LEDGER
-    return History(parse(path, read_lines(path)))
+    ConfigError if the ledger is damaged or cannot be read."""
+    return _load(run_dir)[0]
+
+
+def _load(run_dir: Path) -> tuple[History, list[str]]:
+    """Return the state of a run, and the lines of its ledger.
+
+    `nodes.json` is written after each event and names the last one, so that lines that are missing
+    at the end of the ledger are noticed. It is read first, since a supervisor may add an event.
+
+    Raises:
+        ConfigError: The ledger is damaged or cannot be read.
+    """
+    path, number, last_hash = run_dir / LEDGER, 0, ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        summary = json.loads(files.read_regular(run_dir / NODES, _MOST_BYTES))
+        number, last_hash = int(summary["events"]), str(summary["last_hash"])
+    lines = read_lines(path)
+    history = History(parse(path, lines))
+    is_lost = number > len(lines) or (number > 0 and _hash_of(lines[number - 1]) != last_hash)
+    if is_lost and path.exists():
+        raise ConfigError(
+            f"{path}: event {number}, which {NODES} names, is missing or has changed; restore the "
+            f"file from a backup, or remove {NODES} to continue with the first "
+            f"{counted(len(lines), 'event')}"
+        )
+    return history, lines
+
+
+def _damage(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: {reason}, so the states of nodes are unknown; restore the file from a backup, or "
+        "move it away to forget which nodes failed"
+    )
 
 
 def read_lines(path: Path) -> list[str]:
@@ -308,11 +345,11 @@ def read_lines(path: Path) -> list[str]:
     crash while it was written; it is left out, because nobody has acted on its event. Raises
     ConfigError if the file cannot be read."""
     try:
-        data = files.read_regular(path, 1 << 28)
+        data = files.read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigError(f"{path}: {reason_of(error)}; {_REMEDY}") from None
+        raise _damage(path, reason_of(error)) from None
     *lines, _ = data.decode("utf-8", "surrogateescape").split("\n")
     return lines
 
@@ -321,25 +358,24 @@ def parse(path: Path, lines: Sequence[str]) -> list[Event]:
     """Parse the lines of a ledger. `path` is for the message.
 
     Raises:
-        ConfigError: A line is damaged, missing, or in another order.
+        ConfigError: A line is damaged, missing, or in another order, or another version of Optimus
+            has written it.
     """
     events: list[Event] = []
     running, last, last_hash = 0, 0, ""
     for number, line in enumerate(lines, 1):
         body = line[:-_TAIL_CHARS]
         expected = _hash(body, last_hash)
+        if line[-_TAIL_CHARS:] != f'{_HASH}{expected}"}}':
+            raise _damage(path, f"line {number} is damaged (its hash differs)")
         try:
-            if line[-_TAIL_CHARS:] != f'{_HASH}{expected}"}}':
-                raise ValueError("its hash differs")
             event = _EVENT.validate_json(f"{body}}}")
             running, last = _follow(event, running, last)
-            events.append(event)
-        except (ValidationError, ValueError) as error:
-            reason = "not an event" if isinstance(error, ValidationError) else str(error)
-            raise ConfigError(
-                f"{path}: line {number} is damaged ({reason}), so the states of nodes are unknown; "
-                f"{_REMEDY}"
-            ) from None
+        except ValueError as error:  # also of pydantic
+            is_event = not isinstance(error, ValidationError)
+            reason = str(error) if is_event else f"not an event of format {FORMAT}"
+            raise _damage(path, f"line {number} is damaged ({reason})") from None
+        events.append(event)
         last_hash = expected
     return events
 
@@ -365,6 +401,11 @@ def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
         case SupervisorStarted() | NodeMarked() | NextJob() | VerdictReached():
             return running, last
     raise ValueError("an event that cannot follow those before it")
+
+
+def _hash_of(line: str) -> str:
+    """Return the hash at the end of a line."""
+    return line[-_TAIL_CHARS:][len(_HASH) : -2]
 
 
 def _format(event: Event, last_hash: str) -> str:

@@ -120,7 +120,7 @@ def test_message_that_is_not_authentic_is_refused(how):
 
 
 def test_silent_or_endless_peer_is_refused(monkeypatch):
-    monkeypatch.setattr("optimus.resilience.supervision.channel._HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("optimus.resilience.supervision.channel.HANDSHAKE_S", 0.2)
 
     async def run(data):
         (_, writer), supervisor = await streams()
@@ -152,6 +152,11 @@ def test_secret_is_for_this_user_only(tmp_path):
         read_secret(path)
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(b"x")
+    path.write_bytes(secret[:-1])
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="damaged; remove it"):
+        read_secret(path)
+    path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="a symbolic link .*; remove it and launch again"):
         read_secret(path)

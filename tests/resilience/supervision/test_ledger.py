@@ -74,7 +74,10 @@ def test_job_of_a_run_begins_at_another_job_or_after_a_verdict(tmp_path):
 
 
 def test_line_that_a_crash_cut_short_is_left_out(tmp_path):
-    text = write(tmp_path)
+    write(tmp_path, EVENTS[:-1])
+    summary = (tmp_path / NODES).read_bytes()
+    text = write(tmp_path, EVENTS[-1:])
+    (tmp_path / NODES).write_bytes(summary)  # it is written after the event
     for size in range(len(text) - 1, len(text) - 60, -7):
         (tmp_path / LEDGER).write_text(text[:size])
         assert read_history(tmp_path).events == EVENTS[:-1]
@@ -87,11 +90,12 @@ def test_any_other_damage_is_refused(tmp_path):
     lines = text.splitlines(keepends=True)
     damaged = [text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :] for at in range(0, len(text), 5)]
     damaged += ["".join(lines[:2] + lines[3:]), "".join(lines[::-1]), lines[0] + text, "\n" + text]
+    damaged += ["", "".join(lines[:-1]), text[:-1], text[:100] + 50 * "\0" + text[150:]]
     for content in damaged:
-        if content.count("\n") < len(lines) and content.startswith("".join(lines[:-1])):
-            continue  # the last newline is damaged, as if the line were cut short
         (tmp_path / LEDGER).write_text(content)
-        with pytest.raises(ConfigError, match=r"events.jsonl: line \d+ is damaged .* move it away"):
+        with pytest.raises(
+            ConfigError, match=r"events.jsonl: (line \d+ is damaged|event 6, which)"
+        ):
             read_history(tmp_path)
         with pytest.raises(ConfigError):
             open_ledger(tmp_path)
@@ -106,8 +110,35 @@ def test_event_with_another_field_or_type_is_refused(tmp_path, name, value):
     body = json.dumps(fields)[:-1]
     line = f'{body}, "hash": "{files.xxh3_bytes(f"{chr(10)}{body}".encode())}"}}'
     (tmp_path / LEDGER).write_text(f"{line}\n")
-    with pytest.raises(ConfigError, match=r"line 1 is damaged \(not an event\)"):
+    with pytest.raises(ConfigError, match=r"line 1 is damaged \(not an event of format 1\)"):
         read_history(tmp_path)
+
+
+def test_missing_or_damaged_summary_is_written_again(tmp_path):
+    write(tmp_path)
+    summary = (tmp_path / NODES).read_text()
+    for damaged in (None, "", "{", "[]", '{"events": "x", "last_hash": 3}', "[" * 100_000):
+        (tmp_path / NODES).unlink()
+        if damaged is not None:
+            (tmp_path / NODES).write_text(damaged)
+        assert read_history(tmp_path).events == EVENTS
+        open_ledger(tmp_path).close()
+        assert (tmp_path / NODES).read_text() == summary
+
+
+def test_user_may_forget_or_cut_the_ledger(tmp_path):
+    text = write(tmp_path)
+    (tmp_path / LEDGER).write_text("".join(text.splitlines(keepends=True)[:3]))
+    with pytest.raises(ConfigError, match=r"remove nodes.json to continue with the first 3 events"):
+        read_history(tmp_path)
+    (tmp_path / NODES).unlink()
+    assert read_history(tmp_path).events == EVENTS[:3]
+    (tmp_path / LEDGER).unlink()
+    write(tmp_path, EVENTS[:1])
+    assert read_history(tmp_path).events == EVENTS[:1]
+    os.unlink(tmp_path / LEDGER)
+    open_ledger(tmp_path).close()
+    assert read_history(tmp_path).events == []
 
 
 def test_earlier_supervisor_cannot_write_to_the_ledger(tmp_path):
@@ -172,5 +203,5 @@ def test_events_that_no_supervisor_stores_are_refused(tmp_path, name):
 
 def test_ledger_that_is_not_a_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / LEDGER)
-    with pytest.raises(ConfigError, match="not a regular file; restore the file"):
+    with pytest.raises(ConfigError, match="not a regular file, so .*restore the file"):
         read_history(tmp_path)
