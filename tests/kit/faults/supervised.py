@@ -102,7 +102,7 @@ def write_config(work: Path, data: Path, name: str, steps: int = STEPS, **settin
         "train__max_steps": steps,
         "train__global_batch_tokens": 16 * CONTEXT,  # updates of about 0.1 s
         "checkpoint__interval": INTERVAL,
-        "parallel__timeout_s": 8.0,
+        "parallel__timeout_s": 15.0,  # the ranks of a loaded machine meet late
         "resilience__heartbeat_s": HEARTBEAT_S,
         "resilience__supervisor_timeout_s": ORPHAN_S,
         **settings,
