@@ -18,7 +18,7 @@ after the run has recovered from the one before. After the run, the drill checks
 - every checkpoint is complete and finite;
 - no process of the run remains.
 
-With --results, for example scripts/drills/failures.jsonl, a later command continues after the
+With --results, for example tests/results/failures_local.jsonl, a later command continues after the
 last run of FILE, and the printed number of faults is that of all runs in FILE. Exit status 0: all
 runs are right.
 """
