@@ -52,7 +52,7 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
             if step > _WARMUP:
                 shares.append(stopwatch.seconds / (clock() - start))
     finally:
-        Watch.look_at, Watch.any_rank_is_nonfinite = before  # type: ignore[method-assign]
+        Watch.look_at, Watch.any_rank_is_nonfinite = before  # type: ignore[method-assign]  # restores it
     return share_figure(shares, bar) | {
         "tokens_per_update": rank.plan.tokens,
         "threads": threads,

@@ -110,7 +110,7 @@ class _LoopFinder(importlib.abc.MetaPathFinder):
             plan.report("imports", seconds=time.monotonic() - environment.STARTED)
             _change(module, plan)
 
-        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]  # of this spec
         return spec
 
 

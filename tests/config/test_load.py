@@ -217,7 +217,7 @@ def test_synonyms_belong_to_keys_and_lead_to_them():
     assert set(SYNONYMS) <= keys
     for key, names in SYNONYMS.items():
         for name in names.split():
-            hint = _hint([*key.split(".")[:1], name], 1)
+            hint = _hint([*key.split(".")[:1], name], 1, Config)
             assert hint.startswith("did you mean") and key in hint, (key, name, hint)
 
 

@@ -34,10 +34,13 @@ def under_slurm(
         command: The command.
         options: Options of scripts/drills/slurm.sh.
     """
+    environ = os.environ | {"PATH": PATH}
+    if "--networks" in options:  # a test of this process may have set the loopback interface
+        environ.pop("GLOO_SOCKET_IFNAME", None)
     return subprocess.run(
         [str(SLURM), *options, "--keep", str(tmp_path / "slurm"), "--", *command],
         cwd=tmp_path,
-        env=os.environ | {"PATH": PATH},
+        env=environ,
         capture_output=True,
         text=True,
         timeout=300,

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import os
 import select
 import signal
@@ -33,8 +34,11 @@ from optimus.errors import OptimusError
 from optimus.launch.environment import read_rank
 from optimus.launch.signals import STOP_SIGNALS
 from optimus.launch.spawn import prepare_rank
+from optimus.observe.log import set_up_logging
 from optimus.resilience.supervision.channel import read_secret
 from optimus.resilience.supervision.warm_process import MAX_BYTES, ForkedProcess
+
+logger = logging.getLogger(__name__)
 
 MODULE = "optimus.resilience.supervision.launched_rank"
 _CONNECT_S = 120.0
@@ -176,7 +180,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         connection = _connect(_socket_path(read_secret(Path(secret_file)), workspace, rank))
     except (OSError, OptimusError) as error:
-        print(f"optimus: error: rank {rank}: no agent on this node: {error}", file=sys.stderr)
+        set_up_logging(rank)
+        logger.error("no agent on this node: %s", error)
         return 1
     with connection:
         connection.settimeout(_ANSWER_S)
