@@ -25,6 +25,7 @@ from optimus.distributed.groups import Groups, join_groups
 from optimus.distributed.world import World, start_world
 from optimus.errors import counted
 from optimus.launch.environment import SINGLE
+from optimus.model.flops import flops_per_token
 from optimus.model.init import initialise_
 from optimus.model.transformer import Transformer
 from optimus.observe.events import NO_RECORDER, Recorder
@@ -140,6 +141,7 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
     Returns:
         A dict with the conditions, median seconds, and ratios Optimus / plain loop, for wall-clock
         time and for the CPU time of all threads. If other programs run, CPU time is more reliable.
+        `ours_tflops` is the rate of an Optimus update in TFLOP/s, by wall-clock time.
     """
     world = start_world(SINGLE, device=config.train.device)
     threads = fix_arithmetic(config.train, world.launch.local_world_size)
@@ -171,11 +173,13 @@ def bench_step(config: Config, steps: int) -> dict[str, Any]:
         result[f"plain_{clock}_s"] = statistics.median(b)
         result[f"{clock}_ratio_median"] = statistics.median(ratios)
         result[f"{clock}_ratio_quartiles"] = [ratios[steps // 4], ratios[-1 - steps // 4]]
+    flops = flops_per_token(config.model, plan.seq_len) * plan.tokens
+    result["ours_tflops"] = flops / result["ours_wall_s"] / 1e12
     return result
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Return the result of `bench_step` in three lines."""
+    """Return the result of `bench_step` in four lines."""
     lines = [
         f"{result['device']}, torch {result['torch']}, {counted(result['threads'], 'thread')}, "
         f"{result['dtype']}, {result['tokens_per_update']} tokens an update, "
@@ -188,4 +192,5 @@ def format_result(result: dict[str, Any]) -> str:
             f"{result[f'plain_{clock}_s']:.4f} s, ours / plain "
             f"{result[f'{clock}_ratio_median']:.3f} (quartiles {low:.3f} to {high:.3f})"
         )
+    lines.append(f"ours: {result['ours_tflops']:.2f} TFLOP/s")
     return "\n".join(lines)

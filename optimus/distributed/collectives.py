@@ -234,7 +234,9 @@ def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
         group: Group of the ranks.
     """
     units = [(values.double() / _SUM_UNIT).round().to(torch.int64).sum() for values in terms]
-    total = torch.stack(units)
+    # A rank without terms may have made its empty tensor on the CPU, which nccl cannot send.
+    device = _device_of(group.process_group) if group.size > 1 else units[0].device
+    total = torch.stack([count.to(device) for count in units])
     all_reduce_sum(total, group)
     return [count * _SUM_UNIT for count in total.tolist()]
 

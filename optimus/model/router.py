@@ -95,7 +95,7 @@ class Router(nn.Module):
 
 
 def layer_losses(
-    config: ModelConfig, routings: Sequence[Routing]
+    config: ModelConfig, routings: Sequence[Routing], device: torch.device
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the auxiliary losses and the token counts of the layers with experts.
 
@@ -105,6 +105,7 @@ def layer_losses(
     Args:
         config: the configuration of the model.
         routings: router statistics of each layer with experts, in order.
+        device: the device of the results if no layer has experts.
 
     Returns:
         The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
@@ -113,7 +114,8 @@ def layer_losses(
         divides by this number.
     """
     if not routings:
-        return torch.zeros(0), torch.zeros(0), []
+        none = torch.zeros(0, device=device)
+        return none, none, []
     if config.aux_loss_form == "hf":
         pooled = hf_load_balancing_loss(routings, config.num_experts_per_tok)
         aux = (pooled * len(config.sparse_layers)).unsqueeze(0)

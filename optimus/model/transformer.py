@@ -184,7 +184,7 @@ class Transformer(nn.Module):
         if not routings:
             zero = torch.zeros((), device=next(self.parameters()).device)
             return zero, zero
-        aux, z, _ = layer_losses(self.config, routings)
+        aux, z, _ = layer_losses(self.config, routings, next(self.parameters()).device)
         layers = len(self.config.sparse_layers)
         return aux.sum() / layers, z.sum() / layers
 

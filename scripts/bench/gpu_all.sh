@@ -86,24 +86,34 @@ part() {
   fi
 }
 
+# Most time of the tests is the start of interpreters and compilers, so they run on several processes.
+workers=$(nproc)
+((workers < 6)) || workers=6
+tests=("$PYTHON" -m pytest -q -n "$workers" -k "not sycl" tests/kernels tests/model/test_moe.py
+  tests/train/test_gpu.py)
 moe=("$PYTHON" scripts/bench/moe.py --device "$device" --json)
 pass=("$PYTHON" scripts/bench/moe_step.py --device "$device" --json)
 if [[ $device == cuda ]]; then
   part build 180 "${optimus[@]}" kernels build cuda
-  part tests 150 "$PYTHON" -m pytest -q -k "not sycl" tests/kernels tests/model/test_moe.py
+  part tests 150 "${tests[@]}"
   part moe_7b 90 "${moe[@]}" --case mula-7b-a1b-bf16 --rounds 10
-  part moe_7b_32k 60 "${moe[@]}" --case mula-7b-a1b-bf16 --tokens 32768 --rounds 10
-  part moe_7b_8k 60 "${moe[@]}" --case mula-7b-a1b-bf16 --tokens 8192 --rounds 10
   part pass_7b 90 "${pass[@]}" --model configs/model/mula-7b-a1b.toml --layers 4 --batch 8 \
     --seq-len 2048 --rounds 10
-  part pass_demo 60 "${pass[@]}" --model configs/model/demo.toml --batch 64 --rounds 10
   part step 60 "${optimus[@]}" bench step configs/run/demo.toml train.device=cuda \
     train.dtype=bf16 --steps 20 --json
+  part step_1b 60 "${optimus[@]}" bench step configs/run/mula-1b.toml train.device=cuda \
+    train.global_batch_tokens=65536 train.microbatch_size=8 --steps 10 --json
+  part step_7b_2_layers 60 "${optimus[@]}" bench step configs/run/mula-7b-a1b.toml \
+    model.num_layers=2 train.device=cuda train.global_batch_tokens=65536 train.microbatch_size=8 \
+    --steps 10 --json
+  part moe_7b_32k 60 "${moe[@]}" --case mula-7b-a1b-bf16 --tokens 32768 --rounds 10
+  part moe_7b_8k 60 "${moe[@]}" --case mula-7b-a1b-bf16 --tokens 8192 --rounds 10
+  part pass_demo 60 "${pass[@]}" --model configs/model/demo.toml --batch 64 --rounds 10
   part moe_larger 150 "${moe[@]}" --case mula-20b-a2b-bf16 --case mula-100b-a7b-bf16 \
     --case mula-220b-a10b-bf16 --rounds 5
 else
   part build 120 "${optimus[@]}" kernels build cpu
-  part tests 200 "$PYTHON" -m pytest -q -k "not sycl" tests/kernels tests/model/test_moe.py
+  part tests 200 "${tests[@]}"
   part moe_small 150 "${moe[@]}" --case small-bf16 --tokens 128 --rounds 2 --threads 1
   part pass_demo 120 "${pass[@]}" --model configs/model/demo.toml --layers 1 --batch 1 --rounds 2
   part step 120 "${optimus[@]}" bench step configs/run/demo.toml train.device=cpu \

@@ -54,7 +54,7 @@ def test_losses_are_means_over_the_layers_that_route():
     _, routings = model.run_blocks(model.embed(tokens))
     terms = model.losses(tokens)
     assert len(routings) == 2
-    aux, z, counts = layer_losses(model.config, routings)
+    aux, z, counts = layer_losses(model.config, routings, tokens.device)
     assert torch.equal(terms.aux, aux.sum() / 2) and torch.equal(terms.z, z.sum() / 2)
     assert [len(of_layer) for of_layer in counts] == [5, 3]
     assert [int(of_layer.sum()) for of_layer in counts] == [tokens.numel() * 2] * 2

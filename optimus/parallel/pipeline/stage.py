@@ -84,7 +84,7 @@ class Stage:
             document_ids: [B, S] on the host, or None.
         """
         x, routings = self._run_blocks(x, tokens, document_ids)
-        aux, z, counts = layer_losses(self.model.config, routings)
+        aux, z, counts = layer_losses(self.model.config, routings, tokens.device)
         objective = None
         if routings:
             scale = self._objective

@@ -35,3 +35,14 @@ def test_two_stages_have_the_loss_and_gradients_of_the_model(architecture: str, 
         grads = [copy.get_parameter(name).grad for copy in copies]
         total = sum(grad for grad in grads if grad is not None)
         torch.testing.assert_close(total, parameter.grad, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("architecture", ["olmo", "olmoe"])
+def test_all_loss_terms_are_on_the_device_of_the_tokens(architecture: str):
+    """A dense model has no router losses, but their empty tensors are sent with those of other
+    ranks."""
+    model = small_model(architecture).to("meta")
+    objective = Objective(1, 1, 1, aux_coef=0.01, z_coef=0.001)
+    stage = Stage(model, range(model.config.num_layers), True, True, objective)
+    terms = stage.forward(None, some_tokens().to("meta")).terms
+    assert {term.device.type for term in (terms.ce_sum, terms.aux, terms.z)} == {"meta"}
