@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,9 +113,20 @@ def plan_job(
         allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
     if not is_dry_run:
         resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
+        _check_pardoned(pardoned, allocation, Path(config.train.run_dir))
     heartbeat_s = config.resilience.heartbeat_s
     if machine is not None and "heartbeat_s" not in config.resilience.model_fields_set:
         heartbeat_s = machine.heartbeat_s
+    is_mpiexec = launcher == Mpiexec.name
+    starter = (
+        Mpiexec(machine, nodes, mpi_ranks) if is_mpiexec else LAUNCHERS[launcher](machine, nodes)
+    )
+    program = starter.agent_commands(allocation[:1], Path())[0][0]
+    refuse_if(
+        not is_dry_run and shutil.which(program) is None,
+        f"--launcher {launcher} needs the program {program!r}, which is not on PATH; load its "
+        "module, or use another launcher",
+    )
     return Job(
         run_dir=Path(config.train.run_dir).absolute(),
         config=dump_toml(config),
@@ -128,11 +140,7 @@ def plan_job(
         ),
         heartbeat_s=heartbeat_s,
         supervisor_timeout_s=config.resilience.supervisor_timeout_s,
-        launcher=(
-            Mpiexec(machine, nodes, mpi_ranks)
-            if launcher == Mpiexec.name
-            else LAUNCHERS[launcher](machine, nodes)
-        ),
+        launcher=starter,
         settings=_hash_frozen(config),
         name=os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID", ""),
         ends_at=read_job_end(),
@@ -141,6 +149,20 @@ def plan_job(
         stage=Path(stage) if stage else None,
         chain=Chain(next_job) if next_job is not None else None,
     )
+
+
+def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir: Path) -> None:
+    """Raise ConfigError if a node of --pardon is in neither the allocation nor the ledger. A node
+    that is not excluded any more is no mistake, because the jobs of a chain repeat the option."""
+    history = read_history(run_dir) if pardoned else None
+    for node in pardoned:
+        assert history is not None
+        if node not in allocation and node not in history.standings:
+            marked = [name for name in history.standings if history.standing(name) == "excluded"]
+            raise ConfigError(
+                f"--pardon {node}: not a node of this run; excluded nodes: "
+                f"{', '.join(marked) or 'none'}"
+            )
 
 
 def ended_status(run_dir: Path) -> int | None:

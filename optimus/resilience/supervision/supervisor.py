@@ -117,6 +117,8 @@ _LOG_BYTES = 1 << 28
 """Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
 _CANNOT_START = 127
 """Exit status in the evidence if an agent cannot start its ranks."""
+_MAX_PROBLEMS = 4
+"""Maximum number of nodes whose problems an error message states."""
 _MAX_DOCUMENTS = 8
 """Maximum number of documents in the report on data that gives non-finite values."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
@@ -177,6 +179,8 @@ class _Node:
     answer: asyncio.Future[dict[str, Any]] | None = None
     failure: str = ""
     """Reason why the agent cannot start the ranks of the attempt."""
+    problem: str = ""
+    """Reason why the agent of the node was refused or does not answer."""
     is_staged: bool = False
     """True if the node has a copy of the environment of the ranks."""
     has_lost_ranks: bool = False
@@ -837,13 +841,24 @@ class Supervisor:
         ]
         absent = self._without_agent(wanted)
         commands = job.launcher.agent_commands(absent, job.run_dir)
+        for name in absent:
+            self._nodes[name].problem = ""
         processes = dict(zip(absent, map(self._run, commands), strict=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(job.start_limit_s):
-                while any(processes[name].poll() is None for name in self._without_agent(absent)):
+                while any(
+                    processes[name].poll() is None and not self._nodes[name].problem
+                    for name in self._without_agent(absent)
+                ):
                     await asyncio.sleep(_LOOK_S)
-        if absent := self._without_agent(wanted):
-            logger.warning("no agent answers on %s", ", ".join(absent))
+        for name in self._without_agent(wanted):
+            status = processes[name].poll() if name in processes else None
+            reason = f"no agent answers within {job.start_limit_s:.0f} s"
+            if status is not None:
+                reason = f"{job.launcher.name} ended with status {status} before an agent answered"
+            node = self._nodes[name]
+            node.problem = node.problem or reason
+            logger.warning("no agent on %s: %s", name, node.problem)
 
     def _without_agent(self, nodes: Sequence[str]) -> list[str]:
         return [name for name in nodes if self._nodes[name].channel is None]
@@ -863,17 +878,25 @@ class Supervisor:
         """Raise ConfigError if fewer nodes can be used than the run needs."""
         policy, launcher = self._job.policy, self._job.launcher
         needed = policy.sizes[0 if policy.on_exhausted == "shrink" else -1]
+        excluded = {n for n in self._nodes if self._history.standing(n) == "excluded"}
         usable = [
             node.name
             for node in self._nodes.values()
-            if node.channel is not None and self._history.standing(node.name) != "excluded"
+            if node.channel is not None and node.name not in excluded
         ]
         if len(usable) < needed:
+            problems = [
+                f"{node.name}: {'excluded' if node.name in excluded else node.problem}"
+                for node in self._nodes.values()
+                if node.name not in usable
+            ]
+            more = len(problems) - _MAX_PROBLEMS
+            problems[_MAX_PROBLEMS:] = [f"and {counted(more, 'other')}"] if more > 0 else []
             raise ConfigError(
                 f"--nodes {policy.sizes[-1]}: only {counted(len(usable), 'node')} can be used "
-                f"({', '.join(usable) or 'none'}); check that the launcher {launcher.name!r} "
-                "reaches the others, use an excluded node again with --pardon NODE, or request "
-                "more nodes"
+                f"({', '.join(usable) or 'none'}; {'; '.join(problems)}); check that the launcher "
+                f"{launcher.name!r} reaches the others, use an excluded node again with "
+                "--pardon NODE, or request more nodes"
             )
 
     async def _on_connection(
@@ -923,8 +946,9 @@ class Supervisor:
                     message["ranks"] = []
                 self._receive(node, message)
         except (OSError, EOFError, PeerError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, PeerError):
-                logger.warning("connection of %s closed: %s", node and node.name, error)
+            if not isinstance(error, OSError | EOFError):  # a lost connection is no message
+                reason = str(error) if isinstance(error, PeerError) else "a message without a field"
+                logger.warning("connection of %s closed: %s", node and node.name, reason)
         finally:
             if node is not None and node.channel is channel:
                 node.channel = None
@@ -950,6 +974,8 @@ class Supervisor:
             problem = f"{node.name} may open only {number}; raise ulimit -n"
         if problem:
             logger.warning("an agent is refused: %s", problem)
+            if node is not None:
+                node.problem = problem
             return None
         assert node is not None
         is_same_agent = hello["pid"] == node.hello.get("pid")

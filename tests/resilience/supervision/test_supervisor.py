@@ -61,10 +61,22 @@ def test_launch_without_a_valid_allocation_starts_nothing(tiny_data, tmp_path, c
         (["--launcher", "ssh"], "there is no allocation"),
         (["--launcher", "ssh", "--hosts", str(hosts), "--nodes", "3"], "has 2; lower them"),
         (["--nodes", "5", "--launcher", "local"], "train.global_batch_tokens"),
+        (["--launcher", "local", "--pardon", "x9"], "--pardon x9: not a node of this run"),
     ):
         assert main(["launch", config, *options]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_launcher_that_is_not_installed_starts_nothing(tiny_data, tmp_path, capsys, monkeypatch):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = str(write_config(tmp_path, tiny_data, "run"))
+    assert main(["launch", config, "--launcher", "ssh", "--hosts", str(hosts)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--launcher ssh needs the program 'ssh', which is not on PATH" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -100,6 +112,32 @@ class WithoutNode(Local):
     def agent_commands(self, nodes, run_dir):
         commands = zip(nodes, super().agent_commands(nodes, run_dir), strict=True)
         return [["false"] if node == "node1" else command for node, command in commands]
+
+
+class WithFewFiles(Local):
+    """Emulates nodes of which node1 permits too few open files."""
+
+    def agent_commands(self, nodes, run_dir):
+        limit = ["bash", "-c", 'ulimit -n 512 && exec "$@"', "bash"]
+        commands = zip(nodes, super().agent_commands(nodes, run_dir), strict=True)
+        return [[*limit, *command] if node == "node1" else command for node, command in commands]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "reason"),
+    [
+        (WithoutNode, "node1: local ended with status 1 before an agent answered"),
+        (WithFewFiles, "node1: node1 may open only 512 files; raise ulimit -n"),
+    ],
+)
+def test_final_line_has_the_reason_why_a_node_is_missing(
+    tiny_data, tmp_path, monkeypatch, capsys, launcher, reason
+):
+    monkeypatch.setitem(LAUNCHERS, "local", launcher)
+    assert launch(tmp_path, tiny_data, "--nodes", "2") == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "only 1 node can be used (node0; " in line and reason in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_dead_node_does_not_delay_the_start(tiny_data, tmp_path, monkeypatch):
