@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import shlex
 import shutil
 import sys
@@ -29,7 +30,7 @@ from optimus.resilience.supervision.staging import (
     staged_folder,
     staged_python,
 )
-from optimus.resilience.supervision.supervisor import Job, Supervisor
+from optimus.resilience.supervision.supervisor import MIN_OPEN_FILES, Job, Supervisor
 from optimus.train.resolve import FROZEN, divide, resolve
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def plan_job(
         allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
     if not is_dry_run:
         resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
+        _allow_open_files(MIN_OPEN_FILES + number)
         _check_pardoned(pardoned, allocation, Path(config.train.run_dir))
     heartbeat_s = config.resilience.heartbeat_s
     if machine is not None and "heartbeat_s" not in config.resilience.model_fields_set:
@@ -149,6 +151,21 @@ def plan_job(
         stage=Path(stage) if stage else None,
         chain=Chain(next_job) if next_job is not None else None,
     )
+
+
+def _allow_open_files(number: int) -> None:
+    """Let this process open `number` files: it has a connection for each node. Raises ConfigError
+    if the system does not permit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= number:
+        return
+    refuse_if(
+        hard != unlimited and hard < number,
+        f"ulimit -n {soft}: the supervisor needs {number} open files, and the hard limit is "
+        f"{hard}; raise the limit",
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir: Path) -> None:

@@ -111,7 +111,7 @@ _MOST_UNAUTHENTICATED = 64
 """Maximum number of connections that are not authenticated yet."""
 _CLOCK_S = 60.0
 """Maximum difference between the clocks of two nodes."""
-_OPEN_FILES = 1024
+MIN_OPEN_FILES = 1024
 """Minimum number of files that a process on a node must be allowed to open."""
 _LOG_BYTES = 1 << 28
 """Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
@@ -969,7 +969,7 @@ class Supervisor:
         elif abs(hello["time"] - time.time()) > _CLOCK_S:
             seconds = hello["time"] - time.time()
             problem = f"the clock of {node.name} differs by {seconds:.0f} s; set the clocks"
-        elif hello["open_files"] < _OPEN_FILES:
+        elif hello["open_files"] < MIN_OPEN_FILES:
             number = counted(hello["open_files"], "file")
             problem = f"{node.name} may open only {number}; raise ulimit -n"
         if problem:

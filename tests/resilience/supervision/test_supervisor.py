@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_launcher_that_is_not_installed_starts_nothing(tiny_data, tmp_path, caps
     (line,) = capsys.readouterr().err.splitlines()
     assert "--launcher ssh needs the program 'ssh', which is not on PATH" in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_hard", [True, False])
+def test_low_limit_of_open_files_is_raised_or_refused(tiny_data, tmp_path, is_hard):
+    config = write_config(tmp_path, tiny_data, "run")
+    command = f'ulimit {"-n" if is_hard else "-Sn"} 64; exec "$@"'
+    arguments = ["launch", str(config), "--launcher", "local", "train.stop_at_step=2"]
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", sys.executable, "-P", "-m", "optimus.cli", *arguments],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if is_hard:
+        (line,) = done.stderr.splitlines()
+        assert "ulimit -n 64: the supervisor needs" in line and done.returncode == 2
+    else:
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run").exists() is not is_hard
 
 
 def test_dry_run_prints_ranks_and_commands(tiny_data, tmp_path, capsys):
