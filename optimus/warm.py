@@ -71,12 +71,15 @@ def main() -> NoReturn:
             if pid == 0:
                 for inherited in (requests, woken, waker):
                     inherited.close()
+                status = 1
                 try:
                     _become_rank(json.loads(data), fds[0], parent)
+                except SystemExit as end:  # a run of a single rank has no process group to leave
+                    status = end.code if isinstance(end.code, int) else 1
                 except Exception:
                     traceback.print_exc()
                 finally:
-                    os._exit(1)
+                    os._exit(status)
             os.close(fds[0])
             requests.send(json.dumps({"is": "forked", "pid": pid}).encode())
 

@@ -83,6 +83,7 @@ def test_launcher_that_is_not_installed_starts_nothing(tiny_data, tmp_path, caps
 
 @pytest.mark.parametrize("is_hard", [True, False])
 def test_low_limit_of_open_files_is_raised_or_refused(tiny_data, tmp_path, is_hard):
+    """The run has a single rank, which ends without a process group."""
     config = write_config(tmp_path, tiny_data, "run")
     command = f'ulimit {"-n" if is_hard else "-Sn"} 64; exec "$@"'
     arguments = ["launch", str(config), "--launcher", "local", "train.stop_at_step=2"]
