@@ -21,6 +21,7 @@ from optimus.config.machine import Machine
 from optimus.errors import ConfigError, counted, refuse_if
 from optimus.io import files
 from optimus.resilience.supervision.agent import SECRET, SUPERVISOR
+from optimus.resilience.supervision.agents import MIN_OPEN_FILES, Job
 from optimus.resilience.supervision.chain import Chain
 from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import LAUNCHERS, Mpiexec, read_job_end, read_nodes
@@ -30,7 +31,7 @@ from optimus.resilience.supervision.staging import (
     staged_folder,
     staged_python,
 )
-from optimus.resilience.supervision.supervisor import MIN_OPEN_FILES, Job, Supervisor
+from optimus.resilience.supervision.supervisor import Supervisor
 from optimus.train.resolve import FROZEN, divide, resolve
 
 logger = logging.getLogger(__name__)

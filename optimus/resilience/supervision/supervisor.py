@@ -17,16 +17,14 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from optimus.checkpoint import store
 from optimus.data.dataset import TokenDataset
-from optimus.errors import ConfigError, OptimusError, OutcomeKind, counted, one_line
+from optimus.errors import ConfigError, OptimusError, OutcomeKind, one_line
 from optimus.io import files
 from optimus.io.workspace import Workspace, lock_run_dir, read_lock_owner
 from optimus.resilience.supervision.agent import (
@@ -34,30 +32,27 @@ from optimus.resilience.supervision.agent import (
     BEATS_PER_LIMIT,
     SECRET,
     SUPERVISOR,
-    hash_code,
     parse_address,
 )
+from optimus.resilience.supervision.agents import CONFIG, KILLED_S, LOOK_S, Agents, Job, Node
 from optimus.resilience.supervision.attempt import (
     SKIPPED_STEPS,
     encode_skipped_steps,
     marker_dir,
     read_skipped_steps,
 )
-from optimus.resilience.supervision.chain import Chain
 from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
 from optimus.resilience.supervision.decide import (
     Decision,
     Evidence,
     LayerOutput,
     Marker,
-    Policy,
     RankEnd,
     RankProgress,
     decide,
     find_cause,
     names_cause,
 )
-from optimus.resilience.supervision.launchers import Launcher
 from optimus.resilience.supervision.ledger import (
     LEDGER,
     AttemptEnded,
@@ -76,18 +71,13 @@ from optimus.resilience.supervision.staging import (
     ARCHIVE,
     pack_environment,
     staged_folder,
-    staged_python,
     staged_variables,
 )
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "run.toml"
-"""Name of the copy of the configuration in the supervisor's folder."""
 _LOCK_OWNER = b"supervisor"
 """Content of a lock file that a supervisor has locked."""
-_LOOK_S = 0.1
-"""Longest time between two looks at the observations on an attempt."""
 _SAME_TIME_S = 0.3
 """Time to wait for further observations after a rank was ended by a signal or wrote a marker."""
 _AGREE_S = 6.0
@@ -97,94 +87,18 @@ _SAVE_S = 600.0
 """Longest time from a stop signal to the end of all ranks."""
 _STOP_S = 60.0
 """Time to wait for the other ranks after a rank has ended because the run stops."""
-_RECONNECT_S = 5.0
-"""Time for which a supervisor that takes over waits for agents, in addition to the heartbeat."""
 _RETRY_S = 2.0
 """Time until the supervisor writes to a full disk again."""
 _STAGE_S = 600.0
 """Longest time to unpack the environment of ranks on a node."""
 _SUBMIT_S = 600.0
 """Time until the supervisor submits the next job again, after the scheduler has refused it."""
-_KILLED_S = 5.0
-"""Time to wait for agents to kill their ranks, and for agents to end."""
-_MOST_UNAUTHENTICATED = 64
-"""Maximum number of connections that are not authenticated yet."""
-_CLOCK_S = 60.0
-"""Maximum difference between the clocks of two nodes."""
-MIN_OPEN_FILES = 1024
-"""Minimum number of files that a process on a node must be allowed to open."""
-_LOG_BYTES = 1 << 28
-"""Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
 _CANNOT_START = 127
 """Exit status in the evidence if an agent cannot start its ranks."""
-_MAX_PROBLEMS = 4
-"""Maximum number of nodes whose problems an error message states."""
 _MAX_DOCUMENTS = 8
 """Maximum number of documents in the report on data that gives non-finite values."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _LOST_PEER = OutcomeKind.LOST_PEER.exit_status
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run inside an allocation."""
-
-    run_dir: Path
-    config: str
-    """The resolved configuration of the run, in TOML. The ranks of all attempts read a copy of it,
-    so that a change of the user's file does not change a later attempt."""
-    nodes: tuple[str, ...]
-    """Nodes of the allocation, in its order."""
-    ranks_per_node: int
-    policy: Policy
-    heartbeat_s: float
-    supervisor_timeout_s: float
-    launcher: Launcher
-    settings: str
-    """Hash of the settings that must not change in later jobs of the run."""
-    name: str = ""
-    """Name of the scheduler's job."""
-    ends_at: float = math.inf
-    """Unix time of the end of the job."""
-    margin_s: float = 120.0
-    """Time before the end of the job at which ranks begin to save."""
-    pardoned: tuple[str, ...] = ()
-    """Nodes that are no longer excluded."""
-    stage: Path | None = None
-    """Folder on a disk of each node to which the environment of the ranks is copied."""
-    chain: Chain | None = None
-    """Submits the job that continues the run after this one; None: no job continues it."""
-    start_limit_s: float = 120.0
-    """Time within which the agents must answer."""
-
-
-@dataclass
-class _Node:
-    """A node of the allocation, as the supervisor sees it."""
-
-    name: str
-    channel: Channel | None = None
-    hello: dict[str, Any] = field(default_factory=dict)
-    heard_at: float = -math.inf
-    """Time of the agent's last message, by the supervisor's clock."""
-    attempt: int = 0
-    """The attempt of the ranks in `ranks`."""
-    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    ended: list[int] = field(default_factory=list)
-    """Ended ranks in the order of their ends."""
-    killed: int = 0
-    """The last attempt whose ranks the agent must kill."""
-    asked: str = ""
-    """The request whose answer the supervisor waits for."""
-    answer: asyncio.Future[dict[str, Any]] | None = None
-    failure: str = ""
-    """Reason why the agent cannot start the ranks of the attempt."""
-    problem: str = ""
-    """Reason why the agent of the node was refused or does not answer."""
-    is_staged: bool = False
-    """True if the node has a copy of the environment of the ranks."""
-    has_lost_ranks: bool = False
-    """True if the agent was started again and the ranks of the attempt are gone."""
 
 
 class Supervisor:
@@ -217,39 +131,18 @@ class Supervisor:
         self._workspace = Workspace.open(self._folder)
         self._ledger = Ledger(job.run_dir, self._workspace)
         self._history = self._ledger.history
-        self._secret = (
-            create_secret(self._folder / SECRET)
-            if not self._is_takeover()
-            else (read_secret(self._folder / SECRET))
-        )
-        self._nodes = {name: _Node(name) for name in job.nodes}
-        self._code = hash_code()
-        self._clock_s = 0.0
-        """Time for which this process has run. Silence of agents is measured with it, so that a
-        process that was suspended, or waited for a disk, does not blame them."""
-        self._log_attempt = 0
-        self._unauthenticated: list[asyncio.StreamWriter] = []
-        self._refused = 0
+        read_or_create = read_secret if self._is_takeover() else create_secret
+        self._agents = Agents(job, self._history, read_or_create(self._folder / SECRET))
         self._submitter: asyncio.Task[None] | None = None
         self._is_ending = asyncio.Event()
         self._stop_signal = 0
         self._stopped_at_s = math.inf
         self._cut_off_at_s = -math.inf
         """Last time at which this node was cut off from all others."""
-        self._log: BinaryIO | None = None
-        self._log_bytes = self._log_dropped = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._commands: list[subprocess.Popen[bytes]] = []
-        """Commands that started agents or ranks. Their exit statuses are not used. asyncio would
-        kill the processes of a supervisor that ends, although another supervisor uses its
-        agents."""
         self._digest = ""
         """Hash of the archive of the environment; "" if it is not packed."""
-        self._staged: Path | None = None
-        """Folder with the environment of the ranks on each node; None: this environment."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
         """The command that started the ranks of the last attempt; None if agents start ranks."""
-        self._connections: set[asyncio.Task[None]] = set()
         self._workspace.write_bytes(self._folder / CONFIG, job.config.encode())
 
     def _is_takeover(self) -> bool:
@@ -278,8 +171,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
-        servers, hosts, port = await self._listen()
-        clock = asyncio.create_task(self._run_clock())
+        hosts, port = await self._agents.listen()
+        clock = asyncio.create_task(self._agents.run_clock())
         try:
             self._workspace.write_bytes(
                 self._folder / ADDRESS,
@@ -304,15 +197,15 @@ class Supervisor:
             if not await self._submit_next_job():
                 self._submitter = asyncio.create_task(self._submit_again())
             if takeover:
-                await self._wait_for_agents()
-            await self._start_agents()
+                await self._agents.wait_for_known()
+            await self._agents.start()
             if not takeover:
-                self._check_nodes()
+                self._agents.check()
             while True:
                 if (running := history.running) is not None:
                     await self._finish_attempt(running)
                     if history.ends[running.attempt].outcome == "interrupted":
-                        await self._start_agents()  # those of the attempt may have ended, too
+                        await self._agents.start()  # those of the attempt may have ended, too
                 decision = await self._decide()
                 if decision.action != "start":
                     return await self._end(decision)
@@ -320,28 +213,15 @@ class Supervisor:
         finally:
             is_current = self._workspace.is_open()  # else the agents obey another supervisor
             if is_current:
-                await self._say_to_all({"do": "end"})
-            for server in servers:
-                server.close()
+                await self._agents.say_to_all({"do": "end"})
             clock.cancel()
-            for task in self._connections:
-                task.cancel()
-            await asyncio.gather(*self._connections, return_exceptions=True)
+            await self._agents.close()
             if is_current:
-                await self._wait_for_ends(self._commands)
+                await self._agents.wait_for_ends(self._agents.commands)
                 (self._folder / ARCHIVE).unlink(missing_ok=True)
             self._ledger.close()
             self._workspace.close()
             self._lock.close()
-
-    async def _wait_for_ends(self, commands: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait until commands of the launcher have ended. Terminate those that remain."""
-        end = time.monotonic() + _KILLED_S
-        while any(process.poll() is None for process in commands) and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_S)
-        for process in commands:
-            if process.poll() is None:  # a launcher that waits for a lost node
-                process.terminate()
 
     async def _add(self, event: Event) -> None:
         """Store an event."""
@@ -364,10 +244,10 @@ class Supervisor:
 
     async def _decide(self) -> Decision:
         """Decide how the run continues, and store the marks of nodes."""
-        now, job = self._clock_s, self._job
+        now, job = self._agents.clock_s, self._job
         reachable = [
             node.name
-            for node in self._nodes.values()
+            for node in self._agents.nodes.values()
             if node.channel is not None and now - node.heard_at <= job.heartbeat_s
         ]
         remaining_s = job.ends_at - job.margin_s - time.time()
@@ -463,21 +343,8 @@ class Supervisor:
         if not self._stop_signal:
             logger.info("%s: the ranks save a checkpoint and end", signal.Signals(number).name)
         self._stop_signal = number
-        self._stopped_at_s = min(self._stopped_at_s, self._clock_s)
-        self._spawn(self._say_to_all({"do": "signal", "number": signal.SIGTERM}))
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run_clock(self) -> None:
-        before = time.monotonic()
-        while True:
-            await asyncio.sleep(_LOOK_S / 2)
-            now = time.monotonic()
-            self._clock_s += min(now - before, 2 * _LOOK_S)
-            before = now
+        self._stopped_at_s = min(self._stopped_at_s, self._agents.clock_s)
+        self._agents.spawn(self._agents.say_to_all({"do": "signal", "number": signal.SIGTERM}))
 
     # -- Attempts ---------------------------------------------------------------------------------
 
@@ -485,10 +352,10 @@ class Supervisor:
         """Launch the ranks of the next attempt."""
         job = self._job
         number = self._history.attempts[-1].attempt + 1 if self._history.attempts else 1
-        first = self._nodes[decision.nodes[0]]
+        first = self._agents.nodes[decision.nodes[0]]
         try:
             host = job.launcher.meeting_host(first.hello["host"])
-            port = (await self._ask(first, {"do": "port", "host": host}))["port"]
+            port = (await self._agents.ask(first, {"do": "port", "host": host}))["port"]
         except (OSError, TimeoutError) as error:
             logger.warning("node %s does not answer: %s", first.name, error)
             if first.channel is not None:
@@ -516,45 +383,14 @@ class Supervisor:
         if decision.load == "older":
             store.set_newest_aside(job.run_dir, workspace)
         logger.info("attempt %d on %s: %s", number, ", ".join(decision.nodes), decision.reason)
-        await asyncio.gather(*(self._start_ranks(attempt, name) for name in decision.nodes))
-        if command := self._rank_command(decision.nodes, name):
-            variables = staged_variables(self._staged) if self._staged is not None else {}
-            self._mpiexec = self._run(command, variables)
+        await asyncio.gather(*(self._agents.start_ranks(attempt, name) for name in decision.nodes))
+        if command := self._agents.rank_command(decision.nodes, name):
+            variables = (
+                staged_variables(self._agents.staged) if self._agents.staged is not None else {}
+            )
+            self._mpiexec = self._agents.run(command, variables)
         if self._stop_signal:  # it arrived before the ranks existed
-            await self._say_to_all({"do": "signal", "number": signal.SIGTERM})
-
-    async def _start_ranks(self, attempt: AttemptStarted, name: str) -> None:
-        """Let the agent of a node start its ranks of an attempt."""
-        job, node = self._job, self._nodes[name]
-        per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
-        first = self._nodes[attempt.nodes[0]]
-        host = job.launcher.meeting_host(first.hello.get("host", attempt.nodes[0]))
-        node.attempt, node.ranks, node.ended = attempt.attempt, {}, []
-        node.has_lost_ranks, node.failure = False, ""
-        workspace = self._workspace_of(attempt)
-        await self._say(
-            node,
-            {
-                "do": "start",
-                "attempt": attempt.attempt,
-                "ranks": list(range(index * per_node, (index + 1) * per_node)),
-                "arguments": ["train", str(self._folder / CONFIG)],
-                "workspace": str(workspace.path),
-                "job_end": None if math.isinf(job.ends_at) else job.ends_at - job.margin_s,
-                "mpiexec_s": job.start_limit_s if self._rank_command((name,), "") else None,
-                "variables": {
-                    **job.launcher.variables(self._most_ranks()),
-                    "WORLD_SIZE": str(len(attempt.nodes) * per_node),
-                    "MASTER_ADDR": host,
-                    "MASTER_PORT": str(attempt.port),
-                },
-            },
-        )
-
-    def _rank_command(self, nodes: Sequence[str], workspace: str) -> list[str] | None:
-        job, secret = self._job, self._folder / SECRET
-        python = staged_python(self._staged) if self._staged is not None else sys.executable
-        return job.launcher.rank_command(nodes, job.ranks_per_node, secret, workspace, python)
+            await self._agents.say_to_all({"do": "signal", "number": signal.SIGTERM})
 
     async def _stage(self, names: Sequence[str]) -> bool:
         """Let the agents of nodes unpack the environment of their ranks, once per job. Exclude the
@@ -563,19 +399,21 @@ class Supervisor:
         if job.stage is None:
             return True
         archive = self._folder / ARCHIVE
-        if self._staged is None:
+        if self._agents.staged is None:
             self._digest = await asyncio.to_thread(pack_environment, archive, self._workspace)
-            self._staged = staged_folder(job.stage, self._digest)
+            self._agents.staged = staged_folder(job.stage, self._digest)
         request = {"do": "stage", "archive": str(archive), "parent": str(job.stage)}
         request["digest"] = self._digest
 
-        async def stage(node: _Node) -> str:
+        async def stage(node: Node) -> str:
             try:
-                return (await self._ask(node, request, _STAGE_S))["problem"]
+                return (await self._agents.ask(node, request, _STAGE_S))["problem"]
             except (OSError, TimeoutError) as error:
                 return f"no answer: {error}"
 
-        nodes = [self._nodes[name] for name in names if not self._nodes[name].is_staged]
+        nodes = [
+            self._agents.nodes[name] for name in names if not self._agents.nodes[name].is_staged
+        ]
         problems = await asyncio.gather(*map(stage, nodes))
         for node, problem in zip(nodes, problems, strict=True):
             node.is_staged = not problem
@@ -585,28 +423,21 @@ class Supervisor:
                 logger.error("node %s is excluded: %s", node.name, reason)
         return not any(problems)
 
-    def _most_ranks(self) -> int:
-        return len(self._job.nodes) * self._job.ranks_per_node
-
-    def _workspace_of(self, attempt: AttemptStarted) -> Workspace:
-        folder = store.checkpoints_dir(self._job.run_dir)
-        return Workspace(folder / f".work-{attempt.workspace}")
-
     async def _finish_attempt(self, attempt: AttemptStarted) -> None:
         """Wait for the end of an attempt, store its cause, and kill its processes."""
         has_updated = self._has_updated(attempt)
         for name in attempt.nodes:  # an earlier supervisor may have started some nodes only
-            node = self._nodes[name]
+            node = self._agents.nodes[name]
             if node.attempt == attempt.attempt:
                 continue
             is_running = node.hello.get("attempt") == attempt.attempt
             if not is_running and not has_updated:
-                await self._start_ranks(attempt, name)
+                await self._agents.start_ranks(attempt, name)
             node.attempt = attempt.attempt
             node.has_lost_ranks = not is_running and has_updated
         evidence = await self._observe(attempt)
         world = len(attempt.nodes) * attempt.ranks_per_node
-        first = self._nodes[attempt.nodes[0]].ranks.get(0, {})
+        first = self._agents.nodes[attempt.nodes[0]].ranks.get(0, {})
         end = find_cause(evidence, world, time.time()).model_copy(
             update={"updates": first.get("updates", 0), "seconds": first.get("seconds", {})}
         )
@@ -615,7 +446,7 @@ class Supervisor:
             logger.error("attempt %d failed: %s", attempt.attempt, "; ".join(end.evidence))
         await self._kill(attempt)
         if end.outcome in ("done", "stopped"):  # no rank that cannot be reached uses the workspace
-            self._workspace_of(attempt).close()
+            self._job.workspace_of(attempt).close()
 
     async def _observe(self, attempt: AttemptStarted) -> Evidence:
         """Wait until an attempt has ended or has failed; return the observations."""
@@ -625,8 +456,8 @@ class Supervisor:
         world = len(attempt.nodes) * attempt.ranks_per_node
         next_look = 0.0
         while True:
-            now = self._clock_s
-            nodes = [self._nodes[name] for name in attempt.nodes]
+            now = self._agents.clock_s
+            nodes = [self._agents.nodes[name] for name in attempt.nodes]
             reports = [report for node in nodes for report in node.ranks.values()]
             if not has_updated and reports and all(r.get("step", 0) > 0 for r in reports):
                 has_updated = True
@@ -644,7 +475,7 @@ class Supervisor:
                 if (newest := self._newest_checkpoint()) > checkpoint:
                     self._add_progress(attempt, "checkpoint", newest)
                 return self._evidence(attempt, now)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
 
     def _has_updated(self, attempt: AttemptStarted) -> bool:
         return any(
@@ -666,10 +497,13 @@ class Supervisor:
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
     def _evidence(self, attempt: AttemptStarted, now: float) -> Evidence:
-        nodes, per_node = [self._nodes[name] for name in attempt.nodes], attempt.ranks_per_node
+        nodes, per_node = (
+            [self._agents.nodes[name] for name in attempt.nodes],
+            attempt.ranks_per_node,
+        )
         silent = [node for node in nodes if now - node.heard_at > self._job.heartbeat_s]
         silent.sort(key=lambda node: node.heard_at)
-        if is_cut_off := bool(silent) and self._is_cut_off(now):
+        if is_cut_off := bool(silent) and self._agents.is_cut_off(now):
             self._cut_off_at_s = now
         elif now - self._cut_off_at_s <= self._job.heartbeat_s:
             silent = []  # after a cut, agents do not connect again at the same time
@@ -718,19 +552,6 @@ class Supervisor:
             is_cut_off,
         )
 
-    def _is_cut_off(self, now: float) -> bool:
-        """Return True if the agents of all other machines, at least two, have become silent at the
-        same time, while those of this machine answer."""
-        limit_s, host = self._job.heartbeat_s, socket.gethostname()
-        agents = [node for node in self._nodes.values() if node.hello]
-        others = [node.heard_at for node in agents if node.hello["host"] != host]
-        local = [node.heard_at for node in agents if node.hello["host"] == host]
-        last = max(others, default=now)
-        silent = [heard_at for heard_at in others if last - heard_at <= limit_s]  # else lost before
-        if len(silent) < 2 or now - last <= limit_s:
-            return False
-        return all(now - heard_at <= limit_s for heard_at in local)
-
     def _markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
         """Return the markers of an attempt."""
         markers = []
@@ -766,7 +587,7 @@ class Supervisor:
             return True
         if evidence.unreachable:  # a cut of the network also silences the other agents by now
             return silence_s > (1 + 1.5 / BEATS_PER_LIMIT) * self._job.heartbeat_s
-        if self._clock_s - self._stopped_at_s > _SAVE_S:
+        if self._agents.clock_s - self._stopped_at_s > _SAVE_S:
             return True  # the ranks do not obey the signal
         if not evidence.ends:
             return False
@@ -780,282 +601,25 @@ class Supervisor:
 
     async def _kill(self, attempt: AttemptStarted) -> None:
         """Kill all ranks that can be reached."""
-        now = self._clock_s
+        now = self._agents.clock_s
         for name in attempt.nodes:
-            self._nodes[name].killed = attempt.attempt
+            self._agents.nodes[name].killed = attempt.attempt
         nodes = [
-            self._nodes[name]
+            self._agents.nodes[name]
             for name in attempt.nodes
-            if now - self._nodes[name].heard_at <= self._job.heartbeat_s
+            if now - self._agents.nodes[name].heard_at <= self._job.heartbeat_s
         ]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILLED_S):
+            async with asyncio.timeout(KILLED_S):
                 await asyncio.gather(
                     *(
-                        self._ask(node, {"do": "kill", "attempt": attempt.attempt})
+                        self._agents.ask(node, {"do": "kill", "attempt": attempt.attempt})
                         for node in nodes
                     ),
                     return_exceptions=True,
                 )
         if self._mpiexec is not None:  # the next attempt does not wait for a lost node
-            self._spawn(self._wait_for_ends([self._mpiexec]))
-
-    # -- Agents -----------------------------------------------------------------------------------
-
-    async def _listen(self) -> tuple[list[asyncio.Server], list[str], int]:
-        """Listen at the addresses of this machine. Return the servers, the addresses and the port.
-
-        Raises:
-            OSError: This machine cannot listen at any address.
-        """
-        servers, hosts, port, problem = [], [], 0, OSError("this machine has no address")
-        for host in self._job.launcher.addresses():
-            try:
-                server = await asyncio.start_server(self._on_connection, host, port, backlog=1024)
-            except OSError as error:  # an interface that is down, or the port is in use there
-                problem = error
-                continue
-            port = server.sockets[0].getsockname()[1]
-            servers.append(server)
-            hosts.append(host)
-        if not servers:
-            raise problem
-        return servers, hosts, port
-
-    async def _wait_for_agents(self) -> None:
-        """Wait until the agents of the last supervisor have connected again."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._job.heartbeat_s + _RECONNECT_S):
-                while any(node.channel is None for node in self._nodes.values()):
-                    await asyncio.sleep(_LOOK_S)
-
-    async def _start_agents(self) -> None:
-        """Start the agents that are not connected, and wait until they answer."""
-        job = self._job
-        # A node whose ranks run may be cut off. Another agent there would not have its ranks.
-        busy = self._history.running.nodes if self._history.running is not None else ()
-        wanted = [
-            node.name
-            for node in self._nodes.values()
-            if node.name not in busy and self._history.standing(node.name) != "excluded"
-        ]
-        absent = self._without_agent(wanted)
-        commands = job.launcher.agent_commands(absent, job.run_dir)
-        for name in absent:
-            self._nodes[name].problem = ""
-        processes = dict(zip(absent, map(self._run, commands), strict=True))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(job.start_limit_s):
-                while any(
-                    processes[name].poll() is None and not self._nodes[name].problem
-                    for name in self._without_agent(absent)
-                ):
-                    await asyncio.sleep(_LOOK_S)
-        for name in self._without_agent(wanted):
-            status = processes[name].poll() if name in processes else None
-            reason = f"no agent answers within {job.start_limit_s:.0f} s"
-            if status is not None:
-                reason = f"{job.launcher.name} ended with status {status} before an agent answered"
-            node = self._nodes[name]
-            node.problem = node.problem or reason
-            logger.warning("no agent on %s: %s", name, node.problem)
-
-    def _without_agent(self, nodes: Sequence[str]) -> list[str]:
-        return [name for name in nodes if self._nodes[name].channel is None]
-
-    def _run(
-        self, command: Sequence[str], variables: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start a command of the launcher, with more environment variables. Raises OSError."""
-        environ = {**os.environ, **(variables or {})}
-        process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        self._commands.append(process)
-        return process
-
-    def _check_nodes(self) -> None:
-        """Raise ConfigError if fewer nodes can be used than the run needs."""
-        policy, launcher = self._job.policy, self._job.launcher
-        needed = policy.sizes[0 if policy.on_exhausted == "shrink" else -1]
-        excluded = {n for n in self._nodes if self._history.standing(n) == "excluded"}
-        usable = [
-            node.name
-            for node in self._nodes.values()
-            if node.channel is not None and node.name not in excluded
-        ]
-        if len(usable) < needed:
-            problems = [
-                f"{node.name}: {'excluded' if node.name in excluded else node.problem}"
-                for node in self._nodes.values()
-                if node.name not in usable
-            ]
-            more = len(problems) - _MAX_PROBLEMS
-            problems[_MAX_PROBLEMS:] = [f"and {counted(more, 'other')}"] if more > 0 else []
-            raise ConfigError(
-                f"--nodes {policy.sizes[-1]}: only {counted(len(usable), 'node')} can be used "
-                f"({', '.join(usable) or 'none'}; {'; '.join(problems)}); check that the launcher "
-                f"{launcher.name!r} reaches the others, use an excluded node again with "
-                "--pardon NODE, or request more nodes"
-            )
-
-    async def _on_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Serve a connection until it is lost or the supervisor ends."""
-        task: asyncio.Task[None] | None = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        with contextlib.suppress(asyncio.CancelledError):  # asyncio would print a traceback
-            await self._serve(reader, writer)
-        self._connections.discard(task)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
-            # An agent authenticates at once. A flood therefore closes connections of the flood.
-            self._unauthenticated.pop(0).close()
-        self._unauthenticated.append(writer)
-        try:
-            channel = await Channel.open(reader, writer, "supervisor", self._secret)
-        except PeerError as error:
-            self._refused += 1
-            if self._refused <= 10 or self._refused % 1000 == 0:
-                logger.warning("refused connection %d: %s", self._refused, error)
-            return
-        finally:
-            if writer in self._unauthenticated:
-                self._unauthenticated.remove(writer)
-        node: _Node | None = None
-        try:
-            hello = await channel.receive()
-            node = self._welcome(channel, hello)
-            if node is None:
-                return
-            await channel.send(
-                {
-                    "do": "welcome",
-                    "orphan_s": self._job.supervisor_timeout_s,
-                    "beat_s": self._job.heartbeat_s / BEATS_PER_LIMIT,
-                    "variables": self._job.launcher.variables(self._most_ranks()),
-                    "forks_ranks": self._rank_command((node.name,), "") is None,
-                }
-            )
-            while True:
-                message = await channel.receive()
-                if node.channel is not channel:  # the agent has connected again after a cut
-                    message["ranks"] = []
-                self._receive(node, message)
-        except (OSError, EOFError, PeerError, KeyError, TypeError, ValueError) as error:
-            if not isinstance(error, OSError | EOFError):  # a lost connection is no message
-                reason = str(error) if isinstance(error, PeerError) else "a message without a field"
-                logger.warning("connection of %s closed: %s", node and node.name, reason)
-        finally:
-            if node is not None and node.channel is channel:
-                node.channel = None
-                if node.answer is not None and not node.answer.done():
-                    node.answer.set_exception(OSError(f"the agent of {node.name} is gone"))
-            await channel.close()
-
-    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> _Node | None:
-        """Return the node of an agent that has connected; None to refuse it, with a warning."""
-        node = self._nodes.get(str(hello.get("node")))
-        problem = ""
-        if node is None:
-            problem = f"{hello.get('node')!r} is not a node of the allocation"
-        elif node.channel is not None and hello["pid"] != node.hello["pid"]:
-            problem = f"{node.name} has an agent already"
-        elif hello["code"] != self._code:
-            problem = f"{node.name} has other files of Optimus; install the same version there"
-        elif abs(hello["time"] - time.time()) > _CLOCK_S:
-            seconds = hello["time"] - time.time()
-            problem = f"the clock of {node.name} differs by {seconds:.0f} s; set the clocks"
-        elif hello["open_files"] < MIN_OPEN_FILES:
-            number = counted(hello["open_files"], "file")
-            problem = f"{node.name} may open only {number}; raise ulimit -n"
-        if problem:
-            logger.warning("an agent is refused: %s", problem)
-            if node is not None:
-                node.problem = problem
-            return None
-        assert node is not None
-        is_same_agent = hello["pid"] == node.hello.get("pid")
-        node.channel, node.hello, node.heard_at = channel, hello, self._clock_s
-        running = self._history.running
-        was_asked = running is not None and node.attempt == running.attempt
-        if running and is_same_agent and was_asked and hello["attempt"] < running.attempt:
-            self._spawn(self._start_ranks(running, node.name))  # a cut has lost the request
-        return node
-
-    def _receive(self, node: _Node, message: dict[str, Any]) -> None:
-        """Take note of a message of an agent."""
-        node.heard_at = self._clock_s
-        if message["is"] == "report":
-            running, number = self._history.running, message["attempt"]
-            present = running is not None and node.name in running.nodes and running.attempt
-            has_ranks = any("status" not in report for report in message["ranks"])
-            if has_ranks and number not in (present, node.killed):
-                # The node was suspended, and continues now.
-                node.killed = number
-                self._spawn(self._say(node, {"do": "kill", "attempt": number}))
-            if number == node.attempt:
-                node.failure = str(message["failure"])
-                for report in message["ranks"]:
-                    rank = int(report["rank"])
-                    node.ranks[rank] = report
-                    if "status" in report and rank not in node.ended:
-                        node.ended.append(rank)
-            try:
-                self._write_log(number, message["lines"], message.get("dropped", 0))
-            except OSError as error:  # the output of ranks is not worth the run
-                self._log_dropped += len(message["lines"])
-                if self._log_dropped < 1000:
-                    logger.warning("output of ranks is not kept: %s", error.strerror)
-        elif message["is"] == node.asked and node.answer is not None and not node.answer.done():
-            node.answer.set_result(message)
-
-    def _write_log(self, attempt: int, lines: Sequence[str], dropped: int) -> None:
-        """Print output of ranks, and append it to the log of their attempt. Raises OSError."""
-        if not lines or not attempt:
-            return
-        for line in lines:
-            sys.stderr.write(f"{line}\n")
-        if self._log is not None and self._log_attempt != attempt:
-            self._log.close()
-            self._log = None
-        if self._log is None:
-            self._log_attempt = attempt
-            path = self._job.run_dir / "log" / f"attempt-{attempt:04d}.log"
-            self._log = files.open_append(path)
-            self._log_bytes = os.fstat(self._log.fileno()).st_size
-        for line in lines:
-            data = f"{line}\n".encode()
-            if self._log_bytes + len(data) > _LOG_BYTES:
-                self._log_dropped += 1
-            else:
-                self._log_bytes += len(data)
-                self._log.write(data)
-        if dropped:
-            self._log.write(f"{counted(dropped, 'line')} of output were not kept\n".encode())
-
-    async def _say(self, node: _Node, message: dict[str, Any]) -> None:
-        """Send a message to an agent. If the connection is lost, the agent becomes silent."""
-        if node.channel is not None:
-            with contextlib.suppress(OSError):
-                await node.channel.send(message)
-
-    async def _say_to_all(self, message: dict[str, Any]) -> None:
-        await asyncio.gather(*(self._say(node, message) for node in self._nodes.values()))
-
-    async def _ask(
-        self, node: _Node, message: dict[str, Any], limit_s: float | None = None
-    ) -> dict[str, Any]:
-        """Send a message to an agent and return its answer. Raises OSError or TimeoutError."""
-        if node.channel is None:
-            raise OSError(f"the agent of {node.name} is gone")
-        node.asked, node.answer = message["do"], asyncio.get_running_loop().create_future()
-        await self._say(node, message)
-        async with asyncio.timeout(limit_s or self._job.heartbeat_s + _KILLED_S):
-            return await node.answer
+            self._agents.spawn(self._agents.wait_for_ends([self._mpiexec]))
 
 
 def _interrupted(attempt: AttemptStarted) -> AttemptEnded:

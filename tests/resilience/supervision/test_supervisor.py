@@ -25,7 +25,7 @@ import pytest
 from optimus.cli import main
 from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
-from optimus.resilience.supervision import supervisor
+from optimus.resilience.supervision import agents, supervisor
 from optimus.resilience.supervision.agent import parse_address
 from optimus.resilience.supervision.decide import LayerOutput, Marker, Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
@@ -224,7 +224,7 @@ def make_job(run_dir: Path, **more: Any) -> supervisor.Job:
 def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
     tmp_path, monkeypatch, is_replaced
 ):
-    monkeypatch.setattr(supervisor, "_KILLED_S", 0.2)
+    monkeypatch.setattr(agents, "KILLED_S", 0.2)
     launcher = Sleepers()
     launcher.folder = tmp_path / supervisor.SUPERVISOR if is_replaced else None
     job = make_job(tmp_path, launcher=launcher)
@@ -282,7 +282,7 @@ def test_output_goes_only_to_a_regular_file(tmp_path, kind, capsys):
     else:
         os.mkfifo(path)
     with pytest.raises(OSError):
-        watcher._write_log(1, ["text"], 0)
+        watcher._agents._write_log(1, ["text"], 0)
     assert capsys.readouterr().err == "text\n" and not (tmp_path / "notes").exists()
 
 
@@ -307,7 +307,7 @@ def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tm
     watcher = supervisor.Supervisor(make_job(tmp_path))
     attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
     assert find_cause(watcher._evidence(attempt, 0.0), 1, 0.0).outcome == "interrupted"
-    watcher._nodes["a"].heard_at = -100.0
+    watcher._agents.nodes["a"].heard_at = -100.0
     assert find_cause(watcher._evidence(attempt, 0.0), 1, 0.0).nodes == ("a",)
 
 
@@ -368,22 +368,22 @@ def test_damaged_address_is_refused(content):
 def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_off):
     watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c", "d")))
     for name, time_s in heard_at.items():
-        watcher._nodes[name].hello = {"host": socket.gethostname() if name == "a" else name}
-        watcher._nodes[name].heard_at = time_s
-    assert watcher._is_cut_off(10.0) == is_cut_off
+        watcher._agents.nodes[name].hello = {"host": socket.gethostname() if name == "a" else name}
+        watcher._agents.nodes[name].heard_at = time_s
+    assert watcher._agents.is_cut_off(10.0) == is_cut_off
     watcher._lock.close()
 
 
 def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
     watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c")))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
-    for node in watcher._nodes.values():
+    for node in watcher._agents.nodes.values():
         node.hello = {"host": socket.gethostname() if node.name == "a" else node.name}
         node.heard_at = 5.0
-    watcher._nodes["a"].heard_at = 10.0
+    watcher._agents.nodes["a"].heard_at = 10.0
     assert watcher._evidence(attempt, 10.0).is_cut_off
-    watcher._nodes["a"].heard_at = watcher._nodes["c"].heard_at = 10.5
+    watcher._agents.nodes["a"].heard_at = watcher._agents.nodes["c"].heard_at = 10.5
     assert not watcher._evidence(attempt, 10.5).unreachable
-    watcher._nodes["a"].heard_at = watcher._nodes["c"].heard_at = 11.5
+    watcher._agents.nodes["a"].heard_at = watcher._agents.nodes["c"].heard_at = 11.5
     assert watcher._evidence(attempt, 11.5).unreachable == ("b",)
     watcher._lock.close()

@@ -1,0 +1,497 @@
+"""The agents of a launch, as the supervisor sees them: connections, reports, requests and output.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from optimus.checkpoint import store
+from optimus.errors import ConfigError, counted
+from optimus.io import files
+from optimus.io.workspace import Workspace
+from optimus.resilience.supervision.agent import (
+    BEATS_PER_LIMIT,
+    SECRET,
+    SUPERVISOR,
+    hash_code,
+)
+from optimus.resilience.supervision.chain import Chain
+from optimus.resilience.supervision.channel import Channel, PeerError
+from optimus.resilience.supervision.decide import Policy
+from optimus.resilience.supervision.launchers import Launcher
+from optimus.resilience.supervision.ledger import AttemptStarted, History
+from optimus.resilience.supervision.staging import staged_python
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "run.toml"
+"""Name of the copy of the configuration in the supervisor's folder."""
+LOOK_S = 0.1
+"""Longest time between two looks at the observations on an attempt."""
+_RECONNECT_S = 5.0
+"""Time for which a supervisor that takes over waits for agents, in addition to the heartbeat."""
+KILLED_S = 5.0
+"""Time to wait for agents to kill their ranks, and for agents to end."""
+_MOST_UNAUTHENTICATED = 64
+"""Maximum number of connections that are not authenticated yet."""
+_CLOCK_S = 60.0
+"""Maximum difference between the clocks of two nodes."""
+MIN_OPEN_FILES = 1024
+"""Minimum number of files that a process on a node must be allowed to open."""
+_LOG_BYTES = 1 << 28
+"""Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
+_MAX_PROBLEMS = 4
+"""Maximum number of nodes whose problems an error message states."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run inside an allocation."""
+
+    run_dir: Path
+    config: str
+    """The resolved configuration of the run, in TOML. The ranks of all attempts read a copy of it,
+    so that a change of the user's file does not change a later attempt."""
+    nodes: tuple[str, ...]
+    """Nodes of the allocation, in its order."""
+    ranks_per_node: int
+    policy: Policy
+    heartbeat_s: float
+    supervisor_timeout_s: float
+    launcher: Launcher
+    settings: str
+    """Hash of the settings that must not change in later jobs of the run."""
+    name: str = ""
+    """Name of the scheduler's job."""
+    ends_at: float = math.inf
+    """Unix time of the end of the job."""
+    margin_s: float = 120.0
+    """Time before the end of the job at which ranks begin to save."""
+    pardoned: tuple[str, ...] = ()
+    """Nodes that are no longer excluded."""
+    stage: Path | None = None
+    """Folder on a disk of each node to which the environment of the ranks is copied."""
+    chain: Chain | None = None
+    """Submits the job that continues the run after this one; None: no job continues it."""
+    start_limit_s: float = 120.0
+    """Time within which the agents must answer."""
+
+    def workspace_of(self, attempt: AttemptStarted) -> Workspace:
+        """Return the workspace of an attempt."""
+        return Workspace(store.checkpoints_dir(self.run_dir) / f".work-{attempt.workspace}")
+
+
+@dataclass
+class Node:
+    """A node of the allocation, as the supervisor sees it."""
+
+    name: str
+    channel: Channel | None = None
+    hello: dict[str, Any] = field(default_factory=dict)
+    heard_at: float = -math.inf
+    """Time of the agent's last message, by the supervisor's clock."""
+    attempt: int = 0
+    """The attempt of the ranks in `ranks`."""
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    """Ended ranks in the order of their ends."""
+    killed: int = 0
+    """The last attempt whose ranks the agent must kill."""
+    asked: str = ""
+    """The request whose answer the supervisor waits for."""
+    answer: asyncio.Future[dict[str, Any]] | None = None
+    failure: str = ""
+    """Reason why the agent cannot start the ranks of the attempt."""
+    problem: str = ""
+    """Reason why the agent of the node was refused or does not answer."""
+    is_staged: bool = False
+    """True if the node has a copy of the environment of the ranks."""
+    has_lost_ranks: bool = False
+    """True if the agent was started again and the ranks of the attempt are gone."""
+
+
+class Agents:
+    """The agents of the nodes of a job. They authenticate with the launch secret."""
+
+    def __init__(self, job: Job, history: History, secret: bytes) -> None:
+        """Start nothing.
+
+        Args:
+            job: The job.
+            history: History of the run, which the supervisor extends.
+            secret: The launch secret.
+        """
+        self._job, self._history, self._secret = job, history, secret
+        self._folder = job.run_dir / SUPERVISOR
+        self.nodes = {name: Node(name) for name in job.nodes}
+        self.clock_s = 0.0
+        """Time for which this process has run. Silence of agents is measured with it, so that a
+        process that was suspended, or waited for a disk, does not blame them."""
+        self.commands: list[subprocess.Popen[bytes]] = []
+        """Commands that started agents or ranks. Their exit statuses are not used. asyncio would
+        kill the processes of a supervisor that ends, although another supervisor uses its
+        agents."""
+        self.staged: Path | None = None
+        """Folder with the environment of the ranks on each node; None: this environment."""
+        self._code = hash_code()
+        self._unauthenticated: list[asyncio.StreamWriter] = []
+        self._refused = 0
+        self._log_attempt = 0
+        self._log: BinaryIO | None = None
+        self._log_bytes = self._log_dropped = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> tuple[list[str], int]:
+        """Listen at the addresses of this machine. Return the addresses and the port.
+
+        Raises:
+            OSError: This machine cannot listen at any address.
+        """
+        hosts, port, problem = [], 0, OSError("this machine has no address")
+        for host in self._job.launcher.addresses():
+            try:
+                server = await asyncio.start_server(self._on_connection, host, port, backlog=1024)
+            except OSError as error:  # an interface that is down, or the port is in use there
+                problem = error
+                continue
+            port = server.sockets[0].getsockname()[1]
+            self._servers.append(server)
+            hosts.append(host)
+        if not hosts:
+            raise problem
+        return hosts, port
+
+    async def close(self) -> None:
+        """Close all connections, and do not accept others."""
+        for server in self._servers:
+            server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def wait_for_known(self) -> None:
+        """Wait until the agents of the last supervisor have connected again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._job.heartbeat_s + _RECONNECT_S):
+                while any(node.channel is None for node in self.nodes.values()):
+                    await asyncio.sleep(LOOK_S)
+
+    async def start(self) -> None:
+        """Start the agents that are not connected, and wait until they answer."""
+        job = self._job
+        # A node whose ranks run may be cut off. Another agent there would not have its ranks.
+        busy = self._history.running.nodes if self._history.running is not None else ()
+        wanted = [
+            node.name
+            for node in self.nodes.values()
+            if node.name not in busy and self._history.standing(node.name) != "excluded"
+        ]
+        absent = self._without_agent(wanted)
+        commands = job.launcher.agent_commands(absent, job.run_dir)
+        for name in absent:
+            self.nodes[name].problem = ""
+        processes = dict(zip(absent, map(self.run, commands), strict=True))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(job.start_limit_s):
+                while any(
+                    processes[name].poll() is None and not self.nodes[name].problem
+                    for name in self._without_agent(absent)
+                ):
+                    await asyncio.sleep(LOOK_S)
+        for name in self._without_agent(wanted):
+            status = processes[name].poll() if name in processes else None
+            reason = f"no agent answers within {job.start_limit_s:.0f} s"
+            if status is not None:
+                reason = f"{job.launcher.name} ended with status {status} before an agent answered"
+            node = self.nodes[name]
+            node.problem = node.problem or reason
+            logger.warning("no agent on %s: %s", name, node.problem)
+
+    def _without_agent(self, nodes: Sequence[str]) -> list[str]:
+        return [name for name in nodes if self.nodes[name].channel is None]
+
+    def run(
+        self, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command of the launcher, with more environment variables. Raises OSError."""
+        environ = {**os.environ, **(variables or {})}
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self.commands.append(process)
+        return process
+
+    def check(self) -> None:
+        """Raise ConfigError if fewer nodes can be used than the run needs."""
+        policy, launcher = self._job.policy, self._job.launcher
+        needed = policy.sizes[0 if policy.on_exhausted == "shrink" else -1]
+        excluded = {n for n in self.nodes if self._history.standing(n) == "excluded"}
+        usable = [
+            node.name
+            for node in self.nodes.values()
+            if node.channel is not None and node.name not in excluded
+        ]
+        if len(usable) < needed:
+            problems = [
+                f"{node.name}: {'excluded' if node.name in excluded else node.problem}"
+                for node in self.nodes.values()
+                if node.name not in usable
+            ]
+            more = len(problems) - _MAX_PROBLEMS
+            problems[_MAX_PROBLEMS:] = [f"and {counted(more, 'other')}"] if more > 0 else []
+            raise ConfigError(
+                f"--nodes {policy.sizes[-1]}: only {counted(len(usable), 'node')} can be used "
+                f"({', '.join(usable) or 'none'}; {'; '.join(problems)}); check that the launcher "
+                f"{launcher.name!r} reaches the others, use an excluded node again with "
+                "--pardon NODE, or request more nodes"
+            )
+
+    async def start_ranks(self, attempt: AttemptStarted, name: str) -> None:
+        """Let the agent of a node start its ranks of an attempt."""
+        job, node = self._job, self.nodes[name]
+        per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
+        first = self.nodes[attempt.nodes[0]]
+        host = job.launcher.meeting_host(first.hello.get("host", attempt.nodes[0]))
+        node.attempt, node.ranks, node.ended = attempt.attempt, {}, []
+        node.has_lost_ranks, node.failure = False, ""
+        workspace = self._job.workspace_of(attempt)
+        await self.say(
+            node,
+            {
+                "do": "start",
+                "attempt": attempt.attempt,
+                "ranks": list(range(index * per_node, (index + 1) * per_node)),
+                "arguments": ["train", str(self._folder / CONFIG)],
+                "workspace": str(workspace.path),
+                "job_end": None if math.isinf(job.ends_at) else job.ends_at - job.margin_s,
+                "mpiexec_s": job.start_limit_s if self.rank_command((name,), "") else None,
+                "variables": {
+                    **job.launcher.variables(self._most_ranks()),
+                    "WORLD_SIZE": str(len(attempt.nodes) * per_node),
+                    "MASTER_ADDR": host,
+                    "MASTER_PORT": str(attempt.port),
+                },
+            },
+        )
+
+    def rank_command(self, nodes: Sequence[str], workspace: str) -> list[str] | None:
+        """Return the command that starts the ranks of an attempt on `nodes`, in the workspace with
+        this name; None if the agents start them."""
+        job, secret = self._job, self._folder / SECRET
+        python = staged_python(self.staged) if self.staged is not None else sys.executable
+        return job.launcher.rank_command(nodes, job.ranks_per_node, secret, workspace, python)
+
+    def _most_ranks(self) -> int:
+        return len(self._job.nodes) * self._job.ranks_per_node
+
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve a connection until it is lost or the supervisor ends."""
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        with contextlib.suppress(asyncio.CancelledError):  # asyncio would print a traceback
+            await self._serve(reader, writer)
+        self._connections.discard(task)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
+            # An agent authenticates at once. A flood therefore closes connections of the flood.
+            self._unauthenticated.pop(0).close()
+        self._unauthenticated.append(writer)
+        try:
+            channel = await Channel.open(reader, writer, "supervisor", self._secret)
+        except PeerError as error:
+            self._refused += 1
+            if self._refused <= 10 or self._refused % 1000 == 0:
+                logger.warning("refused connection %d: %s", self._refused, error)
+            return
+        finally:
+            if writer in self._unauthenticated:
+                self._unauthenticated.remove(writer)
+        node: Node | None = None
+        try:
+            hello = await channel.receive()
+            node = self._welcome(channel, hello)
+            if node is None:
+                return
+            await channel.send(
+                {
+                    "do": "welcome",
+                    "orphan_s": self._job.supervisor_timeout_s,
+                    "beat_s": self._job.heartbeat_s / BEATS_PER_LIMIT,
+                    "variables": self._job.launcher.variables(self._most_ranks()),
+                    "forks_ranks": self.rank_command((node.name,), "") is None,
+                }
+            )
+            while True:
+                message = await channel.receive()
+                if node.channel is not channel:  # the agent has connected again after a cut
+                    message["ranks"] = []
+                self._receive(node, message)
+        except (OSError, EOFError, PeerError, KeyError, TypeError, ValueError) as error:
+            if not isinstance(error, OSError | EOFError):  # a lost connection is no message
+                reason = str(error) if isinstance(error, PeerError) else "a message without a field"
+                logger.warning("connection of %s closed: %s", node and node.name, reason)
+        finally:
+            if node is not None and node.channel is channel:
+                node.channel = None
+                if node.answer is not None and not node.answer.done():
+                    node.answer.set_exception(OSError(f"the agent of {node.name} is gone"))
+            await channel.close()
+
+    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> Node | None:
+        """Return the node of an agent that has connected; None to refuse it, with a warning."""
+        node = self.nodes.get(str(hello.get("node")))
+        problem = ""
+        if node is None:
+            problem = f"{hello.get('node')!r} is not a node of the allocation"
+        elif node.channel is not None and hello["pid"] != node.hello["pid"]:
+            problem = f"{node.name} has an agent already"
+        elif hello["code"] != self._code:
+            problem = f"{node.name} has other files of Optimus; install the same version there"
+        elif abs(hello["time"] - time.time()) > _CLOCK_S:
+            seconds = hello["time"] - time.time()
+            problem = f"the clock of {node.name} differs by {seconds:.0f} s; set the clocks"
+        elif hello["open_files"] < MIN_OPEN_FILES:
+            number = counted(hello["open_files"], "file")
+            problem = f"{node.name} may open only {number}; raise ulimit -n"
+        if problem:
+            logger.warning("an agent is refused: %s", problem)
+            if node is not None:
+                node.problem = problem
+            return None
+        assert node is not None
+        is_same_agent = hello["pid"] == node.hello.get("pid")
+        node.channel, node.hello, node.heard_at = channel, hello, self.clock_s
+        running = self._history.running
+        was_asked = running is not None and node.attempt == running.attempt
+        if running and is_same_agent and was_asked and hello["attempt"] < running.attempt:
+            self.spawn(self.start_ranks(running, node.name))  # a cut has lost the request
+        return node
+
+    def _receive(self, node: Node, message: dict[str, Any]) -> None:
+        """Take note of a message of an agent."""
+        node.heard_at = self.clock_s
+        if message["is"] == "report":
+            running, number = self._history.running, message["attempt"]
+            present = running is not None and node.name in running.nodes and running.attempt
+            has_ranks = any("status" not in report for report in message["ranks"])
+            if has_ranks and number not in (present, node.killed):
+                # The node was suspended, and continues now.
+                node.killed = number
+                self.spawn(self.say(node, {"do": "kill", "attempt": number}))
+            if number == node.attempt:
+                node.failure = str(message["failure"])
+                for report in message["ranks"]:
+                    rank = int(report["rank"])
+                    node.ranks[rank] = report
+                    if "status" in report and rank not in node.ended:
+                        node.ended.append(rank)
+            try:
+                self._write_log(number, message["lines"], message.get("dropped", 0))
+            except OSError as error:  # the output of ranks is not worth the run
+                self._log_dropped += len(message["lines"])
+                if self._log_dropped < 1000:
+                    logger.warning("output of ranks is not kept: %s", error.strerror)
+        elif message["is"] == node.asked and node.answer is not None and not node.answer.done():
+            node.answer.set_result(message)
+
+    def _write_log(self, attempt: int, lines: Sequence[str], dropped: int) -> None:
+        """Print output of ranks, and append it to the log of their attempt. Raises OSError."""
+        if not lines or not attempt:
+            return
+        for line in lines:
+            sys.stderr.write(f"{line}\n")
+        if self._log is not None and self._log_attempt != attempt:
+            self._log.close()
+            self._log = None
+        if self._log is None:
+            self._log_attempt = attempt
+            path = self._job.run_dir / "log" / f"attempt-{attempt:04d}.log"
+            self._log = files.open_append(path)
+            self._log_bytes = os.fstat(self._log.fileno()).st_size
+        for line in lines:
+            data = f"{line}\n".encode()
+            if self._log_bytes + len(data) > _LOG_BYTES:
+                self._log_dropped += 1
+            else:
+                self._log_bytes += len(data)
+                self._log.write(data)
+        if dropped:
+            self._log.write(f"{counted(dropped, 'line')} of output were not kept\n".encode())
+
+    async def say(self, node: Node, message: dict[str, Any]) -> None:
+        """Send a message to an agent. If the connection is lost, the agent becomes silent."""
+        if node.channel is not None:
+            with contextlib.suppress(OSError):
+                await node.channel.send(message)
+
+    async def say_to_all(self, message: dict[str, Any]) -> None:
+        """Send a message to all agents that are connected."""
+        await asyncio.gather(*(self.say(node, message) for node in self.nodes.values()))
+
+    async def ask(
+        self, node: Node, message: dict[str, Any], limit_s: float | None = None
+    ) -> dict[str, Any]:
+        """Send a message to an agent and return its answer. Raises OSError or TimeoutError."""
+        if node.channel is None:
+            raise OSError(f"the agent of {node.name} is gone")
+        node.asked, node.answer = message["do"], asyncio.get_running_loop().create_future()
+        await self.say(node, message)
+        async with asyncio.timeout(limit_s or self._job.heartbeat_s + KILLED_S):
+            return await node.answer
+
+    async def wait_for_ends(self, commands: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Wait until commands of the launcher have ended. Terminate those that remain."""
+        end = time.monotonic() + KILLED_S
+        while any(process.poll() is None for process in commands) and time.monotonic() < end:
+            await asyncio.sleep(LOOK_S)
+        for process in commands:
+            if process.poll() is None:  # a launcher that waits for a lost node
+                process.terminate()
+
+    def spawn(self, coroutine: Any) -> None:
+        """Run a coroutine in a task of its own, and keep the task until it ends."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def is_cut_off(self, now: float) -> bool:
+        """Return True if the agents of all other machines, at least two, have become silent at the
+        same time, while those of this machine answer."""
+        limit_s, host = self._job.heartbeat_s, socket.gethostname()
+        agents = [node for node in self.nodes.values() if node.hello]
+        others = [node.heard_at for node in agents if node.hello["host"] != host]
+        local = [node.heard_at for node in agents if node.hello["host"] == host]
+        last = max(others, default=now)
+        silent = [heard_at for heard_at in others if last - heard_at <= limit_s]  # else lost before
+        if len(silent) < 2 or now - last <= limit_s:
+            return False
+        return all(now - heard_at <= limit_s for heard_at in local)
+
+    async def run_clock(self) -> None:
+        """Advance `clock_s` until this task is cancelled."""
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S / 2)
+            now = time.monotonic()
+            self.clock_s += min(now - before, 2 * LOOK_S)
+            before = now
