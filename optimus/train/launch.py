@@ -163,8 +163,8 @@ def _allow_open_files(number: int) -> None:
         return
     refuse_if(
         hard != unlimited and hard < number,
-        f"ulimit -n {soft}: the supervisor needs {number} open files, and the hard limit is "
-        f"{hard}; raise the limit",
+        f"ulimit -n {soft}: the supervisor needs {counted(number, 'open file')}, and the hard "
+        f"limit is {hard}; raise the limit",
     )
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
