@@ -4,13 +4,11 @@ for the rank and layer that computed them."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 import numpy
@@ -39,7 +37,7 @@ from optimus.model.transformer import Block
 from optimus.observe.events import ActionEvent, Recorder
 from optimus.parallel.pipeline.actions import Kind
 from optimus.rank.model import RankModel, uncompiled
-from optimus.resilience.supervision.attempt import marker_dir, read_attempt
+from optimus.resilience.supervision.markers import Instance, write_marker
 
 logger = logging.getLogger(__name__)
 
@@ -172,39 +170,6 @@ def measure(values: Tensor) -> dict[str, float | None]:
     return {**figures, "nonfinite": share}
 
 
-def write_marker(
-    workspace: Workspace, run_dir: str, rank: int, step: int, text: str, host: str, **more: object
-) -> None:
-    """Write a JSON file about a non-finite value. If this fails, log a warning.
-
-    Users and scripts can read the file to decide whether to restart the run. In a supervised run,
-    the supervisor reads it to find the node that failed.
-
-    Args:
-        workspace: The workspace of the run.
-        run_dir: The run directory. The file is `log/nonfinite-rank{rank}.json` in it. In a
-            supervised run, it is in the directory of `marker_dir`.
-        rank: The rank that computed the value.
-        step: Number of the update.
-        text: Description of the value.
-        host: Host name of the rank's machine.
-        more: Other keys and values of the file.
-    """
-    attempt = read_attempt()
-    folder = Path(run_dir) / "log"
-    if attempt is not None:
-        folder = marker_dir(run_dir, attempt.workspace.name.removeprefix(".work-"))
-    path = folder / f"nonfinite-rank{rank}.json"
-    values = {"rank": rank, "step": step, "host": host, "what": text, **more}
-    if attempt is not None:
-        values |= {"attempt": attempt.number, "node": attempt.node}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        workspace.write_bytes(path, (json.dumps(values, indent=1) + "\n").encode())
-    except OSError as error:
-        logger.warning("could not write %s: %s", path, error.strerror)
-
-
 def _all_finite(value: object) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in _floats(value))
 
@@ -296,10 +261,19 @@ def refuse_bad_states(
     first = bad_states[0]
     text, advice = _explanation(first, train.dtype, optim, updated)
     if first.rank == everyone.rank and workspace is not None:
-        more = {"state": first.state, "parameter": first.parameter, "element": first.element}
-        more["value"] = first.value
-        more["device"] = str(states.device)
-        write_marker(workspace, train.run_dir, first.rank, step, text, first.host, **more)
+        write_marker(
+            workspace,
+            train.run_dir,
+            first.rank,
+            step,
+            text=text,
+            host=first.host,
+            device=str(states.device),
+            state=first.state,
+            parameter=first.parameter,
+            element=tuple(first.element),
+            value=first.value,
+        )
     others = len({bad.rank for bad in bad_states}) - 1
     also = f" (and states of {counted(others, 'more rank')})" if others else ""
     where = f"non-finite values on rank {first.rank} ({first.host}) at step {step}: "
@@ -516,14 +490,14 @@ class Watch:
             self._train.run_dir,
             finding.rank,
             self._step,
-            finding.text,
-            finding.host,
+            text=finding.text,
+            host=finding.host,
             device=str(self._device),
             microbatch=finding.microbatch,
             layer=finding.layer,
             direction=finding.direction,
             was_repeated=finding.was_repeated,
-            instances=[{"data": path, "instance": number} for path, number in instances],
+            instances=[Instance(data=path, instance=number) for path, number in instances],
             data_xxh3=files.xxh3_bytes(tokens),
             layers=layers,
         )

@@ -29,7 +29,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -40,6 +39,22 @@ from optimus.observe.log import set_up_logging
 from optimus.resilience.supervision.attempt import Attempt, create_page, read_page
 from optimus.resilience.supervision.channel import Channel, PeerError, read_secret
 from optimus.resilience.supervision.launched_rank import LaunchedProcess, receive_rank
+from optimus.resilience.supervision.messages import (
+    End,
+    FindPort,
+    FreePort,
+    Hello,
+    Kill,
+    Killed,
+    Message,
+    RankReport,
+    Report,
+    Signal,
+    Stage,
+    Staged,
+    Start,
+    Welcome,
+)
 from optimus.resilience.supervision.staging import remove_environment, unpack_environment
 from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
 
@@ -85,18 +100,19 @@ class _Rank:
     """True if the agent has sent a signal to the process, or mpiexec has ended it."""
     status: int | None = None
 
-    def report(self) -> dict[str, Any]:
-        """Return this rank's entry in a report to the supervisor."""
-        entry: dict[str, Any] = {"rank": self.rank, "pid": self.process.pid}
-        if self.status is not None:
-            entry |= {
-                "status": self.status,
-                "was_ended": self.was_ended,
-                "message": self.message,
-            }
+    def report(self) -> RankReport:
+        """Return the present state of this rank."""
+        progress = None
         with contextlib.suppress(OSError):
-            entry |= read_page(self.page)._asdict()
-        return entry
+            progress = read_page(self.page)
+        return RankReport(
+            rank=self.rank,
+            pid=self.process.pid,
+            status=self.status,
+            was_ended=self.was_ended,
+            message=self.message,
+            progress=progress,
+        )
 
 
 @dataclass
@@ -208,13 +224,12 @@ class Agent:
             OSError, EOFError, PeerError: The connection is lost.
         """
         await channel.send(self._hello())
-        hello = await channel.receive()
-        self.orphan_s = float(hello["orphan_s"])
-        self.variables = hello["variables"]
-        if hello["forks_ranks"]:
+        welcome = await channel.receive(Welcome)
+        self.orphan_s, self.variables = welcome.orphan_s, welcome.variables
+        if welcome.forks_ranks:
             await self.warm.start(self.variables)
         tasks = [
-            asyncio.create_task(self._report(channel, float(hello["beat_s"]))),
+            asyncio.create_task(self._report(channel, welcome.beat_s)),
             asyncio.create_task(self._watch_address()),
             asyncio.create_task(self._obey_all(channel)),
         ]
@@ -227,49 +242,48 @@ class Agent:
             await channel.close()
 
     async def _obey_all(self, channel: Channel) -> bool:
-        while not await self._obey(channel, await channel.receive()):
+        while not await self._obey(channel, await channel.receive(Message)):
             pass
         return True
 
-    def _hello(self) -> dict[str, Any]:
-        return {
-            "is": "hello",
-            "node": self.node,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "code": hash_code(),
-            "time": time.time(),
-            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            "attempt": self.attempt,
-        }
+    def _hello(self) -> Hello:
+        return Hello(
+            node=self.node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            code=hash_code(),
+            time=time.time(),
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            attempt=self.attempt,
+        )
 
-    async def _obey(self, channel: Channel, message: dict[str, Any]) -> bool:
+    async def _obey(self, channel: Channel, message: Message) -> bool:
         """Carry out a supervisor's message. Return True if this agent must end.
 
         Raises:
             OSError: Another supervisor has taken over.
         """
         await self._check_supervisor()
-        match message["do"]:
-            case "port":
-                port = await asyncio.to_thread(_free_port, message["host"])
-                await channel.send({"is": "port", "port": port})
-            case "stage":
-                self.staged = (message["digest"], Path(message["parent"]))
-                problem = await asyncio.to_thread(self._stage, Path(message["archive"]))
-                await channel.send({"is": "stage", "problem": problem})
-            case "start":
+        match message:
+            case FindPort():
+                port = await asyncio.to_thread(_free_port, message.host)
+                await channel.send(FreePort(port=port))
+            case Stage():
+                self.staged = (message.digest, Path(message.parent))
+                problem = await asyncio.to_thread(self._stage, Path(message.archive))
+                await channel.send(Staged(problem=problem))
+            case Start():
                 await self._kill()
-                self.attempt, self.failure = message["attempt"], ""
+                self.attempt, self.failure = message.attempt, ""
                 self.ranks, self.watchers = {}, []
                 self.starting = asyncio.create_task(self._start(message))
-            case "signal":
-                self._signal_ranks(message["number"])
-            case "kill":
-                if self.attempt <= message["attempt"]:
+            case Signal():
+                self._signal_ranks(message.number)
+            case Kill():
+                if self.attempt <= message.attempt:
                     await self._kill()
-                await channel.send({"is": "kill", "attempt": self.attempt})
-            case "end":
+                await channel.send(Killed(attempt=self.attempt))
+            case End():
                 return True
         return False
 
@@ -282,33 +296,31 @@ class Agent:
             return one_line(error)
         return ""
 
-    async def _start(self, message: dict[str, Any]) -> None:
+    async def _start(self, message: Start) -> None:
         """Start the ranks of an attempt on this node. If that fails, store the reason."""
         try:
             await self._start_ranks(message)
         except (OSError, ValueError) as error:
             self.failure = f"the ranks cannot be started: {one_line(error)}"
 
-    async def _start_ranks(self, message: dict[str, Any]) -> None:
+    async def _start_ranks(self, message: Start) -> None:
         folder = self.folder / f"attempt-{self.attempt:04d}"
         folder.mkdir(parents=True)
-        for local_rank, rank in enumerate(message["ranks"]):
+        for local_rank, rank in enumerate(message.ranks):
             await self._start_rank(message, local_rank, rank, folder / f"rank-{rank}")
 
-    async def _start_rank(
-        self, message: dict[str, Any], local_rank: int, rank: int, page: Path
-    ) -> None:
+    async def _start_rank(self, message: Start, local_rank: int, rank: int, page: Path) -> None:
         create_page(page)
-        workspace = Path(message["workspace"])
-        attempt = Attempt(self.attempt, self.node, workspace, page, message["job_end"])
+        workspace = Path(message.workspace)
+        attempt = Attempt(self.attempt, self.node, workspace, page, message.job_end)
         environ = {
-            **message["variables"],
+            **message.variables,
             **attempt.variables(),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(len(message["ranks"])),
+            "LOCAL_WORLD_SIZE": str(len(message.ranks)),
         }
-        arguments, limit_s = message["arguments"], message["mpiexec_s"]
+        arguments, limit_s = message.arguments, message.mpiexec_s
         process: asyncio.subprocess.Process | ForkedProcess
         if limit_s is None:
             process = await self._start_process({**os.environ, **environ}, arguments)
@@ -378,14 +390,20 @@ class Agent:
             lines: list[str] = []
             while self.lines and sum(map(len, lines)) < _REPORT_CHARS:
                 lines.append(self.lines.popleft())
-            report = {"is": "report", "attempt": self.attempt, "ranks": ranks, "lines": lines}
-            report["failure"] = self.failure
-            if self.dropped and not self.lines:
-                report["dropped"], self.dropped = self.dropped, 0
+            dropped = 0
+            if not self.lines:
+                dropped, self.dropped = self.dropped, 0
+            report = Report(
+                attempt=self.attempt,
+                ranks=tuple(ranks),
+                lines=tuple(lines),
+                dropped=dropped,
+                failure=self.failure,
+            )
             async with asyncio.timeout(self.orphan_s):  # a suspended supervisor reads nothing
                 await channel.send(report)
             await asyncio.sleep(min(_PAUSE_S, beat_s))
-            sent = {entry["rank"] for entry in ranks if "status" in entry}
+            sent = {entry.rank for entry in ranks if entry.status is not None}
             end = time.monotonic() + beat_s
             while time.monotonic() < end and not self.lines:
                 if {r.rank for r in self.ranks.values() if r.status is not None} != sent:

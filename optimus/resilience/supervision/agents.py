@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from optimus.checkpoint import store
 from optimus.errors import ConfigError, counted
@@ -34,9 +34,20 @@ from optimus.resilience.supervision.channel import Channel, PeerError
 from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import Launcher
 from optimus.resilience.supervision.ledger import AttemptStarted, History
+from optimus.resilience.supervision.messages import (
+    Hello,
+    Kill,
+    Message,
+    RankReport,
+    Report,
+    Start,
+    Welcome,
+)
 from optimus.resilience.supervision.staging import staged_python
 
 logger = logging.getLogger(__name__)
+
+_A = TypeVar("_A", bound=Message)
 
 CONFIG = "run.toml"
 """Name of the copy of the configuration in the supervisor's folder."""
@@ -101,19 +112,19 @@ class Node:
 
     name: str
     channel: Channel | None = None
-    hello: dict[str, Any] = field(default_factory=dict)
+    hello: Hello | None = None
     heard_at: float = -math.inf
     """Time of the agent's last message, by the supervisor's clock."""
     attempt: int = 0
     """The attempt of the ranks in `ranks`."""
-    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     """Ended ranks in the order of their ends."""
     killed: int = 0
     """The last attempt whose ranks the agent must kill."""
-    asked: str = ""
-    """The request whose answer the supervisor waits for."""
-    answer: asyncio.Future[dict[str, Any]] | None = None
+    asked: type[Message] = Message
+    """Type of the answer that the supervisor waits for."""
+    answer: asyncio.Future[Any] | None = None
     failure: str = ""
     """Reason why the agent cannot start the ranks of the attempt."""
     problem: str = ""
@@ -267,27 +278,26 @@ class Agents:
         job, node = self._job, self.nodes[name]
         per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
         first = self.nodes[attempt.nodes[0]]
-        host = job.launcher.meeting_host(first.hello.get("host", attempt.nodes[0]))
+        host = job.launcher.meeting_host(first.hello.host if first.hello else attempt.nodes[0])
         node.attempt, node.ranks, node.ended = attempt.attempt, {}, []
         node.has_lost_ranks, node.failure = False, ""
         workspace = self._job.workspace_of(attempt)
         await self.say(
             node,
-            {
-                "do": "start",
-                "attempt": attempt.attempt,
-                "ranks": list(range(index * per_node, (index + 1) * per_node)),
-                "arguments": ["train", str(self._folder / CONFIG)],
-                "workspace": str(workspace.path),
-                "job_end": None if math.isinf(job.ends_at) else job.ends_at - job.margin_s,
-                "mpiexec_s": job.start_limit_s if self.rank_command((name,), "") else None,
-                "variables": {
+            Start(
+                attempt=attempt.attempt,
+                ranks=tuple(range(index * per_node, (index + 1) * per_node)),
+                arguments=("train", str(self._folder / CONFIG)),
+                workspace=str(workspace.path),
+                job_end=None if math.isinf(job.ends_at) else job.ends_at - job.margin_s,
+                mpiexec_s=job.start_limit_s if self.rank_command((name,), "") else None,
+                variables={
                     **job.launcher.variables(self._most_ranks()),
                     "WORLD_SIZE": str(len(attempt.nodes) * per_node),
                     "MASTER_ADDR": host,
                     "MASTER_PORT": str(attempt.port),
                 },
-            },
+            ),
         )
 
     def rank_command(self, nodes: Sequence[str], workspace: str) -> list[str] | None:
@@ -328,28 +338,28 @@ class Agents:
                 self._unauthenticated.remove(writer)
         node: Node | None = None
         try:
-            hello = await channel.receive()
-            node = self._welcome(channel, hello)
+            node = self._welcome(channel, await channel.receive(Hello))
             if node is None:
                 return
             await channel.send(
-                {
-                    "do": "welcome",
-                    "orphan_s": self._job.supervisor_timeout_s,
-                    "beat_s": self._job.heartbeat_s / BEATS_PER_LIMIT,
-                    "variables": self._job.launcher.variables(self._most_ranks()),
-                    "forks_ranks": self.rank_command((node.name,), "") is None,
-                }
+                Welcome(
+                    orphan_s=self._job.supervisor_timeout_s,
+                    beat_s=self._job.heartbeat_s / BEATS_PER_LIMIT,
+                    variables=dict(self._job.launcher.variables(self._most_ranks())),
+                    forks_ranks=self.rank_command((node.name,), "") is None,
+                )
             )
             while True:
-                message = await channel.receive()
-                if node.channel is not channel:  # the agent has connected again after a cut
-                    message["ranks"] = []
-                self._receive(node, message)
-        except (OSError, EOFError, PeerError, KeyError, TypeError, ValueError) as error:
-            if not isinstance(error, OSError | EOFError):  # a lost connection is no message
-                reason = str(error) if isinstance(error, PeerError) else "a message without a field"
-                logger.warning("connection of %s closed: %s", node and node.name, reason)
+                message = await channel.receive(Message)
+                if node.channel is channel:
+                    self._receive(node, message)
+                elif isinstance(message, Report):  # the agent has connected again after a cut
+                    self._receive(node, message.model_copy(update={"ranks": ()}))
+        except (OSError, EOFError):
+            pass  # the connection is lost
+        except PeerError as error:
+            sender = node.name if node is not None else channel.peer
+            logger.warning("connection of %s closed: %s", sender, error)
         finally:
             if node is not None and node.channel is channel:
                 node.channel = None
@@ -357,21 +367,20 @@ class Agents:
                     node.answer.set_exception(OSError(f"the agent of {node.name} is gone"))
             await channel.close()
 
-    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> Node | None:
+    def _welcome(self, channel: Channel, hello: Hello) -> Node | None:
         """Return the node of an agent that has connected; None to refuse it, with a warning."""
-        node = self.nodes.get(str(hello.get("node")))
-        problem = ""
+        node, problem = self.nodes.get(hello.node), ""
         if node is None:
-            problem = f"{hello.get('node')!r} is not a node of the allocation"
-        elif node.channel is not None and hello["pid"] != node.hello["pid"]:
+            problem = f"{hello.node!r} is not a node of the allocation"
+        elif node.channel is not None and node.hello is not None and hello.pid != node.hello.pid:
             problem = f"{node.name} has an agent already"
-        elif hello["code"] != self._code:
+        elif hello.code != self._code:
             problem = f"{node.name} has other files of Optimus; install the same version there"
-        elif abs(hello["time"] - time.time()) > _CLOCK_S:
-            seconds = hello["time"] - time.time()
+        elif abs(hello.time - time.time()) > _CLOCK_S:
+            seconds = hello.time - time.time()
             problem = f"the clock of {node.name} differs by {seconds:.0f} s; set the clocks"
-        elif hello["open_files"] < MIN_OPEN_FILES:
-            number = counted(hello["open_files"], "file")
+        elif 0 <= hello.open_files < MIN_OPEN_FILES:
+            number = counted(hello.open_files, "file")
             problem = f"{node.name} may open only {number}; raise ulimit -n"
         if problem:
             logger.warning("an agent is refused: %s", problem)
@@ -379,39 +388,38 @@ class Agents:
                 node.problem = problem
             return None
         assert node is not None
-        is_same_agent = hello["pid"] == node.hello.get("pid")
+        is_same_agent = node.hello is not None and hello.pid == node.hello.pid
         node.channel, node.hello, node.heard_at = channel, hello, self.clock_s
         running = self._history.running
         was_asked = running is not None and node.attempt == running.attempt
-        if running and is_same_agent and was_asked and hello["attempt"] < running.attempt:
+        if running and is_same_agent and was_asked and hello.attempt < running.attempt:
             self.spawn(self.start_ranks(running, node.name))  # a cut has lost the request
         return node
 
-    def _receive(self, node: Node, message: dict[str, Any]) -> None:
+    def _receive(self, node: Node, message: Message) -> None:
         """Take note of a message of an agent."""
         node.heard_at = self.clock_s
-        if message["is"] == "report":
-            running, number = self._history.running, message["attempt"]
+        if isinstance(message, Report):
+            running, number = self._history.running, message.attempt
             present = running is not None and node.name in running.nodes and running.attempt
-            has_ranks = any("status" not in report for report in message["ranks"])
+            has_ranks = any(report.status is None for report in message.ranks)
             if has_ranks and number not in (present, node.killed):
                 # The node was suspended, and continues now.
                 node.killed = number
-                self.spawn(self.say(node, {"do": "kill", "attempt": number}))
+                self.spawn(self.say(node, Kill(attempt=number)))
             if number == node.attempt:
-                node.failure = str(message["failure"])
-                for report in message["ranks"]:
-                    rank = int(report["rank"])
-                    node.ranks[rank] = report
-                    if "status" in report and rank not in node.ended:
-                        node.ended.append(rank)
+                node.failure = message.failure
+                for report in message.ranks:
+                    node.ranks[report.rank] = report
+                    if report.status is not None and report.rank not in node.ended:
+                        node.ended.append(report.rank)
             try:
-                self._write_log(number, message["lines"], message.get("dropped", 0))
+                self._write_log(number, message.lines, message.dropped)
             except OSError as error:  # the output of ranks is not worth the run
-                self._log_dropped += len(message["lines"])
+                self._log_dropped += len(message.lines)
                 if self._log_dropped < 1000:
                     logger.warning("output of ranks is not kept: %s", error.strerror)
-        elif message["is"] == node.asked and node.answer is not None and not node.answer.done():
+        elif isinstance(message, node.asked) and node.answer and not node.answer.done():
             node.answer.set_result(message)
 
     def _write_log(self, attempt: int, lines: Sequence[str], dropped: int) -> None:
@@ -438,26 +446,28 @@ class Agents:
         if dropped:
             self._log.write(f"{counted(dropped, 'line')} of output were not kept\n".encode())
 
-    async def say(self, node: Node, message: dict[str, Any]) -> None:
+    async def say(self, node: Node, message: Message) -> None:
         """Send a message to an agent. If the connection is lost, the agent becomes silent."""
         if node.channel is not None:
             with contextlib.suppress(OSError):
                 await node.channel.send(message)
 
-    async def say_to_all(self, message: dict[str, Any]) -> None:
+    async def say_to_all(self, message: Message) -> None:
         """Send a message to all agents that are connected."""
         await asyncio.gather(*(self.say(node, message) for node in self.nodes.values()))
 
     async def ask(
-        self, node: Node, message: dict[str, Any], limit_s: float | None = None
-    ) -> dict[str, Any]:
-        """Send a message to an agent and return its answer. Raises OSError or TimeoutError."""
+        self, node: Node, message: Message, answer: type[_A], limit_s: float | None = None
+    ) -> _A:
+        """Send a message to an agent and return its answer, which has the type `answer`. Raises
+        OSError or TimeoutError."""
         if node.channel is None:
             raise OSError(f"the agent of {node.name} is gone")
-        node.asked, node.answer = message["do"], asyncio.get_running_loop().create_future()
+        node.asked, node.answer = answer, asyncio.get_running_loop().create_future()
         await self.say(node, message)
         async with asyncio.timeout(limit_s or self._job.heartbeat_s + KILLED_S):
-            return await node.answer
+            received: _A = await node.answer
+            return received
 
     async def wait_for_ends(self, commands: Sequence[subprocess.Popen[bytes]]) -> None:
         """Wait until commands of the launcher have ended. Terminate those that remain."""
@@ -478,9 +488,9 @@ class Agents:
         """Return True if the agents of all other machines, at least two, have become silent at the
         same time, while those of this machine answer."""
         limit_s, host = self._job.heartbeat_s, socket.gethostname()
-        agents = [node for node in self.nodes.values() if node.hello]
-        others = [node.heard_at for node in agents if node.hello["host"] != host]
-        local = [node.heard_at for node in agents if node.hello["host"] == host]
+        heard = [(node.hello.host, node.heard_at) for node in self.nodes.values() if node.hello]
+        others = [heard_at for name, heard_at in heard if name != host]
+        local = [heard_at for name, heard_at in heard if name == host]
         last = max(others, default=now)
         silent = [heard_at for heard_at in others if last - heard_at <= limit_s]  # else lost before
         if len(silent) < 2 or now - last <= limit_s:

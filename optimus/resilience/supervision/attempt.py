@@ -1,9 +1,8 @@
 """Interface between a rank of a supervised run, its agent and the supervisor.
 
 The agent sets environment variables when it starts a rank, and reads the rank's progress from a
-small file on the node, which the rank writes through a memory map. The supervisor reads the markers
-of ranks, and names the updates to skip in a file of the run directory. This module imports no
-torch.
+small file on the node, which the rank writes through a memory map. The supervisor names the updates
+to skip in a file of the run directory. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -73,16 +72,6 @@ def read_attempt(environ: Mapping[str, str] = os.environ) -> Attempt | None:
         Path(environ[PROGRESS]),
         None if end is None else float(end),
     )
-
-
-def marker_dir(run_dir: str | os.PathLike, workspace: str) -> Path:
-    """Return the directory of the markers of an attempt: files on non-finite values.
-
-    Args:
-        run_dir: The run directory.
-        workspace: `AttemptStarted.workspace`.
-    """
-    return Path(run_dir) / "log" / workspace
 
 
 def encode_skipped_steps(steps: Iterable[int]) -> bytes:

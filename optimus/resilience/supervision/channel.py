@@ -1,10 +1,10 @@
 """Signed messages between the supervisor and its agents.
 
-A message is a JSON object. Each side proves that it knows the launch secret before it sends or
-accepts messages: the connection's key is derived from the secret and from random numbers of both
-sides, and each message is authenticated with this key, its direction and its number in this
-direction (HMAC-SHA256). A message of another connection, a repeated message or a changed message is
-therefore refused. Messages are not encrypted: they contain no secrets.
+A message is a JSON object of a type in `messages`. Each side proves that it knows the launch secret
+before it sends or accepts messages: the connection's key is derived from the secret and from random
+numbers of both sides, and each message is authenticated with this key, its direction and its number
+in this direction (HMAC-SHA256). A message of another connection, a repeated message or a changed
+message is therefore refused. Messages are not encrypted: they contain no secrets.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import stat
 import struct
 import termios
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
-from optimus.errors import ConfigError, OptimusError, reason_of
+from pydantic import TypeAdapter, ValidationError
+
+from optimus.errors import ConfigError, OptimusError, one_line, reason_of
+from optimus.resilience.supervision.messages import AgentMessage, Message, SupervisorMessage
 
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
@@ -42,11 +44,17 @@ _SIOCOUTQNSD = 0x894B
 
 Side = Literal["agent", "supervisor"]
 _OTHER: dict[Side, Side] = {"agent": "supervisor", "supervisor": "agent"}
+_TYPES: dict[Side, TypeAdapter[Any]] = {
+    "agent": TypeAdapter(AgentMessage),
+    "supervisor": TypeAdapter(SupervisorMessage),
+}
+"""Types of the messages that a side sends."""
+_M = TypeVar("_M", bound=Message)
 
 
 class PeerError(OptimusError):
     """The other side of a connection does not know the launch secret, or sent a message that is
-    damaged, repeated or too long."""
+    damaged, repeated, too long or of a wrong type."""
 
 
 class Channel:
@@ -88,33 +96,50 @@ class Channel:
                 nonces[_OTHER[side]] = await reader.readexactly(_NONCE_BYTES)
                 both = nonces["agent"] + nonces["supervisor"]
                 channel._key = hmac.digest(secret, both, hashlib.sha256)
-                await channel.send({})  # proves that this side knows the secret
-                await channel.receive(_PROOF_BYTES)
+                await channel._send(b"")  # proves that this side knows the secret
+                await channel._receive(_PROOF_BYTES)
         except (TimeoutError, OSError, EOFError, PeerError) as error:
             await channel.close()
             reason = str(error) or type(error).__name__
             raise PeerError(f"{channel.peer} is not a process of this launch: {reason}") from None
         return channel
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         """Send a message. Raises OSError if the connection is lost."""
-        body = json.dumps(message).encode()
+        await self._send(message.model_dump_json().encode())
+
+    async def _send(self, body: bytes) -> None:
         assert len(body) <= _MOST_BYTES, f"a message of {len(body)} bytes"
         mac = self._mac(self._side, self._sent, body)
         self._sent += 1
         self._writer.write(_LENGTH.pack(len(body)) + mac + body)
         await self._writer.drain()
 
-    async def receive(self, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
+    async def receive(self, kind: type[_M]) -> _M:
         """Wait for the next message and return it.
 
         Args:
-            most_bytes: Maximum length of the message.
+            kind: Type that the message must have; `Message` for all types of the other side.
 
         Raises:
-            PeerError: The message is not authentic. The connection must be closed.
+            PeerError: The message is not authentic, is damaged or has another type. The connection
+                must be closed.
             OSError, EOFError: The connection is lost.
         """
+        body = await self._receive(_MOST_BYTES)
+        try:
+            message = _TYPES[_OTHER[self._side]].validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            raise PeerError(
+                one_line(f"message with a wrong field: {field}: {first['msg']}")
+            ) from None
+        if not isinstance(message, kind):
+            raise PeerError(f"message {message.kind!r} instead of {kind.__name__}")
+        return message
+
+    async def _receive(self, most_bytes: int) -> bytes:
         header = await self._reader.readexactly(_LENGTH.size + _MAC_BYTES)
         (length,) = _LENGTH.unpack_from(header)
         if length > most_bytes:
@@ -124,13 +149,7 @@ class Channel:
         if not hmac.compare_digest(mac, header[_LENGTH.size :]):
             raise PeerError("message without a valid signature")
         self._received += 1
-        try:
-            message = json.loads(body)
-        except (ValueError, RecursionError):
-            raise PeerError("message that is not JSON") from None
-        if not isinstance(message, dict):
-            raise PeerError("message that is not an object")
-        return message
+        return body
 
     def unacknowledged_bytes(self) -> int:
         """Return the number of bytes on the network that the other machine has not acknowledged.

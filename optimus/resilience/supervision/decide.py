@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Literal, NamedTuple, TypeAlias
 
 from optimus.errors import OutcomeKind, counted
@@ -20,6 +21,7 @@ from optimus.resilience.supervision.ledger import (
     History,
     Standing,
 )
+from optimus.resilience.supervision.markers import LayerOutput, Marker
 
 Marks: TypeAlias = Mapping[str, tuple[Standing, str]]
 """New standings of nodes, with reasons."""
@@ -54,41 +56,6 @@ class RankEnd(NamedTuple):
     """The error that the rank printed, one line."""
     was_adopted: bool = False
     """True if the status is that of another rank's error, on which the ranks have agreed."""
-
-
-class LayerOutput(NamedTuple):
-    """Figures of the output of a block."""
-
-    name: str
-    least: float | None
-    """Least finite value; None if no value is finite."""
-    greatest: float | None
-    mean: float | None
-    nonfinite: float
-    """Share of non-finite values."""
-
-
-class Marker(NamedTuple):
-    """A non-finite value, as the rank that computed it has stored it."""
-
-    rank: int
-    node: str
-    step: int
-    text: str
-    data: str
-    """Hash of the data of the rank in this step; "" if data cannot be the cause."""
-    was_repeated: bool
-    """True if a second computation on the same node gave a non-finite value again."""
-    path: str = ""
-    """The file of the marker."""
-    microbatch: int | None = None
-    """Number of the microbatch among those of the rank, from 0; None if it is unknown."""
-    direction: str = ""
-    """The pass that computed the value: "forward" or "backward"; "" if neither."""
-    instances: tuple[tuple[str, int], ...] = ()
-    """Data set and number of each instance of the microbatch."""
-    layers: tuple[LayerOutput, ...] = ()
-    """Outputs of the rank's blocks for the microbatch, in order."""
 
 
 class RankProgress(NamedTuple):
@@ -162,7 +129,7 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         )
 
     if markers:
-        signature = f"nonfinite {markers[0].data}" if markers[0].data else _STATE
+        signature = f"nonfinite {markers[0].data_xxh3}" if markers[0].data_xxh3 else _STATE
         return end("failed", "soft", [markers[0].node], signature, markers[0].step)
     if evidence.is_cut_off:
         lines.append("the node of the supervisor is cut off from all others")
@@ -248,30 +215,32 @@ def _describe_marker(marker: Marker) -> list[str]:
     again = "gave it again" if marker.was_repeated else "did not give it again"
     lines.append(f"{', '.join(where)}; a second computation {again}")
     if marker.instances:
-        (data, number), *others = marker.instances
+        first, *others = marker.instances
         more = f" (and {counted(len(others), 'more instance')})" if others else ""
-        lines.append(f"to see the data: optimus-data inspect {shlex.quote(data)} {number}{more}")
+        command = f"optimus-data inspect {shlex.quote(first.data)} {first.instance}"
+        lines.append(f"to see the data: {command}{more}")
     if marker.layers:
-        figures = "; ".join(map(_describe_output, _telling(marker.layers)))
+        figures = "; ".join(starmap(_describe_output, _telling(marker.layers)))
         lines.append(f"outputs of layers: {figures}")
     if marker.path:
         lines.append(f"marker: {marker.path}")
     return lines
 
 
-def _telling(layers: Sequence[LayerOutput]) -> Sequence[LayerOutput]:
+def _telling(layers: Mapping[str, LayerOutput]) -> Sequence[tuple[str, LayerOutput]]:
     """Return the first layer with a non-finite output and the layer before it; the last two layers
     if all outputs are finite."""
-    bad = [index for index, layer in enumerate(layers) if layer.nonfinite]
-    last = bad[0] if bad else len(layers) - 1
-    return layers[max(0, last - 1) : last + 1]
+    items = [*layers.items()]
+    bad = [index for index, (_, output) in enumerate(items) if output.nonfinite]
+    last = bad[0] if bad else len(items) - 1
+    return items[max(0, last - 1) : last + 1]
 
 
-def _describe_output(layer: LayerOutput) -> str:
-    text = f"{layer.name} {layer.nonfinite:.1%} non-finite"
-    if layer.least is None or layer.greatest is None or layer.mean is None:
+def _describe_output(name: str, output: LayerOutput) -> str:
+    text = f"{name} {output.nonfinite:.1%} non-finite"
+    if output.min is None or output.max is None or output.mean is None:
         return text
-    return f"{text}, min {layer.least:.4g}, max {layer.greatest:.4g}, mean {layer.mean:.4g}"
+    return f"{text}, min {output.min:.4g}, max {output.max:.4g}, mean {output.mean:.4g}"
 
 
 # -- Decision -------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ class LaunchedProcess(ForkedProcess):
                     self.has_pid.set()
                 else:
                     self.end(answer["status"])
-        except (OSError, ValueError, KeyError):
-            pass
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # a process of this user that has another version
         if self.returncode is None:
             self.was_lost = True
             self.end(-signal.SIGKILL)  # the kernel kills the rank with its parent process

@@ -38,15 +38,12 @@ from optimus.resilience.supervision.agents import CONFIG, KILLED_S, LOOK_S, Agen
 from optimus.resilience.supervision.attempt import (
     SKIPPED_STEPS,
     encode_skipped_steps,
-    marker_dir,
     read_skipped_steps,
 )
 from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
 from optimus.resilience.supervision.decide import (
     Decision,
     Evidence,
-    LayerOutput,
-    Marker,
     RankEnd,
     RankProgress,
     decide,
@@ -66,6 +63,17 @@ from optimus.resilience.supervision.ledger import (
     SupervisorStarted,
     VerdictReached,
     read_history,
+)
+from optimus.resilience.supervision.markers import Marker, read_markers
+from optimus.resilience.supervision.messages import (
+    End,
+    FindPort,
+    FreePort,
+    Kill,
+    Killed,
+    Signal,
+    Stage,
+    Staged,
 )
 from optimus.resilience.supervision.staging import (
     ARCHIVE,
@@ -213,7 +221,7 @@ class Supervisor:
         finally:
             is_current = self._workspace.is_open()  # else the agents obey another supervisor
             if is_current:
-                await self._agents.say_to_all({"do": "end"})
+                await self._agents.say_to_all(End())
             clock.cancel()
             await self._agents.close()
             if is_current:
@@ -333,9 +341,9 @@ class Supervisor:
         documents: list[str] = []
         if end is not None and end.failure == "soft":
             for marker in self._markers(attempts[-1])[:1]:
-                for data, number in marker.instances[:_MAX_DOCUMENTS]:
+                for instance in marker.instances[:_MAX_DOCUMENTS]:
                     with contextlib.suppress(OptimusError, OSError):
-                        documents += TokenDataset(data).documents(number)
+                        documents += TokenDataset(instance.data).documents(instance.instance)
         return [one_line(document) for document in documents[:_MAX_DOCUMENTS]]
 
     def _on_signal(self, number: int) -> None:
@@ -344,7 +352,7 @@ class Supervisor:
             logger.info("%s: the ranks save a checkpoint and end", signal.Signals(number).name)
         self._stop_signal = number
         self._stopped_at_s = min(self._stopped_at_s, self._agents.clock_s)
-        self._agents.spawn(self._agents.say_to_all({"do": "signal", "number": signal.SIGTERM}))
+        self._agents.spawn(self._agents.say_to_all(Signal(number=signal.SIGTERM)))
 
     # -- Attempts ---------------------------------------------------------------------------------
 
@@ -354,8 +362,9 @@ class Supervisor:
         number = self._history.attempts[-1].attempt + 1 if self._history.attempts else 1
         first = self._agents.nodes[decision.nodes[0]]
         try:
-            host = job.launcher.meeting_host(first.hello["host"])
-            port = (await self._agents.ask(first, {"do": "port", "host": host}))["port"]
+            assert first.hello is not None, "a reachable node has an agent"
+            host = job.launcher.meeting_host(first.hello.host)
+            port = (await self._agents.ask(first, FindPort(host=host), FreePort)).port
         except (OSError, TimeoutError) as error:
             logger.warning("node %s does not answer: %s", first.name, error)
             if first.channel is not None:
@@ -390,7 +399,7 @@ class Supervisor:
             )
             self._mpiexec = self._agents.run(command, variables)
         if self._stop_signal:  # it arrived before the ranks existed
-            await self._agents.say_to_all({"do": "signal", "number": signal.SIGTERM})
+            await self._agents.say_to_all(Signal(number=signal.SIGTERM))
 
     async def _stage(self, names: Sequence[str]) -> bool:
         """Let the agents of nodes unpack the environment of their ranks, once per job. Exclude the
@@ -402,12 +411,11 @@ class Supervisor:
         if self._agents.staged is None:
             self._digest = await asyncio.to_thread(pack_environment, archive, self._workspace)
             self._agents.staged = staged_folder(job.stage, self._digest)
-        request = {"do": "stage", "archive": str(archive), "parent": str(job.stage)}
-        request["digest"] = self._digest
+        request = Stage(archive=str(archive), parent=str(job.stage), digest=self._digest)
 
         async def stage(node: Node) -> str:
             try:
-                return (await self._agents.ask(node, request, _STAGE_S))["problem"]
+                return (await self._agents.ask(node, request, Staged, _STAGE_S)).problem
             except (OSError, TimeoutError) as error:
                 return f"no answer: {error}"
 
@@ -430,17 +438,18 @@ class Supervisor:
             node = self._agents.nodes[name]
             if node.attempt == attempt.attempt:
                 continue
-            is_running = node.hello.get("attempt") == attempt.attempt
+            is_running = node.hello is not None and node.hello.attempt == attempt.attempt
             if not is_running and not has_updated:
                 await self._agents.start_ranks(attempt, name)
             node.attempt = attempt.attempt
             node.has_lost_ranks = not is_running and has_updated
         evidence = await self._observe(attempt)
         world = len(attempt.nodes) * attempt.ranks_per_node
-        first = self._agents.nodes[attempt.nodes[0]].ranks.get(0, {})
-        end = find_cause(evidence, world, time.time()).model_copy(
-            update={"updates": first.get("updates", 0), "seconds": first.get("seconds", {})}
-        )
+        end = find_cause(evidence, world, time.time())
+        first = self._agents.nodes[attempt.nodes[0]].ranks.get(0)
+        if first is not None and first.progress is not None:
+            figures = {"updates": first.progress.updates, "seconds": first.progress.seconds}
+            end = end.model_copy(update=figures)
         await self._add(end)
         if end.outcome == "failed":
             logger.error("attempt %d failed: %s", attempt.attempt, "; ".join(end.evidence))
@@ -458,10 +467,10 @@ class Supervisor:
         while True:
             now = self._agents.clock_s
             nodes = [self._agents.nodes[name] for name in attempt.nodes]
-            reports = [report for node in nodes for report in node.ranks.values()]
-            if not has_updated and reports and all(r.get("step", 0) > 0 for r in reports):
+            steps = [r.progress.step if r.progress else 0 for n in nodes for r in n.ranks.values()]
+            if not has_updated and min(steps, default=0) > 0:
                 has_updated = True
-                self._add_progress(attempt, "first update", min(r["step"] for r in reports))
+                self._add_progress(attempt, "first update", min(steps))
             if now >= next_look:
                 next_look = now + 1.0
                 if (newest := self._newest_checkpoint()) > checkpoint:
@@ -517,54 +526,39 @@ class Supervisor:
             for index, node in enumerate(nodes)
             if node.failure
         ]
-        ends += [
-            RankEnd(
-                rank,
-                node.name,
-                report["status"],
-                report["was_ended"],
-                report["message"],
-                report.get("failure") == _LOST_PEER != report["status"],
-            )
-            for node in nodes
-            for rank in node.ended
-            if "status" in (report := node.ranks[rank])
-        ]
-        progress = tuple(
-            RankProgress(
-                rank, node.name, r["step"], r["collectives"], r["phase_s"], r.get("failure", 0)
-            )
-            for node in nodes
-            for rank, r in node.ranks.items()
-            if "status" not in r and "step" in r
-        )
-        steps = [r["step"] for node in nodes for r in node.ranks.values() if "step" in r]
+        progress, steps = [], [0]
+        for node in nodes:
+            for rank in node.ended:
+                if (report := node.ranks[rank]).status is None:
+                    continue
+                failure = report.progress.failure if report.progress else 0
+                was_adopted = failure == _LOST_PEER != report.status
+                end = (rank, node.name, report.status, report.was_ended, report.message)
+                ends.append(RankEnd(*end, was_adopted))
+            for rank, report in node.ranks.items():
+                if (page := report.progress) is None:
+                    continue
+                steps.append(page.step)
+                if report.status is None:
+                    state = (page.step, page.collectives, page.phase_s, page.failure)
+                    progress.append(RankProgress(rank, node.name, *state))
         has_marker = any(end.status == _NONFINITE for end in ends)
         return Evidence(
             attempt.attempt,
-            max(steps, default=0),
+            max(steps),
             tuple(ends),
             self._markers(attempt) if has_marker else (),
             attempt.nodes,
             tuple(node.name for node in silent),
             tuple(restarted),
-            progress,
+            tuple(progress),
             is_cut_off,
         )
 
     def _markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
         """Return the markers of an attempt."""
-        markers = []
-        for path in sorted(marker_dir(self._job.run_dir, attempt.workspace).glob("nonfinite-*")):
-            try:
-                marker = _read_marker(path)
-            except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                continue
-            except (RecursionError, OverflowError):
-                continue
-            if marker.node in attempt.nodes and marker.rank >= 0 and marker.step >= 0:
-                markers.append(marker)
-        return tuple(markers)
+        markers = read_markers(self._job.run_dir, attempt.workspace)
+        return tuple(marker for marker in markers if marker.node in attempt.nodes)
 
     def _is_conclusive(
         self, evidence: Evidence, world: int, since_s: float, silence_s: float
@@ -613,7 +607,7 @@ class Supervisor:
             async with asyncio.timeout(KILLED_S):
                 await asyncio.gather(
                     *(
-                        self._agents.ask(node, {"do": "kill", "attempt": attempt.attempt})
+                        self._agents.ask(node, Kill(attempt=attempt.attempt), Killed)
                         for node in nodes
                     ),
                     return_exceptions=True,
@@ -624,40 +618,6 @@ class Supervisor:
 
 def _interrupted(attempt: AttemptStarted) -> AttemptEnded:
     return AttemptEnded(time=time.time(), attempt=attempt.attempt, outcome="interrupted", step=0)
-
-
-def _read_marker(path: Path) -> Marker:
-    """Return the content of a marker. Raises OSError, ValueError, KeyError, TypeError,
-    AttributeError, RecursionError or OverflowError if it is damaged."""
-    value = json.loads(files.read_regular(path, 1 << 24))
-    instances = value.get("instances", [])
-    microbatch = value.get("microbatch")
-
-    def number(figure: Any) -> float | None:
-        return None if figure is None else float(figure)
-
-    return Marker(
-        int(value["rank"]),
-        str(value["node"]),
-        int(value["step"]),
-        one_line(value["what"]),
-        str(value.get("data_xxh3", "")),
-        bool(value.get("was_repeated", False)),
-        str(path),
-        None if microbatch is None else int(microbatch),
-        str(value.get("direction") or ""),
-        tuple((one_line(entry["data"]), int(entry["instance"])) for entry in instances),
-        tuple(
-            LayerOutput(
-                one_line(name),
-                number(figures["min"]),
-                number(figures["max"]),
-                number(figures["mean"]),
-                float(figures["nonfinite"]),
-            )
-            for name, figures in value.get("layers", {}).items()
-        ),
-    )
 
 
 def _mark(node: str, standing: Any, reason: str) -> NodeMarked:

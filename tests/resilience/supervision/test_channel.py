@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import struct
@@ -10,12 +11,14 @@ import struct
 import pytest
 
 from optimus.errors import ConfigError
+from optimus.resilience.supervision.attempt import Progress
 from optimus.resilience.supervision.channel import (
     Channel,
     PeerError,
     create_secret,
     read_secret,
 )
+from optimus.resilience.supervision.messages import Hello, Kill, Message, Report, Staged
 
 SECRET = b"a" * 64
 
@@ -39,15 +42,15 @@ def test_messages_arrive_in_order_on_both_sides():
     async def run():
         agent, supervisor = await channels()
         for number in range(5):
-            await agent.send({"number": number, "text": "\udcff"})
-            await supervisor.send({"number": -number})
-        received = [await supervisor.receive() for _ in range(5)]
-        answers = [await agent.receive() for _ in range(5)]
-        assert [message["number"] for message in received] == [0, 1, 2, 3, 4]
-        assert answers[4] == {"number": -4} and received[0]["text"] == "\udcff"
+            await agent.send(Staged(problem=f"{number} \ufffd"))
+            await supervisor.send(Kill(attempt=number + 1))
+        received = [await supervisor.receive(Staged) for _ in range(5)]
+        answers = [await agent.receive(Message) for _ in range(5)]
+        assert [message.problem for message in received] == [f"{n} \ufffd" for n in range(5)]
+        assert answers[4] == Kill(attempt=5)
         await agent.close()
         with pytest.raises(EOFError):
-            await supervisor.receive()
+            await supervisor.receive(Message)
         await supervisor.close()
 
     asyncio.run(run())
@@ -99,12 +102,12 @@ def test_message_that_is_not_authentic_is_refused(how):
         agent, supervisor = await channels()
         sent, write = [], agent._writer.write
         agent._writer.write = sent.append
-        await agent.send({"do": "start"})
+        await agent.send(Staged(problem="start"))
         agent._writer.write = write
         (message,) = sent
         if how == "repeated":
             write(message)
-            assert await supervisor.receive() == {"do": "start"}
+            assert await supervisor.receive(Staged) == Staged(problem="start")
         elif how == "changed":
             message = message.replace(b"start", b"stoop")
         elif how == "of another connection":
@@ -114,7 +117,77 @@ def test_message_that_is_not_authentic_is_refused(how):
             message = struct.pack(">I", 1 << 31) + message[4:]
         write(message)
         with pytest.raises(PeerError, match="signature|bytes"):
-            await supervisor.receive()
+            await supervisor.receive(Message)
+
+    asyncio.run(run())
+
+
+PROGRESS = [3, 40, "update", 0.5, 2, 0, {"start": 1.0}]
+REPORT = {"kind": "report", "attempt": 1, "ranks": [{"rank": 0, "pid": 7}], "lines": []}
+
+
+def with_progress(index, value):
+    """Return a report with a progress in which a value is changed."""
+    progress = [*PROGRESS[:index], value, *PROGRESS[index + 1 :]]
+    return REPORT | {"ranks": [{"rank": 0, "pid": 7, "progress": progress}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (with_progress(0, 3), ""),
+        (REPORT | {"attempt": "1"}, "report.attempt"),
+        (REPORT | {"attempt": -1}, "report.attempt"),
+        (REPORT | {"attempt": True}, "report.attempt"),
+        (REPORT | {"lines": None}, "report.lines"),
+        (REPORT | {"lines": [1]}, "report.lines.0"),
+        (REPORT | {"ranks": {}}, "report.ranks"),
+        (REPORT | {"ranks": [{"rank": 0}]}, "report.ranks.0.pid: Field required"),
+        (REPORT | {"more": 1}, "report.more: Extra inputs"),
+        (with_progress(0, -1), "negative progress"),
+        (with_progress(2, "sleep"), "report.ranks.0.progress.2"),
+        (with_progress(3, float("nan")), "report.ranks.0.progress.3"),
+        (with_progress(6, {"start": "1"}), "report.ranks.0.progress.6.start"),
+        ({"kind": "report"}, "Field required"),
+        ({"kind": "kill", "attempt": 1}, "does not match any of the expected tags"),
+        ({}, "Unable to extract tag"),
+        ([], "should be an object"),
+        (None, "should be an object"),
+    ],
+)
+def test_message_of_a_wrong_type_is_refused(content, problem):
+    """A signature does not make the fields of a message right."""
+
+    async def run():
+        agent, supervisor = await channels()
+        await agent._send(json.dumps(content).encode())
+        if problem:
+            with pytest.raises(PeerError, match=f"message with a wrong field: .*{problem}"):
+                await supervisor.receive(Message)
+        else:
+            report = await supervisor.receive(Report)
+            assert report.ranks[0].progress == Progress(*PROGRESS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b'{"kind": "\xff"}', b"1e999"])
+def test_signed_message_that_is_no_object_is_refused(body):
+    async def run():
+        agent, supervisor = await channels()
+        await agent._send(body)
+        with pytest.raises(PeerError, match="wrong field"):
+            await supervisor.receive(Message)
+
+    asyncio.run(run())
+
+
+def test_message_of_an_unexpected_kind_is_refused():
+    async def run():
+        agent, supervisor = await channels()
+        await agent.send(Staged(problem=""))
+        with pytest.raises(PeerError, match="message 'staged' instead of Hello"):
+            await supervisor.receive(Hello)
 
     asyncio.run(run())
 

@@ -12,8 +12,6 @@ import pytest
 from optimus.resilience.supervision.decide import (
     STOPPED_BY_SUPERVISOR,
     Evidence,
-    LayerOutput,
-    Marker,
     Policy,
     RankEnd,
     RankProgress,
@@ -29,6 +27,7 @@ from optimus.resilience.supervision.ledger import (
     Progress,
     SupervisorStarted,
 )
+from optimus.resilience.supervision.markers import Instance, LayerOutput, Marker
 
 RANKS = 4
 """Ranks 0 and 1 are on node a, ranks 2 and 3 on node b."""
@@ -46,7 +45,14 @@ def ends(statuses, **more):
 
 
 def marker(rank, step=7, instances="i3"):
-    return Marker(rank, node_of(rank), step, "the output of layer 1 is non-finite", instances, True)
+    return Marker(
+        rank=rank,
+        node=node_of(rank),
+        step=step,
+        text="the output of layer 1 is non-finite",
+        data_xxh3=instances,
+        was_repeated=True,
+    )
 
 
 ADOPTED = ends(dict.fromkeys(range(3), 1), was_adopted=True)
@@ -341,17 +347,19 @@ def test_data_that_gives_nan_on_a_second_node(on_repeat_nan):
     assert run.decide().skipped_steps == (5,)
 
 
-LAYERS = (
-    LayerOutput("blocks.0", -1.0, 2.0, 0.5, 0.0),
-    LayerOutput("blocks.1", -4.0, 8.0, 0.25, 0.5),
-    LayerOutput("blocks.2", None, None, None, 1.0),
-)
-FOUND = marker(2)._replace(
-    path="/run/log/m.json",
-    microbatch=3,
-    direction="forward",
-    instances=(("/my data", 17), ("/my data", 18)),
-    layers=LAYERS,
+LAYERS = {
+    "blocks.0": LayerOutput(min=-1.0, max=2.0, mean=0.5, nonfinite=0.0),
+    "blocks.1": LayerOutput(min=-4.0, max=8.0, mean=0.25, nonfinite=0.5),
+    "blocks.2": LayerOutput(min=None, max=None, mean=None, nonfinite=1.0),
+}
+FOUND = marker(2).model_copy(
+    update={
+        "path": "/run/log/m.json",
+        "microbatch": 3,
+        "direction": "forward",
+        "instances": tuple(Instance(data="/my data", instance=n) for n in (17, 18)),
+        "layers": LAYERS,
+    }
 )
 
 
@@ -359,7 +367,7 @@ def test_stop_because_of_data_reports_instances_layers_and_marker():
     run = Run()
     for node in "ac":
         run.start()
-        marked = FOUND._replace(node=node)
+        marked = FOUND.model_copy(update={"node": node})
         end = find_cause(Evidence(len(run.history.attempts), 9, markers=(marked,)), RANKS, 0.0)
         run.history.add(end.model_copy(update={"updates": 2}))
         if node == "a":

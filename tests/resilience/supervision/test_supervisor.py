@@ -26,10 +26,11 @@ from optimus.cli import main
 from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import agents, supervisor
-from optimus.resilience.supervision.agent import parse_address
-from optimus.resilience.supervision.decide import LayerOutput, Marker, Policy, find_cause
+from optimus.resilience.supervision.agent import hash_code, parse_address
+from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
+from optimus.resilience.supervision.messages import Hello
 from optimus.resilience.supervision.warm_process import WarmProcess
 from tests.kit.faults import failures
 from tests.kit.faults.supervised import References, write_config
@@ -311,40 +312,6 @@ def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tm
     assert find_cause(watcher._evidence(attempt, 0.0), 1, 0.0).nodes == ("a",)
 
 
-def test_damaged_markers_are_ignored(tmp_path):
-    watcher = supervisor.Supervisor(make_job(tmp_path))
-    attempt = AttemptStarted(
-        time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1, workspace="x"
-    )
-    folder = tmp_path / "log" / "x"
-    folder.mkdir(parents=True)
-    right = {"rank": 0, "node": "a", "step": 3, "what": "loss is nan"}
-    contents = [right, [], {}, right | {"rank": None}, right | {"step": -1}, right | {"node": "z"}]
-    for number, value in enumerate(contents):
-        (folder / f"nonfinite-rank{number}.json").write_text(json.dumps(value))
-    for key, value in (
-        ("instances", 5),
-        ("layers", [1]),
-        ("layers", {"a": {}}),
-        ("microbatch", ""),
-    ):
-        (folder / f"nonfinite-rank1{key}{type(value).__name__}.json").write_text(
-            json.dumps(right | {key: value})
-        )
-    (folder / "nonfinite-rank7.json").write_text('{"rank": 1e999}')
-    (folder / "nonfinite-rank8.json").write_text("[" * 60_000)
-    os.mkfifo(folder / "nonfinite-rank9.json")
-    assert [marker.text for marker in watcher._markers(attempt)] == ["loss is nan"]
-    figures = {"min": None, "max": 2, "mean": 1.5, "nonfinite": 0.5}
-    more = {"data_xxh3": "ab", "microbatch": 3, "direction": "forward", "was_repeated": True}
-    more |= {"instances": [{"data": "/d", "instance": 7}], "layers": {"blocks.0": figures}}
-    path = folder / "nonfinite-rank0.json"
-    path.write_text(json.dumps(right | more))
-    instances, layers = (("/d", 7),), (LayerOutput("blocks.0", None, 2.0, 1.5, 0.5),)
-    figures_of = ("ab", True, str(path), 3, "forward", instances, layers)
-    assert watcher._markers(attempt) == (Marker(0, "a", 3, "loss is nan", *figures_of),)
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"[" * 60_000, b"{}", b'{"hosts": 5, "port": 1}', b'{"hosts": [], "port": 0}']
 )
@@ -352,6 +319,13 @@ def test_damaged_address_is_refused(content):
     with pytest.raises(ConfigError, match=r"address\.json"):
         parse_address(content)
     assert parse_address(b'{"hosts": ["10.0.0.1"], "port": 5}') == (["10.0.0.1"], 5)
+
+
+def hello(name: str) -> Hello:
+    """Return the first message of an agent. The machine of node a is that of the supervisor."""
+    host = socket.gethostname() if name == "a" else name
+    figures = {"pid": 5, "code": hash_code(), "time": time.time(), "open_files": 4096}
+    return Hello(node=name, host=host, attempt=0, **figures)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +342,7 @@ def test_damaged_address_is_refused(content):
 def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_off):
     watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c", "d")))
     for name, time_s in heard_at.items():
-        watcher._agents.nodes[name].hello = {"host": socket.gethostname() if name == "a" else name}
+        watcher._agents.nodes[name].hello = hello(name)
         watcher._agents.nodes[name].heard_at = time_s
     assert watcher._agents.is_cut_off(10.0) == is_cut_off
     watcher._lock.close()
@@ -378,7 +352,7 @@ def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
     watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c")))
     attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
     for node in watcher._agents.nodes.values():
-        node.hello = {"host": socket.gethostname() if node.name == "a" else node.name}
+        node.hello = hello(node.name)
         node.heard_at = 5.0
     watcher._agents.nodes["a"].heard_at = 10.0
     assert watcher._evidence(attempt, 10.0).is_cut_off

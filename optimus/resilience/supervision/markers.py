@@ -1,0 +1,145 @@
+"""Markers: the files in which a rank states the non-finite value that it has computed.
+
+The supervisor reads them to find the node that failed, and users read them to find the cause. This
+module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from optimus.errors import one_line
+from optimus.io import files
+from optimus.io.workspace import Workspace
+from optimus.resilience.supervision.attempt import read_attempt
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 1 << 24
+"""Maximum size of a marker. A block takes about 120 bytes, and an instance about 60."""
+_Count = Annotated[int, Field(ge=0)]
+_Text = Annotated[str, AfterValidator(one_line)]
+
+
+class _Record(BaseModel):
+    # A later version may write more keys.
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+
+class Instance(_Record):
+    """An instance of a data set."""
+
+    data: _Text
+    """Directory of the data set."""
+    instance: _Count
+
+
+class LayerOutput(_Record):
+    """Figures of the output of a block."""
+
+    min: float | None
+    """Least finite value; None if no value is finite. The same holds for `max` and `mean`."""
+    max: float | None
+    mean: float | None
+    nonfinite: float
+    """Share of non-finite values."""
+
+
+class Marker(_Record):
+    """A non-finite value, as the rank that computed it has stored it."""
+
+    rank: _Count
+    step: _Count
+    text: _Text = Field(alias="what")
+    """Description of the value."""
+    host: _Text = ""
+    device: _Text = ""
+    attempt: _Count = 0
+    """Number of the attempt; 0 without a supervisor."""
+    node: str = ""
+    """Name of the node in the allocation; "" without a supervisor."""
+    microbatch: _Count | None = None
+    """Number of the microbatch among those of the rank, from 0; None if it is unknown."""
+    layer: _Text = ""
+    """Name of the module or parameter; "" if it is unknown."""
+    direction: Literal["forward", "backward"] | None = None
+    """The pass that computed the value; None if neither."""
+    was_repeated: bool = False
+    """True if a second computation on the same node gave a non-finite value again."""
+    instances: tuple[Instance, ...] = ()
+    """The instances of the microbatch."""
+    data_xxh3: str = ""
+    """Hash of the data of the rank in this step; "" if data cannot be the cause."""
+    layers: dict[_Text, LayerOutput] = {}
+    """Outputs of the rank's blocks for the microbatch, in order."""
+    state: _Text = ""
+    """Name of the optimizer state with the value; "" if it is in none."""
+    parameter: _Text = ""
+    """Parameter of the state."""
+    element: tuple[int, ...] = ()
+    """Index of the value along each dim of the rank's slice of the parameter."""
+    value: _Text = ""
+    """The value as text, such as "nan"."""
+    path: str = Field(default="", exclude=True)
+    """The file of the marker. It is not in the file."""
+
+
+def marker_dir(run_dir: str | os.PathLike, workspace: str) -> Path:
+    """Return the directory of the markers of an attempt.
+
+    Args:
+        run_dir: The run directory.
+        workspace: `AttemptStarted.workspace`.
+    """
+    return Path(run_dir) / "log" / workspace
+
+
+def write_marker(
+    workspace: Workspace, run_dir: str | os.PathLike, rank: int, step: int, **figures: Any
+) -> None:
+    """Write the marker of a rank. If this fails, log a warning.
+
+    The file is `log/nonfinite-rank{rank}.json` in the run directory. In a supervised run, it is in
+    the directory of `marker_dir`. It contains the keys that are given here.
+
+    Args:
+        workspace: The workspace of the run.
+        run_dir: The run directory.
+        rank: The rank that computed the value.
+        step: Number of the update.
+        figures: Other attributes of Marker.
+    """
+    folder = Path(run_dir) / "log"
+    if (attempt := read_attempt()) is not None:
+        folder = marker_dir(run_dir, attempt.workspace.name.removeprefix(".work-"))
+        figures |= {"attempt": attempt.number, "node": attempt.node}
+    marker = Marker(rank=rank, step=step, **figures)
+    path = folder / f"nonfinite-rank{rank}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = marker.model_dump_json(indent=1, exclude_unset=True, by_alias=True)
+        workspace.write_bytes(path, f"{content}\n".encode())
+    except OSError as error:
+        logger.warning("could not write %s: %s", path, error.strerror)
+
+
+def read_markers(run_dir: str | os.PathLike, workspace: str) -> list[Marker]:
+    """Return the markers of an attempt, in the order of their names. Files that are damaged or
+    cannot be read are ignored.
+
+    Args:
+        run_dir: The run directory.
+        workspace: `AttemptStarted.workspace`.
+    """
+    markers = []
+    for path in sorted(marker_dir(run_dir, workspace).glob("nonfinite-*")):
+        with contextlib.suppress(OSError, ValidationError):
+            marker = Marker.model_validate_json(files.read_regular(path, _MOST_BYTES))
+            markers.append(marker.model_copy(update={"path": os.fspath(path)}))
+    return markers

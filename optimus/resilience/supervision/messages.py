@@ -1,0 +1,189 @@
+"""Messages between the supervisor and its agents.
+
+Types, ranges and names of fields are checked when a message is received. This module imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from optimus.resilience.supervision.attempt import Progress
+
+
+class Message(BaseModel):
+    """A message, or a record in a message."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _check_progress(progress: Progress) -> Progress:
+    counts = (progress.step, progress.collectives, progress.updates)
+    if min(*counts, progress.phase_s, *progress.seconds.values()) < 0:
+        raise ValueError("negative progress")
+    return progress
+
+
+_Count = Annotated[int, Field(ge=0)]
+_Number = Annotated[int, Field(ge=1)]
+_Port = Annotated[int, Field(ge=1, lt=1 << 16)]
+_Seconds = Annotated[float, Field(ge=0)]
+
+# -- From an agent --------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """The first message of an agent."""
+
+    # Fields that another version has in addition are no error: `code` then differs, which gives a
+    # clearer message.
+    model_config = ConfigDict(extra="ignore")
+
+    kind: Literal["hello"] = "hello"
+    node: str
+    """Name of the node in the allocation."""
+    host: str
+    """Name of the machine. Nodes that are emulated on a machine have the same."""
+    pid: _Number
+    code: str
+    """Hash of the Python files of Optimus on the node."""
+    time: float
+    """Unix time in seconds by the clock of the node."""
+    open_files: int
+    """Number of files that a process on the node may open; -1 without a limit."""
+    attempt: _Count
+    """The last attempt of which the agent has started ranks; 0 if there is none."""
+
+
+class RankReport(Message):
+    """A rank, as its agent has observed it."""
+
+    rank: _Count
+    pid: _Count
+    status: int | None = None
+    """Exit status; -N if signal N ended the process; None if it runs."""
+    was_ended: bool = False
+    """True if the agent has sent a signal to the process, or mpiexec has ended it."""
+    message: str = ""
+    """The last error that the rank has printed, one line."""
+    progress: Annotated[Progress, AfterValidator(_check_progress)] | None = None
+
+
+class Report(Message):
+    """The regular report of an agent. Without it, the node is regarded as lost."""
+
+    kind: Literal["report"] = "report"
+    attempt: _Count
+    ranks: tuple[RankReport, ...]
+    lines: tuple[str, ...]
+    """Output of ranks since the last report."""
+    dropped: _Count = 0
+    """Number of lines of output that the agent has not kept."""
+    failure: str = ""
+    """Reason why the ranks of the attempt cannot be started; "" if there is none."""
+
+
+class FreePort(Message):
+    """Answer to FindPort."""
+
+    kind: Literal["free_port"] = "free_port"
+    port: _Port
+
+
+class Staged(Message):
+    """Answer to Stage."""
+
+    kind: Literal["staged"] = "staged"
+    problem: str
+    """Reason why the environment cannot be unpacked; "" if it is unpacked."""
+
+
+class Killed(Message):
+    """Answer to Kill: no rank of the attempt runs on the node."""
+
+    kind: Literal["killed"] = "killed"
+    attempt: _Count
+
+
+AgentMessage: TypeAlias = Annotated[
+    Hello | Report | FreePort | Staged | Killed, Field(discriminator="kind")
+]
+
+# -- From the supervisor --------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """Answer to Hello."""
+
+    kind: Literal["welcome"] = "welcome"
+    orphan_s: _Seconds
+    """Time without a supervisor after which the ranks save and end."""
+    beat_s: _Seconds
+    """Longest time between two reports."""
+    variables: dict[str, str]
+    """Environment variables of the process from which ranks are forked."""
+    forks_ranks: bool
+    """False if mpiexec starts the ranks."""
+
+
+class FindPort(Message):
+    """Find a port at which no process of the node listens."""
+
+    kind: Literal["find_port"] = "find_port"
+    host: str
+    """Address at which the first rank will listen."""
+
+
+class Stage(Message):
+    """Unpack the environment of the ranks on a disk of the node."""
+
+    kind: Literal["stage"] = "stage"
+    archive: str
+    parent: str
+    """Folder for the copy."""
+    digest: str
+    """Hash of the archive."""
+
+
+class Start(Message):
+    """Start the ranks of an attempt."""
+
+    kind: Literal["start"] = "start"
+    attempt: _Number
+    ranks: tuple[_Count, ...]
+    arguments: tuple[str, ...]
+    """Arguments of `optimus`."""
+    workspace: str
+    job_end: float | None
+    """Unix time at which the ranks must have saved and ended; None without a limit."""
+    mpiexec_s: _Seconds | None
+    """Longest time to wait for the ranks that mpiexec starts; None if the agent starts them."""
+    variables: dict[str, str]
+    """Environment variables that are the same for all ranks."""
+
+
+class Signal(Message):
+    """Send a signal to all ranks."""
+
+    kind: Literal["signal"] = "signal"
+    number: Annotated[int, Field(ge=1, le=64)]
+
+
+class Kill(Message):
+    """Kill the ranks of an attempt and of all attempts before it."""
+
+    kind: Literal["kill"] = "kill"
+    attempt: _Number
+
+
+class End(Message):
+    """Kill all ranks, and end."""
+
+    kind: Literal["end"] = "end"
+
+
+SupervisorMessage: TypeAlias = Annotated[
+    Welcome | FindPort | Stage | Start | Signal | Kill | End, Field(discriminator="kind")
+]
