@@ -477,27 +477,27 @@ def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
 
     from optimus.config import load_config
     from optimus.config.machine import load_machine
-    from optimus.train.launch import describe, ended_status, plan_job, supervise
+    from optimus.train.launch import LaunchOptions, describe, ended_status, plan_job, supervise
 
     config = load_config(args.config, args.overrides)
     if not args.dry_run:
         _refuse_without_dry_run(args, "skip_data_check", "skip_run_dir_check")
         if args.unless_ended and (status := ended_status(Path(config.train.run_dir))) is not None:
             return status
-    job = plan_job(
-        config,
+    options = LaunchOptions(
         nodes=args.nodes,
         buffer_nodes=args.buffer_nodes,
         ranks_per_node=args.ranks_per_node,
         launcher=args.launcher,
         hosts=args.hosts,
-        pardoned=args.pardon,
+        pardoned=tuple(args.pardon),
         mpi_ranks=args.mpi_ranks,
         stage=args.stage,
         machine=load_machine(args.machine) if args.machine else None,
         next_job=args.next_job,
         is_dry_run=args.dry_run,
     )
+    job = plan_job(config, options)
     if args.dry_run:
         from optimus.train.startup import dry_run
 

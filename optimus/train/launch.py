@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from optimus.config import Config, dump_toml
@@ -24,7 +25,13 @@ from optimus.resilience.supervision.agent import SECRET, SUPERVISOR
 from optimus.resilience.supervision.agents import MIN_OPEN_FILES, Job
 from optimus.resilience.supervision.chain import Chain
 from optimus.resilience.supervision.decide import Policy
-from optimus.resilience.supervision.launchers import LAUNCHERS, Mpiexec, read_job_end, read_nodes
+from optimus.resilience.supervision.launchers import (
+    LAUNCHERS,
+    Launcher,
+    Mpiexec,
+    read_job_end,
+    read_nodes,
+)
 from optimus.resilience.supervision.ledger import read_history
 from optimus.resilience.supervision.staging import (
     check_environment,
@@ -41,66 +48,110 @@ _ALLOCATIONS = {"SLURM_JOB_NODELIST", "PBS_NODEFILE"}
 """Environment variables of an allocation."""
 
 
-def plan_job(
-    config: Config,
-    *,
-    nodes: int,
-    buffer_nodes: int,
-    ranks_per_node: int,
-    launcher: str | None,
-    hosts: str | None,
-    pardoned: Sequence[str],
-    mpi_ranks: bool,
-    stage: str | None,
-    machine: Machine | None = None,
-    next_job: str | None = None,
-    is_dry_run: bool = False,
-) -> Job:
-    """Resolve a supervised run in the present allocation. Changes nothing.
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of `optimus launch`."""
 
-    Args:
-        config: The run's configuration.
-        nodes: Number of nodes with ranks.
-        buffer_nodes: Number of further nodes, which replace nodes that fail.
-        ranks_per_node: Number of ranks on each node.
-        launcher: Name of the launcher; None for the launcher of the scheduler.
-        hosts: File with the names of the nodes; None for the nodes of the scheduler's job.
-        pardoned: Nodes that are no longer excluded.
-        mpi_ranks: True if an mpiexec per attempt starts the ranks, instead of the agents.
-        stage: Folder on a disk of each node to which the environment of these ranks is copied; None
-            to use the environment of this process.
-        machine: The machine; None if no definition applies.
-        next_job: Command of bash that submits the job which continues the run, or None.
-        is_dry_run: The run has been checked, and without an allocation the nodes get numbers.
+    nodes: int
+    """Number of nodes with ranks."""
+    buffer_nodes: int = 0
+    """Number of further nodes, which replace nodes that fail."""
+    ranks_per_node: int = 1
+    launcher: str | None = None
+    """Name of the launcher; None for the launcher of the scheduler."""
+    hosts: str | None = None
+    """File with the names of the nodes; None for the nodes of the scheduler's job."""
+    pardoned: tuple[str, ...] = ()
+    """Nodes that are no longer excluded."""
+    mpi_ranks: bool = False
+    """True if an mpiexec per attempt starts the ranks, instead of the agents."""
+    stage: str | None = None
+    """Folder on a disk of each node to which the environment of these ranks is copied; None to use
+    the environment of this process."""
+    machine: Machine | None = None
+    """The machine; None if no definition applies."""
+    next_job: str | None = None
+    """Command of bash that submits the job which continues the run, or None."""
+    is_dry_run: bool = False
+    """The run has been checked, and without an allocation the nodes get numbers."""
+
+
+def plan_job(config: Config, options: LaunchOptions) -> Job:
+    """Resolve a supervised run in the present allocation. Changes nothing.
 
     Raises:
         ConfigError: The run, the allocation or the run directory does not permit the launch.
     """
     for name, value, least in (
-        ("--nodes", nodes, 1),
-        ("--buffer-nodes", buffer_nodes, 0),
-        ("--ranks-per-node", ranks_per_node, 1),
+        ("--nodes", options.nodes, 1),
+        ("--buffer-nodes", options.buffer_nodes, 0),
+        ("--ranks-per-node", options.ranks_per_node, 1),
     ):
         refuse_if(value < least, f"{name} {value} must be at least {least}")
-    if launcher is None:
-        launcher = "srun" if "SLURM_JOB_ID" in os.environ else "mpiexec"
-        if not {"SLURM_JOB_ID", "PBS_NODEFILE"} & {*os.environ} and hosts is None:
+    machine, resilience, run_dir = options.machine, config.resilience, Path(config.train.run_dir)
+    launcher = _make_launcher(options)
+    allocation = _allocation(options, launcher.name)
+    if not options.is_dry_run:
+        # Finds mistakes before ranks start.
+        resolve(config, options.nodes * options.ranks_per_node, True, False)
+        _allow_open_files(MIN_OPEN_FILES + len(allocation))
+        _check_pardoned(options.pardoned, allocation, run_dir)
+        program = launcher.agent_commands(allocation[:1], Path())[0][0]
+        refuse_if(
+            shutil.which(program) is None,
+            f"--launcher {launcher.name} needs the program {program!r}, which is not on PATH; load "
+            "its module, or use another launcher",
+        )
+    heartbeat_s = resilience.heartbeat_s
+    if machine is not None and "heartbeat_s" not in resilience.model_fields_set:
+        heartbeat_s = machine.heartbeat_s
+    return Job(
+        run_dir=run_dir.absolute(),
+        config=dump_toml(config),
+        nodes=allocation,
+        ranks_per_node=options.ranks_per_node,
+        policy=Policy(
+            sizes=_valid_sizes(config, options.nodes, options.ranks_per_node),
+            on_exhausted=resilience.on_exhausted,
+            on_repeat_nan=resilience.on_repeat_nan,
+            max_restarts=resilience.max_restarts,
+        ),
+        heartbeat_s=heartbeat_s,
+        supervisor_timeout_s=resilience.supervisor_timeout_s,
+        launcher=launcher,
+        settings=_hash_frozen(config),
+        name=os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID", ""),
+        ends_at=read_job_end(),
+        margin_s=resilience.end_margin_s,
+        pardoned=options.pardoned,
+        stage=Path(options.stage) if options.stage else None,
+        chain=Chain(options.next_job) if options.next_job is not None else None,
+    )
+
+
+def _make_launcher(options: LaunchOptions) -> Launcher:
+    """Return the launcher of a run. Raises ConfigError if there is none, or if an option does not
+    fit it."""
+    name, machine = options.launcher, options.machine
+    if name is None:
+        name = "srun" if "SLURM_JOB_ID" in os.environ else "mpiexec"
+        if not {"SLURM_JOB_ID", "PBS_NODEFILE"} & {*os.environ} and options.hosts is None:
             raise ConfigError(
                 "there is no Slurm or PBS job here; use --launcher local to emulate the nodes on "
                 "this machine, or name the nodes with --hosts FILE --launcher ssh"
             )
-    option = "--mpi-ranks" if mpi_ranks else "mpi_ranks in the file of --machine"
-    mpi_ranks = mpi_ranks or (machine is not None and machine.mpi_ranks)
-    if mpi_ranks and launcher != Mpiexec.name:
+    option = "--mpi-ranks" if options.mpi_ranks else "mpi_ranks in the file of --machine"
+    mpi_ranks = options.mpi_ranks or (machine is not None and machine.mpi_ranks)
+    if mpi_ranks and name != Mpiexec.name:
         raise ConfigError(
-            f"{option} needs --launcher mpiexec, not {launcher}; remove {option}, or start "
-            "the run in a PBS job or with --launcher mpiexec"
+            f"{option} needs --launcher mpiexec, not {name}; remove {option}, or start the run in "
+            "a PBS job or with --launcher mpiexec"
         )
     refuse_if(
         machine is not None and machine.cpu_bind and not mpi_ranks,
         "cpu_bind in the file of --machine binds ranks that mpiexec starts; add --mpi-ranks",
     )
-    if stage is not None:
+    if (stage := options.stage) is not None:
         refuse_if(
             not mpi_ranks,
             "--stage needs --mpi-ranks: agents import once per node and fork their ranks; remove "
@@ -108,50 +159,18 @@ def plan_job(
         )
         refuse_if(not os.path.isabs(stage), f"--stage {stage!r} must be an absolute path")
         check_environment()
-    number = nodes + buffer_nodes
-    if is_dry_run and not hosts and not _ALLOCATIONS & {*os.environ}:  # on a login node
-        allocation = tuple(f"node{index}" for index in range(number))
-    else:
-        allocation = read_nodes(launcher, number, Path(hosts) if hosts else None)[:number]
-    if not is_dry_run:
-        resolve(config, nodes * ranks_per_node, True, False)  # finds mistakes before ranks start
-        _allow_open_files(MIN_OPEN_FILES + number)
-        _check_pardoned(pardoned, allocation, Path(config.train.run_dir))
-    heartbeat_s = config.resilience.heartbeat_s
-    if machine is not None and "heartbeat_s" not in config.resilience.model_fields_set:
-        heartbeat_s = machine.heartbeat_s
-    is_mpiexec = launcher == Mpiexec.name
-    starter = (
-        Mpiexec(machine, nodes, mpi_ranks) if is_mpiexec else LAUNCHERS[launcher](machine, nodes)
-    )
-    program = starter.agent_commands(allocation[:1], Path())[0][0]
-    refuse_if(
-        not is_dry_run and shutil.which(program) is None,
-        f"--launcher {launcher} needs the program {program!r}, which is not on PATH; load its "
-        "module, or use another launcher",
-    )
-    return Job(
-        run_dir=Path(config.train.run_dir).absolute(),
-        config=dump_toml(config),
-        nodes=allocation,
-        ranks_per_node=ranks_per_node,
-        policy=Policy(
-            sizes=_valid_sizes(config, nodes, ranks_per_node),
-            on_exhausted=config.resilience.on_exhausted,
-            on_repeat_nan=config.resilience.on_repeat_nan,
-            max_restarts=config.resilience.max_restarts,
-        ),
-        heartbeat_s=heartbeat_s,
-        supervisor_timeout_s=config.resilience.supervisor_timeout_s,
-        launcher=starter,
-        settings=_hash_frozen(config),
-        name=os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID", ""),
-        ends_at=read_job_end(),
-        margin_s=config.resilience.end_margin_s,
-        pardoned=tuple(pardoned),
-        stage=Path(stage) if stage else None,
-        chain=Chain(next_job) if next_job is not None else None,
-    )
+    if name == Mpiexec.name:
+        return Mpiexec(machine, options.nodes, mpi_ranks)
+    return LAUNCHERS[name](machine, options.nodes)
+
+
+def _allocation(options: LaunchOptions, launcher: str) -> tuple[str, ...]:
+    """Return the names of the nodes. Raises ConfigError if the allocation has too few."""
+    number = options.nodes + options.buffer_nodes
+    if options.is_dry_run and not options.hosts and not _ALLOCATIONS & {*os.environ}:
+        return tuple(f"node{index}" for index in range(number))  # on a login node
+    hosts = Path(options.hosts) if options.hosts else None
+    return read_nodes(launcher, number, hosts)[:number]
 
 
 def _allow_open_files(number: int) -> None:

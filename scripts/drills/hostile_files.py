@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """Mutate files of all formats that Optimus reads, and check the commands that read the files.
 
-    python scripts/drills/hostile_files.py --cases 20000 [--seed S] [--jobs 2] [--only FORMAT]
-        [--case K] [--out findings.jsonl]
+    python scripts/drills/hostile_files.py --cases 20000 | --every-field
+        [--seed S] [--jobs 2] [--only FORMAT] [--case K] [--out findings.jsonl]
 
 tests/kit/faults/judge.py draws the cases. The number of a case, --seed and --only determine its
-content. A finding is a case in which a command breaks a rule of judge.py. Findings are appended
-to --out with seed and number; `--case K` repeats case K and prints its output. The table at the end
-shows how often each format had each outcome. Exit status 0: no finding.
+content. --every-field draws nothing: each field of each format gets each wrong value in turn. A
+finding is a case in which a command breaks a rule of judge.py. Findings are appended to --out with
+seed and number; `--case K` repeats case K and prints its output. The table at the end shows how
+often each format had each outcome. Exit status 0: no finding.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -27,7 +29,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OPTIM
 
 from tests.kit.faults.arena import Arena  # noqa: E402
 from tests.kit.faults.formats import Format  # noqa: E402
-from tests.kit.faults.judge import describe, draw  # noqa: E402
+from tests.kit.faults.judge import all_cases, describe, draw  # noqa: E402
 
 _PROGRESS_S = 5.0
 _OUTCOMES = ("refused", "same", "other", "finding")
@@ -51,6 +53,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=1000, help="number of cases (1000)")
+    parser.add_argument("--every-field", action="store_true", help="change each field in turn")
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases (0)")
     parser.add_argument("--jobs", type=int, default=2, help="number of workers (2)")
     parser.add_argument("--only", default="", help="only formats whose name contains this text")
@@ -64,8 +67,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def _drill(arena: Arena, formats: list[Format], args: argparse.Namespace) -> int:
-    numbers = range(args.cases) if args.case is None else [args.case]
-    cases = (draw(args.seed, number, formats, arena.samples) for number in numbers)
+    if args.every_field:
+        cases = all_cases(formats, arena.samples)
+        if args.case is not None:
+            cases = itertools.islice(cases, args.case, args.case + 1)
+    else:
+        numbers = range(args.cases) if args.case is None else [args.case]
+        cases = (draw(args.seed, number, formats, arena.samples) for number in numbers)
     counts: dict[str, Counter[str]] = {entry.name: Counter() for entry in formats}
     kinds: Counter[tuple[str, str]] = Counter()
     start = last_report = time.monotonic()

@@ -94,6 +94,19 @@ class Evidence:
     supervisor's node is the cause."""
 
 
+class _Cause(NamedTuple):
+    """The cause of the end of an attempt, as a kind of evidence shows it."""
+
+    outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
+    failure: FailureKind | None = None
+    nodes: Sequence[str] = ()
+    signature: str = ""
+    lines: Sequence[str] = ()
+    """Further observations."""
+    step: int | None = None
+    """Step of the failure; None for the last step of the attempt."""
+
+
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     """Return the event for the end of an attempt of `ranks` ranks.
 
@@ -109,75 +122,89 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         *(f"the agent of {node} has no ranks any more" for node in evidence.restarted),
         *(_describe(end) for end in evidence.ends if _is_cause(end)),
     ]
+    cause = (
+        (_cause_in_marker(markers[0]) if markers else None)
+        or _cause_in_silence(evidence)
+        or _cause_in_refusals(evidence)
+        or _cause_in_statuses(evidence, ranks)
+        or _cause_in_progress(evidence)
+    )
+    return AttemptEnded(
+        time=now,
+        attempt=evidence.attempt,
+        outcome=cause.outcome,
+        step=evidence.step if cause.step is None else cause.step,
+        failure=cause.failure,
+        nodes=tuple(dict.fromkeys(cause.nodes)),
+        signature=cause.signature,
+        evidence=(*lines, *cause.lines),
+    )
 
-    def end(
-        outcome: Literal["done", "stopped", "failed", "usage", "interrupted"],
-        failure: FailureKind | None = None,
-        nodes: Sequence[str] = (),
-        signature: str = "",
-        step: int = evidence.step,
-    ) -> AttemptEnded:
-        return AttemptEnded(
-            time=now,
-            attempt=evidence.attempt,
-            outcome=outcome,
-            step=step,
-            failure=failure,
-            nodes=tuple(dict.fromkeys(nodes)),
-            signature=signature,
-            evidence=tuple(lines),
-        )
 
-    if markers:
-        signature = f"nonfinite {markers[0].data_xxh3}" if markers[0].data_xxh3 else _STATE
-        return end("failed", "soft", [markers[0].node], signature, markers[0].step)
+def _cause_in_marker(marker: Marker) -> _Cause:
+    signature = f"nonfinite {marker.data_xxh3}" if marker.data_xxh3 else _STATE
+    return _Cause("failed", "soft", [marker.node], signature, step=marker.step)
+
+
+def _cause_in_silence(evidence: Evidence) -> _Cause | None:
+    """Return the cause if agents are silent or have lost their ranks."""
     if evidence.is_cut_off:
-        lines.append("the node of the supervisor is cut off from all others")
-        return end("interrupted")
+        line = "the node of the supervisor is cut off from all others"
+        return _Cause("interrupted", lines=[line])
     gone = {*evidence.unreachable, *evidence.restarted}
-    if gone and gone == {*evidence.nodes} and len(gone) > 1:
-        return end("interrupted")  # the network of the supervisor, or the whole job
+    if gone == {*evidence.nodes} and (len(gone) > 1 or evidence.restarted):
+        return _Cause("interrupted")  # the network of the supervisor, or the whole job
     if evidence.unreachable:
-        return end("failed", "hard", evidence.unreachable, _SILENT)
+        return _Cause("failed", "hard", evidence.unreachable, _SILENT)
     if evidence.restarted:
-        if gone == {*evidence.nodes}:
-            return end("interrupted")
-        return end("failed", "ambiguous", evidence.restarted, _SILENT)
-    statuses = [rank_end.status for rank_end in evidence.ends]
+        return _Cause("failed", "ambiguous", evidence.restarted, _SILENT)
+    return None
+
+
+def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
+    """Return the cause if ranks have refused their configuration."""
     usage = OutcomeKind.USAGE.exit_status
-    refusals = [e for e in evidence.ends if e.status == usage and not e.was_adopted]
+    refusals = [end for end in evidence.ends if end.status == usage and not end.was_adopted]
     # At the start, the first rank checks settings and the run directory for all ranks.
-    is_of_first = evidence.step == 0 and any(rank_end.rank == 0 for rank_end in refusals)
-    if refusals and (is_of_first or {e.node for e in refusals} == {*evidence.nodes}):
-        lines.extend(rank_end.message for rank_end in refusals if rank_end.message)
-        return end("usage")
-    causes = [rank_end for rank_end in evidence.ends if _is_cause(rank_end)]
+    is_of_first = evidence.step == 0 and any(end.rank == 0 for end in refusals)
+    if refusals and (is_of_first or {end.node for end in refusals} == {*evidence.nodes}):
+        return _Cause("usage", lines=[end.message for end in refusals if end.message])
+    return None
+
+
+def _cause_in_statuses(evidence: Evidence, ranks: int) -> _Cause | None:
+    """Return the cause if exit statuses of ranks show it."""
+    causes = [end for end in evidence.ends if _is_cause(end)]
     if causes:
         signature, nodes = _signature(causes[0]), [cause.node for cause in causes]
         if causes[0].status < 0:
             killed = [cause.node for cause in causes if cause.status < 0]
-            return end("failed", "hard", killed, signature)
+            return _Cause("failed", "hard", killed, signature)
         if len(set(map(_signature, causes))) == 1 < len(set(nodes)):
-            return end("failed", "shared", signature=signature)  # all ranks agreed on this error
-        return end("failed", "hard", nodes[:1], signature)
-    if len(statuses) == ranks:
-        if not any(statuses):
-            return end("done")
-        if set(statuses) <= {0, OutcomeKind.STOPPED.exit_status}:
-            return end("stopped")
+            # All ranks agreed on this error.
+            return _Cause("failed", "shared", signature=signature)
+        return _Cause("failed", "hard", nodes[:1], signature)
+    statuses = {end.status for end in evidence.ends}
+    if len(evidence.ends) == ranks and statuses <= {0, OutcomeKind.STOPPED.exit_status}:
+        return _Cause("done" if statuses == {0} else "stopped")
     nonfinite = [end for end in evidence.ends if end.status == _NONFINITE and not end.was_ended]
     if nonfinite:
-        lines.append(f"{_describe(nonfinite[0])}; there is no marker")
-        return end("failed", "shared", signature=f"status {_NONFINITE}")
+        line = f"{_describe(nonfinite[0])}; there is no marker"
+        return _Cause("failed", "shared", signature=f"status {_NONFINITE}", lines=[line])
+    return None
+
+
+def _cause_in_progress(evidence: Evidence) -> _Cause:
+    """Return the cause if no rank has ended with an error: the rank with the least progress."""
     if evidence.progress:
         slowest = min(evidence.progress, key=lambda rank: (rank.collectives, -rank.phase_s))
-        lines.append(
+        line = (
             f"rank {slowest.rank} on {slowest.node} has started the fewest collectives "
             f"({slowest.collectives}) and has been in its phase for {slowest.phase_s:.1f} s"
         )
-        return end("failed", "ambiguous", [slowest.node], "no progress")
-    lines.extend(f"{_describe(end)} (by Optimus or mpiexec)" for end in evidence.ends[:1])
-    return end("failed", "shared", signature="unknown")
+        return _Cause("failed", "ambiguous", [slowest.node], "no progress", [line])
+    lines = [f"{_describe(end)} (by Optimus or mpiexec)" for end in evidence.ends[:1]]
+    return _Cause("failed", "shared", signature="unknown", lines=lines)
 
 
 def names_cause(evidence: Evidence) -> bool:

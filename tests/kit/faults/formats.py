@@ -157,8 +157,34 @@ def _read_peaks(words: Sequence[str]) -> int:
     return 2
 
 
+def _read_markers(words: Sequence[str]) -> int:
+    """Read markers as the supervisor does, and print them."""
+    from optimus.resilience.supervision.markers import read_markers
+
+    markers = read_markers("run", "")
+    print(ascii(markers))
+    return 0
+
+
+def _read_skipped_steps(words: Sequence[str]) -> int:
+    """Read the steps to skip as a run does, and print them."""
+    from optimus.errors import ConfigError
+    from optimus.resilience.supervision.attempt import read_skipped_steps
+
+    try:
+        print(read_skipped_steps("run"))
+    except ConfigError as error:
+        print(f"optimus: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 Reader = Callable[[Sequence[str]], int]
-READERS: Mapping[str, Reader] = {"read-peaks": _read_peaks}
+READERS: Mapping[str, Reader] = {
+    "read-markers": _read_markers,
+    "read-peaks": _read_peaks,
+    "read-skipped-steps": _read_skipped_steps,
+}
 """Functions that command lines name in place of a program. A function receives the arguments and
 returns the exit status."""
 
@@ -185,6 +211,62 @@ def make_samples(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):  # no compiler
         _make_kernel(folder / "kernel/kernels")
     _make_hf(folder)
+    _make_ledger(folder / "launched/run")
+
+
+def _make_ledger(run_dir: Path) -> None:
+    """Make the files of a supervised run of three nodes, of which one has failed."""
+    from optimus.io.workspace import Workspace
+    from optimus.resilience.supervision.attempt import SKIPPED_STEPS, encode_skipped_steps
+    from optimus.resilience.supervision.ledger import (
+        AttemptEnded,
+        AttemptStarted,
+        Ledger,
+        NextJob,
+        NodeMarked,
+        Progress,
+        SupervisorStarted,
+        VerdictReached,
+    )
+    from optimus.resilience.supervision.markers import Instance, LayerOutput, write_marker
+
+    run_dir.mkdir(parents=True)
+    workspace = Workspace.open(run_dir / ".supervisor")
+    ledger, nodes, times = Ledger(run_dir, workspace), ("a", "b"), iter(range(1000, 2000))
+
+    def add(kind: Any, **fields: Any) -> None:
+        ledger.add(kind(time=float(next(times)), **fields))
+
+    add(SupervisorStarted, host="a", pid=7, job="5", nodes=(*nodes, "c"), settings="ab")
+    add(NextJob, job="6")
+    for attempt, used in ((1, nodes), (2, ("a", "c"))):
+        start = {
+            "nodes": used,
+            "ranks_per_node": 2,
+            "port": 3000,
+            "workspace": f"attempt-{attempt}",
+        }
+        add(AttemptStarted, attempt=attempt, **start, skipped_steps=(3,))
+        add(Progress, attempt=attempt, milestone="checkpoint", step=4)
+        end = {"attempt": attempt, "step": 5, "updates": 4, "seconds": {"update": 2.0}}
+        if attempt == 1:
+            failure = {"failure": "soft", "nodes": ("b",), "signature": "s", "evidence": ("e",)}
+            add(AttemptEnded, outcome="failed", **end, **failure)
+            add(NodeMarked, node="b", standing="excluded", reason="a NaN")
+        else:
+            add(AttemptEnded, outcome="done", **end)
+    add(VerdictReached, verdict="done", reason="the last step", status=0)
+    ledger.close()
+    layer = LayerOutput(min=0.0, max=1.0, mean=0.5, nonfinite=0.5)
+    figures = {
+        "text": "loss is nan",
+        "microbatch": 0,
+        "direction": "forward",
+        "layers": {"a": layer},
+    }
+    write_marker(workspace, run_dir, 2, 5, instances=(Instance(data="d", instance=1),), **figures)
+    workspace.close()
+    (run_dir / SKIPPED_STEPS).write_bytes(encode_skipped_steps([3, 8]))
 
 
 def _copy_data(target: Path) -> None:
@@ -313,6 +395,9 @@ def seal(folder: Path, file: Path, before: bytes) -> None:
         file: The changed file.
         before: Its content before the change.
     """
+    if file.name == "events.jsonl":
+        _seal_ledger(file)
+        return
     changed = [(file, before)]
     for path, old in changed:
         new = path.read_bytes()
@@ -333,6 +418,22 @@ def seal(folder: Path, file: Path, before: bytes) -> None:
             other.write_bytes(text)
             if all(other != path for path, _ in changed):
                 changed.append((other, content))
+
+
+def _seal_ledger(path: Path) -> None:
+    """Replace the hashes of a changed ledger and of the summary in nodes.json."""
+    from optimus.resilience.supervision.ledger import NODES
+
+    lines, last_hash = [], b""
+    for line in path.read_bytes().splitlines():
+        if (at := line.rfind(b', "hash": "')) >= 0:
+            last_hash = xxhash.xxh3_64_hexdigest(last_hash + b"\n" + line[:at]).encode()
+            line = line[:at] + b', "hash": "' + last_hash + b'"}'
+        lines.append(line)
+    path.write_bytes(b"\n".join([*lines, b""]))
+    summary = json.loads(path.with_name(NODES).read_bytes())
+    summary |= {"events": len(lines), "last_hash": last_hash.decode()}
+    path.with_name(NODES).write_text(json.dumps(summary, indent=1))
 
 
 def _sha256(data: bytes) -> str:
@@ -449,6 +550,12 @@ _KERNELS = (
     Command(("optimus kernels status",), _text, "never"),
 )
 _PEAKS = (Command(("read-peaks",), _text),)
+_STATUS = (
+    Command(("optimus status run --json",), _inspected, "intact"),
+    Command(("optimus status run",), _text, "intact"),
+)
+_MARKERS = (Command(("read-markers",), _text),)
+_SKIPPED = (Command(("read-skipped-steps",), _text),)
 _RESUME = (dataclasses.replace(_TRAIN, same="intact"),)
 _FULL = _checkpoint(_STEP, run=True, tensors="always")
 _MODEL = _checkpoint("model", run=False)
@@ -494,6 +601,15 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format("metrics", "run", "run/metrics.jsonl", "json lines", _REPORT, has_hash=False, weight=1),
     Format("evaluations", "run", "run/eval.jsonl", "json lines", _REPORT, has_hash=False, weight=1),
+    Format("ledger", "launched", "run/events.jsonl", "json lines", _STATUS),
+    Format("states of nodes", "launched", "run/nodes.json", "json", _STATUS, has_hash=False),
+    *(
+        Format(name, "launched", f"run/{file}", "json", commands, has_hash=False, weight=1)
+        for name, file, commands in (
+            ("marker", "log/nonfinite-rank2.json", _MARKERS),
+            ("skipped steps", "skipped_steps.json", _SKIPPED),
+        )
+    ),
     Format("peak", "peak", "peaks/peak.json", "json", _PEAKS),
     Format("kernel", "kernel", "kernels/cpu-entry/info.json", "json", _KERNELS, has_hash=False),
     Format(

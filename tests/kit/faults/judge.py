@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.faults.formats import Command, Format
-from tests.kit.faults.mutations import CANARY, Change, mutate
+from tests.kit.faults.mutations import CANARY, Change, all_changes, mutate
 
 FILE_BYTES = 64 << 20
 """Maximum size in bytes of a file that a case writes."""
@@ -183,6 +183,18 @@ def draw(seed: int, number: int, formats: list[Format], samples: Path) -> Case:
     probability = 0.7 if change.is_structural else 0.4
     is_sealed = format_.has_hash and not change.replacement and generator.random() < probability
     return Case(seed, number, format_, generator.choice(format_.commands), change, is_sealed)
+
+
+def all_cases(formats: list[Format], samples: Path) -> Iterator[Case]:
+    """Yield a case for each change of `all_changes` of each format. The hashes of the changed file
+    are always replaced. The commands of a format take turns."""
+    number = 0
+    for format_ in formats:
+        content = (samples / format_.sample / format_.file).read_bytes()
+        for change in all_changes(content, format_.syntax):
+            command = format_.commands[number % len(format_.commands)]
+            yield Case(0, number, format_, command, change, format_.has_hash)
+            number += 1
 
 
 def judge(case: Case, report: dict[str, Any], sound: Any) -> tuple[str, str]:

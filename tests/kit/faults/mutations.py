@@ -85,6 +85,67 @@ def mutate(number: random.Random, content: bytes, syntax: str) -> Change:
     return Change(*_change_bytes(number, content))
 
 
+_MAX_ENTRIES = 8
+"""Maximum number of entries of a dict or list that `all_changes` changes. The last entry is one of
+them."""
+
+
+def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
+    """Yield a change for each field of a file and each value that is wrong for some field.
+
+    Args:
+        content: Content of the file.
+        syntax: A key of STRUCTURES. Without fields ("npy", "bytes"), there is no change.
+    """
+    if syntax == "json lines":
+        lines = content.splitlines()
+        for at in sorted({*range(len(lines))[: _MAX_ENTRIES - 1], len(lines) - 1}):
+            for how, tree in _changed_trees(json.loads(lines[at])):
+                changed = [*lines[:at], to_json(tree), *lines[at + 1 :], b""]
+                yield Change(f"line {at}: {how}", b"\n".join(changed), is_structural=True)
+    elif syntax in _TREES:
+        parse, write = _TREES[syntax]
+        for how, tree in _changed_trees(parse(content)):
+            yield Change(how, write(tree, content), is_structural=True)
+
+
+def _changed_trees(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield descriptions and trees: each node is deleted, renamed, wrapped, shifted and replaced by
+    each of _VALUES, and each dict gets an unknown key."""
+    holder = [tree]
+    for container, key, name in _nodes(holder, (), _MAX_ENTRIES):
+        old = container[key]
+        new: list[Any] = [*_VALUES, [old], {"a": old}]
+        if isinstance(old, (int, float)) and not isinstance(old, bool):
+            new += [shift(old) for shift in _SHIFTS]
+        for value in new:
+            container[key] = value
+            yield f"{name}: set to {value!r}"[:120], holder[0]
+        container[key] = old
+        if isinstance(old, dict):
+            container[key] = {**old, "x": 1}
+            yield f"{name}: unknown key", holder[0]
+            container[key] = old
+        if isinstance(container, list):
+            container.insert(key, old)
+            yield f"{name}: doubled", holder[0] if container is not holder else [old, old]
+            del container[key]
+            if container is not holder:
+                del container[key]
+                yield f"{name}: deleted", holder[0]
+                container.insert(key, old)
+        else:
+            entries = dict(container)
+            for names in ((), ("x",), ("../x",), (str(key).upper(),)):
+                container.clear()
+                for k, v in entries.items():
+                    for renamed in names if k == key else (k,):
+                        container[renamed] = v
+                yield f"{name}: renamed {names}", holder[0]
+            container.clear()
+            container.update(entries)
+
+
 def _change_bytes(number: random.Random, content: bytes) -> tuple[str, bytes]:
     size, data = len(content), bytearray(content)
     at = _position(number, size)
@@ -154,14 +215,19 @@ def change_tree(number: random.Random, holder: list[Any]) -> str:
     return "; ".join(changes)
 
 
-def _nodes(container: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield all nodes below a container as (container, key, name)."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    for key, value in list(items):
+def _nodes(
+    container: Any, path: tuple[str, ...], most: int | None = None
+) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the nodes below a container as (container, key, name); of each container at most
+    `most` entries."""
+    items = [*(container.items() if isinstance(container, dict) else enumerate(container))]
+    if most is not None and len(items) > most:
+        items[most - 1 :] = items[-1:]
+    for key, value in items:
         keys = (*path, str(key)[:40])
         yield container, key, ".".join(keys[1:]) or "all"
         if isinstance(value, (dict, list)):
-            yield from _nodes(value, keys)
+            yield from _nodes(value, keys, most)
 
 
 def _change_node(
@@ -260,11 +326,16 @@ def _change_toml(number: random.Random, content: bytes) -> tuple[str, bytes]:
         return f"line {line[:40]!r}", "\n".join(lines).encode()
     holder = [tomllib.loads(text)]
     how = change_tree(number, holder)
-    tree = holder[0] if isinstance(holder[0], dict) else {"x": holder[0]}
-    changed = "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in tree.items())
+    return how, _to_toml(holder[0])
+
+
+def _to_toml(tree: Any) -> bytes:
+    """Return TOML text of a tree, with the replacements of _RAW."""
+    table = tree if isinstance(tree, dict) else {"x": tree}
+    text = "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in table.items())
     for mark, raw in _RAW.items():
-        changed = changed.replace(mark, raw)
-    return how, changed.encode("utf-8", "surrogatepass")
+        text = text.replace(mark, raw)
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _toml(value: Any) -> str:
@@ -283,18 +354,30 @@ def _toml_key(key: str) -> str:
 
 def _change_safetensors(number: random.Random, content: bytes) -> tuple[str, bytes]:
     """Change the tree of the header and correct its length. Bytes of tensors do not change."""
-    length = int.from_bytes(content[:8], "little")
-    holder = [json.loads(content[8 : 8 + length])]
+    holder = [_safetensors_header(content)]
     how = change_tree(number, holder)
-    header = to_json(holder[0])
-    return how, len(header).to_bytes(8, "little") + header + content[8 + length :]
+    return how, _with_header(holder[0], content)
+
+
+def _safetensors_header(content: bytes) -> Any:
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+
+
+def _with_header(tree: Any, content: bytes) -> bytes:
+    """Return the content of a safetensors file with another header."""
+    header, start = to_json(tree), 8 + int.from_bytes(content[:8], "little")
+    return len(header).to_bytes(8, "little") + header + content[start:]
 
 
 def _change_padded(number: random.Random, content: bytes) -> tuple[str, bytes]:
     """Change the padded JSON text in the first 4096 bytes."""
     holder = [json.loads(content[:4096])]
     how = change_tree(number, holder)
-    return how, to_json(holder[0])[:4095].ljust(4095) + b"\n" + content[4096:]
+    return how, _with_padded(holder[0], content)
+
+
+def _with_padded(tree: Any, content: bytes) -> bytes:
+    return to_json(tree)[:4095].ljust(4095) + b"\n" + content[4096:]
 
 
 def _change_npy(number: random.Random, content: bytes) -> tuple[str, bytes]:
@@ -331,3 +414,12 @@ STRUCTURES: Mapping[str, Callable[[random.Random, bytes], tuple[str, bytes]]] = 
     "npy": _change_npy,
 }
 """For each syntax, the function that changes a file and keeps it well formed."""
+
+_TREES: Mapping[str, tuple[Callable[[bytes], Any], Callable[[Any, bytes], bytes]]] = {
+    "json": (json.loads, lambda tree, content: to_json(tree, indent=1)),
+    "toml": (lambda content: tomllib.loads(content.decode()), lambda tree, _: _to_toml(tree)),
+    "safetensors": (_safetensors_header, _with_header),
+    "padded json": (lambda content: json.loads(content[:4096]), _with_padded),
+}
+"""For each syntax with a single tree: functions that read the tree of a file, and that return a
+file with another tree."""
