@@ -318,7 +318,8 @@ class ParallelConfig(Section):
     ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Maximum time in seconds that a rank waits for another rank. A longer wait ends the run with
-    exit status 5."""
+    exit status 5. In a supervised run, ranks that start no collective in an update for 1.2 times
+    this time, without waiting for each other, are restarted."""
 
 
 class TrainConfig(Section):

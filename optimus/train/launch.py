@@ -117,6 +117,7 @@ def plan_job(config: Config, options: LaunchOptions) -> Job:
             max_restarts=resilience.max_restarts,
         ),
         heartbeat_s=heartbeat_s,
+        timeout_s=config.parallel.timeout_s,
         supervisor_timeout_s=resilience.supervisor_timeout_s,
         launcher=launcher,
         settings=_hash_frozen(config),

@@ -82,6 +82,8 @@ class Job:
     ranks_per_node: int
     policy: Policy
     heartbeat_s: float
+    timeout_s: float
+    """`parallel.timeout_s`: longest time for which ranks wait for each other."""
     supervisor_timeout_s: float
     launcher: Launcher
     settings: str

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from optimus.errors import OutcomeKind, counted
 from optimus.launch.signals import STOP_SIGNALS, signal_name
+from optimus.resilience.supervision.attempt import RankPhase
 from optimus.resilience.supervision.ledger import (
     AttemptEnded,
     AttemptStarted,
@@ -70,6 +71,7 @@ class RankProgress(NamedTuple):
     """Time since the rank entered its present phase."""
     failure: int = 0
     """Exit status of the error that the rank has raised and has not ended with yet."""
+    phase: RankPhase = "update"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Evidence:
     restarted: tuple[str, ...] = ()
     """Nodes whose agent was started again while no supervisor ran, so that the ranks are gone."""
     progress: tuple[RankProgress, ...] = ()
+    stalled_s: float = 0.0
+    """Time for which no rank has started a collective, if this is too long; else 0."""
     is_cut_off: bool = False
     """True if all other nodes have become silent at the same time, so that the network of the
     supervisor's node is the cause."""
@@ -202,7 +206,9 @@ def _cause_in_progress(evidence: Evidence) -> _Cause:
             f"rank {slowest.rank} on {slowest.node} has started the fewest collectives "
             f"({slowest.collectives}) and has been in its phase for {slowest.phase_s:.1f} s"
         )
-        return _Cause("failed", "ambiguous", [slowest.node], "no progress", [line])
+        lines = [f"no rank has started a collective for {evidence.stalled_s:.0f} s", line]
+        lines = lines if evidence.stalled_s else lines[1:]
+        return _Cause("failed", "ambiguous", [slowest.node], "no progress", lines)
     lines = [f"{_describe(end)} (by Optimus or mpiexec)" for end in evidence.ends[:1]]
     return _Cause("failed", "shared", signature="unknown", lines=lines)
 

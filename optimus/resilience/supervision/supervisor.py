@@ -19,6 +19,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,6 +94,9 @@ _AGREE_S = 6.0
 ranks agree on the cause, and then end within this time."""
 _SAVE_S = 600.0
 """Longest time from a stop signal to the end of all ranks."""
+_STALL_FACTOR = 1.2
+"""Factor on `parallel.timeout_s`, after which ranks that do not wait for each other are stopped. If
+they waited, they would end by themselves before."""
 _STOP_S = 60.0
 """Time to wait for the other ranks after a rank has ended because the run stops."""
 _RETRY_S = 2.0
@@ -459,7 +463,8 @@ class Supervisor:
 
     async def _observe(self, attempt: AttemptStarted) -> Evidence:
         """Wait until an attempt has ended or has failed; return the observations."""
-        first_end = math.inf
+        first_end = changed_at = math.inf
+        last: Sequence[RankProgress] = ()
         has_updated = self._has_updated(attempt)
         checkpoint = self._newest_checkpoint()
         world = len(attempt.nodes) * attempt.ranks_per_node
@@ -477,6 +482,10 @@ class Supervisor:
                     checkpoint = newest
                     self._add_progress(attempt, "checkpoint", newest)
             evidence = self._evidence(attempt, now)
+            if not _are_equal(evidence.progress, last) or evidence.ends:
+                changed_at, last = now, evidence.progress
+            if now - changed_at > _STALL_FACTOR * self._job.timeout_s + _AGREE_S:
+                return replace(evidence, stalled_s=now - changed_at)
             if evidence.ends:
                 first_end = min(first_end, now)
             silence_s = max((now - node.heard_at for node in nodes), default=0.0)
@@ -540,7 +549,7 @@ class Supervisor:
                     continue
                 steps.append(page.step)
                 if report.status is None:
-                    state = (page.step, page.collectives, page.phase_s, page.failure)
+                    state = (page.step, page.collectives, page.phase_s, page.failure, page.phase)
                     progress.append(RankProgress(rank, node.name, *state))
         has_marker = any(end.status == _NONFINITE for end in ends)
         return Evidence(
@@ -552,7 +561,7 @@ class Supervisor:
             tuple(node.name for node in silent),
             tuple(restarted),
             tuple(progress),
-            is_cut_off,
+            is_cut_off=is_cut_off,
         )
 
     def _markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
@@ -614,6 +623,13 @@ class Supervisor:
                 )
         if self._mpiexec is not None:  # the next attempt does not wait for a lost node
             self._agents.spawn(self._agents.wait_for_ends([self._mpiexec]))
+
+
+def _are_equal(progress: Sequence[RankProgress], last: Sequence[RankProgress]) -> bool:
+    """Return True if several ranks compute updates, and none has started a collective since
+    `last`."""
+    is_update = len(progress) > 1 and all(rank.phase == "update" for rank in progress)
+    return is_update and [rank[:4] for rank in progress] == [rank[:4] for rank in last]
 
 
 def _interrupted(attempt: AttemptStarted) -> AttemptEnded:

@@ -93,6 +93,16 @@ def _freeze_rank(launch: Launch, chance: random.Random) -> Expected:
     return Expected({node: "excluded" if is_suspect else "suspect"}, (1, 1))
 
 
+def _freeze_all_ranks(launch: Launch, chance: random.Random) -> Expected:
+    """Suspend all ranks, so that none notices that others do not answer."""
+    ended = len(launch.history().ends)
+    launch.freeze([process for node in launch.active() for process in launch.ranks(node)])
+    launch.wait_until(lambda: len(launch.history().ends) > ended)
+    end = [*launch.history().ends.values()][-1]
+    assert "no rank has started a collective" in " ".join(end.evidence), end
+    return Expected({end.nodes[0]: "suspect"}, (1, 1))
+
+
 def _break_rank(kind: str) -> Fault:
     """Return a fault inside of a rank (tests/kit/faults/site/sitecustomize.py)."""
 
@@ -413,6 +423,7 @@ CASES: dict[str, Case] = {
     "rank-kill": Case(_kill_rank(signal.SIGKILL), 1),
     "rank-segv": Case(_kill_rank(signal.SIGSEGV), 1),
     "rank-freeze": Case(_freeze_rank, 1),
+    "rank-freeze-all": Case(_freeze_all_ranks, in_sequences=False),
     "rank-raise": Case(_break_rank("raise"), 1),
     "rank-exit": Case(_break_rank("exit"), 1),
     "rank-memory": Case(_break_rank("memory"), 1),

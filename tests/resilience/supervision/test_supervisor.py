@@ -27,10 +27,11 @@ from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import agents, supervisor
 from optimus.resilience.supervision.agent import hash_code, parse_address
+from optimus.resilience.supervision.attempt import Progress
 from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
-from optimus.resilience.supervision.messages import Hello
+from optimus.resilience.supervision.messages import Hello, RankReport
 from optimus.resilience.supervision.warm_process import WarmProcess
 from tests.kit.faults import failures
 from tests.kit.faults.supervised import References, write_config
@@ -213,6 +214,7 @@ def make_job(run_dir: Path, **more: Any) -> supervisor.Job:
         "ranks_per_node": 1,
         "policy": Policy(sizes=(2,)),
         "heartbeat_s": 1.0,
+        "timeout_s": 600.0,
         "supervisor_timeout_s": 1.0,
         "launcher": Sleepers(),
         "settings": "",
@@ -346,6 +348,46 @@ def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_
         watcher._agents.nodes[name].heard_at = time_s
     assert watcher._agents.is_cut_off(10.0) == is_cut_off
     watcher._lock.close()
+
+
+@pytest.mark.parametrize(
+    ("phases", "collectives", "is_stalled"),
+    [
+        (("update", "update"), (7, 7), True),
+        (("update", "save"), (7, 7), False),  # a save has its own limit
+        (("update", "update"), (7, 8), False),  # the second report of rank 1
+    ],
+)
+def test_ranks_that_all_hang_have_a_limit(tmp_path, phases, collectives, is_stalled):
+    watcher = supervisor.Supervisor(make_job(tmp_path, timeout_s=10.0))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    watcher._history.add(attempt)
+
+    def report(clock_s: float, second: int) -> None:
+        watcher._agents.clock_s = clock_s
+        for rank, node in enumerate(watcher._agents.nodes.values()):
+            progress = Progress(5, second if rank else 7, phases[rank], clock_s + rank, 4, 0, {})
+            node.ranks[rank] = RankReport(rank=rank, pid=3, progress=progress)
+            node.heard_at = clock_s
+
+    async def run() -> Any:
+        report(1.0, collectives[0])
+        observing = asyncio.create_task(watcher._observe(attempt))
+        await asyncio.sleep(0.3)
+        report(30.0, collectives[1])
+        await asyncio.sleep(0.3)
+        if observing.done():
+            return observing.result()
+        observing.cancel()
+        return None
+
+    evidence = asyncio.run(run())
+    watcher._lock.close()
+    assert (evidence is not None) == is_stalled
+    if is_stalled:
+        end = find_cause(evidence, 2, 0.0)
+        assert (end.failure, end.nodes, end.signature) == ("ambiguous", ("b",), "no progress")
+        assert end.evidence[0] == "no rank has started a collective for 29 s"
 
 
 def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
