@@ -20,12 +20,14 @@ from pathlib import Path
 
 import pytest
 
+from optimus.errors import ConfigError
 from optimus.io import files
+from optimus.resilience.supervision.ledger import read_history
 from tests.kit.faults import formats
 from tests.kit.faults.arena import Arena, Limits
 from tests.kit.faults.formats import FORMATS, Command, Format
 from tests.kit.faults.judge import Case
-from tests.kit.faults.mutations import STRUCTURES, Change, mutate
+from tests.kit.faults.mutations import STRUCTURES, Change, all_changes, mutate, to_json
 
 DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "hostile_files.py"
 LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
@@ -67,6 +69,34 @@ def test_structural_change_is_valid_in_its_syntax():
             _, changed = STRUCTURES[syntax](random.Random(n), data)
             if syntax in parsers and len(changed) < 4000:
                 parsers[syntax](changed)
+
+
+def test_each_field_is_set_to_each_value():
+    tree = {f"key {n}": n for n in range(30)} | {"list": [{"a": 0.5}, 1, 2, 3, 4], "last": "text"}
+    changed = [change.content for change in all_changes(json.dumps(tree).encode(), "json")]
+    hows = [change.how for change in all_changes(json.dumps(tree).encode(), "json")]
+    assert len(set(hows)) > 0.95 * len(hows)
+    for name in ("all", "key 0", "key 7", "last"):
+        assert f"{name}: set to None" in hows and f"{name}: set to '@E@'" in hows
+    for name in ("key 0", "last"):
+        assert f"{name}: renamed ()" in hows  # removed
+    assert any(b'"key 3": 1e999' in content for content in changed)
+    assert changed.count(to_json(tree, indent=1)) < 30  # a value is sometimes that of the sample
+    lines = b'{"a": 1}\n{"a": 2}\n'
+    assert {change.content.count(b"\n") for change in all_changes(lines, "json lines")} == {2}
+    assert not [*all_changes(b"text", "bytes")]
+
+
+def test_seal_of_a_ledger_makes_its_chain_of_hashes_valid(tmp_path):
+    formats._make_ledger(tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"the last step", b"another reason"))
+    with pytest.raises(ConfigError, match="damaged"):
+        read_history(path.parent)
+    formats.seal(path.parent, path, before)
+    verdict = read_history(path.parent).verdict
+    assert verdict is not None and verdict.reason == "another reason"
 
 
 def test_seal_updates_the_hashes_of_a_changed_file(tmp_path):

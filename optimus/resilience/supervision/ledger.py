@@ -318,9 +318,10 @@ def _load(run_dir: Path) -> tuple[History, list[str]]:
         ConfigError: The ledger is damaged or cannot be read.
     """
     path, number, last_hash = run_dir / LEDGER, 0, ""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        summary = json.loads(files.read_regular(run_dir / NODES, _MOST_BYTES))
-        number, last_hash = int(summary["events"]), str(summary["last_hash"])
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        match json.loads(files.read_regular(run_dir / NODES, _MOST_BYTES)):
+            case {"events": int(events), "last_hash": str(text)}:
+                number, last_hash = events, text
     lines = read_lines(path)
     history = History(parse(path, lines))
     is_lost = number > len(lines) or (number > 0 and _hash_of(lines[number - 1]) != last_hash)

@@ -85,9 +85,9 @@ def mutate(number: random.Random, content: bytes, syntax: str) -> Change:
     return Change(*_change_bytes(number, content))
 
 
-_MAX_ENTRIES = 8
-"""Maximum number of entries of a dict or list that `all_changes` changes. The last entry is one of
-them."""
+_MAX_KEYS, _MAX_ITEMS, _MAX_LINES = 20, 3, 12
+"""Maximum number of entries of a dict and a list, and of lines of a file, that `all_changes`
+changes. The last entry or line is one of them."""
 
 
 def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
@@ -99,7 +99,7 @@ def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
     """
     if syntax == "json lines":
         lines = content.splitlines()
-        for at in sorted({*range(len(lines))[: _MAX_ENTRIES - 1], len(lines) - 1}):
+        for at in sorted({*range(len(lines))[: _MAX_LINES - 1], len(lines) - 1}):
             for how, tree in _changed_trees(json.loads(lines[at])):
                 changed = [*lines[:at], to_json(tree), *lines[at + 1 :], b""]
                 yield Change(f"line {at}: {how}", b"\n".join(changed), is_structural=True)
@@ -113,7 +113,7 @@ def _changed_trees(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield descriptions and trees: each node is deleted, renamed, wrapped, shifted and replaced by
     each of _VALUES, and each dict gets an unknown key."""
     holder = [tree]
-    for container, key, name in _nodes(holder, (), _MAX_ENTRIES):
+    for container, key, name in _nodes(holder, (), is_limited=True):
         old = container[key]
         new: list[Any] = [*_VALUES, [old], {"a": old}]
         if isinstance(old, (int, float)) and not isinstance(old, bool):
@@ -216,18 +216,19 @@ def change_tree(number: random.Random, holder: list[Any]) -> str:
 
 
 def _nodes(
-    container: Any, path: tuple[str, ...], most: int | None = None
+    container: Any, path: tuple[str, ...], is_limited: bool = False
 ) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the nodes below a container as (container, key, name); of each container at most
-    `most` entries."""
+    """Yield the nodes below a container as (container, key, name). With `is_limited`, at most
+    _MAX_KEYS entries of a dict and _MAX_ITEMS of a list."""
     items = [*(container.items() if isinstance(container, dict) else enumerate(container))]
-    if most is not None and len(items) > most:
+    most = _MAX_KEYS if isinstance(container, dict) else _MAX_ITEMS
+    if is_limited and len(items) > most:
         items[most - 1 :] = items[-1:]
     for key, value in items:
         keys = (*path, str(key)[:40])
         yield container, key, ".".join(keys[1:]) or "all"
         if isinstance(value, (dict, list)):
-            yield from _nodes(value, keys, most)
+            yield from _nodes(value, keys, is_limited)
 
 
 def _change_node(

@@ -101,6 +101,14 @@ def test_any_other_damage_is_refused(tmp_path):
             open_ledger(tmp_path)
 
 
+@pytest.mark.parametrize("events", ["1e999", '"6"', "null", "-1", "[6]", "6.5"])
+def test_damaged_summary_is_no_evidence(tmp_path, events):
+    write(tmp_path)
+    path = tmp_path / NODES
+    path.write_text(path.read_text().replace('"events": 6', f'"events": {events}'))
+    assert read_history(tmp_path).events == EVENTS
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("unknown", 1), ("attempt", "2"), ("outcome", "great"), ("kind", "none")]
 )
