@@ -275,7 +275,8 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
     """
     eos, file, lines = config.eos_token_ids, tokenizer_path(directory), []
     bos, pad = (
-        None if token < 0 else token for token in (config.bos_token_id, config.pad_token_id)
+        token if 0 <= token < config.vocab_size else None
+        for token in (config.bos_token_id, config.pad_token_id)
     )
     if not eos:
         lines.append(

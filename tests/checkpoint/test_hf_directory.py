@@ -261,6 +261,19 @@ def test_warning_of_a_token_outside_the_vocabulary_is_short(run_dir, tmp_path, c
     assert len(line) < 2200 and "is written instead" in line
 
 
+@pytest.mark.parametrize("token", [VOCABULARY, 1 << 64])
+def test_bos_outside_the_vocabulary_is_left_out(run_dir, tmp_path, token):
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    assert main(["convert", "to-hf", str(run_dir), str(hf)]) == 0
+    path = hf / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token_id": token}))
+    for name in ADDED:
+        (hf / name).unlink()
+    assert main(["convert", "to-hf", str(hf), str(out)]) == 0
+    for name in ADDED:
+        assert "bos" not in (out / name).read_text()
+
+
 def test_a_round_trip_replaces_ids_outside_the_vocabulary(run_dir, tmp_path, capsys):
     hf, ours, again = (tmp_path / name for name in ("hf", "ours", "again"))
     source_directory(hf, run_dir, pad_token_id=VOCABULARY)
