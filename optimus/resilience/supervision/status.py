@@ -6,6 +6,7 @@ It works on a login node, with or without a running supervisor. This module impo
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from optimus.resilience.supervision.ledger import (
     AttemptEnded,
     AttemptStarted,
     History,
+    Progress,
     SupervisorStarted,
     VerdictReached,
     read_history,
@@ -24,7 +26,13 @@ from optimus.resilience.supervision.ledger import (
 CATEGORIES = ("step", "repeated", "save", "start", "load", "detection", "queue")
 """Uses of time. step: updates and evaluations that count. repeated: updates that a later attempt
 did again. start: launch of an attempt up to its first update, without load. detection: from the end
-of the last complete phase to the end of the attempt. queue: between two jobs."""
+of the last complete phase to the end of the attempt. queue: between two jobs. Of an attempt that
+ended together with its job, only the milestones in the ledger are known: the time after the last
+milestone counts as queue."""
+
+
+_QUIET_S = 3600.0
+"""Age of the last event after which the status states it: the job may have ended."""
 
 
 def goodput(history: History, now: float) -> dict[str, float]:
@@ -40,9 +48,17 @@ def goodput(history: History, now: float) -> dict[str, float]:
         return seconds
     at, category, committed = events[0].time, "start", 0
     is_idle = True  # no attempt runs
+    milestones: list[Progress] = []
     for event in events:
-        if isinstance(event, AttemptEnded):
-            _add_attempt(seconds, event, event.time - at, _step_after(history, event, committed))
+        if isinstance(event, Progress):
+            milestones.append(event)
+        elif isinstance(event, AttemptEnded):
+            if event.outcome == "interrupted" and not event.seconds:
+                _add_interrupted(seconds, milestones, at, event.time)
+            else:
+                kept = _step_after(history, event, committed)
+                _add_attempt(seconds, event, event.time - at, kept)
+            milestones = []
             committed = max(committed, history.checkpoints.get(event.attempt, 0))
             at, category, is_idle = event.time, "start", True
         elif isinstance(event, (AttemptStarted, SupervisorStarted, VerdictReached)):
@@ -61,6 +77,18 @@ def _step_after(history: History, end: AttemptEnded, committed: int) -> int:
     """Return the last step of an attempt that no later attempt does again."""
     newest = max(committed, history.checkpoints.get(end.attempt, 0))
     return end.step if end.outcome == "done" else newest
+
+
+def _add_interrupted(
+    seconds: dict[str, float], milestones: Sequence[Progress], began: float, ended: float
+) -> None:
+    """Add the time of an attempt whose ranks ended without a report. A later supervisor has stored
+    its end, perhaps days after it."""
+    times = [began, *(milestone.time for milestone in milestones)]
+    first = times[1] if milestones else began
+    seconds["start"] += first - began
+    seconds["step"] += times[-1] - first
+    seconds["queue"] += ended - times[-1]
 
 
 def _add_attempt(
@@ -103,6 +131,9 @@ def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
     names = [path.name for path in checkpoints if path.name.startswith("step-")]
     return {
         "run_dir": str(run_dir),
+        "last_event_s": round(max(0.0, now - history.events[-1].time), 1)
+        if history.events
+        else None,
         "state": "running" if running else (history.verdict.verdict if history.verdict else "idle"),
         "reason": history.verdict.reason if history.verdict else "",
         "attempt": last.attempt if last else 0,
@@ -151,6 +182,11 @@ def format_status(status: dict[str, Any]) -> str:
         f"  checkpoint  {status['checkpoint'] or 'none'}",
         f"  next        {status['next']}",
     ]
+    if status["state"] == "running" and status["last_event_s"] > _QUIET_S:
+        minutes = status["last_event_s"] / 60
+        lines.append(
+            f"  last event  {minutes:,.0f} min ago; if the run has no job any more, submit it again"
+        )
     if status["next_job"]:
         lines.append(f"  next job    {status['next_job']}")
     elif status["next_job_problem"]:

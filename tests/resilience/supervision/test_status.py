@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,6 +16,7 @@ from optimus.resilience.supervision.ledger import (
     History,
     Ledger,
     NodeMarked,
+    Progress,
     SupervisorStarted,
     VerdictReached,
 )
@@ -42,6 +46,44 @@ def test_uses_of_time_add_up():
     assert uses["start"] == 2 + 2 + (30 - 20) + (41 - 40) + 2 + (61 - 60)
     running = goodput(History([started(10), attempt(12, 1)]), now=20)
     assert running["start"] == 2 and running["step"] == 8
+
+
+def test_days_without_a_job_are_no_detection():
+    """A job was killed with all its processes. Another one continues the run two days later."""
+
+    def reached(at, milestone, step):
+        return Progress(time=at, attempt=1, milestone=milestone, step=step)
+
+    two_days = 172_800.0
+    events = [started(10), attempt(12, 1), reached(20, "first update", 1)]
+    events += [reached(50, "checkpoint", 9), started(two_days)]
+    events.append(AttemptEnded(time=two_days + 1, attempt=1, outcome="interrupted", step=0))
+    uses = goodput(History(events), now=two_days + 4)
+    assert sum(uses.values()) == pytest.approx(two_days + 4 - 10)
+    assert uses["start"] == 2 + 8 + 3 and uses["step"] == 30 and uses["detection"] == 0
+    assert uses["queue"] == pytest.approx(two_days + 1 - 50)
+
+
+def test_status_of_a_run_without_events_for_hours_says_so(tmp_path):
+    ledger = Ledger(tmp_path, Workspace.open(tmp_path / ".supervisor"))
+    for event in (started(10), attempt(12, 1)):
+        ledger.add(event)
+    ledger.close()
+    assert "last event" not in format_status(read_status(tmp_path, now=3000.0))
+    text = format_status(read_status(tmp_path, now=12.0 + 2 * 3600))
+    assert "last event  120 min ago; if the run has no job any more, submit it again" in text
+
+
+def test_closed_output_ends_watching(tmp_path):
+    ledger = Ledger(tmp_path, Workspace.open(tmp_path / ".supervisor"))
+    ledger.add(started(10))
+    ledger.close()
+    command = [sys.executable, "-P", "-m", "optimus.cli", "status", str(tmp_path), "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+        assert watching.stdout is not None and watching.stderr is not None
+        assert watching.stdout.readline()
+        watching.stdout.close()
+        assert watching.wait(30) == 128 + signal.SIGPIPE and not watching.stderr.read()
 
 
 def test_status_of_a_long_ledger_is_quick():
