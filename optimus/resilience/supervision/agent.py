@@ -387,10 +387,7 @@ class Agent:
         acknowledged_at = time.monotonic()
         while True:
             ranks = [rank.report() for rank in self.ranks.values()]
-            lines: list[str] = []
-            while self.lines and sum(map(len, lines)) < _REPORT_CHARS:
-                lines.append(self.lines.popleft())
-            dropped = 0
+            lines, dropped = self._take_lines(), 0
             if not self.lines:
                 dropped, self.dropped = self.dropped, 0
             report = Report(
@@ -414,6 +411,15 @@ class Agent:
             elif time.monotonic() - acknowledged_at > 2 * beat_s:
                 channel.abort()
                 raise OSError("the machine of the supervisor acknowledges no report")
+
+    def _take_lines(self) -> list[str]:
+        """Remove the output lines of the next report from those that wait, and return them."""
+        lines: list[str] = []
+        length = 0
+        while self.lines and length < _REPORT_CHARS:
+            lines.append(self.lines.popleft())
+            length += len(lines[-1])
+        return lines
 
     def _signal_ranks(self, number: int) -> None:
         """Send a signal to all ranks that run."""

@@ -29,8 +29,9 @@ from optimus.resilience.supervision.messages import AgentMessage, Message, Super
 
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
-_MOST_BYTES = 1 << 20
-"""Maximum length of a message. A report on 16 ranks takes about 4 kB."""
+_MOST_BYTES = 1 << 22
+"""Maximum length of a message. A report on 16 ranks takes about 4 kB; one on 256 ranks that have
+all printed a long error in non-ASCII characters, with as much output as possible, takes 2.7 MB."""
 _PROOF_BYTES = 64
 """Maximum length of a message of a side that has not proven yet that it knows the secret."""
 _SECRET_BYTES = 64

@@ -90,13 +90,15 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
     """Unpack an environment on this node, if no agent of this node has done so already.
 
     Raises:
-        OSError: A file cannot be read or written, or the content of the archive has another hash.
+        OSError: A file cannot be read or written, the content of the archive has another hash, or
+            another user could replace the copy.
     """
-    folder = staged_folder(parent, digest)
+    folder, status = staged_folder(parent, digest), os.stat(parent)
+    is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if is_shared or status.st_uid not in (0, os.geteuid()):
+        raise OSError(f"others may replace folders of {parent}; use another --stage")
     with contextlib.suppress(FileNotFoundError):
-        status = os.lstat(folder)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise OSError(f"{folder} is not a directory of this user; use another --stage")
+        _check_copy(folder)
         return
     copy = Path(tempfile.mkdtemp(prefix="optimus-stage-", dir=parent))  # mode 0700
     try:
@@ -110,10 +112,22 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
         try:
             os.rename(copy, folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another agent of this node was faster
+            if not os.path.lexists(folder):
                 raise
+            _check_copy(folder)  # another agent of this node was faster, or it is an attack
     finally:
         shutil.rmtree(copy, ignore_errors=True)
+
+
+def _check_copy(folder: Path) -> None:
+    """Raise OSError if another user may have made or changed a copy; FileNotFoundError if there is
+    none."""
+    status = os.lstat(folder)
+    is_writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_writable:
+        raise OSError(
+            f"{folder} is not a directory that only this user can write; use another --stage"
+        )
 
 
 def remove_environment(digest: str, parent: Path) -> None:

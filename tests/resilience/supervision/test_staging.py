@@ -58,13 +58,25 @@ def test_copy_imports_no_file_of_the_original(packed, environment, tmp_path):
     [
         ("changed", "has changed since it was packed"),
         ("missing", "No such file or directory"),
-        ("file", "is not a directory of this user"),
+        ("file", "is not a directory that only this user can write"),
+        ("open", "is not a directory that only this user can write"),
+        ("parent", "others may replace folders of"),
+        ("race", "is not a directory that only this user can write"),
         ("disk", "No such file or directory"),
     ],
 )
-def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, fault, message):
+def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, monkeypatch, fault, message):
     archive, digest = packed
     disk = tmp_path / "disk"
+    theirs, rename = staging.staged_folder(disk, digest), os.rename
+
+    def make_theirs(*names: object) -> None:
+        """Make a folder with the name of the copy, as another user may do at any time."""
+        (theirs / "prefix").mkdir(parents=True)
+        theirs.chmod(0o777)
+        if names:
+            rename(*names)
+
     if fault != "disk":
         disk.mkdir()
     if fault == "changed":
@@ -74,7 +86,13 @@ def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, fault, message):
     elif fault == "missing":
         archive.unlink()
     elif fault == "file":
-        staging.staged_folder(disk, digest).touch()
+        theirs.touch()
+    elif fault == "open":
+        make_theirs()
+    elif fault == "parent":
+        disk.chmod(0o777)
+    elif fault == "race":
+        monkeypatch.setattr(os, "rename", make_theirs)
 
     async def stage() -> str:
         agent = Agent(tmp_path, "n1", tmp_path / "agent")
@@ -83,7 +101,7 @@ def test_agent_reports_why_it_cannot_unpack(packed, tmp_path, fault, message):
 
     problem = asyncio.run(stage())
     assert message in problem and "\n" not in problem
-    assert fault in ("file", "disk") or not [*disk.iterdir()]
+    assert fault == "disk" or {*disk.iterdir()} <= {theirs}
 
 
 def test_environment_without_a_folder_is_refused(monkeypatch):

@@ -26,7 +26,7 @@ from optimus.cli import main
 from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import agents, supervisor
-from optimus.resilience.supervision.agent import hash_code, parse_address
+from optimus.resilience.supervision.agent import Agent, hash_code, parse_address
 from optimus.resilience.supervision.attempt import Progress
 from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
@@ -192,6 +192,16 @@ def test_warm_process_survives_sigterm_and_its_ranks_do_not(tiny_data, tmp_path)
         return [status, ended]
 
     assert asyncio.run(statuses()) == [-signal.SIGTERM, None]
+
+
+def test_report_takes_many_short_lines_quickly(tmp_path):
+    """An agent that computes for seconds counts as lost."""
+    agent = Agent(tmp_path, "a", tmp_path)
+    agent.lines.extend(["x"] * 10_000 + ["y" * 16_000] * 20)
+    start = time.process_time()
+    first, second = agent._take_lines(), agent._take_lines()
+    assert time.process_time() - start < 0.5
+    assert len(first) == 10_006 and len(second) == 7 and len(agent.lines) == 7
 
 
 class Sleepers(Local):
