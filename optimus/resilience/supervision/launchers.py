@@ -27,6 +27,8 @@ from optimus.resilience.supervision.launched_rank import MODULE
 
 logger = logging.getLogger(__name__)
 
+_LIMIT_S = 60.0
+"""Longest time of a command of the scheduler."""
 _AGENT = ("-P", "-m", "optimus.resilience.supervision.agent")
 
 
@@ -190,8 +192,10 @@ def read_nodes(
     elif "SLURM_JOB_NODELIST" in environ:
         command = ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
+            result = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=_LIMIT_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"{shlex.join(command)} failed: {error}; use --hosts FILE") from None
         names, origin = result.stdout.split(), "the Slurm job"
     elif "PBS_NODEFILE" in environ:
@@ -234,8 +238,8 @@ def _read_hosts(path: Path) -> list[str]:
 def read_job_end(environ: Mapping[str, str] = os.environ) -> float:
     """Return the Unix time at which the scheduler ends the job; infinity if it is unknown."""
     if "SLURM_JOB_ID" in environ:
-        if "SLURM_JOB_END_TIME" in environ:
-            return float(environ["SLURM_JOB_END_TIME"])
+        with contextlib.suppress(KeyError, ValueError):
+            return float(int(environ["SLURM_JOB_END_TIME"]))
         text = _output_of("squeue", "-h", "-o", "%e", "-j", environ["SLURM_JOB_ID"]).strip()
         with contextlib.suppress(ValueError):  # "NONE" without a limit
             return datetime.fromisoformat(text).timestamp()
@@ -253,7 +257,7 @@ def read_job_end(environ: Mapping[str, str] = os.environ) -> float:
 def _output_of(*command: str) -> str:
     """Return the output of a scheduler's command; "" with a warning if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("the end of the job is unknown: %s", error)
         return ""

@@ -59,6 +59,8 @@ def test_end_of_a_job(programs):
     assert read_job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1795000000"}) == 1795000000
     write_program(programs, "squeue", "2026-11-24T10:00:00\n")
     assert read_job_end({"SLURM_JOB_ID": "7"}) == datetime(2026, 11, 24, 10).timestamp()
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "Unknown"}
+    assert read_job_end(environ) == datetime(2026, 11, 24, 10).timestamp()
     write_program(programs, "squeue", "NONE\n")
     assert read_job_end({"SLURM_JOB_ID": "7"}) == math.inf
     job = {"Resource_List": {"walltime": "01:30:00"}, "stime": "Tue Nov 24 08:30:00 2026"}
