@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from urllib.parse import SplitResult, urlsplit
 
-from optimus.errors import LaunchError
-from optimus.launch.environment import LaunchEnv
+from optimus.errors import LaunchError, LostPeerError, OptimusError
+from optimus.launch.environment import ATTEMPT, LaunchEnv
 
 
 def check_meeting_point(launch: LaunchEnv) -> None:
@@ -104,7 +105,12 @@ def _bind(
     raise _no_listener(problem, where)
 
 
-def _no_listener(error: OSError, where: SplitResult) -> LaunchError:
+def _no_listener(error: OSError, where: SplitResult) -> OptimusError:
+    if error.errno == errno.EADDRINUSE and ATTEMPT in os.environ:
+        return LostPeerError(
+            f"port {where.port} of {where.hostname} is in use; the supervisor starts the ranks "
+            "again with another one"
+        )
     if error.errno == errno.EADDRINUSE:
         return LaunchError(
             f"MASTER_PORT: port {where.port} of {where.hostname} is in use; export another "

@@ -60,6 +60,8 @@ class JobRank:
 
 ALONE = JobRank(0, 1)
 
+ATTEMPT = "OPTIMUS_ATTEMPT"
+"""Number of the attempt, for the ranks of a supervised run."""
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
 """Environment variable that contains the rendezvous address of the ranks that `--nproc` starts. The
 address begins with `file://`."""

@@ -15,8 +15,8 @@ from optimus.distributed.agreement import RunEnded
 from optimus.distributed.collectives import barrier
 from optimus.distributed.rendezvous import check_meeting_point, listen_at_meeting_point
 from optimus.distributed.world import silent_libraries, start_world
-from optimus.errors import DataError, LaunchError
-from optimus.launch.environment import LaunchEnv
+from optimus.errors import DataError, LaunchError, LostPeerError
+from optimus.launch.environment import ATTEMPT, LaunchEnv
 
 FIRST = LaunchEnv(0, 2, 0, 2, "")
 
@@ -41,6 +41,15 @@ def test_a_bad_meeting_point_is_refused_before_any_wait():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is in use"):
+            check_meeting_point(at(f"tcp://127.0.0.1:{port}"))
+
+
+def test_port_in_use_is_no_mistake_of_the_user_in_a_supervised_run(monkeypatch):
+    """The supervisor has found the port a moment before, and chooses another one."""
+    monkeypatch.setenv(ATTEMPT, "3")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LostPeerError, match=f"port {port} of 127.0.0.1 is in use; the super"):
             check_meeting_point(at(f"tcp://127.0.0.1:{port}"))
 
 

@@ -123,6 +123,8 @@ class Agent:
     node: str
     folder: Path
     """Folder for the files of this agent, on a disk of the node."""
+    code: str = field(default_factory=lambda: hash_code())
+    """Hash of the files of Optimus at the start of this agent, which does not read later ones."""
     attempt: int = 0
     """Number of the last attempt that this agent has started."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
@@ -151,7 +153,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             # The scheduler's signals before the end of a job. The ranks save a checkpoint.
-            loop.add_signal_handler(number, partial(self._signal_ranks, signal.SIGTERM))
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+                loop.add_signal_handler(number, partial(self._signal_ranks, signal.SIGTERM))
         lost_at, is_connected = time.monotonic(), False
         while True:
             try:
@@ -224,7 +227,11 @@ class Agent:
             OSError, EOFError, PeerError: The connection is lost.
         """
         await channel.send(self._hello())
-        welcome = await channel.receive(Welcome)
+        welcome = await channel.receive(Message)
+        if isinstance(welcome, End):
+            return True
+        if not isinstance(welcome, Welcome):
+            raise PeerError(f"message {type(welcome).__name__} instead of Welcome")
         self.orphan_s, self.variables = welcome.orphan_s, welcome.variables
         if welcome.forks_ranks:
             await self.warm.start(self.variables)
@@ -251,7 +258,7 @@ class Agent:
             node=self.node,
             host=socket.gethostname(),
             pid=os.getpid(),
-            code=hash_code(),
+            code=self.code,
             time=time.time(),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             attempt=self.attempt,
@@ -266,8 +273,12 @@ class Agent:
         await self._check_supervisor()
         match message:
             case FindPort():
-                port = await asyncio.to_thread(_free_port, message.host)
-                await channel.send(FreePort(port=port))
+                try:
+                    answer = FreePort(port=await asyncio.to_thread(_free_port, message.host))
+                except OSError as error:
+                    reason = f"it cannot listen at {message.host}: {one_line(error)}"
+                    answer = FreePort(port=0, problem=reason)
+                await channel.send(answer)
             case Stage():
                 self.staged = (message.digest, Path(message.parent))
                 problem = await asyncio.to_thread(self._stage, Path(message.archive))
@@ -367,6 +378,9 @@ class Agent:
                 await reading
         if isinstance(rank.process, LaunchedProcess) and rank.process.was_lost:
             rank.was_ended = True  # its end is no evidence of a failure of this node
+        # Its child processes. Later, the number may belong to another process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
         rank.status = status
 
     async def _read_output(self, rank: _Rank, stream: asyncio.StreamReader) -> None:
@@ -440,13 +454,11 @@ class Agent:
                 await self.starting
             self.starting = None
         trees = []
-        for rank in self.ranks.values():
+        running = [rank for rank in self.ranks.values() if rank.process.returncode is None]
+        for rank in running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 trees += psutil.Process(rank.process.pid).children(recursive=True)
         self._signal_ranks(signal.SIGKILL)
-        for rank in self.ranks.values():
-            with contextlib.suppress(ProcessLookupError):  # child processes of an ended rank
-                os.killpg(rank.process.pid, signal.SIGKILL)
         for process in trees:  # a child may have left the rank's process group
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

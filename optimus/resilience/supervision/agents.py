@@ -35,6 +35,7 @@ from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import Launcher
 from optimus.resilience.supervision.ledger import AttemptStarted, History
 from optimus.resilience.supervision.messages import (
+    End,
     Hello,
     Kill,
     Message,
@@ -120,8 +121,8 @@ class Node:
     attempt: int = 0
     """The attempt of the ranks in `ranks`."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
-    ended: list[int] = field(default_factory=list)
-    """Ended ranks in the order of their ends."""
+    ended: dict[int, int] = field(default_factory=dict)
+    """For each ended rank, the number of ranks that had ended before it on all nodes."""
     killed: int = 0
     """The last attempt whose ranks the agent must kill."""
     asked: type[Message] = Message
@@ -161,8 +162,10 @@ class Agents:
         self.staged: Path | None = None
         """Folder with the environment of the ranks on each node; None: this environment."""
         self._code = hash_code()
+        self._problems: set[str] = set()
+        """Reasons for which agents were refused."""
         self._unauthenticated: list[asyncio.StreamWriter] = []
-        self._refused = 0
+        self._refused = self._num_ended = 0
         self._log_attempt = 0
         self._log: BinaryIO | None = None
         self._log_bytes = self._log_dropped = 0
@@ -281,7 +284,7 @@ class Agents:
         per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
         first = self.nodes[attempt.nodes[0]]
         host = job.launcher.meeting_host(first.hello.host if first.hello else attempt.nodes[0])
-        node.attempt, node.ranks, node.ended = attempt.attempt, {}, []
+        node.attempt, node.ranks, node.ended = attempt.attempt, {}, {}
         node.has_lost_ranks, node.failure = False, ""
         workspace = self._job.workspace_of(attempt)
         await self.say(
@@ -340,8 +343,11 @@ class Agents:
                 self._unauthenticated.remove(writer)
         node: Node | None = None
         try:
-            node = self._welcome(channel, await channel.receive(Hello))
+            hello = await channel.receive(Hello)
+            node = self._welcome(channel, hello)
             if node is None:
+                if not hello.attempt:  # else its ranks may save when the agent gives up
+                    await channel.send(End())
                 return
             await channel.send(
                 Welcome(
@@ -385,7 +391,9 @@ class Agents:
             number = counted(hello.open_files, "file")
             problem = f"{node.name} may open only {number}; raise ulimit -n"
         if problem:
-            logger.warning("an agent is refused: %s", problem)
+            if problem not in self._problems:  # the agent may connect again
+                self._problems.add(problem)
+                logger.warning("an agent is refused: %s", problem)
             if node is not None:
                 node.problem = problem
             return None
@@ -414,7 +422,8 @@ class Agents:
                 for report in message.ranks:
                     node.ranks[report.rank] = report
                     if report.status is not None and report.rank not in node.ended:
-                        node.ended.append(report.rank)
+                        node.ended[report.rank] = self._num_ended
+                        self._num_ended += 1
             try:
                 self._write_log(number, message.lines, message.dropped)
             except OSError as error:  # the output of ranks is not worth the run

@@ -19,13 +19,14 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from optimus.errors import ConfigError, reason_of
 from optimus.io import files
+from optimus.launch.environment import ATTEMPT
 from optimus.observe.events import Recorder
 
 SKIPPED_STEPS = "skipped_steps.json"
 """File in the run directory with the steps whose updates are skipped."""
 _MAX_STEPS_BYTES = 1 << 20
-ATTEMPT, NODE, WORKSPACE, PROGRESS, JOB_END = (
-    f"OPTIMUS_{name}" for name in ("ATTEMPT", "NODE", "WORKSPACE", "PROGRESS", "JOB_END")
+NODE, WORKSPACE, PROGRESS, JOB_END = (
+    f"OPTIMUS_{name}" for name in ("NODE", "WORKSPACE", "PROGRESS", "JOB_END")
 )
 RankPhase: TypeAlias = Literal["start", "load", "update", "evaluation", "save"]
 """What a rank does. start: everything before the first update, except loading the states."""

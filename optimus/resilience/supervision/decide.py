@@ -93,6 +93,8 @@ class Evidence:
     progress: tuple[RankProgress, ...] = ()
     stalled_s: float = 0.0
     """Time for which no rank has started a collective, if this is too long; else 0."""
+    has_progressed: bool = False
+    """True if an attempt of the job has done an update, so that its settings are right."""
     is_cut_off: bool = False
     """True if all other nodes have become silent at the same time, so that the network of the
     supervisor's node is the cause."""
@@ -166,7 +168,10 @@ def _cause_in_silence(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
-    """Return the cause if ranks have refused their configuration."""
+    """Return the cause if ranks have refused their configuration. After an update with the same
+    configuration, a refusal is a failure, such as a file system that does not answer."""
+    if evidence.has_progressed:
+        return None
     usage = OutcomeKind.USAGE.exit_status
     refusals = [end for end in evidence.ends if end.status == usage and not end.was_adopted]
     # At the start, the first rank checks settings and the run directory for all ranks.

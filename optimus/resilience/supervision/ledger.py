@@ -217,6 +217,10 @@ class History:
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and last.attempt not in self.ends else None
 
+    def attempts_of_job(self) -> list[AttemptStarted]:
+        """Return the attempts of the present job."""
+        return self.attempts[self.first_of_job :]
+
     def failures(self, of_job: bool = False) -> list[AttemptEnded]:
         """Return the ends of failed attempts, in their order. `of_job`: only of the present job."""
         attempts = self.attempts[self.first_of_job if of_job else 0 :]

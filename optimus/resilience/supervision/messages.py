@@ -28,7 +28,6 @@ def _check_progress(progress: Progress) -> Progress:
 
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[int, Field(ge=1)]
-_Port = Annotated[int, Field(ge=1, lt=1 << 16)]
 _Seconds = Annotated[float, Field(ge=0)]
 
 # -- From an agent --------------------------------------------------------------------------------
@@ -89,7 +88,10 @@ class FreePort(Message):
     """Answer to FindPort."""
 
     kind: Literal["free_port"] = "free_port"
-    port: _Port
+    port: Annotated[int, Field(ge=0, lt=1 << 16)]
+    """The port; 0 if there is none."""
+    problem: str = ""
+    """Reason why the node cannot listen at the address; "" if it can."""
 
 
 class Staged(Message):

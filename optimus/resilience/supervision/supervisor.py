@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from optimus.checkpoint import store
 from optimus.data.dataset import TokenDataset
-from optimus.errors import ConfigError, OptimusError, OutcomeKind, one_line
+from optimus.errors import ConfigError, OptimusError, OutcomeKind, one_line, refuse_if
 from optimus.io import files
 from optimus.io.workspace import Workspace, lock_run_dir, read_lock_owner
 from optimus.resilience.supervision.agent import (
@@ -182,7 +182,8 @@ class Supervisor:
         job, history = self._job, self._history
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+                loop.add_signal_handler(number, self._on_signal, number)
         hosts, port = await self._agents.listen()
         clock = asyncio.create_task(self._agents.run_clock())
         try:
@@ -211,7 +212,7 @@ class Supervisor:
             if takeover:
                 await self._agents.wait_for_known()
             await self._agents.start()
-            if not takeover:
+            if history.running is None and not history.attempts_of_job():
                 self._agents.check()
             while True:
                 if (running := history.running) is not None:
@@ -368,11 +369,19 @@ class Supervisor:
         try:
             assert first.hello is not None, "a reachable node has an agent"
             host = job.launcher.meeting_host(first.hello.host)
-            port = (await self._agents.ask(first, FindPort(host=host), FreePort)).port
+            answer = await self._agents.ask(first, FindPort(host=host), FreePort)
         except (OSError, TimeoutError) as error:
             logger.warning("node %s does not answer: %s", first.name, error)
             if first.channel is not None:
                 await first.channel.close()  # it is not reachable for the next decision
+            return
+        if answer.problem:
+            refuse_if(
+                not self._history.attempts,
+                f"node {first.name}: {answer.problem}; check address_suffix of --machine",
+            )
+            await self._add(_mark(first.name, "excluded", answer.problem))
+            logger.error("node %s is excluded: %s", first.name, answer.problem)
             return
         if not await self._stage(decision.nodes):
             return
@@ -387,7 +396,7 @@ class Supervisor:
             attempt=number,
             nodes=decision.nodes,
             ranks_per_node=job.ranks_per_node,
-            port=port,
+            port=answer.port,
             workspace=name,
             load=decision.load,
             skipped_steps=skipped,
@@ -501,6 +510,12 @@ class Supervisor:
             for event in self._history.events
         )
 
+    def _has_progressed(self) -> bool:
+        """Return True if an attempt of this job has done an update."""
+        attempts = {attempt.attempt for attempt in self._history.attempts_of_job()}
+        events = self._history.events
+        return any(isinstance(event, Progress) and event.attempt in attempts for event in events)
+
     def _add_progress(self, attempt: AttemptStarted, milestone: Any, step: int) -> None:
         event = Progress(time=time.time(), attempt=attempt.attempt, milestone=milestone, step=step)
         try:
@@ -535,7 +550,7 @@ class Supervisor:
             for index, node in enumerate(nodes)
             if node.failure
         ]
-        progress, steps = [], [0]
+        progress, steps, in_order = [], [0], []
         for node in nodes:
             for rank in node.ended:
                 if (report := node.ranks[rank]).status is None:
@@ -543,7 +558,7 @@ class Supervisor:
                 failure = report.progress.failure if report.progress else 0
                 was_adopted = failure == _LOST_PEER != report.status
                 end = (rank, node.name, report.status, report.was_ended, report.message)
-                ends.append(RankEnd(*end, was_adopted))
+                in_order.append((node.ended[rank], RankEnd(*end, was_adopted)))
             for rank, report in node.ranks.items():
                 if (page := report.progress) is None:
                     continue
@@ -551,6 +566,7 @@ class Supervisor:
                 if report.status is None:
                     state = (page.step, page.collectives, page.phase_s, page.failure, page.phase)
                     progress.append(RankProgress(rank, node.name, *state))
+        ends += [end for _, end in sorted(in_order, key=lambda entry: entry[0])]
         has_marker = any(end.status == _NONFINITE for end in ends)
         return Evidence(
             attempt.attempt,
@@ -562,6 +578,7 @@ class Supervisor:
             tuple(restarted),
             tuple(progress),
             is_cut_off=is_cut_off,
+            has_progressed=self._has_progressed(),
         )
 
     def _markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:

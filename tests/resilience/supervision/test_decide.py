@@ -387,6 +387,15 @@ def test_stop_because_of_data_reports_instances_layers_and_marker():
     assert "blocks.2" not in decision.reason
 
 
+def test_refusal_after_an_update_is_a_failure_of_its_node():
+    """The data is not mounted on a replacement, although earlier attempts have read it."""
+    refusing = ends({0: 2}) + ends({1: 2, 2: 2, 3: 2}, was_adopted=True)
+    first = find_cause(Evidence(2, 0, refusing, nodes=("a", "b")), RANKS, 0.0)
+    assert first.outcome == "usage"
+    later = find_cause(Evidence(2, 0, refusing, nodes=("a", "b"), has_progressed=True), RANKS, 0.0)
+    assert (later.outcome, later.failure, later.nodes) == ("failed", "hard", ("a",))
+
+
 def test_damaged_state_on_two_nodes_is_not_skipped():
     """A skip of the update would not repair the state."""
     run = Run(on_repeat_nan="skip")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
 import json
 import os
 import signal
@@ -26,13 +27,13 @@ from optimus.cli import main
 from optimus.errors import ConfigError, OptimusError
 from optimus.io.workspace import Workspace, lock_run_dir
 from optimus.resilience.supervision import agents, supervisor
-from optimus.resilience.supervision.agent import Agent, hash_code, parse_address
+from optimus.resilience.supervision.agent import Agent, _Rank, hash_code, parse_address
 from optimus.resilience.supervision.attempt import Progress
 from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
 from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
-from optimus.resilience.supervision.messages import Hello, RankReport
-from optimus.resilience.supervision.warm_process import WarmProcess
+from optimus.resilience.supervision.messages import Hello, RankReport, Report
+from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
 from tests.kit.faults import failures
 from tests.kit.faults.supervised import References, write_config
 
@@ -398,6 +399,101 @@ def test_ranks_that_all_hang_have_a_limit(tmp_path, phases, collectives, is_stal
         end = find_cause(evidence, 2, 0.0)
         assert (end.failure, end.nodes, end.signature) == ("ambiguous", ("b",), "no progress")
         assert end.evidence[0] == "no rank has started a collective for 29 s"
+
+
+def test_ends_of_ranks_are_in_the_order_in_which_they_were_reported(tmp_path):
+    """A rank of the second node crashes. Then a rank of the first node ends with an error."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    watcher._history.add(attempt)
+    nodes = watcher._agents.nodes
+    for rank, node, status in ((1, nodes["b"], -signal.SIGSEGV), (0, nodes["a"], 1)):
+        node.attempt, node.heard_at = 1, 0.0
+        report = RankReport(rank=rank, pid=3, status=status)
+        watcher._agents._receive(node, Report(attempt=1, ranks=(report,), lines=()))
+    watcher._lock.close()
+    evidence = watcher._evidence(attempt, 0.0)
+    assert [end.rank for end in evidence.ends] == [1, 0]
+    assert find_cause(evidence, 2, 0.0).nodes == ("b",)
+
+
+def test_node_that_cannot_listen_ends_the_start_with_the_reason(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Local, "meeting_host", lambda self, host: "192.0.2.1")
+    config = write_config(tmp_path, tiny_data, "run")
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        status = main(["launch", str(config), "--launcher", "local", "--nodes", "2"])
+    assert status == 2
+    *_, line = printed.getvalue().splitlines()
+    assert "node node0: it cannot listen at 192.0.2.1: " in line and "address_suffix" in line
+
+
+def test_launch_with_too_few_nodes_is_refused_again(tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(LAUNCHERS, "local", WithoutNode)
+    for _ in range(2):
+        assert launch(tmp_path, tiny_data, "--nodes", "2") == 2
+        assert "only 1 node can be used" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_nohup_keeps_a_supervised_run(tiny_data, tmp_path, is_ignored):
+    """The terminal of a user is closed: SIGHUP arrives while the run trains."""
+    config = write_config(tmp_path, tiny_data, "run")
+    arguments = ["launch", str(config), "--launcher", "local", "--nodes", "2"]
+    prefix = ["nohup"] if is_ignored else []
+    command = [*prefix, sys.executable, "-P", "-m", "optimus.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if b"step 3/" in line:
+                process.send_signal(signal.SIGHUP)
+                break
+        process.stdout.read()
+        assert process.wait(120) == (0 if is_ignored else 3)
+
+
+def test_second_agent_of_a_node_ends(tiny_data, tmp_path):
+    """The files of Optimus may change while a run trains, for example by `git pull`."""
+    config = write_config(tmp_path, tiny_data, "run")
+    arguments = ["launch", str(config), "--launcher", "local", "--nodes", "2"]
+    command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        output = b""
+        for line in process.stdout:
+            output += line
+            if b"step 3/" in line:
+                agent = [sys.executable, "-P", "-m", "optimus.resilience.supervision.agent"]
+                second = subprocess.run([*agent, str(tmp_path / "run"), "node0"], timeout=60)
+                assert second.returncode == 0
+                break
+        output += process.stdout.read()
+        assert process.wait(120) == 0
+    assert output.count(b"an agent is refused: node0 has an agent already") == 1
+
+
+def test_agent_keeps_the_hash_of_its_files(tmp_path, monkeypatch):
+    agent = Agent(tmp_path, "a", tmp_path)
+    monkeypatch.setattr("optimus.resilience.supervision.agent.hash_code", lambda: "changed")
+    assert agent._hello().code == agent.code != Agent(tmp_path, "a", tmp_path)._hello().code
+
+
+def test_agent_kills_no_process_that_has_the_number_of_an_ended_rank(tmp_path):
+    async def run() -> int | None:
+        other = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+        ended = ForkedProcess(asyncio.StreamReader())
+        ended.pid = other.pid
+        ended.end(0)
+        agent = Agent(tmp_path, "a", tmp_path)
+        agent.ranks = {0: _Rank(0, ended, tmp_path / "page", status=0)}
+        await agent._kill()
+        await asyncio.sleep(0.2)
+        status = other.returncode
+        if status is None:
+            other.kill()
+        await other.wait()
+        return status
+
+    assert asyncio.run(run()) is None
 
 
 def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
