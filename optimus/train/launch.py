@@ -250,8 +250,11 @@ def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, 
 
 def _hash_frozen(config: Config) -> str:
     """Return a hash of the settings that must not change in later jobs of the run."""
-    values = {"model": config.model.model_dump(mode="json"), "data": config.data.path}
-    for key in FROZEN:
+    # Without defaults, so that a later version may have more keys. The data set is compared by its
+    # path, since its identity would have to be read.
+    model = config.model.model_dump(mode="json", exclude_defaults=True)
+    values = {"model": model, "data": os.path.realpath(config.data.path)}
+    for key in (*FROZEN, "train.global_batch_tokens"):
         section, _, name = key.partition(".")
         if name in (fields := getattr(config, section, config).model_dump(mode="json")):
             values[key] = fields[name]

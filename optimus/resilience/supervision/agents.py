@@ -123,8 +123,8 @@ class Node:
     ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     """For each ended rank, the number of ranks that had ended before it on all nodes."""
-    killed: int = 0
-    """The last attempt whose ranks the agent must kill."""
+    kill_sent_at: float = -math.inf
+    """Time of the last request to kill ranks, by the supervisor's clock."""
     asked: type[Message] = Message
     """Type of the answer that the supervisor waits for."""
     answer: asyncio.Future[Any] | None = None
@@ -413,9 +413,9 @@ class Agents:
             running, number = self._history.running, message.attempt
             present = running is not None and node.name in running.nodes and running.attempt
             has_ranks = any(report.status is None for report in message.ranks)
-            if has_ranks and number not in (present, node.killed):
-                # The node was suspended, and continues now.
-                node.killed = number
+            if has_ranks and number != present and self.clock_s - node.kill_sent_at > KILLED_S:
+                # The node was suspended and continues now, or a cut has lost the request.
+                node.kill_sent_at = self.clock_s
                 self.spawn(self.say(node, Kill(attempt=number)))
             if number == node.attempt:
                 node.failure = message.failure
@@ -494,6 +494,12 @@ class Agents:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def heard(self) -> list[Node]:
+        """Return the nodes whose agent was heard within the heartbeat's limit. An agent without a
+        channel is about to connect again, or will be silent."""
+        limit_s, now = self._job.heartbeat_s, self.clock_s
+        return [node for node in self.nodes.values() if now - node.heard_at <= limit_s]
 
     def is_cut_off(self, now: float) -> bool:
         """Return True if the agents of all other machines, at least two, have become silent at the

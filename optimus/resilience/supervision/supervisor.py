@@ -257,14 +257,16 @@ class Supervisor:
 
     async def _decide(self) -> Decision:
         """Decide how the run continues, and store the marks of nodes."""
-        now, job = self._agents.clock_s, self._job
-        reachable = [
-            node.name
-            for node in self._agents.nodes.values()
-            if node.channel is not None and now - node.heard_at <= job.heartbeat_s
-        ]
+        job = self._job
         remaining_s = job.ends_at - job.margin_s - time.time()
-        decision = decide(self._history, job.policy, reachable, remaining_s)
+        while True:
+            heard = self._agents.heard()
+            reachable = [node.name for node in heard if node.channel is not None]
+            decision = decide(self._history, job.policy, reachable, remaining_s)
+            is_full = decision.action == "done" or len(decision.nodes) == job.policy.sizes[-1]
+            if is_full or len(heard) == len(reachable) or self._stop_signal:
+                break
+            await asyncio.sleep(LOOK_S)  # an agent that connects again is not lost
         if self._stop_signal and decision.action == "start":
             name = signal.Signals(self._stop_signal).name
             status = OutcomeKind.STOPPED.exit_status
@@ -622,13 +624,9 @@ class Supervisor:
     async def _kill(self, attempt: AttemptStarted) -> None:
         """Kill all ranks that can be reached."""
         now = self._agents.clock_s
-        for name in attempt.nodes:
-            self._agents.nodes[name].killed = attempt.attempt
-        nodes = [
-            self._agents.nodes[name]
-            for name in attempt.nodes
-            if now - self._agents.nodes[name].heard_at <= self._job.heartbeat_s
-        ]
+        nodes = [node for node in self._agents.heard() if node.name in attempt.nodes]
+        for node in nodes:
+            node.kill_sent_at = now
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILLED_S):
                 await asyncio.gather(

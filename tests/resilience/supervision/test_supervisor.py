@@ -31,8 +31,13 @@ from optimus.resilience.supervision.agent import Agent, _Rank, hash_code, parse_
 from optimus.resilience.supervision.attempt import Progress
 from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
-from optimus.resilience.supervision.ledger import AttemptStarted, SupervisorStarted, read_history
-from optimus.resilience.supervision.messages import Hello, RankReport, Report
+from optimus.resilience.supervision.ledger import (
+    AttemptEnded,
+    AttemptStarted,
+    SupervisorStarted,
+    read_history,
+)
+from optimus.resilience.supervision.messages import Hello, Kill, Message, RankReport, Report
 from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
 from tests.kit.faults import failures
 from tests.kit.faults.supervised import References, write_config
@@ -469,6 +474,62 @@ def test_second_agent_of_a_node_ends(tiny_data, tmp_path):
         output += process.stdout.read()
         assert process.wait(120) == 0
     assert output.count(b"an agent is refused: node0 has an agent already") == 1
+
+
+def test_decision_waits_for_an_agent_that_connects_again(tmp_path):
+    """Node a has failed. The connection of the buffer node c is made again at this moment."""
+    job = make_job(tmp_path, nodes=("a", "b", "c"), heartbeat_s=3.0)
+    watcher = supervisor.Supervisor(job)
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    end = {"outcome": "failed", "failure": "hard", "nodes": ("a",), "signature": "signal 9"}
+    watcher._history.add(attempt)
+    watcher._history.add(AttemptEnded(time=2, attempt=1, step=5, **end))
+    connected: Any = object()
+    for node in watcher._agents.nodes.values():
+        node.heard_at, node.channel = 0.0, connected
+    last = watcher._agents.nodes["c"]
+    last.channel = None
+
+    async def run() -> Any:
+        deciding = asyncio.create_task(watcher._decide())
+        await asyncio.sleep(0.3)
+        assert not deciding.done()
+        last.channel = connected
+        return await deciding
+
+    decision = asyncio.run(run())
+    assert (decision.action, decision.nodes) == ("start", ("c", "b"))
+    last.channel = None
+    watcher._agents.clock_s = 4.0  # all nodes are silent
+    assert asyncio.run(watcher._decide()).action != "start"
+    watcher._lock.close()
+
+
+def test_ranks_of_a_node_that_answers_again_are_killed(tmp_path):
+    """Node b was suspended. Its attempt has ended without it."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    watcher._history.add(attempt)
+    watcher._history.add(AttemptEnded(time=2, attempt=1, outcome="failed", step=5))
+    sent: list[tuple[str, Message]] = []
+
+    async def say(node: Any, message: Message) -> None:
+        sent.append((node.name, message))
+
+    watcher._agents.say = say
+    node = watcher._agents.nodes["b"]
+    report = Report(attempt=1, ranks=(RankReport(rank=1, pid=3),), lines=())
+
+    async def run() -> None:
+        await watcher._kill(attempt)  # no agent is heard
+        for clock_s in (0.0, 1.0, 20.0):  # the request may be lost
+            watcher._agents.clock_s = clock_s
+            watcher._agents._receive(node, report)
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    watcher._lock.close()
+    assert sent == [("b", Kill(attempt=1))] * 2
 
 
 def test_agent_keeps_the_hash_of_its_files(tmp_path, monkeypatch):
