@@ -130,6 +130,8 @@ class Agent:
     ranks: dict[int, _Rank] = field(default_factory=dict)
     failure: str = ""
     """Reason why the ranks of the attempt cannot be started."""
+    stop_signal: int = 0
+    """The signal that ranks which start later get, too; 0 without one."""
     starting: asyncio.Task[None] | None = None
     """Task that starts ranks."""
     watchers: list[asyncio.Task[None]] = field(default_factory=list)
@@ -285,10 +287,11 @@ class Agent:
                 await channel.send(Staged(problem=problem))
             case Start():
                 await self._kill()
-                self.attempt, self.failure = message.attempt, ""
+                self.attempt, self.failure, self.stop_signal = message.attempt, "", 0
                 self.ranks, self.watchers = {}, []
                 self.starting = asyncio.create_task(self._start(message))
             case Signal():
+                self.stop_signal = message.number
                 self._signal_ranks(message.number)
             case Kill():
                 if self.attempt <= message.attempt:
@@ -341,6 +344,8 @@ class Agent:
             process = await receive_rank(secret, name, rank, environ, arguments, limit_s)
         self.ranks[rank] = _Rank(rank, process, page)
         self.watchers.append(asyncio.create_task(self._watch(self.ranks[rank])))
+        if self.stop_signal:  # it arrived while this rank was being started
+            self._signal_ranks(self.stop_signal)
 
     async def _start_process(
         self, environ: Mapping[str, str], arguments: Sequence[str]

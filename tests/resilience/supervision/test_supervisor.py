@@ -37,7 +37,15 @@ from optimus.resilience.supervision.ledger import (
     SupervisorStarted,
     read_history,
 )
-from optimus.resilience.supervision.messages import Hello, Kill, Message, RankReport, Report
+from optimus.resilience.supervision.messages import (
+    Hello,
+    Kill,
+    Message,
+    RankReport,
+    Report,
+    Signal,
+    Start,
+)
 from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
 from tests.kit.faults import failures
 from tests.kit.faults.supervised import References, write_config
@@ -530,6 +538,35 @@ def test_ranks_of_a_node_that_answers_again_are_killed(tmp_path):
     asyncio.run(run())
     watcher._lock.close()
     assert sent == [("b", Kill(attempt=1))] * 2
+
+
+def test_stop_signal_reaches_a_rank_that_starts_later(tmp_path, monkeypatch):
+    async def run() -> int:
+        agent = Agent(tmp_path, "a", tmp_path)
+
+        async def start_process(environ: Any, arguments: Any) -> Any:
+            await agent._obey(channel, Signal(number=signal.SIGTERM))
+            return await asyncio.create_subprocess_exec(
+                *("sleep", "60"), stdout=subprocess.PIPE, start_new_session=True
+            )
+
+        async def nothing() -> None:
+            pass
+
+        channel: Any = None
+        monkeypatch.setattr(agent, "_check_supervisor", nothing)
+        monkeypatch.setattr(agent, "_start_process", start_process)
+        start = Start(
+            attempt=1, ranks=(0,), arguments=(), workspace="w", job_end=None, mpiexec_s=None,
+            variables={},
+        )  # fmt: skip
+        await agent._obey(channel, start)
+        assert agent.starting is not None
+        await agent.starting
+        async with asyncio.timeout(10.0):
+            return await agent.ranks[0].process.wait()
+
+    assert asyncio.run(run()) == -signal.SIGTERM
 
 
 def test_agent_keeps_the_hash_of_its_files(tmp_path, monkeypatch):
