@@ -224,14 +224,16 @@ def _read_hosts(path: Path) -> list[str]:
         lines = files.read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hosts {path}: not a readable text file: {error}") from None
+    seen: set[str] = set()
     for number, name in enumerate(lines, 1):
         # A name that begins with "-" would be an option of ssh.
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:@%-]*", name):
             raise ConfigError(
                 f"--hosts {path}: line {number} is {name[:80]!r}; write one host name in each line"
             )
-        if name in lines[: number - 1]:
+        if name in seen:
             raise ConfigError(f"--hosts {path}: line {number} repeats {name}; remove this line")
+        seen.add(name)
     return lines
 
 
@@ -245,7 +247,9 @@ def read_job_end(environ: Mapping[str, str] = os.environ) -> float:
             return datetime.fromisoformat(text).timestamp()
     elif "PBS_JOBID" in environ:
         text = _output_of("qstat", "-f", "-F", "json", environ["PBS_JOBID"])
-        with contextlib.suppress(ValueError, KeyError, IndexError):
+        # The answer of a scheduler may have any type.
+        wrong = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
+        with contextlib.suppress(*wrong):
             (job,) = json.loads(text)["Jobs"].values()
             hours, minutes, seconds = job["Resource_List"]["walltime"].split(":")
             limit_s = 3600 * int(hours) + 60 * int(minutes) + int(seconds)

@@ -697,7 +697,8 @@ async def _answers(run_dir: Path) -> bool:
         hosts, port = parse_address(files.read_regular(run_dir / SUPERVISOR / ADDRESS, 1 << 16))
         secret = read_secret(run_dir / SUPERVISOR / SECRET)
         for host in hosts:
-            with contextlib.suppress(OSError, TimeoutError, PeerError):
+            # ValueError: a host name that cannot be encoded
+            with contextlib.suppress(OSError, TimeoutError, PeerError, ValueError):
                 async with asyncio.timeout(3.0):
                     reader, writer = await asyncio.open_connection(host, port)
                     channel = await Channel.open(reader, writer, "agent", secret)

@@ -69,6 +69,10 @@ def test_end_of_a_job(programs):
 
 
 def test_unknown_end_of_a_job_gives_a_warning(programs, capsys):
+    job = '{"Jobs": {"1": {"Resource_List": {"walltime": 5}, "stime": null}}}'
+    for answer in ("5", "[]", '{"Jobs": 5}', job, "[" * 100_000):
+        write_program(programs, "qstat", answer)
+        assert read_job_end({"PBS_JOBID": "9.pbs"}) == math.inf
     write_program(programs, "qstat", "{}")
     assert read_job_end({"PBS_JOBID": "9.pbs"}) == math.inf
     (programs / "qstat").unlink()

@@ -278,7 +278,11 @@ def test_run_without_a_supervisor_keeps_its_directory(tmp_path):
 
 def test_supervisor_that_does_not_answer_is_replaced(tmp_path):
     earlier = supervisor.Supervisor(make_job(tmp_path))
-    (tmp_path / ".supervisor" / "address.json").write_bytes(b"[" * 60_000)
+    address = tmp_path / ".supervisor" / "address.json"
+    for host in ("x" * 70, "a..b", "a\0b"):
+        address.write_text(json.dumps({"hosts": [host], "port": 1}))
+        assert not asyncio.run(supervisor._answers(tmp_path))
+    address.write_bytes(b"[" * 60_000)
     later = supervisor.Supervisor(make_job(tmp_path))
     assert not earlier._workspace.is_open() and later._workspace.is_open()
 
