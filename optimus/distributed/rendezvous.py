@@ -74,12 +74,13 @@ def _addresses(where: SplitResult) -> list[tuple[socket.AddressFamily, tuple]]:
     Return [] if the name server does not answer."""
     try:
         entries = socket.getaddrinfo(where.hostname, where.port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_AGAIN:  # the name server does not answer
-            return []
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: an empty or long label
+        if isinstance(error, OSError) and error.errno == socket.EAI_AGAIN:
+            return []  # the name server does not answer
+        reason = error.strerror if isinstance(error, OSError) else "not a valid name"
         raise LaunchError(
             f"MASTER_ADDR: {where.hostname} is not a host name that this machine can resolve "
-            f"({error.strerror}); export MASTER_ADDR=HOST, where HOST is the machine of rank 0"
+            f"({reason}); export MASTER_ADDR=HOST, where HOST is the machine of rank 0"
         ) from None
     addresses = [(family, address) for family, _, _, _, address in entries]
     return sorted(addresses, key=lambda entry: is_loopback(entry[1][0]))

@@ -34,6 +34,9 @@ def test_a_good_meeting_point_passes():
 def test_a_bad_meeting_point_is_refused_before_any_wait():
     with pytest.raises(LaunchError, match=r"nowhere\.invalid is not a host"):
         check_meeting_point(at("tcp://nowhere.invalid:29500"))
+    for host in ("a..b", "x" * 70):
+        with pytest.raises(LaunchError, match=rf"{host} is not a host name .*\(not a valid name\)"):
+            check_meeting_point(at(f"tcp://{host}:29500"))
     elsewhere = "tcp://192.0.2.1:29500"  # reserved for documentation
     with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is not the machine of rank 0"):
         check_meeting_point(at(elsewhere))

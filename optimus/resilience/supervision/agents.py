@@ -63,7 +63,8 @@ _MOST_UNAUTHENTICATED = 64
 _CLOCK_S = 60.0
 """Maximum difference between the clocks of two nodes."""
 MIN_OPEN_FILES = 1024
-"""Minimum number of files that a process on a node must be allowed to open."""
+"""Minimum number of files that a process on a node must be allowed to open. The supervisor opens
+about 30, one for each node, and three times _MOST_UNAUTHENTICATED in a flood of connections."""
 _LOG_BYTES = 1 << 28
 """Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
 _MAX_PROBLEMS = 4
@@ -182,7 +183,10 @@ class Agents:
         hosts, port, problem = [], 0, OSError("this machine has no address")
         for host in self._job.launcher.addresses():
             try:
-                server = await asyncio.start_server(self._on_connection, host, port, backlog=1024)
+                # asyncio accepts up to `backlog` connections at once, before any is refused.
+                server = await asyncio.start_server(
+                    self._on_connection, host, port, backlog=_MOST_UNAUTHENTICATED
+                )
             except OSError as error:  # an interface that is down, or the port is in use there
                 problem = error
                 continue

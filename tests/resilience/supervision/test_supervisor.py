@@ -573,6 +573,42 @@ def test_stop_signal_reaches_a_rank_that_starts_later(tmp_path, monkeypatch):
     assert asyncio.run(run()) == -signal.SIGTERM
 
 
+FLOOD = """
+import socket, sys, time
+end, kept = time.monotonic() + 2.0, []
+while time.monotonic() < end:
+    try:
+        kept.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=1.0))
+    except OSError:
+        pass
+    if len(kept) > 900:
+        for connection in kept[:300]:
+            connection.close()
+        del kept[:300]
+"""
+
+
+def test_flood_of_connections_takes_few_open_files(tmp_path):
+    """The process knows the port only."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    most = 0
+
+    async def run() -> None:
+        nonlocal most
+        _, port = await watcher._agents.listen()
+        flood = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOD, str(port))
+        while flood.returncode is None:
+            most = max(most, len(os.listdir("/proc/self/fd")))
+            await asyncio.sleep(0.005)
+        await flood.wait()
+        await watcher._agents.close()
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(run())
+    watcher._lock.close()
+    assert agents._MOST_UNAUTHENTICATED <= most - before < 4 * agents._MOST_UNAUTHENTICATED
+
+
 def test_agent_keeps_the_hash_of_its_files(tmp_path, monkeypatch):
     agent = Agent(tmp_path, "a", tmp_path)
     monkeypatch.setattr("optimus.resilience.supervision.agent.hash_code", lambda: "changed")
