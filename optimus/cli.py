@@ -17,7 +17,6 @@ from typing import Any, NoReturn, TextIO
 from optimus.errors import (
     ConfigError,
     OptimusError,
-    OutcomeKind,
     as_optimus_error,
     counted,
     printable_lines,
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def process() -> NoReturn:
     """Run the command in `sys.argv` and end this process with the command's exit status."""
     _open_standard_streams()
-    from optimus.launch.environment import is_launched, read_rank
+    from optimus.launch.environment import is_launched, prints_start, read_rank
     from optimus.launch.signals import (
         STOP_SIGNALS,
         exit_on_signals,
@@ -80,7 +79,7 @@ def process() -> NoReturn:
     elif not is_launched():
         exit_on_signals([signal.SIGTERM], report_interrupt)
     exit_on_signals([signal.SIGINT], report_interrupt)
-    if sys.argv[1:2] in _SLOW_TO_START and sys.stderr.isatty() and _speaks():
+    if sys.argv[1:2] in _SLOW_TO_START and sys.stderr.isatty() and prints_start():
         print(f"optimus: starting {sys.argv[1]}", file=sys.stderr)
     try:
         code = main()
@@ -211,9 +210,10 @@ def _flush() -> bool:
 def _end(error: OptimusError) -> int:
     """Print `error`, unless another rank prints it, and return the exit status."""
     from optimus.distributed.agreement import end_alone
+    from optimus.launch.environment import is_started_by_launcher
 
     ended = end_alone(error)
-    if _is_rank_of_a_launcher():
+    if is_started_by_launcher():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its status, 143, could replace the run's
     if ended.prints:
         with _without_output_errors():
@@ -222,34 +222,17 @@ def _end(error: OptimusError) -> int:
     return ended.exit_code
 
 
-def _speaks() -> bool:
-    """Return True if this process prints the messages about the start of the command."""
-    from optimus.launch.environment import RENDEZVOUS, read_rank
-
-    # With `--nproc`, the parent process prints them. It sets RENDEZVOUS for the ranks.
-    return RENDEZVOUS not in os.environ and read_rank() == 0
-
-
-def _is_rank_of_a_launcher() -> bool:
-    """Return whether srun or mpiexec started this process."""
-    from optimus.launch.environment import is_launched
-
-    return "RANK" not in os.environ and is_launched()  # torchrun and `--nproc` set RANK
-
-
 def _parser() -> argparse.ArgumentParser:
     from optimus.bench.commands import add_to as add_bench
     from optimus.checkpoint.commands import add_to as add_checkpoint
+    from optimus.train.commands import add_to as add_train
 
     parser = argparse.ArgumentParser(
         prog="optimus", description="Pretrain Mixture-of-Experts and dense language models."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _add_train,
-        _add_launch,
-        _add_machine,
-        _add_status,
+        add_train,
         _add_plan,
         _add_convert,
         add_checkpoint,
@@ -291,276 +274,13 @@ def _add(
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a TOML file; configs/run has examples")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings that replace those of the file",
-    )
-
-
-def _add_train(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "train", _train, "Train a model as a configuration file says.")
-    _add_config(parser)
-    parser.add_argument("--settings", action=_PrintSettings, help="list all settings and exit")
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="start N ranks here; without it, mpiexec, srun or torchrun set rank and world size",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check settings, layout, data, run directory and checkpoint, print what the run would "
-        "do, and create nothing",
-    )
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="with --dry-run: for N nodes of --nproc ranks each"
-    )
-    _add_skips(parser)
-
-
-def _add_skips(parser: argparse.ArgumentParser) -> None:
-    for name, absent in (
-        ("data", "the data"),
-        ("run-dir", "the run directory and its checkpoints"),
-    ):
-        text = f"with --dry-run: do not check {absent}, which this machine cannot read"
-        parser.add_argument(f"--skip-{name}-check", action="store_true", help=text)
-
-
-class _PrintSettings(argparse.Action):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(nargs=0, **options)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        from optimus.config.reference import settings_text
-
-        print(settings_text(markdown=False), end="")
-        parser.exit()
-
-
-def _train(args: argparse.Namespace, arguments: list[str]) -> int:
-    if _is_rank_of_a_launcher():  # before the slow imports
-        status = OutcomeKind.FAILED.exit_status
-        # srun returns the highest exit status of all ranks. If another rank fails before this
-        # rank's first step, srun sends SIGTERM to this rank. The default status for SIGTERM, 143,
-        # would hide the status of the failed rank.
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
-    from optimus.config import load_config
-    from optimus.launch.environment import STARTED, read_launch_env
-    from optimus.train.startup import prepare_meeting, ranks_to_start, refuse_together
-
-    if args.dry_run:
-        return _dry_run(args)
-    launch = read_launch_env()
-    try:
-        _refuse_without_dry_run(args, "nodes", "skip_data_check", "skip_run_dir_check")
-        nproc = ranks_to_start(args.nproc, launch.world_size)
-        config = load_config(args.config, args.overrides)
-    except OptimusError as error:
-        refuse_together(launch, error)
-    if nproc:
-        from optimus.launch.spawn import spawn_local
-        from optimus.train.resolve import read_inputs
-
-        read_inputs(config, nproc)
-        print(f"optimus: starting {counted(nproc, 'rank')}", file=sys.stderr)
-        return spawn_local(arguments, nproc)
-    if launch.world_size == 1:
-        from optimus.train.resolve import read_inputs
-
-        read_inputs(config, 1)  # finds mistakes before torch is imported, which takes seconds
-    if _speaks():
-        print("optimus: importing torch", file=sys.stderr)
-    prepare_meeting(launch)
-    from optimus.train.loop import train
-
-    train(config, launch, STARTED)
-    return 0
-
-
-def _refuse_without_dry_run(args: argparse.Namespace, *options: str) -> None:
-    for option in options:
-        if (value := getattr(args, option)) is not None and value is not False:
-            name = option.replace("_", "-")
-            raise ConfigError(
-                f"--{name} has an effect only with --dry-run; add --dry-run or remove --{name}"
-            )
-
-
-def _dry_run(args: argparse.Namespace) -> int:
-    from optimus.config import load_config
-    from optimus.train.startup import dry_run
-
-    nodes, ranks = 1 if args.nodes is None else args.nodes, 1 if args.nproc is None else args.nproc
-    refuse_if(
-        nodes < 1 or ranks < 1, f"--nodes {nodes} and --nproc {ranks}: both must be at least 1"
-    )
-    config = load_config(args.config, args.overrides)
-    dry_run(config, nodes, ranks, not args.skip_data_check, not args.skip_run_dir_check)
-    return 0
-
-
-def _add_launch(commands: argparse._SubParsersAction) -> None:
-    text = "Train in an allocation of nodes, and replace nodes that fail."
-    parser = _add(commands, "launch", _launch, text)
-    _add_config(parser)
-    parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="number of nodes with ranks (1)"
-    )
-    parser.add_argument(
-        "--buffer-nodes", type=int, default=0, metavar="K", help="nodes that replace others (0)"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (1)"
-    )
-    parser.add_argument(
-        "--launcher",
-        choices=("local", "srun", "mpiexec", "ssh"),
-        help="how agents are started; default: srun in a Slurm job, mpiexec in a PBS job",
-    )
-    parser.add_argument("--hosts", metavar="FILE", help="file with a host name in each line")
-    parser.add_argument(
-        "--mpi-ranks",
-        action="store_true",
-        help="start the ranks of an attempt with one mpiexec, as oneCCL over MPI needs",
-    )
-    parser.add_argument(
-        "--stage",
-        metavar="DIR",
-        help="copy the Python environment of these ranks to DIR on each node, once per job",
-    )
-    parser.add_argument(
-        "--machine",
-        metavar="NAME",
-        help="environment, binding and addresses of a machine: a name in configs/machine, or the "
-        "path of a TOML file",
-    )
-    parser.add_argument(
-        "--pardon",
-        action="append",
-        default=[],
-        metavar="NODE",
-        help="use an excluded node again; may be repeated",
-    )
-    parser.add_argument(
-        "--next-job",
-        metavar="COMMAND",
-        help="submit the job that continues the run by this command of bash, which prints its name",
-    )
-    parser.add_argument(
-        "--unless-ended",
-        action="store_true",
-        help="end at once if the run is done or was stopped, for the jobs of a chain",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the run as `optimus train --dry-run` does, print nodes, ranks and commands, "
-        "and start nothing",
-    )
-    _add_skips(parser)
-
-
-def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
-    from pathlib import Path
-
-    from optimus.config import load_config
-    from optimus.config.machine import load_machine
-    from optimus.train.launch import LaunchOptions, describe, ended_status, plan_job, supervise
-
-    config = load_config(args.config, args.overrides)
-    if not args.dry_run:
-        _refuse_without_dry_run(args, "skip_data_check", "skip_run_dir_check")
-        if args.unless_ended and (status := ended_status(Path(config.train.run_dir))) is not None:
-            return status
-    options = LaunchOptions(
-        nodes=args.nodes,
-        buffer_nodes=args.buffer_nodes,
-        ranks_per_node=args.ranks_per_node,
-        launcher=args.launcher,
-        hosts=args.hosts,
-        pardoned=tuple(args.pardon),
-        mpi_ranks=args.mpi_ranks,
-        stage=args.stage,
-        machine=load_machine(args.machine) if args.machine else None,
-        next_job=args.next_job,
-        is_dry_run=args.dry_run,
-    )
-    job = plan_job(config, options)
-    if args.dry_run:
-        from optimus.train.startup import dry_run
-
-        checks = not args.skip_data_check, not args.skip_run_dir_check
-        dry_run(config, args.nodes, args.ranks_per_node, *checks)
-        print(describe(job))
-        return 0
-    return supervise(job)
-
-
-def _add_machine(commands: argparse._SubParsersAction) -> None:
-    text = "Check a job against the queues of a machine, and print its settings for a job script."
-    parser = _add(commands, "machine", _machine, text)
-    parser.add_argument("machine", help="a name in configs/machine, or the path of a TOML file")
-    parser.add_argument("--queue", default="", metavar="Q", help="queue of the job")
-    parser.add_argument(
-        "--walltime", default="1:00:00", metavar="T", help="time of the job, H:MM:SS (1:00:00)"
-    )
-    for name, default, text in (
-        ("nodes", 1, "number of nodes with ranks (1)"),
-        ("buffer-nodes", 0, "nodes that replace others (0)"),
-        ("ranks-per-node", 0, "ranks on each node (default: as the machine says)"),
-        ("chain", 0, "further jobs that continue the run (0)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-
-
-def _machine(args: argparse.Namespace, arguments: list[str]) -> int:
-    from optimus.config.machine import load_machine, shell_settings
-
-    machine, requested = load_machine(args.machine), args.nodes + args.buffer_nodes
-    machine.check_job(args.queue, requested, args.walltime, 2 if args.chain else 1)
-    print(shell_settings(machine, args.nodes, args.ranks_per_node))
-    return 0
-
-
-def _add_status(commands: argparse._SubParsersAction) -> None:
-    text = "Show the nodes, attempts and use of time of a supervised run."
-    parser = _add(commands, "status", _status, text)
-    parser.add_argument("run_dir", help="run directory of optimus launch")
-    parser.add_argument("--watch", action="store_true", help="repeat every 2 s until the run ends")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-
-
-def _status(args: argparse.Namespace, arguments: list[str]) -> int:
-    import time
-    from pathlib import Path
-
-    from optimus.resilience.supervision.status import format_status, read_status
-
-    while True:
-        status = read_status(Path(args.run_dir))
-        print(json.dumps(status) if args.json else format_status(status), flush=True)
-        if not args.watch or status["state"] not in ("running", "idle"):
-            return 0
-        time.sleep(2.0)
-
-
 def _add_plan(commands: argparse._SubParsersAction) -> None:
+    from optimus.train.commands import add_config
+
     parser = _add(
         commands, "plan", _plan, "Compute parameters, FLOPs and memory of a run in advance."
     )
-    _add_config(parser)
+    add_config(parser)
     parser.add_argument(
         "--resolved",
         action="store_true",

@@ -28,6 +28,7 @@ from tests.kit.faults.arena import Arena, Limits
 from tests.kit.faults.formats import FORMATS, Command, Format
 from tests.kit.faults.judge import Case
 from tests.kit.faults.mutations import STRUCTURES, Change, all_changes, mutate, to_json
+from tests.kit.faults.samples import make_ledger
 
 DRILL = Path(__file__).resolve().parents[1] / "scripts" / "drills" / "hostile_files.py"
 LIMITS = Limits(cpu_s=0.5, idle_s=1.0, clock_s=20.0, memory_bytes=64 << 20)
@@ -88,7 +89,7 @@ def test_each_field_is_set_to_each_value():
 
 
 def test_seal_of_a_ledger_makes_its_chain_of_hashes_valid(tmp_path):
-    formats._make_ledger(tmp_path / "run")
+    make_ledger(tmp_path / "run")
     path = tmp_path / "run" / "events.jsonl"
     before = path.read_bytes()
     path.write_bytes(before.replace(b"the last step", b"another reason"))

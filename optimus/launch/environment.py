@@ -204,6 +204,17 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     return _launcher_of(environ) is not None
 
 
+def is_started_by_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if srun or mpiexec has started this process: torchrun and `--nproc` set RANK."""
+    return "RANK" not in environ and is_launched(environ)
+
+
+def prints_start(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this process prints the messages about the start of a command. With `--nproc`,
+    the parent process prints them. It sets RENDEZVOUS for the ranks."""
+    return RENDEZVOUS not in environ and read_rank(environ) == 0
+
+
 def read_job_rank(environ: Mapping[str, str] = os.environ, world: int | None = None) -> JobRank:
     """Return this process's rank among all processes of its job, or of its job array.
 

@@ -23,7 +23,7 @@ from optimus.distributed.collectives import Group, broadcast_object
 from optimus.distributed.world import World
 from optimus.errors import CheckpointError, OptimusError, one_line
 from optimus.parallel.layout import Layout
-from optimus.resilience.nonfinite import is_finite
+from optimus.resilience.finite import is_finite
 from optimus.train.loss_scale import LossScale
 from optimus.train.resolve import ResolvedStart, RunPlan, find_start
 

@@ -26,7 +26,7 @@ from optimus.distributed.world import World
 from optimus.errors import LostPeerError, NonFiniteError, OptimusError, counted, one_line
 from optimus.hf import config_to_hf
 from optimus.io.workspace import Workspace
-from optimus.resilience.nonfinite import refuse_bad_states
+from optimus.resilience.finite import refuse_bad_states
 from optimus.resilience.supervision.markers import write_marker
 from optimus.train.loss_scale import LossScale
 from optimus.train.resolve import RunPlan, flat_settings

@@ -38,7 +38,7 @@ from results import Results
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from tests.kit.faults import failures, slurm  # noqa: E402
+from tests.kit.faults import failure_runs, failures, slurm  # noqa: E402
 from tests.kit.faults.supervised import Allocation, Launch, References  # noqa: E402
 from tests.kit.runs.tiny import make_tiny_data  # noqa: E402
 
@@ -75,7 +75,7 @@ def main() -> int:
             if (name, seed) in done:
                 continue
             record = results.add(
-                **failures.run_sequence(
+                **failure_runs.run_sequence(
                     references,
                     seed,
                     allocation,
@@ -84,7 +84,7 @@ def main() -> int:
                     launch_type=launch_type,
                 )
                 if args.sequences
-                else failures.run_case(
+                else failure_runs.run_case(
                     references, name, seed, allocation, cases=cases, launch_type=launch_type
                 )
             )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optimus.resilience.nonfinite import ForwardWatch, is_finite
+from optimus.resilience.finite import is_finite
+from optimus.resilience.nonfinite import ForwardWatch
 
 
 def test_large_values_whose_sum_overflows_are_finite():

@@ -221,6 +221,11 @@ class History:
         """Return the attempts of the present job."""
         return self.attempts[self.first_of_job :]
 
+    def has_updated(self, attempt: AttemptStarted) -> bool:
+        """Return True if an attempt has started its first update."""
+        events = self.events
+        return any(isinstance(e, Progress) and e.attempt == attempt.attempt for e in events)
+
     def failures(self, of_job: bool = False) -> list[AttemptEnded]:
         """Return the ends of failed attempts, in their order. `of_job`: only of the present job."""
         attempts = self.attempts[self.first_of_job if of_job else 0 :]

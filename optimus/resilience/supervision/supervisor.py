@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import secrets
 import signal
@@ -19,7 +18,6 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +28,6 @@ from optimus.io import files
 from optimus.io.workspace import Workspace, lock_run_dir, read_lock_owner
 from optimus.resilience.supervision.agent import (
     ADDRESS,
-    BEATS_PER_LIMIT,
     SECRET,
     SUPERVISOR,
     parse_address,
@@ -44,12 +41,8 @@ from optimus.resilience.supervision.attempt import (
 from optimus.resilience.supervision.channel import Channel, PeerError, create_secret, read_secret
 from optimus.resilience.supervision.decide import (
     Decision,
-    Evidence,
-    RankEnd,
-    RankProgress,
     decide,
     find_cause,
-    names_cause,
 )
 from optimus.resilience.supervision.ledger import (
     LEDGER,
@@ -60,12 +53,10 @@ from optimus.resilience.supervision.ledger import (
     Ledger,
     NextJob,
     NodeMarked,
-    Progress,
     SupervisorStarted,
     VerdictReached,
     read_history,
 )
-from optimus.resilience.supervision.markers import Marker, read_markers
 from optimus.resilience.supervision.messages import (
     End,
     FindPort,
@@ -76,6 +67,7 @@ from optimus.resilience.supervision.messages import (
     Stage,
     Staged,
 )
+from optimus.resilience.supervision.observation import Observer
 from optimus.resilience.supervision.staging import (
     ARCHIVE,
     pack_environment,
@@ -87,30 +79,14 @@ logger = logging.getLogger(__name__)
 
 _LOCK_OWNER = b"supervisor"
 """Content of a lock file that a supervisor has locked."""
-_SAME_TIME_S = 0.3
-"""Time to wait for further observations after a rank was ended by a signal or wrote a marker."""
-_AGREE_S = 6.0
-"""Time to wait for the other ranks after a rank has ended, if its end does not name the cause:
-ranks agree on the cause, and then end within this time."""
-_SAVE_S = 600.0
-"""Longest time from a stop signal to the end of all ranks."""
-_STALL_FACTOR = 1.2
-"""Factor on `parallel.timeout_s`, after which ranks that do not wait for each other are stopped. If
-they waited, they would end by themselves before."""
-_STOP_S = 60.0
-"""Time to wait for the other ranks after a rank has ended because the run stops."""
 _RETRY_S = 2.0
 """Time until the supervisor writes to a full disk again."""
 _STAGE_S = 600.0
 """Longest time to unpack the environment of ranks on a node."""
 _SUBMIT_S = 600.0
 """Time until the supervisor submits the next job again, after the scheduler has refused it."""
-_CANNOT_START = 127
-"""Exit status in the evidence if an agent cannot start its ranks."""
 _MAX_DOCUMENTS = 8
 """Maximum number of documents in the report on data that gives non-finite values."""
-_NONFINITE = OutcomeKind.NONFINITE.exit_status
-_LOST_PEER = OutcomeKind.LOST_PEER.exit_status
 
 
 class Supervisor:
@@ -148,9 +124,7 @@ class Supervisor:
         self._submitter: asyncio.Task[None] | None = None
         self._is_ending = asyncio.Event()
         self._stop_signal = 0
-        self._stopped_at_s = math.inf
-        self._cut_off_at_s = -math.inf
-        """Last time at which this node was cut off from all others."""
+        self._observer = Observer(job, self._agents, self._ledger)
         self._digest = ""
         """Hash of the archive of the environment; "" if it is not packed."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
@@ -347,7 +321,7 @@ class Supervisor:
         end = self._history.ends.get(attempts[-1].attempt) if attempts else None
         documents: list[str] = []
         if end is not None and end.failure == "soft":
-            for marker in self._markers(attempts[-1])[:1]:
+            for marker in self._observer.markers(attempts[-1])[:1]:
                 for instance in marker.instances[:_MAX_DOCUMENTS]:
                     with contextlib.suppress(OptimusError, OSError):
                         documents += TokenDataset(instance.data).documents(instance.instance)
@@ -358,7 +332,7 @@ class Supervisor:
         if not self._stop_signal:
             logger.info("%s: the ranks save a checkpoint and end", signal.Signals(number).name)
         self._stop_signal = number
-        self._stopped_at_s = min(self._stopped_at_s, self._agents.clock_s)
+        self._observer.stopped_at_s = min(self._observer.stopped_at_s, self._agents.clock_s)
         self._agents.spawn(self._agents.say_to_all(Signal(number=signal.SIGTERM)))
 
     # -- Attempts ---------------------------------------------------------------------------------
@@ -448,7 +422,7 @@ class Supervisor:
 
     async def _finish_attempt(self, attempt: AttemptStarted) -> None:
         """Wait for the end of an attempt, store its cause, and kill its processes."""
-        has_updated = self._has_updated(attempt)
+        has_updated = self._history.has_updated(attempt)
         for name in attempt.nodes:  # an earlier supervisor may have started some nodes only
             node = self._agents.nodes[name]
             if node.attempt == attempt.attempt:
@@ -458,7 +432,7 @@ class Supervisor:
                 await self._agents.start_ranks(attempt, name)
             node.attempt = attempt.attempt
             node.has_lost_ranks = not is_running and has_updated
-        evidence = await self._observe(attempt)
+        evidence = await self._observer.observe(attempt, self._mpiexec is not None)
         world = len(attempt.nodes) * attempt.ranks_per_node
         end = find_cause(evidence, world, time.time())
         first = self._agents.nodes[attempt.nodes[0]].ranks.get(0)
@@ -471,155 +445,6 @@ class Supervisor:
         await self._kill(attempt)
         if end.outcome in ("done", "stopped"):  # no rank that cannot be reached uses the workspace
             self._job.workspace_of(attempt).close()
-
-    async def _observe(self, attempt: AttemptStarted) -> Evidence:
-        """Wait until an attempt has ended or has failed; return the observations."""
-        first_end = changed_at = math.inf
-        last: Sequence[RankProgress] = ()
-        has_updated = self._has_updated(attempt)
-        checkpoint = self._newest_checkpoint()
-        world = len(attempt.nodes) * attempt.ranks_per_node
-        next_look = 0.0
-        while True:
-            now = self._agents.clock_s
-            nodes = [self._agents.nodes[name] for name in attempt.nodes]
-            steps = [r.progress.step if r.progress else 0 for n in nodes for r in n.ranks.values()]
-            if not has_updated and min(steps, default=0) > 0:
-                has_updated = True
-                self._add_progress(attempt, "first update", min(steps))
-            if now >= next_look:
-                next_look = now + 1.0
-                if (newest := self._newest_checkpoint()) > checkpoint:
-                    checkpoint = newest
-                    self._add_progress(attempt, "checkpoint", newest)
-            evidence = self._evidence(attempt, now)
-            if not _are_equal(evidence.progress, last) or evidence.ends:
-                changed_at, last = now, evidence.progress
-            if now - changed_at > _STALL_FACTOR * self._job.timeout_s + _AGREE_S:
-                return replace(evidence, stalled_s=now - changed_at)
-            if evidence.ends:
-                first_end = min(first_end, now)
-            silence_s = max((now - node.heard_at for node in nodes), default=0.0)
-            if self._is_conclusive(evidence, world, now - first_end, silence_s):
-                if (newest := self._newest_checkpoint()) > checkpoint:
-                    self._add_progress(attempt, "checkpoint", newest)
-                return self._evidence(attempt, now)
-            await asyncio.sleep(LOOK_S)
-
-    def _has_updated(self, attempt: AttemptStarted) -> bool:
-        return any(
-            isinstance(event, Progress) and event.attempt == attempt.attempt
-            for event in self._history.events
-        )
-
-    def _has_progressed(self) -> bool:
-        """Return True if an attempt of this job has done an update."""
-        attempts = {attempt.attempt for attempt in self._history.attempts_of_job()}
-        events = self._history.events
-        return any(isinstance(event, Progress) and event.attempt in attempts for event in events)
-
-    def _add_progress(self, attempt: AttemptStarted, milestone: Any, step: int) -> None:
-        event = Progress(time=time.time(), attempt=attempt.attempt, milestone=milestone, step=step)
-        try:
-            self._ledger.add(event)
-        except OSError as error:  # the next one states the progress, too
-            logger.warning("%s: %s", LEDGER, error.strerror)
-
-    def _newest_checkpoint(self) -> int:
-        """Return the step of the newest full checkpoint; 0 without one."""
-        paths = store.find_all(self._job.run_dir)
-        names = [path.name for path in paths if path.name.startswith("step-")]
-        return max((int(name.removeprefix("step-")) for name in names), default=0)
-
-    def _evidence(self, attempt: AttemptStarted, now: float) -> Evidence:
-        nodes, per_node = (
-            [self._agents.nodes[name] for name in attempt.nodes],
-            attempt.ranks_per_node,
-        )
-        silent = [node for node in nodes if now - node.heard_at > self._job.heartbeat_s]
-        silent.sort(key=lambda node: node.heard_at)
-        if is_cut_off := bool(silent) and self._agents.is_cut_off(now):
-            self._cut_off_at_s = now
-        elif now - self._cut_off_at_s <= self._job.heartbeat_s:
-            silent = []  # after a cut, agents do not connect again at the same time
-        restarted = [node.name for node in nodes if node.has_lost_ranks and node not in silent]
-        if all(math.isinf(node.heard_at) for node in nodes):
-            # The agents ended together with the last supervisor, for example when the machine was
-            # started again. No node is the cause.
-            silent, restarted = [], [*attempt.nodes]
-        ends = [
-            RankEnd(per_node * index, node.name, _CANNOT_START, message=node.failure)
-            for index, node in enumerate(nodes)
-            if node.failure
-        ]
-        progress, steps, in_order = [], [0], []
-        for node in nodes:
-            for rank in node.ended:
-                if (report := node.ranks[rank]).status is None:
-                    continue
-                failure = report.progress.failure if report.progress else 0
-                was_adopted = failure == _LOST_PEER != report.status
-                end = (rank, node.name, report.status, report.was_ended, report.message)
-                in_order.append((node.ended[rank], RankEnd(*end, was_adopted)))
-            for rank, report in node.ranks.items():
-                if (page := report.progress) is None:
-                    continue
-                steps.append(page.step)
-                if report.status is None:
-                    state = (page.step, page.collectives, page.phase_s, page.failure, page.phase)
-                    progress.append(RankProgress(rank, node.name, *state))
-        ends += [end for _, end in sorted(in_order, key=lambda entry: entry[0])]
-        has_marker = any(end.status == _NONFINITE for end in ends)
-        return Evidence(
-            attempt.attempt,
-            max(steps),
-            tuple(ends),
-            self._markers(attempt) if has_marker else (),
-            attempt.nodes,
-            tuple(node.name for node in silent),
-            tuple(restarted),
-            tuple(progress),
-            is_cut_off=is_cut_off,
-            has_progressed=self._has_progressed(),
-        )
-
-    def _markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
-        """Return the markers of an attempt."""
-        markers = read_markers(self._job.run_dir, attempt.workspace)
-        return tuple(marker for marker in markers if marker.node in attempt.nodes)
-
-    def _is_conclusive(
-        self, evidence: Evidence, world: int, since_s: float, silence_s: float
-    ) -> bool:
-        """Return True if further observations cannot name the cause better.
-
-        Args:
-            evidence: The observations.
-            world: Number of ranks.
-            since_s: Time since the first rank ended.
-            silence_s: Longest silence of an agent.
-        """
-        if evidence.is_cut_off:  # if the others come back, no node is to be blamed
-            return silence_s > self._job.supervisor_timeout_s
-        # mpiexec ends all ranks if a node is lost, whose agent then becomes silent.
-        by_mpiexec = self._mpiexec is not None and all(end.was_ended for end in evidence.ends)
-        if by_mpiexec and not self._stop_signal and not evidence.unreachable:
-            return bool(evidence.ends) and since_s > 1.5 * self._job.heartbeat_s
-        if evidence.restarted or len(evidence.ends) >= world:
-            return True
-        if evidence.unreachable:  # a cut of the network also silences the other agents by now
-            return silence_s > (1 + 1.5 / BEATS_PER_LIMIT) * self._job.heartbeat_s
-        if self._agents.clock_s - self._stopped_at_s > _SAVE_S:
-            return True  # the ranks do not obey the signal
-        if not evidence.ends:
-            return False
-        stopped = {0, OutcomeKind.STOPPED.exit_status}
-        statuses = {end.status for end in evidence.ends if not end.was_ended}
-        if evidence.markers or any(status < 0 for status in statuses):
-            return since_s > _SAME_TIME_S
-        if names_cause(evidence):
-            return since_s > 1.2 / BEATS_PER_LIMIT * self._job.heartbeat_s  # all have reported
-        return since_s > (_STOP_S if statuses <= stopped else _AGREE_S)
 
     async def _kill(self, attempt: AttemptStarted) -> None:
         """Kill all ranks that can be reached."""
@@ -638,13 +463,6 @@ class Supervisor:
                 )
         if self._mpiexec is not None:  # the next attempt does not wait for a lost node
             self._agents.spawn(self._agents.wait_for_ends([self._mpiexec]))
-
-
-def _are_equal(progress: Sequence[RankProgress], last: Sequence[RankProgress]) -> bool:
-    """Return True if several ranks compute updates, and none has started a collective since
-    `last`."""
-    is_update = len(progress) > 1 and all(rank.phase == "update" for rank in progress)
-    return is_update and [rank[:4] for rank in progress] == [rank[:4] for rank in last]
 
 
 def _interrupted(attempt: AttemptStarted) -> AttemptEnded:

@@ -35,7 +35,6 @@ from tests.kit.faults.formats import (
     Format,
     Reader,
     available,
-    make_samples,
     seal,
     with_self_hash,
 )
@@ -50,6 +49,7 @@ from tests.kit.faults.judge import (
     make_folder,
 )
 from tests.kit.faults.mutations import CANARY, LARGE_BYTES, Change
+from tests.kit.faults.samples import make_samples
 from tests.kit.ranks.processes import status_bytes
 
 _ADDRESS_BYTES = 2 << 30

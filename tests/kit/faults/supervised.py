@@ -25,7 +25,11 @@ import torch
 from optimus.checkpoint import store
 from optimus.config import dump_toml
 from optimus.errors import ConfigError
-from optimus.resilience.supervision.ledger import AttemptStarted, History, Progress, read_history
+from optimus.io.workspace import Workspace
+from optimus.resilience.supervision.agents import Job
+from optimus.resilience.supervision.decide import Policy
+from optimus.resilience.supervision.launchers import Local
+from optimus.resilience.supervision.ledger import History, read_history
 from tests.kit.runs.results import hash_files, metrics_of, read_whole
 from tests.kit.runs.tiny import CONTEXT, tiny_config
 
@@ -287,7 +291,7 @@ class Launch:
                 return False
             if len(history.ends) < ended + expected.restarts[0] or history.running is None:
                 return False
-            return _has_updated(history, history.running)
+            return history.has_updated(history.running)
 
         self.wait_until(recovery)
 
@@ -319,8 +323,34 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def _has_updated(history: History, attempt: AttemptStarted) -> bool:
-    return any(isinstance(e, Progress) and e.attempt == attempt.attempt for e in history.events)
+class Sleepers(Local):
+    """Starts processes that sleep in place of agents, and then another supervisor if `folder` is
+    set."""
+
+    folder: Path | None = None
+
+    def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
+        if self.folder is not None:
+            Workspace.open(self.folder)
+        return [[sys.executable, "-c", "import time; time.sleep(60)", str(run_dir)] for _ in nodes]
+
+
+def make_job(run_dir: Path, **more: Any) -> Job:
+    """Return a job of two nodes whose agents do not answer. `more` replaces attributes."""
+    values: dict[str, Any] = {
+        "run_dir": run_dir,
+        "config": "",
+        "nodes": ("a", "b"),
+        "ranks_per_node": 1,
+        "policy": Policy(sizes=(2,)),
+        "heartbeat_s": 1.0,
+        "timeout_s": 600.0,
+        "supervisor_timeout_s": 1.0,
+        "launcher": Sleepers(),
+        "settings": "",
+        "start_limit_s": 0.2,
+    }
+    return Job(**values | more)
 
 
 # -- Checks of an ended run -----------------------------------------------------------------------

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -25,11 +24,8 @@ import pytest
 
 from optimus.cli import main
 from optimus.errors import ConfigError, OptimusError
-from optimus.io.workspace import Workspace, lock_run_dir
+from optimus.io.workspace import lock_run_dir
 from optimus.resilience.supervision import agents, supervisor
-from optimus.resilience.supervision.agent import Agent, _Rank, hash_code, parse_address
-from optimus.resilience.supervision.attempt import Progress
-from optimus.resilience.supervision.decide import Policy, find_cause
 from optimus.resilience.supervision.launchers import LAUNCHERS, Local
 from optimus.resilience.supervision.ledger import (
     AttemptEnded,
@@ -38,22 +34,18 @@ from optimus.resilience.supervision.ledger import (
     read_history,
 )
 from optimus.resilience.supervision.messages import (
-    Hello,
     Kill,
     Message,
     RankReport,
     Report,
-    Signal,
-    Start,
 )
-from optimus.resilience.supervision.warm_process import ForkedProcess, WarmProcess
-from tests.kit.faults import failures
-from tests.kit.faults.supervised import References, write_config
+from tests.kit.faults import failure_runs
+from tests.kit.faults.supervised import References, Sleepers, make_job, write_config
 
 
 def test_run_with_faults_has_the_curve_of_an_unbroken_run(tiny_data, tmp_path):
     names = ("rank-data-error", "supervisor-kill", "node-freeze")
-    result = failures.run_sequence(
+    result = failure_runs.run_sequence(
         References(tmp_path, tiny_data), 7, names=names, steps=120, most_faults=3
     )
     assert not result["problems"], (tmp_path / "sequence-7.out").read_text()
@@ -185,68 +177,6 @@ def test_dead_node_does_not_delay_the_start(tiny_data, tmp_path, monkeypatch):
     assert attempt.time - history.events[0].time < 60.0
 
 
-def test_warm_process_survives_sigterm_and_its_ranks_do_not(tiny_data, tmp_path):
-    """Slurm sends SIGTERM to all processes of a job."""
-
-    async def statuses() -> list[int | None]:
-        warm = WarmProcess()
-        await warm.start({})
-        assert await warm.wait_until_ready(60.0)
-        warm._process.send_signal(signal.SIGTERM)
-        config = write_config(tmp_path, tiny_data, "run")
-        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        rank = await warm.fork({**os.environ, **variables}, ["train", str(config)])
-        rank_process = psutil.Process(rank.pid)
-        await asyncio.sleep(0.3)  # it waits for another rank
-        rank_process.terminate()
-        async with asyncio.timeout(10.0):
-            status = await rank.wait()
-        ended = warm._process.returncode
-        await warm.end()
-        return [status, ended]
-
-    assert asyncio.run(statuses()) == [-signal.SIGTERM, None]
-
-
-def test_report_takes_many_short_lines_quickly(tmp_path):
-    """An agent that computes for seconds counts as lost."""
-    agent = Agent(tmp_path, "a", tmp_path)
-    agent.lines.extend(["x"] * 10_000 + ["y" * 16_000] * 20)
-    start = time.process_time()
-    first, second = agent._take_lines(), agent._take_lines()
-    assert time.process_time() - start < 0.5
-    assert len(first) == 10_006 and len(second) == 7 and len(agent.lines) == 7
-
-
-class Sleepers(Local):
-    """Starts processes that sleep in place of agents, and then another supervisor if `folder` is
-    set."""
-
-    folder: Path | None = None
-
-    def agent_commands(self, nodes, run_dir):
-        if self.folder is not None:
-            Workspace.open(self.folder)
-        return [[sys.executable, "-c", "import time; time.sleep(60)", str(run_dir)] for _ in nodes]
-
-
-def make_job(run_dir: Path, **more: Any) -> supervisor.Job:
-    values: dict[str, Any] = {
-        "run_dir": run_dir,
-        "config": "",
-        "nodes": ("a", "b"),
-        "ranks_per_node": 1,
-        "policy": Policy(sizes=(2,)),
-        "heartbeat_s": 1.0,
-        "timeout_s": 600.0,
-        "supervisor_timeout_s": 1.0,
-        "launcher": Sleepers(),
-        "settings": "",
-        "start_limit_s": 0.2,
-    }
-    return supervisor.Job(**values | more)
-
-
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_replaced_supervisor_does_not_end_the_agents_of_its_successor(
     tmp_path, monkeypatch, is_replaced
@@ -331,107 +261,6 @@ def test_attempt_on_other_nodes_is_not_continued(tmp_path):
     assert again._is_takeover()
     again._lock.close()
     assert not supervisor.Supervisor(make_job(tmp_path, nodes=("a",)))._is_takeover()
-
-
-def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
-    """A machine with the only node of a run is started again."""
-    watcher = supervisor.Supervisor(make_job(tmp_path))
-    attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
-    assert find_cause(watcher._evidence(attempt, 0.0), 1, 0.0).outcome == "interrupted"
-    watcher._agents.nodes["a"].heard_at = -100.0
-    assert find_cause(watcher._evidence(attempt, 0.0), 1, 0.0).nodes == ("a",)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"[" * 60_000, b"{}", b'{"hosts": 5, "port": 1}', b'{"hosts": [], "port": 0}']
-)
-def test_damaged_address_is_refused(content):
-    with pytest.raises(ConfigError, match=r"address\.json"):
-        parse_address(content)
-    assert parse_address(b'{"hosts": ["10.0.0.1"], "port": 5}') == (["10.0.0.1"], 5)
-
-
-def hello(name: str) -> Hello:
-    """Return the first message of an agent. The machine of node a is that of the supervisor."""
-    host = socket.gethostname() if name == "a" else name
-    figures = {"pid": 5, "code": hash_code(), "time": time.time(), "open_files": 4096}
-    return Hello(node=name, host=host, attempt=0, **figures)
-
-
-@pytest.mark.parametrize(
-    ("heard_at", "is_cut_off"),
-    [
-        ({"a": 9.9, "b": 5.0, "c": 5.5}, True),
-        ({"a": 9.9, "b": 5.0, "c": 9.5}, False),  # c answers
-        ({"a": 9.9, "b": 5.0, "c": 2.0}, False),  # c was lost earlier
-        ({"a": 9.9, "b": 5.0, "c": 2.0, "d": 5.5}, True),
-        ({"a": 5.0, "b": 5.0, "c": 5.0}, False),  # this machine does not answer either
-        ({"a": 9.9, "b": 5.0}, False),  # one other node may be the lost one
-    ],
-)
-def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_off):
-    watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c", "d")))
-    for name, time_s in heard_at.items():
-        watcher._agents.nodes[name].hello = hello(name)
-        watcher._agents.nodes[name].heard_at = time_s
-    assert watcher._agents.is_cut_off(10.0) == is_cut_off
-    watcher._lock.close()
-
-
-@pytest.mark.parametrize(
-    ("phases", "collectives", "is_stalled"),
-    [
-        (("update", "update"), (7, 7), True),
-        (("update", "save"), (7, 7), False),  # a save has its own limit
-        (("update", "update"), (7, 8), False),  # the second report of rank 1
-    ],
-)
-def test_ranks_that_all_hang_have_a_limit(tmp_path, phases, collectives, is_stalled):
-    watcher = supervisor.Supervisor(make_job(tmp_path, timeout_s=10.0))
-    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
-    watcher._history.add(attempt)
-
-    def report(clock_s: float, second: int) -> None:
-        watcher._agents.clock_s = clock_s
-        for rank, node in enumerate(watcher._agents.nodes.values()):
-            progress = Progress(5, second if rank else 7, phases[rank], clock_s + rank, 4, 0, {})
-            node.ranks[rank] = RankReport(rank=rank, pid=3, progress=progress)
-            node.heard_at = clock_s
-
-    async def run() -> Any:
-        report(1.0, collectives[0])
-        observing = asyncio.create_task(watcher._observe(attempt))
-        await asyncio.sleep(0.3)
-        report(30.0, collectives[1])
-        await asyncio.sleep(0.3)
-        if observing.done():
-            return observing.result()
-        observing.cancel()
-        return None
-
-    evidence = asyncio.run(run())
-    watcher._lock.close()
-    assert (evidence is not None) == is_stalled
-    if is_stalled:
-        end = find_cause(evidence, 2, 0.0)
-        assert (end.failure, end.nodes, end.signature) == ("ambiguous", ("b",), "no progress")
-        assert end.evidence[0] == "no rank has started a collective for 29 s"
-
-
-def test_ends_of_ranks_are_in_the_order_in_which_they_were_reported(tmp_path):
-    """A rank of the second node crashes. Then a rank of the first node ends with an error."""
-    watcher = supervisor.Supervisor(make_job(tmp_path))
-    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
-    watcher._history.add(attempt)
-    nodes = watcher._agents.nodes
-    for rank, node, status in ((1, nodes["b"], -signal.SIGSEGV), (0, nodes["a"], 1)):
-        node.attempt, node.heard_at = 1, 0.0
-        report = RankReport(rank=rank, pid=3, status=status)
-        watcher._agents._receive(node, Report(attempt=1, ranks=(report,), lines=()))
-    watcher._lock.close()
-    evidence = watcher._evidence(attempt, 0.0)
-    assert [end.rank for end in evidence.ends] == [1, 0]
-    assert find_cause(evidence, 2, 0.0).nodes == ("b",)
 
 
 def test_node_that_cannot_listen_ends_the_start_with_the_reason(tiny_data, tmp_path, monkeypatch):
@@ -544,35 +373,6 @@ def test_ranks_of_a_node_that_answers_again_are_killed(tmp_path):
     assert sent == [("b", Kill(attempt=1))] * 2
 
 
-def test_stop_signal_reaches_a_rank_that_starts_later(tmp_path, monkeypatch):
-    async def run() -> int:
-        agent = Agent(tmp_path, "a", tmp_path)
-
-        async def start_process(environ: Any, arguments: Any) -> Any:
-            await agent._obey(channel, Signal(number=signal.SIGTERM))
-            return await asyncio.create_subprocess_exec(
-                *("sleep", "60"), stdout=subprocess.PIPE, start_new_session=True
-            )
-
-        async def nothing() -> None:
-            pass
-
-        channel: Any = None
-        monkeypatch.setattr(agent, "_check_supervisor", nothing)
-        monkeypatch.setattr(agent, "_start_process", start_process)
-        start = Start(
-            attempt=1, ranks=(0,), arguments=(), workspace="w", job_end=None, mpiexec_s=None,
-            variables={},
-        )  # fmt: skip
-        await agent._obey(channel, start)
-        assert agent.starting is not None
-        await agent.starting
-        async with asyncio.timeout(10.0):
-            return await agent.ranks[0].process.wait()
-
-    assert asyncio.run(run()) == -signal.SIGTERM
-
-
 FLOOD = """
 import socket, sys, time
 end, kept = time.monotonic() + 2.0, []
@@ -607,43 +407,3 @@ def test_flood_of_connections_takes_few_open_files(tmp_path):
     asyncio.run(run())
     watcher._lock.close()
     assert agents._MOST_UNAUTHENTICATED <= most - before < 4 * agents._MOST_UNAUTHENTICATED
-
-
-def test_agent_keeps_the_hash_of_its_files(tmp_path, monkeypatch):
-    agent = Agent(tmp_path, "a", tmp_path)
-    monkeypatch.setattr("optimus.resilience.supervision.agent.hash_code", lambda: "changed")
-    assert agent._hello().code == agent.code != Agent(tmp_path, "a", tmp_path)._hello().code
-
-
-def test_agent_kills_no_process_that_has_the_number_of_an_ended_rank(tmp_path):
-    async def run() -> int | None:
-        other = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
-        ended = ForkedProcess(asyncio.StreamReader())
-        ended.pid = other.pid
-        ended.end(0)
-        agent = Agent(tmp_path, "a", tmp_path)
-        agent.ranks = {0: _Rank(0, ended, tmp_path / "page", status=0)}
-        await agent._kill()
-        await asyncio.sleep(0.2)
-        status = other.returncode
-        if status is None:
-            other.kill()
-        await other.wait()
-        return status
-
-    assert asyncio.run(run()) is None
-
-
-def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
-    watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c")))
-    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
-    for node in watcher._agents.nodes.values():
-        node.hello = hello(node.name)
-        node.heard_at = 5.0
-    watcher._agents.nodes["a"].heard_at = 10.0
-    assert watcher._evidence(attempt, 10.0).is_cut_off
-    watcher._agents.nodes["a"].heard_at = watcher._agents.nodes["c"].heard_at = 10.5
-    assert not watcher._evidence(attempt, 10.5).unreachable
-    watcher._agents.nodes["a"].heard_at = watcher._agents.nodes["c"].heard_at = 11.5
-    assert watcher._evidence(attempt, 11.5).unreachable == ("b",)
-    watcher._lock.close()

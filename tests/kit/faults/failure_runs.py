@@ -1,0 +1,173 @@
+"""Supervised runs with the faults of failures.py, and the checks at their end.
+
+`run_case` does one run with a fault, `run_sequence` one run with several faults, each after the run
+has recovered from the one before.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optimus.resilience.supervision.ledger import AttemptStarted
+from tests.kit.faults.failures import CASES, SEQUENCE_BUFFER_NODES, SEQUENCE_STEPS, Case
+from tests.kit.faults.supervised import (
+    LIMIT_S,
+    STEPS,
+    Allocation,
+    Expected,
+    Launch,
+    References,
+    check,
+    check_checkpoints,
+    local_nodes,
+    write_config,
+)
+
+_LAST_STEPS = 50
+"""No fault of a sequence begins in its last updates, since the run could end before the fault."""
+
+
+def run_case(
+    references: References,
+    name: str,
+    seed: int,
+    allocation: Allocation | None = None,
+    cases: Mapping[str, Case] = CASES,
+    launch_type: type[Launch] = Launch,
+) -> dict[str, Any]:
+    """Do one run with one fault.
+
+    Args:
+        references: Curves of unbroken runs. The run is a folder next to theirs.
+        name: The case.
+        seed: Seed of the run.
+        allocation: Nodes; None for emulated ones.
+        cases: All cases.
+        launch_type: Class of the launch.
+
+    Returns:
+        The result; `problems` is empty if all is right.
+    """
+    case, chance = cases[name], random.Random(f"{name} {seed}")
+    config = write_config(
+        references.work, references.data, f"{name}-{seed}", STEPS, **case.settings
+    )
+    began = time.monotonic()
+    launch = launch_type(config, allocation or case.nodes)
+    expected, problems = Expected(), []
+    try:
+        launch.wait_for_step(chance.randrange(2, STEPS // 2))
+        expected = case.fault(launch, chance)
+    except Exception as error:  # any error is a result of the drill
+        problems.append(f"{type(error).__name__}: {error}")
+    curve = references.curve(STEPS, expected.unbroken, **case.settings)
+    return _result(launch, [name], expected, curve, problems, case=name, seed=seed, began=began)
+
+
+def run_sequence(
+    references: References,
+    seed: int,
+    allocation: Allocation | None = None,
+    names: Sequence[str] = (),
+    steps: int = SEQUENCE_STEPS,
+    most_faults: int = 1000,
+    cases: Mapping[str, Case] = CASES,
+    launch_type: type[Launch] = Launch,
+) -> dict[str, Any]:
+    """Do one run with several faults, and check it at its end. The next fault begins when the run
+    has recovered from the one before.
+
+    Args:
+        references: Curves of unbroken runs. The run is a folder next to theirs.
+        seed: Seed of the run.
+        allocation: Nodes; None for emulated ones.
+        names: Cases from which the faults are chosen; () for all that are possible.
+        steps: Number of updates.
+        most_faults: Maximum number of faults. Without it, a fault begins up to _LAST_STEPS updates
+            before the last one.
+        cases: All cases.
+        launch_type: Class of the launch.
+
+    Returns:
+        The result; `problems` is empty if all is right.
+    """
+    chance = random.Random(f"sequence {seed}")
+    allocation = allocation or local_nodes(SEQUENCE_BUFFER_NODES)
+    began = time.monotonic()
+    launch = launch_type(
+        write_config(references.work, references.data, f"sequence-{seed}", steps), allocation
+    )
+    expected, played, problems = Expected(), list[str](), list[str]()
+    try:
+        while launch.process.poll() is None and len(played) < most_faults:
+            at = launch.step() + chance.randrange(1, 12)
+            if at > steps - _LAST_STEPS:
+                break
+            launch.wait_for_step(at)
+            lost = [*expected.standings.values()].count("excluded")
+            free = len(allocation.nodes) - allocation.used - lost
+            possible = [
+                name
+                for name in names or cases
+                if cases[name].in_sequences and cases[name].excludes <= free
+            ]
+            needs_nodes = not free and "pardon" in (names or cases)
+            played.append("pardon" if needs_nodes else chance.choice(possible))
+            ended = len(launch.history().ends)
+            fault = cases[played[-1]].fault(launch, chance)
+            expected = expected.joined(fault)
+            launch.wait_for_recovery(fault, ended)
+            problems += check_checkpoints(launch.run_dir)
+            _wait_for_checkpoint(launch)
+    except Exception as error:  # any error is a result of the drill
+        problems.append(f"{type(error).__name__}: {error}")
+    curve = references.curve(steps, expected.unbroken)
+    return _result(
+        launch, played, expected, curve, problems, case="sequence", seed=seed, began=began
+    )
+
+
+def _wait_for_checkpoint(launch: Launch) -> None:
+    """Wait for a checkpoint of the present attempt if the one before has committed none: the
+    supervisor stops a run whose attempts make no progress."""
+    history = launch.history()
+    committed = [attempt.attempt in history.checkpoints for attempt in history.attempts[-2:]]
+    if any(committed):
+        return
+
+    def checkpoint() -> bool:
+        history = launch.history()
+        return history.attempts[-1].attempt in history.checkpoints
+
+    launch.wait_until(checkpoint)
+
+
+def _result(
+    launch: Launch,
+    played: Sequence[str],
+    expected: Expected,
+    curve: Any,
+    problems: Sequence[str],
+    *,
+    case: str,
+    seed: int,
+    began: float,
+) -> dict[str, Any]:
+    """Wait for the end of a launch, and return the record of its result."""
+    status = None if problems else launch.end(LIMIT_S)
+    wrong = [*problems, *check(launch, status, expected, curve)]
+    launch.thaw()
+    if wrong:
+        launch.kill()
+    return {
+        "case": case,
+        "seed": seed,
+        "launcher": launch.allocation.launcher,
+        "faults": list(played),
+        "attempts": launch.count(AttemptStarted),
+        "seconds": round(time.monotonic() - began, 1),
+        "problems": wrong,
+    }

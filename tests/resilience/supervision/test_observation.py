@@ -1,0 +1,126 @@
+"""Tests of observations on an attempt: ends, silence, cuts of the network and hanging ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from optimus.resilience.supervision import supervisor
+from optimus.resilience.supervision.agent import hash_code
+from optimus.resilience.supervision.attempt import Progress
+from optimus.resilience.supervision.decide import find_cause
+from optimus.resilience.supervision.ledger import AttemptStarted
+from optimus.resilience.supervision.messages import Hello, RankReport, Report
+from tests.kit.faults.supervised import make_job
+
+
+def hello(name: str) -> Hello:
+    """Return the first message of an agent. The machine of node a is that of the supervisor."""
+    host = socket.gethostname() if name == "a" else name
+    figures = {"pid": 5, "code": hash_code(), "time": time.time(), "open_files": 4096}
+    return Hello(node=name, host=host, attempt=0, **figures)
+
+
+def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
+    """A machine with the only node of a run is started again."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    attempt = AttemptStarted(time=2, attempt=1, nodes=("a",), ranks_per_node=1, port=1)
+    assert find_cause(watcher._observer.evidence(attempt, 0.0), 1, 0.0).outcome == "interrupted"
+    watcher._agents.nodes["a"].heard_at = -100.0
+    assert find_cause(watcher._observer.evidence(attempt, 0.0), 1, 0.0).nodes == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("heard_at", "is_cut_off"),
+    [
+        ({"a": 9.9, "b": 5.0, "c": 5.5}, True),
+        ({"a": 9.9, "b": 5.0, "c": 9.5}, False),  # c answers
+        ({"a": 9.9, "b": 5.0, "c": 2.0}, False),  # c was lost earlier
+        ({"a": 9.9, "b": 5.0, "c": 2.0, "d": 5.5}, True),
+        ({"a": 5.0, "b": 5.0, "c": 5.0}, False),  # this machine does not answer either
+        ({"a": 9.9, "b": 5.0}, False),  # one other node may be the lost one
+    ],
+)
+def test_supervisor_notices_that_its_node_is_cut_off(tmp_path, heard_at, is_cut_off):
+    watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c", "d")))
+    for name, time_s in heard_at.items():
+        watcher._agents.nodes[name].hello = hello(name)
+        watcher._agents.nodes[name].heard_at = time_s
+    assert watcher._agents.is_cut_off(10.0) == is_cut_off
+    watcher._lock.close()
+
+
+@pytest.mark.parametrize(
+    ("phases", "collectives", "is_stalled"),
+    [
+        (("update", "update"), (7, 7), True),
+        (("update", "save"), (7, 7), False),  # a save has its own limit
+        (("update", "update"), (7, 8), False),  # the second report of rank 1
+    ],
+)
+def test_ranks_that_all_hang_have_a_limit(tmp_path, phases, collectives, is_stalled):
+    watcher = supervisor.Supervisor(make_job(tmp_path, timeout_s=10.0))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    watcher._history.add(attempt)
+
+    def report(clock_s: float, second: int) -> None:
+        watcher._agents.clock_s = clock_s
+        for rank, node in enumerate(watcher._agents.nodes.values()):
+            progress = Progress(5, second if rank else 7, phases[rank], clock_s + rank, 4, 0, {})
+            node.ranks[rank] = RankReport(rank=rank, pid=3, progress=progress)
+            node.heard_at = clock_s
+
+    async def run() -> Any:
+        report(1.0, collectives[0])
+        observing = asyncio.create_task(watcher._observer.observe(attempt, False))
+        await asyncio.sleep(0.3)
+        report(30.0, collectives[1])
+        await asyncio.sleep(0.3)
+        if observing.done():
+            return observing.result()
+        observing.cancel()
+        return None
+
+    evidence = asyncio.run(run())
+    watcher._lock.close()
+    assert (evidence is not None) == is_stalled
+    if is_stalled:
+        end = find_cause(evidence, 2, 0.0)
+        assert (end.failure, end.nodes, end.signature) == ("ambiguous", ("b",), "no progress")
+        assert end.evidence[0] == "no rank has started a collective for 29 s"
+
+
+def test_ends_of_ranks_are_in_the_order_in_which_they_were_reported(tmp_path):
+    """A rank of the second node crashes. Then a rank of the first node ends with an error."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    watcher._history.add(attempt)
+    nodes = watcher._agents.nodes
+    for rank, node, status in ((1, nodes["b"], -signal.SIGSEGV), (0, nodes["a"], 1)):
+        node.attempt, node.heard_at = 1, 0.0
+        report = RankReport(rank=rank, pid=3, status=status)
+        watcher._agents._receive(node, Report(attempt=1, ranks=(report,), lines=()))
+    watcher._lock.close()
+    evidence = watcher._observer.evidence(attempt, 0.0)
+    assert [end.rank for end in evidence.ends] == [1, 0]
+    assert find_cause(evidence, 2, 0.0).nodes == ("b",)
+
+
+def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
+    watcher = supervisor.Supervisor(make_job(tmp_path, nodes=("a", "b", "c")))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    for node in watcher._agents.nodes.values():
+        node.hello = hello(node.name)
+        node.heard_at = 5.0
+    watcher._agents.nodes["a"].heard_at = 10.0
+    assert watcher._observer.evidence(attempt, 10.0).is_cut_off
+    watcher._agents.nodes["a"].heard_at = watcher._agents.nodes["c"].heard_at = 10.5
+    assert not watcher._observer.evidence(attempt, 10.5).unreachable
+    watcher._agents.nodes["a"].heard_at = watcher._agents.nodes["c"].heard_at = 11.5
+    assert watcher._observer.evidence(attempt, 11.5).unreachable == ("b",)
+    watcher._lock.close()
