@@ -169,8 +169,10 @@ def read_checked_json(
     except ValueError as error:
         raise DamageError(f"{path}: {error}") from None
     except RecursionError:
-        raise _not_ours(path, "its objects are nested too deep") from None
-    if value.get("format") not in forms or value.get("version") not in range(1, newest + 1):
+        raise foreign(path, "its objects are nested too deep") from None
+    version = value.get("version")
+    known = type(version) is int and 1 <= version <= newest  # True and 1.0 are not written
+    if value.get("format") not in forms or not known:
         raise DataError(
             f"{path}: is {value.get('format')} version {value.get('version')}; "
             f"this program reads {forms[0]} version {newest}"
@@ -209,8 +211,8 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
 
     Args:
         kind: A dataclass or TypedDict. Its fields are str, int, float, bool, lists, tuples or such
-            classes. A field with a default may be missing in `value`. Keys of `value` that are
-            not fields are ignored.
+            classes, or one of these or None. A field with a default may be missing in `value`.
+            Keys of `value` that are not fields are ignored.
         value: The object, from `read_checked_json`.
         path: The file, for the message.
 
@@ -221,14 +223,14 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
     try:
         return _column(kind, [value], "")[0]
     except ValueError as error:
-        raise _not_ours(path, error) from None
+        raise foreign(path, error) from None
 
 
 def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
     """Raise DataError with the text of the first check (condition, text) that is False."""
     for holds, problem in checks:
         if not holds:
-            raise _not_ours(path, problem)
+            raise foreign(path, problem)
 
 
 def are_hashes(texts: Sequence[str]) -> bool:
@@ -254,7 +256,8 @@ def is_relative_path(text: str) -> bool:
     return text != "" and not os.path.isabs(text) and are_paths([text])
 
 
-def _not_ours(path: str | os.PathLike, problem: object) -> DataError:
+def foreign(path: str | os.PathLike, problem: object) -> DataError:
+    """Return the error for a file that has a correct hash and content that is never written."""
     return DataError(
         f"{path}: {problem}; optimus-data did not write this file: copy it again or make it again"
     )
@@ -267,8 +270,9 @@ def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
     value has another type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:  # of a scalar and None
-        _column(arguments[0], [value for value in values if value is not None], key)
+    if origin is types.UnionType:  # of a type and None
+        items = iter(_column(arguments[0], [value for value in values if value is not None], key))
+        return [None if value is None else next(items) for value in values]
     elif kind in _CALLED:
         if not set(map(type, values)) <= ({int, float} if kind is float else {kind}):
             raise ValueError(f"{key} is not {_CALLED[kind]}")

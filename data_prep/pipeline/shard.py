@@ -376,7 +376,7 @@ def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """A complete set of token arrays: its plan, its inputs with their hashes, and its sidecars."""
 
     plan: TokenPlan
@@ -386,17 +386,37 @@ class _Source:
 
 def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
     """Write and return the manifest of a data set whose shards are complete. Raises DataError."""
-    sources = [_read_source(dataset, source) for source in order.sources]
-    plan, blended = sources[0].plan, isinstance(order, BlendOrder)
+    sources = [read_source(dataset, source) for source in order.sources]
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
-    units = [unit for source in order.sources for unit in source.units]
-    quarantined = _list_set_aside(dataset, sources)
+    if content := _list_quarantined(sources):
+        write_once(dataset / layout.SET_ASIDE, content)
     shards = []
     for number in range(order.num_shards):
         record = read_shard_record(dataset, order, order_xxh3, number)
         name = shard_path(dataset, number).relative_to(dataset).as_posix()
         shards.append(ShardEntry(name, record["instances"], record["size"], record["xxh3"]))
-    manifest = Manifest(
+    manifest = make_manifest(order, order_xxh3, sources, shards)
+    write_once(dataset / layout.MANIFEST, files.checked_json(manifest.to_json()))
+    return manifest
+
+
+def make_manifest(
+    order: Order | BlendOrder,
+    order_xxh3: str,
+    sources: Sequence[Source],
+    shards: Sequence[ShardEntry],
+) -> Manifest:
+    """Return the manifest of a data set.
+
+    Args:
+        order: Its order.
+        order_xxh3: The hash of the file of the order.
+        sources: The token arrays of each source of the order.
+        shards: Its shards.
+    """
+    plan, blended = sources[0].plan, isinstance(order, BlendOrder)
+    units = [unit for source in order.sources for unit in source.units]
+    return Manifest(
         part=order.part,
         num_instances=order.num_instances,
         context=order.context,
@@ -416,7 +436,7 @@ def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
         tails=order.tails(),
         tokens_dir=order.sources[0].tokens_dir,
         order_xxh3=order_xxh3,
-        quarantined=quarantined,
+        quarantined=_describe_quarantined(_list_quarantined(sources)),
         instances_per_shard=order.instances_per_shard,
         shards=tuple(shards),
         inputs=tuple(file for source in sources for file in source.inputs),
@@ -427,12 +447,20 @@ def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
         if isinstance(order, BlendOrder)
         else (),
     )
-    write_once(dataset / layout.MANIFEST, files.checked_json(manifest.to_json()))
-    return manifest
 
 
-def _read_source(dataset: Path, order: Order) -> _Source:
-    plan, plan_xxh3, records = read_token_set(dataset / order.tokens_dir)
+def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
+    """Read the plan and the sidecars of the token arrays of an order.
+
+    Args:
+        dataset: The data set of the order.
+        order: The order.
+        has_arrays: False if the arrays may be missing, because `--fused` removed them.
+
+    Raises:
+        DataError: a file is missing, damaged or of another plan.
+    """
+    plan, plan_xxh3, records = read_token_set(dataset / order.tokens_dir, has_arrays)
     if plan_xxh3 != order.plan:
         raise DataError(f"{dataset / layout.ORDER}: belongs to other token arrays; shuffle again")
     hashes = [xxh3 for record in records for xxh3 in record["inputs"]]
@@ -440,18 +468,21 @@ def _read_source(dataset: Path, order: Order) -> _Source:
         InputEntry(file.name, file.size, xxh3)
         for file, xxh3 in zip(plan.inputs, hashes, strict=True)
     )
-    return _Source(plan, inputs, records)
+    return Source(plan, inputs, records)
 
 
-def _list_set_aside(dataset: Path, sources: Sequence[_Source]) -> QuarantineEntry:
+def _list_quarantined(sources: Sequence[Source]) -> bytes:
+    """Return the content of quarantine.jsonl."""
     lines = [
         json.dumps({**entry, "input": source.inputs[entry["input"]].name}) + "\n"
         for source in sources
         for record in source.records
         for entry in record["set_aside"]
     ]
-    if not lines:
+    return "".join(lines).encode()
+
+
+def _describe_quarantined(content: bytes) -> QuarantineEntry:
+    if not content:
         return QuarantineEntry(0)
-    content = "".join(lines).encode()
-    write_once(dataset / layout.SET_ASIDE, content)
-    return QuarantineEntry(len(lines), len(content), files.xxh3_bytes(content))
+    return QuarantineEntry(content.count(b"\n"), len(content), files.xxh3_bytes(content))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,10 +14,10 @@ import xxhash
 from data_prep import layout
 from data_prep.dataset.manifest import Manifest, ShardEntry, held_out_problem, read_manifest
 from data_prep.pipeline.shard import FORM as SHARD_FORM
-from data_prep.pipeline.shard import ShardRecord
+from data_prep.pipeline.shard import ShardRecord, make_manifest, read_source
 from data_prep.runtime.progress import Progress
 from data_prep.shuffle.blend import BlendOrder, read_any_order
-from data_prep.shuffle.order import Order
+from data_prep.shuffle.order import Order, Unit
 from data_prep.tokenize.duplicates import duplicates_files, read_duplicates
 from data_prep.tokenize.plan import TokenPlan, is_import, read_plan
 from data_prep.tokenize.store import (
@@ -25,6 +26,7 @@ from data_prep.tokenize.store import (
     docs_path,
     has_any_array,
     ids_path,
+    read_docs,
     unit_files,
 )
 from data_prep.tokenize.token_set import MARK, read_unit, removed
@@ -33,11 +35,6 @@ from optimus.errors import DataError, counted, one_line
 from optimus.io import files
 
 _READ_BYTES = 4 << 20
-_SAME_AS_ORDER = (
-    *("part", "num_instances", "instances_per_shard", "context", "dtype", "seed", "permutation"),
-    *("tail_tokens", "carry_tails"),
-)
-"""Keys of a manifest whose values must be those of its order."""
 
 
 def verify(dataset: Path) -> Iterator[str]:
@@ -62,7 +59,7 @@ def verify(dataset: Path) -> Iterator[str]:
     if manifest is None:
         yield f"{problem}; {repairs.of_shards(dataset / layout.MANIFEST)}"
         return
-    for line in _check_counts(dataset, manifest, order):
+    for line in _check_manifest(dataset, manifest, order):
         yield f"{line}; {repairs.of_shards(dataset / layout.MANIFEST)}"
     yield from _check_small_files(dataset, manifest, repairs)
     for source in order.sources:
@@ -174,23 +171,30 @@ def _repair(paths: Iterable[Path], command: str) -> str:
     return f"repair: {shlex.join(['rm', '-f', *names])}; then {command}"
 
 
-def _check_counts(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
-    """Compare the manifest with the order."""
+def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
+    """Compare the manifest with its order and with the plan and the sidecars of its tokens."""
     path = dataset / layout.MANIFEST
-    if manifest.order_xxh3 != files.xxh3_file(dataset / layout.ORDER):
+    order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
+    if manifest.order_xxh3 != order_xxh3:
         yield f"{dataset / layout.ORDER}: is not the order that {path} names"
         return
-    for key in _SAME_AS_ORDER:
-        if getattr(manifest, key) != getattr(order, key):
-            yield f"{path}: {key} = {getattr(manifest, key)}, its order says {getattr(order, key)}"
-    units = [unit for source in order.sources for unit in source.units]
-    counts = {"documents": sum(unit.documents for unit in units)}
-    counts["tokens"] = sum(unit.tokens for unit in units)
-    for key, count in counts.items():
-        if getattr(manifest, key) != count:
-            yield f"{path}: {key} = {getattr(manifest, key)}, its order says {count}"
-    if manifest.tails != order.tails():
-        yield f"{path}: its tails are not those of its order"
+    sources = []
+    try:
+        for source in order.sources:
+            tokens_dir = dataset / source.tokens_dir
+            read_plan(tokens_dir, source.plan)  # no other file is read from any other folder
+            sources.append(read_source(dataset, source, not removed(tokens_dir)))
+    except DataError:
+        return  # _check_tokens reports it
+    expected = make_manifest(order, order_xxh3, sources, manifest.shards)
+    for field in dataclasses.fields(Manifest):
+        value, right = getattr(manifest, field.name), getattr(expected, field.name)
+        if value != right:
+            name = f"{path}: {field.name}"
+            if isinstance(right, (str, int, float)):
+                yield f"{name} = {one_line(value)}, its order and tokens give {one_line(right)}"
+            else:
+                yield f"{name} differs from the value that its order and tokens give"
 
 
 def _check_small_files(dataset: Path, manifest: Manifest, repairs: Repairs) -> Iterator[str]:
@@ -252,7 +256,7 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
     except DataError as error:
         yield str(error)
         return
-    array, docs = array_path(tokens_dir, number), docs_path(tokens_dir, number)
+    array = array_path(tokens_dir, number)
     if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
         yield f"{array}: the hashes in its sidecar are not those in {layout.ORDER}"
     itemsize = layout.little_endian(plan.dtype).itemsize
@@ -264,9 +268,26 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
             check_array(tokens_dir, number, plan.dtype, record["array"]["size"], unit.xxh3)
         except DataError as error:
             yield str(error)
-    yield from _check_file(docs, record["docs"]["size"], unit.docs_xxh3)
+    yield from _check_docs(tokens_dir, number, unit, plan)
     if ids := record.get("ids"):
         yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
+
+
+def _check_docs(tokens_dir: Path, number: int, unit: Unit, plan: TokenPlan) -> Iterator[str]:
+    """Check the table of documents of a unit."""
+    try:
+        table = read_docs(tokens_dir, number, unit.docs_xxh3)
+    except DataError as error:
+        yield str(error)
+        return
+    (first, stop), (inputs, lines) = plan.units[number], table[:, 1:].T
+    tokens = int(table[-1, 0]) if len(table) else 0
+    if (len(table), tokens) != (unit.documents, unit.tokens):
+        actual = f"{counted(len(table), 'document')} with {counted(tokens, 'token')}"
+        expected = f"{counted(unit.documents, 'document')} with {counted(unit.tokens, 'token')}"
+        yield f"{docs_path(tokens_dir, number)}: has {actual} instead of {expected}"
+    elif len(table) and not (first <= inputs.min() and inputs.max() < stop and lines.min() >= 0):
+        yield f"{docs_path(tokens_dir, number)}: names an input or a line outside its unit"
 
 
 def _check_sidecar(path: Path, manifest: Manifest, shard: ShardEntry, first: int) -> str:

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import xxhash
 
+from data_prep import layout
 from data_prep.runtime.memory import Limits, bytes_of_line, bytes_of_text
 from data_prep.sources.inputs import InputFile, kind_of, packing_of
 from data_prep.sources.parquet import DamagedTable, read_column
@@ -115,6 +116,11 @@ class Position:
     raw_bytes: int
     """Bytes that were read from disk. Their hash shows whether the file has changed."""
     raw_xxh3: str
+
+    def is_possible(self) -> bool:
+        """Return whether `InputReader.position` may have returned this position."""
+        counts = [self.offset, self.line, self.raw_bytes - 1]
+        return layout.are_counts(counts) and layout.are_hashes([self.raw_xxh3])
 
 
 class DamagedFile(Exception):

@@ -64,7 +64,7 @@ class HashingFile(io.RawIOBase):
         count = self._file.readinto(view)
         self._digest.update(view[:count])
         self.size += count
-        if self._expected and self.so_far()[0] == self._expected[0]:
+        if self._expected and (self.size == self._expected[0] or count == 0):
             if self.so_far() != self._expected:
                 raise DataError(
                     f"{self._file.name}: changed since its tokenizing was interrupted; remove the "

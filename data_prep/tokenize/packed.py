@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +30,7 @@ from optimus.io import files
 BLOCK_TOKENS = 8192
 """Tokens of a zstd frame. A row of 2048 tokens is read and unpacked in 30 us. Smaller frames would
 compress less well."""
+_READ_TOKENS = 128 * BLOCK_TOKENS
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
 _FOOT = struct.Struct("<8sQQ16s")  # magic, frames, tokens, xxh3 of the index
@@ -50,14 +52,37 @@ def _pack(ids: np.ndarray) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(ids.tobytes())
 
 
-def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int | None = None) -> np.ndarray:
+def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarray:
     """Unpack a frame. Raises ValueError if it is damaged or does not contain `tokens` tokens."""
     import zstandard
 
     try:
-        if tokens is not None and zstandard.frame_content_size(data) != tokens * dtype.itemsize:
+        if zstandard.frame_content_size(data) != tokens * dtype.itemsize:
             raise ValueError("the number of tokens in a frame differs from its index")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), dtype)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
+
+
+def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Unpack a frame of any length in blocks of at most _READ_TOKENS tokens.
+
+    A few bytes may unpack to gigabytes, so the frame is not unpacked at once. Raises ValueError if
+    it is damaged.
+    """
+    import zstandard
+
+    try:
+        left = zstandard.frame_content_size(data)
+        if left < 0 or left % dtype.itemsize:
+            raise ValueError("the size of a frame is not that of whole tokens")
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+            while left:
+                block = reader.read(min(left, _READ_TOKENS * dtype.itemsize))
+                if not block or len(block) % dtype.itemsize:
+                    raise ValueError("a frame ends before the size in its header")
+                left -= len(block)
+                yield np.frombuffer(block, dtype)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
 
@@ -108,7 +133,7 @@ class PackedStore:
             written.seek(self._offsets[frame])
             while frame + 1 < len(self._starts) and self._starts[frame] < stop:
                 size = self._offsets[frame + 1] - self._offsets[frame]
-                frames.append(_unpack(written.read(size), self._dtype))
+                frames.append(_unpack(written.read(size), self._dtype, BLOCK_TOKENS))
                 frame += 1
         ids = np.concatenate([*frames, self._open])
         return ids[first - begin : stop - begin]
@@ -117,11 +142,9 @@ class PackedStore:
         """Return the ids [first, stop), packed, for a checkpoint."""
         return _pack(self.read(first, stop))
 
-    def restore(self, saved: bytes | memoryview) -> int:
-        """Append the ids in a result of `save`. Return their number."""
-        ids = _unpack(saved, self._dtype)
-        self.append(ids)
-        return len(ids)
+    def saved_ids(self, saved: bytes | memoryview) -> Iterator[np.ndarray]:
+        """Yield the ids in a result of `save` in blocks. Raises ValueError if it is damaged."""
+        return _unpack_blocks(saved, self._dtype)
 
     def finish(self) -> dict[str, Any]:
         """Complete the file. Return the size and hash of a .npy file with the same ids."""
@@ -156,8 +179,11 @@ class PackedArray:
                 raise self._damaged("its index does not match its hash")
             self._starts, self._offsets = np.frombuffer(index, "<i8").reshape(-1, 2).T
             edges = (self._starts[0], self._starts[-1], self._offsets[0], self._offsets[-1])
-            ascending = (np.diff(self._starts) > 0).all() and (np.diff(self._offsets) > 0).all()
-            if edges != (0, self.tokens, 0, end - size) or not ascending:
+            tokens, sizes = np.diff(self._starts), np.diff(self._offsets)
+            # Frames of other sizes could take any amount of memory.
+            full = (tokens[:-1] == BLOCK_TOKENS).all() and (tokens[-1:] > 0).all()
+            full &= (tokens[-1:] <= BLOCK_TOKENS).all() and (sizes > 0).all()
+            if edges != (0, self.tokens, 0, end - size) or not full:
                 raise self._damaged("the offsets in its index are wrong")
         except BaseException:
             self._file.close()

@@ -17,7 +17,7 @@ import os
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -155,10 +155,9 @@ class PlainStore:
         assert len(ids) == size
         return ids
 
-    def restore(self, saved: bytes | memoryview) -> int:
-        """Append the ids that `save` returned. Return the number of ids."""
-        self._file.write(saved)
-        return len(saved) // self._itemsize
+    def saved_ids(self, saved: bytes | memoryview) -> Iterator[np.ndarray]:
+        """Yield the ids that `save` returned. Raises ValueError if they are damaged."""
+        yield np.frombuffer(saved, little_endian(self._dtype))
 
     def finish(self) -> dict[str, Any]:
         """Write the header. Return the size and hash of the file, for the sidecar."""
@@ -263,9 +262,27 @@ class TokenArrayWriter:
     def restore(
         self, ids: bytes | memoryview, rows: bytes | memoryview, id_hashes: bytes | memoryview
     ) -> None:
-        """Append the content of a checkpoint."""
-        self.tokens += self._store.restore(ids)
-        self._docs.extend(np.frombuffer(rows, little_endian("int64")).tolist())
+        """Append the content of a checkpoint.
+
+        Raises:
+            ValueError: this class did not write the content.
+        """
+        table = np.frombuffer(rows, little_endian("int64")).reshape(-1, 3)
+        if len(id_hashes) != len(table) * ID_BYTES:
+            raise ValueError("has another number of id hashes than of documents")
+        documents = 0
+        for block in self._store.saved_ids(ids):
+            if len(block) and int(block.max()) >= self._vocab_size:
+                raise ValueError(f"contains an id outside the vocabulary of {self._vocab_size}")
+            ends = np.flatnonzero(block == self._eos_id) + self.tokens + 1
+            if not np.array_equal(ends, table[documents : documents + len(ends), 0]):
+                raise ValueError("contains documents that do not end at an EOS id")
+            documents += len(ends)
+            self._store.append(block)
+            self.tokens += len(block)
+        if documents != len(table):
+            raise ValueError("contains documents that do not end at an EOS id")
+        self._docs.extend(table.ravel().tolist())
         self._id_hashes += id_hashes
         self._saved = (self.tokens, len(self._docs))
 

@@ -101,7 +101,9 @@ def are_whole(promised: Mapping[Path, str]) -> bool:
 _FORM = "optimus-token-array"
 
 
-class _Quarantined(TypedDict):
+class Quarantined(TypedDict):
+    """A document or input that cannot be used. Line 0: no line is known."""
+
     input: int
     line: int
     reason: str
@@ -123,7 +125,7 @@ class _EveryUnit(TypedDict):
     array: layout.FileRecord
     docs: layout.FileRecord
     inputs: list[str]
-    set_aside: list[_Quarantined]
+    set_aside: list[Quarantined]
 
 
 class _UnitRecord(_EveryUnit, total=False):
@@ -140,7 +142,7 @@ def write_unit(
     plan_xxh3: str,
     writers: Mapping[str, TokenArrayWriter],
     inputs: Sequence[str],
-    set_aside: Sequence[Mapping[str, Any]],
+    set_aside: Sequence[Quarantined],
     more: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, Mapping[str, Any]],
 ) -> None:
@@ -240,8 +242,14 @@ def split_of(tokens_dir: Path) -> str:
     return read_unit(tokens_dir, 0, plan_xxh3, has_array=False)["part"]
 
 
-def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[_UnitRecord]]:
+def read_token_set(
+    tokens_dir: Path, has_arrays: bool = True
+) -> tuple[TokenPlan, str, list[_UnitRecord]]:
     """Read a complete set of token arrays.
+
+    Args:
+        tokens_dir: The folder.
+        has_arrays: False if the arrays may be missing, because `--fused` removed them.
 
     Returns:
         The plan, the hash of the plan, and the sidecar of each unit.
@@ -251,7 +259,8 @@ def read_token_set(tokens_dir: Path) -> tuple[TokenPlan, str, list[_UnitRecord]]
     """
     plan = read_plan(tokens_dir)
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
-    records = [read_unit(tokens_dir, unit, plan_xxh3) for unit in range(len(plan.units))]
+    units = range(len(plan.units))
+    records = [read_unit(tokens_dir, unit, plan_xxh3, has_arrays) for unit in units]
     for unit, ((first, stop), record) in enumerate(zip(plan.units, records, strict=True)):
         layout.require(
             sidecar_path(tokens_dir, unit),

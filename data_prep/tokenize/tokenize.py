@@ -35,6 +35,7 @@ from data_prep.sources.documents import (
 from data_prep.tokenize.plan import TokenPlan, held_out_below, tokens_dirs
 from data_prep.tokenize.store import TokenArrayWriter, array_path
 from data_prep.tokenize.token_set import (
+    Quarantined,
     are_whole,
     promises,
     read_unit,
@@ -210,7 +211,7 @@ def check_inputs_of(
     _check_quarantined(work, record["set_aside"])
 
 
-def _check_quarantined(work: TokenizeWork, entries: Sequence[Mapping[str, Any]]) -> None:
+def _check_quarantined(work: TokenizeWork, entries: Sequence[Quarantined]) -> None:
     """Raise DataError if an earlier run quarantined a document and this run has no quarantine."""
     if entries and not work.quarantine:
         first = entries[0]
@@ -311,7 +312,7 @@ def _tokenize_unit(
             writers,
             held_out_below(plan.eval_fraction),
             checkpoints,
-            first,
+            range(first, stop),
             work.limits,
         )
         _check_quarantined(work, unit_writer.set_aside)

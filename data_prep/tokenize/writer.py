@@ -12,8 +12,8 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -21,6 +21,7 @@ from data_prep import layout
 from data_prep.runtime.memory import Limits
 from data_prep.sources.documents import Document, InputReader, LongText, Position, Problem
 from data_prep.tokenize.store import TokenArrayWriter, hash_of_id
+from data_prep.tokenize.token_set import Quarantined
 from data_prep.tokenizer.encoder import SECTION_CHARS, NoCut
 from data_prep.tokenizer.tokenizer import Encoder
 from optimus.errors import DataError
@@ -32,6 +33,26 @@ _VERSION = 2
 """Version of checkpoints. Checkpoints of another version are ignored. Version 1 has no hashes of
 document ids."""
 _HASH_BYTES = 16
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of the writer of a unit at a checkpoint."""
+
+    source: int
+    """The input that a later run reads next."""
+    start: Position | None
+    """Where reading of that input continues; None: at its start."""
+    hashes: list[str]
+    """The hashes of the inputs of the unit before `source`."""
+    set_aside: list[Quarantined]
+
+
+@dataclass(frozen=True)
+class _Head:
+    state: State
+    blobs: list[int]
+    """The size of each blob in bytes."""
 
 
 class Segments:
@@ -49,16 +70,19 @@ class Segments:
     def _path(self, number: int) -> Path:
         return self._dir / f"{layout.unit_name(self._unit)}.part-{number:04d}"
 
-    def read(self) -> Iterator[tuple[dict[str, Any], list[memoryview]]]:
-        """Yield the state and blobs of each checkpoint in order, up to the first invalid one.
+    def read(self) -> Iterator[tuple[Path, State, list[memoryview]]]:
+        """Yield path, state and blobs of each checkpoint in order, up to the first damaged one.
 
         `save` then writes the checkpoints that follow.
+
+        Raises:
+            DataError: a checkpoint cannot be read, or another program wrote it.
         """
         while (checkpoint := self._read(self._next)) is not None:
             self._next += 1
             yield checkpoint
 
-    def _read(self, number: int) -> tuple[dict[str, Any], list[memoryview]] | None:
+    def _read(self, number: int) -> tuple[Path, State, list[memoryview]] | None:
         path = self._path(number)
         try:
             data = files.read_regular(path, layout.ARRAY_BYTES)
@@ -70,18 +94,24 @@ class Segments:
         if data[-_HASH_BYTES:] != files.xxh3_bytes(body).encode():
             return None
         size = int.from_bytes(body[:8], "little")
-        head = json.loads(bytes(body[8 : 8 + size]))
-        if head["identity"] != {**self._identity, "number": number}:
+        value: object = None
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(bytes(body[8 : 8 + size]))
+        if not isinstance(value, dict):
+            raise layout.foreign(path, "does not begin with an object")
+        if value.get("identity") != {**self._identity, "number": number}:
             return None
-        if 8 + size + sum(head["blobs"]) != len(body):
-            return None
+        head = layout.as_record(_Head, value, path)
+        sizes = head.blobs
+        is_whole = layout.are_counts(sizes) and 8 + size + sum(sizes) == len(body)
+        layout.require(path, (is_whole, "has another size than its head states"))
         blobs, start = [], 8 + size
-        for length in head["blobs"]:
+        for length in sizes:
             blobs.append(body[start : start + length])
             start += length
-        return head["state"], blobs
+        return path, head.state, blobs
 
-    def save(self, state: dict[str, Any], blobs: Sequence[bytes]) -> None:
+    def save(self, state: State, blobs: Sequence[bytes]) -> None:
         """Write the next checkpoint.
 
         Args:
@@ -90,7 +120,7 @@ class Segments:
         """
         identity = {**self._identity, "number": self._next}
         head = {"identity": identity, "blobs": [len(blob) for blob in blobs], "state": state}
-        text = json.dumps(head).encode()
+        text = json.dumps(head, default=dataclasses.asdict).encode()
         digest = xxhash.xxh3_64()
         with files.atomic_writer(self._path(self._next)) as file:
             for block in (len(text).to_bytes(8, "little"), text, *blobs):
@@ -127,17 +157,17 @@ class UnitWriter:
         writers: dict[str, TokenArrayWriter],
         below: int,
         checkpoints: Segments,
-        first: int,
+        inputs: range,
         limits: Limits,
     ):
-        """Restore the arrays from the checkpoints.
+        """Restore the arrays from the checkpoints. Raises DataError if one cannot be used.
 
         Args:
             encoder: The tokenizer.
             writers: The arrays of the training split and, if there is one, of the held-out split.
             below: Documents whose hash is below this are held out.
             checkpoints: The checkpoints of the unit.
-            first: The first input of the unit.
+            inputs: The inputs of the unit.
             limits: The memory that a document may take.
         """
         self._encoder, self._limits = encoder, limits
@@ -146,16 +176,38 @@ class UnitWriter:
         self._checkpoints = checkpoints
         self._pending: list[tuple[int, Document, str]] = []
         self._pending_bytes = self._unsaved_bytes = 0
-        self.source, self.start = first, None
+        self.source: int = inputs[0]
+        self.start: Position | None = None
         self.hashes: list[str] = []
-        self.set_aside: list[dict[str, Any]] = []
-        for state, blobs in checkpoints.read():
-            assert len(blobs) == 3 * len(self._writers), (len(blobs), len(self._writers))
-            for index, writer in enumerate(self._writers):
+        self.set_aside: list[Quarantined] = []
+        for path, state, blobs in checkpoints.read():
+            self._restore(path, state, blobs, inputs)
+
+    def _restore(
+        self, path: Path, state: State, blobs: Sequence[memoryview], inputs: range
+    ) -> None:
+        self.source, self.start = state.source, state.start
+        self.hashes, self.set_aside = state.hashes, state.set_aside
+        layout.require(
+            path,
+            (self.source in inputs, "its next input is not an input of the unit"),
+            (
+                len(self.hashes) == self.source - inputs[0] and layout.are_hashes(self.hashes),
+                "it does not have the hash of each input before the next one",
+            ),
+            (
+                all(inputs[0] <= entry["input"] <= self.source for entry in self.set_aside)
+                and layout.are_counts([entry["line"] for entry in self.set_aside]),
+                "a quarantined document is not in an input before the next one",
+            ),
+            (self.start is None or self.start.is_possible(), "its position is impossible"),
+            (len(blobs) == 3 * len(self._writers), "has another number of blobs"),
+        )
+        for index, writer in enumerate(self._writers):
+            try:
                 writer.restore(*blobs[3 * index : 3 * index + 3])
-            self.source, self.hashes = state["source"], state["hashes"]
-            self.start = Position(**state["start"]) if state["start"] else None
-            self.set_aside = state["set_aside"]
+            except ValueError as error:
+                raise layout.foreign(path, error) from None
 
     def add(self, source: int, document: Document, where: str) -> None:
         """Add a document. `where` is its file and line, for messages."""
@@ -234,12 +286,7 @@ class UnitWriter:
     def save(self, source: int, start: Position | None) -> None:
         """Write a checkpoint. A later run then continues at `start` in the input `source`."""
         self.flush()
-        state = {
-            "source": source,
-            "start": dataclasses.asdict(start) if start else None,
-            "hashes": self.hashes,
-            "set_aside": self.set_aside,
-        }
+        state = State(source, start, self.hashes, self.set_aside)
         blobs = [blob for writer in self._writers for blob in writer.checkpoint()]
         self._checkpoints.save(state, blobs)
         self._unsaved_bytes = 0
@@ -271,4 +318,4 @@ class UnitWriter:
 
     def quarantine(self, source: int, problem: Problem) -> None:
         """Add a document to the list of quarantined documents."""
-        self.set_aside.append({"input": source, **dataclasses.asdict(problem)})
+        self.set_aside.append(Quarantined(input=source, line=problem.line, reason=problem.reason))

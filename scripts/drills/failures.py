@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -54,6 +55,8 @@ def main() -> int:
     parser.add_argument("--results", default="-", help="file with the results; -: none")
     parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one")
     args = parser.parse_args()
+    # A shell starts a background process with SIGINT ignored, and the runs would inherit this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cases, allocation, launch_type = failures.CASES, None, Launch
     if args.launcher == "srun":
         if "SLURM_DRILL" not in os.environ:

@@ -24,6 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from data_prep.cli import main
 from data_prep.dataset.describe import inspect
 from data_prep.dataset.manifest import read_manifest
+from data_prep.layout import npy_header
 from data_prep.pipeline.begin import check_tokenizer, write_once
 from data_prep.pipeline.verify import verify
 from data_prep.runtime.ranks import RankFiles
@@ -174,13 +175,60 @@ def test_keys_of_a_later_program_are_ignored(restored):
         {"carry_tails": True},
         {"part": "held-out"},
         {"permutation": "evil"},
+        {"eos_id": 1},
+        {"eos_token": "x"},
+        {"eval_fraction": 0.3},
+        {"text_field": "x"},
+        {"seed": 8},
+        {"tokens_dir": "other"},
+        {"inputs.0.name": "x"},
+        {"inputs.0.xxh3": "0" * 16},
+        {"quarantined.count": 1, "quarantined.xxh3": "0" * 16},
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_verify_compares_the_manifest_with_its_order(restored, changes):
     write(restored / "manifest.json", changes)
-    (key,) = changes
-    assert any(f"manifest.json: {key} = " in line for line in verify(restored))
+    key = next(iter(changes)).split(".")[0]
+    lines = list(verify(restored))
+    assert any(re.search(rf"manifest.json: {key} (= |differs)", line) for line in lines)
+
+
+@pytest.mark.parametrize("version", [True, 1.0, "1", 0, 9])
+def test_versions_that_are_not_written_are_refused(restored, version):
+    write(restored / "manifest.json", {"version": version})
+    with pytest.raises(DataError, match="manifest.json: is optimus-dataset version"):
+        TokenDataset(restored)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (lambda table: table[:-1], "unit-00000.ids.npy: its header is damaged"),
+        (lambda table: np.add(table, [0, 50, 0]), "names an input or a line outside its unit"),
+        (lambda table: np.subtract(table, [0, 0, 50]), "names an input or a line outside its unit"),
+        (
+            lambda table: np.multiply(table, [-1, 1, 1]),
+            "the document ends in column 0 do not increase",
+        ),
+        (lambda table: np.add(table, [1, 0, 0]), "unit-00000.docs.npy: has "),
+    ],
+)
+def test_impossible_table_of_documents_with_correct_hashes_is_damage(restored, changes, problem):
+    """The hash of the table is in the sidecar of its unit, in the order and in the manifest."""
+    path = restored / "tokens/unit-00000.docs.npy"
+    before = path.read_bytes()
+    table = changes(np.load(path))
+    path.write_bytes(npy_header(table.shape, "int64") + table.astype("<i8").tobytes())
+    docs = {"docs.xxh3": files.xxh3_file(path), "docs.size": path.stat().st_size}
+    write(restored / "tokens/unit-00000.json", docs | {"documents": len(table)})
+    write(restored / "order.json", {"units.0.docs_xxh3": docs["docs.xxh3"]})
+    write(restored / "manifest.json", {"order_xxh3": files.xxh3_file(restored / "order.json")})
+    try:
+        lines = list(verify(restored))
+    finally:
+        path.write_bytes(before)
+    assert any(problem in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@ the same bytes."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import random
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,10 @@ from data_prep.cli import main
 from data_prep.sources.documents import NO_LIMITS, Document, Problem
 from data_prep.tokenize import writer
 from data_prep.tokenize.store import TokenArrayWriter
-from data_prep.tokenize.writer import Segments, UnitWriter
+from data_prep.tokenize.writer import Segments, State, UnitWriter
 from data_prep.tokenizer.tokenizer import Encoder
+from optimus.errors import DataError
+from optimus.io import files
 from tests.data_prep.corpus import killed_until_done, run_arguments, run_killed_at, tree, words
 
 
@@ -83,12 +87,16 @@ def test_input_changed_after_a_checkpoint_is_refused(made, text, tmp_path, capfd
     assert "a.jsonl: changed since" in capfd.readouterr().err
 
 
+def _state(source):
+    return State(source, None, [], [])
+
+
 def test_damaged_and_foreign_checkpoints_are_ignored(tmp_path, monkeypatch):
     checkpoints = Segments(tmp_path, 0, "plan")
     for number in range(3):
-        checkpoints.save({"n": number}, [b"x" * number, b"yz"])
-    states = list(Segments(tmp_path, 0, "plan").read())
-    assert states == [({"n": n}, [b"x" * n, b"yz"]) for n in range(3)]
+        checkpoints.save(_state(number), [b"x" * number, b"yz"])
+    states = [checkpoint[1:] for checkpoint in Segments(tmp_path, 0, "plan").read()]
+    assert states == [(_state(n), [b"x" * n, b"yz"]) for n in range(3)]
     assert not list(Segments(tmp_path, 0, "other").read())
     with monkeypatch.context() as later:
         later.setattr(writer, "_VERSION", 3)
@@ -107,7 +115,7 @@ def test_kill_during_the_removal_of_checkpoints(tmp_path, monkeypatch):
     for kills in range(4):
         checkpoints = Segments(tmp_path, 0, "plan")
         for number in range(4):
-            checkpoints.save({"n": number}, [])
+            checkpoints.save(_state(number), [])
         unlinked, real = 0, os.unlink
 
         def unlink(path):
@@ -148,7 +156,7 @@ def test_checkpoints_of_a_damaged_input_are_removed(made, tmp_path):
     with open(tmp_path / "array", "wb") as file:
         array = TokenArrayWriter(file, 400, "uint16", 0, packed=False)
         encoder, checkpoints = Encoder(made.tokenizer), Segments(tmp_path, 0, "plan")
-        unit = UnitWriter(encoder, {"train": array}, 0, checkpoints, 0, NO_LIMITS)
+        unit = UnitWriter(encoder, {"train": array}, 0, checkpoints, range(3), NO_LIMITS)
         for source in (0, 1):
             unit.add(source, Document("some text", b"some text", 1), "")
             unit.save(source + 1, None)
@@ -156,10 +164,10 @@ def test_checkpoints_of_a_damaged_input_are_removed(made, tmp_path):
         unit.quarantine_input(1, Problem(3, "cut"))
         assert list(Segments(tmp_path, 0, "plan").read()) == []
         unit.save(2, None)
-        ((state, blobs),) = Segments(tmp_path, 0, "plan").read()
+        ((_, state, blobs),) = Segments(tmp_path, 0, "plan").read()
     ids = [*encoder.encode(["some text"])[0].tolist(), 0]
     assert np.frombuffer(blobs[0], "<u2").tolist() == ids
-    assert state["set_aside"] == [{"input": 1, "line": 3, "reason": "cut"}]
+    assert state.set_aside == [{"input": 1, "line": 3, "reason": "cut"}]
 
 
 def test_earlier_input_of_a_unit_changed_after_a_checkpoint_is_refused(
@@ -225,3 +233,131 @@ def test_removal_of_duplicates_continues_after_kills(made, text, tmp_path):
         assert kills < 30, "no progress"
     assert kills > 3
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def _forge(path, change_head=lambda head: None, blobs=None):
+    """Change a checkpoint, and write the hash of the changed content."""
+    body = path.read_bytes()[:-16]
+    size = 8 + int.from_bytes(body[:8], "little")
+    head, rest = json.loads(body[8:size]), body[size:]
+    if blobs is not None:
+        head["blobs"], rest = [len(blob) for blob in blobs], b"".join(blobs)
+    change_head(head)
+    text = json.dumps(head).encode()
+    body = len(text).to_bytes(8, "little") + text + rest
+    path.write_bytes(body + files.xxh3_bytes(body).encode())
+
+
+@pytest.fixture
+def two_checkpoints(made, tmp_path):
+    """Two checkpoints of a unit of the inputs 0 to 4, and a function that opens its writer."""
+    inputs, stack = range(5), contextlib.ExitStack()
+
+    def open_writer(packed=False):
+        file = stack.enter_context((tmp_path / "array").open("w+b"))
+        array = TokenArrayWriter(file, 400, "uint16", 0, packed)
+        encoder, checkpoints = Encoder(made.tokenizer), Segments(tmp_path, 0, "plan")
+        return UnitWriter(encoder, {"train": array}, 0, checkpoints, inputs, NO_LIMITS)
+
+    unit = open_writer()
+    for source in (0, 1):
+        unit.add(source, Document("some text", b"some text", 1), "")
+        unit.hashes.append("0" * 16)
+        unit.save(source + 1, None)
+    with stack:
+        yield tmp_path / "unit-00000.part-0001", open_writer
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("state", 5, "state is not an object"),
+        ("state.source", 5, "its next input is not an input of the unit"),
+        ("state.source", -1, "its next input is not an input of the unit"),
+        ("state.source", "2", "state.source is not a whole number"),
+        ("state.hashes", ["0" * 16], "it does not have the hash of each input"),
+        ("state.hashes", ["0" * 16, "x" * 16], "it does not have the hash of each input"),
+        ("state.set_aside", [{"input": 3, "line": 1, "reason": ""}], "a quarantined document"),
+        ("state.set_aside", [{"input": 1, "line": -1, "reason": ""}], "a quarantined document"),
+        ("state.set_aside", [{"input": 1}], "state.set_aside.line is missing"),
+        ("state.start", {}, "state.start.offset is missing"),
+        (
+            "state.start",
+            {"offset": 0, "line": -1, "raw_bytes": 1, "raw_xxh3": "0" * 16},
+            "its position is impossible",
+        ),
+        (
+            "state.start",
+            {"offset": 1, "line": 1, "raw_bytes": 0, "raw_xxh3": "0" * 16},
+            "its position is impossible",
+        ),
+        ("blobs", [22, 24, -1], "has another size than its head states"),
+        ("blobs", [1 << 60, 24, 16], "has another size than its head states"),
+        ("blobs", [62], "has another number of blobs"),
+        ("blobs", None, "blobs is not a list"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_forged_head_of_a_checkpoint_is_refused(two_checkpoints, key, value, problem):
+    path, open_writer = two_checkpoints
+    *above, last = key.split(".")
+
+    def change(head):
+        if key == "blobs" and value == [62]:
+            return head.update(blobs=[sum(head["blobs"])])
+        for name in above:
+            head = head[name]
+        head[last] = value
+
+    assert open_writer().source == 2
+    _forge(path, change)
+    with pytest.raises(DataError, match=problem) as error:
+        open_writer()
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def _rows(*rows):
+    return np.array(rows, "<i8").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("blobs", "problem"),
+    [
+        ((np.array([7, 8, 0], "<u2").tobytes(), _rows((13, 1, 1)), b""), "number of id hashes"),
+        ((np.array([7, 8, 0], "<u2").tobytes(), b"xyz", b""), "buffer size"),
+        ((b"x", b"", b""), "buffer size"),
+        ((np.array([7, 400, 0], "<u2").tobytes(), _rows((13, 1, 1)), bytes(16)), "outside the voc"),
+        ((np.array([7, 8, 9], "<u2").tobytes(), _rows((13, 1, 1)), bytes(16)), "at an EOS id"),
+        ((np.array([7, 8, 0], "<u2").tobytes(), _rows((12, 1, 1)), bytes(16)), "at an EOS id"),
+        ((np.array([7, 8, 0], "<u2").tobytes(), b"", b""), "at an EOS id"),
+    ],
+    ids=lambda value: str(value)[-12:],
+)
+def test_forged_tokens_of_a_checkpoint_are_refused(two_checkpoints, blobs, problem):
+    path, open_writer = two_checkpoints
+    _forge(path, blobs=blobs)
+    with pytest.raises(DataError, match=problem):
+        open_writer()
+
+
+def test_packed_checkpoint_is_not_unpacked_at_once(two_checkpoints):
+    """A frame of 100 kB that unpacks to 1 GB is refused without the memory for 1 GB."""
+    zstandard = pytest.importorskip("zstandard")
+    path, open_writer = two_checkpoints
+    path.unlink()
+    compressor = zstandard.ZstdCompressor().compressobj(size=1 << 30)
+    ids = b"\1\0" * (1 << 19)
+    frame = b"".join(compressor.compress(ids) for _ in range(1 << 10)) + compressor.flush()
+    _forge(path.with_name("unit-00000.part-0000"), blobs=[frame, _rows((13, 1, 1)), bytes(16)])
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="at an EOS id"):
+            open_writer(packed=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 28
+    for cut in (frame[:-9], frame[:4], b""):
+        _forge(path.with_name("unit-00000.part-0000"), blobs=[cut, b"", b""])
+        with pytest.raises(DataError, match=r"unit-00000.part-0000: .*optimus-data did not write"):
+            open_writer(packed=True)

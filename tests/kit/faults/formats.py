@@ -201,6 +201,10 @@ def seal(folder: Path, file: Path, before: bytes) -> None:
     if file.name == "events.jsonl":
         _seal_ledger(file)
         return
+    if ".part-" in file.name:
+        body = file.read_bytes()[:-16]
+        file.write_bytes(body + xxhash.xxh3_64_hexdigest(body).encode())
+        return
     changed = [(file, before)]
     for path, old in changed:
         new = path.read_bytes()
@@ -334,6 +338,17 @@ def _tokenize(file: str, same: str = "never", tokenizer: str = "words.json") -> 
     return (Command((f"{line} --memory 240MB --rank 0 --world 1",), _tokens, same, (1, 2)),)
 
 
+def _continue(command: str) -> tuple[Command]:
+    line = (
+        f"optimus-data {command} --input text/one --tokenizer words.json --out out "
+        "--eval-fraction 0.2 --unit-size 1500 --workers 1 --memory 240MB --rank 0 --world 1"
+    )
+    return (Command((line,), _tokens if command == "tokenize" else _rows, codes=(1, 2)),)
+
+
+_FUSED = _continue("run --context 16 --shard-size 1024 --fused")
+
+
 def _import(file: str) -> tuple[Command]:
     line = f"optimus-data import --input {file} --tokenizer words.json --out out --workers 1"
     return (Command((f"{line} --rank 0 --world 1",), _tokens, "never", (1, 2)),)
@@ -450,6 +465,20 @@ FORMATS: tuple[Format, ...] = (
             ),
             ("token ids", "tokens/unit-00001.ids.npy", "npy", (_VERIFY, _SHUFFLE), 1),
             ("duplicates", "tokens/duplicates.json", "json", (_VERIFY, _SHUFFLE), 1),
+        )
+    ),
+    *(
+        Format(name, f"interrupted-{sample}", f"out/tokens/{file}", syntax, commands)
+        for name, sample, file, syntax, commands in (
+            (
+                "unit checkpoint",
+                "tokenize",
+                "unit-00002.part-0000",
+                "safetensors",
+                _continue("tokenize"),
+            ),
+            ("packed checkpoint", "fused", "unit-00002.part-0001", "safetensors", _FUSED),
+            ("packed array", "fused", "unit-00001.packed", "bytes", _FUSED),
         )
     ),
     Format("blend order", "blend", "data/order.json", "json", _BLEND, True, True, 1),

@@ -37,6 +37,10 @@ def make_samples(folder: Path) -> None:
     shutil.copytree(SOURCE / "data/blend", folder / "blend/data")
     for name in ("words", "more"):
         shutil.copytree(SOURCE / f"data/{name}", folder / f"blend/{name}")
+    for name in ("tokenize", "fused"):
+        shutil.copytree(SOURCE / "interrupted" / name, folder / f"interrupted-{name}/out")
+        shutil.copytree(SOURCE / "text/one", folder / f"interrupted-{name}/text/one")
+        shutil.copyfile(SOURCE / "words.json", folder / f"interrupted-{name}/words.json")
     _make_texts(folder / "texts")
     _make_peak(folder / "peak/peaks")
     with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):  # no compiler
