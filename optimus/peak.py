@@ -314,9 +314,11 @@ def _parse(data: bytes) -> Peak:
         kinds: dict[str, Any] = {field.name: _KINDS.get(str(field.type), Setup) for field in fields}
         values = {key: getattr(section, key) for key in kinds}
         is_peak = is_peak and all(isinstance(values[key], kinds[key]) for key in kinds)
+        is_peak = is_peak and not any(isinstance(value, bool) for value in values.values())
         texts = (text for text in values.values() if isinstance(text, str))
         is_peak = is_peak and all(map(str.isprintable, texts))  # the texts are printed
     spread = 0.0 if peak.spread is None else peak.spread
+    is_peak = is_peak and peak.setup.threads > 0
     if not is_peak or not 0 < peak.flops < 1e18 or not 0 <= spread < math.inf:
         raise ValueError("a field has an invalid value")
     return peak

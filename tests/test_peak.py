@@ -153,6 +153,8 @@ BROKEN = {
     "folder writable": (lambda path: path.parent.chmod(0o777), "can be written by others"),
     "other type": (lambda path: rewrite(path, spread="x"), "damaged"),
     "other type of setup": (lambda path: rewrite(path, setup={"threads": "x"}), "damaged"),
+    "no threads": (lambda path: rewrite(path, setup={"threads": -2}), "damaged"),
+    "false threads": (lambda path: rewrite(path, setup={"threads": True}), "damaged"),
     "terminal escape": (lambda path: rewrite(path, method="\x1b[2J"), "damaged"),
     "not a number": (lambda path: rewrite(path, spread=math.nan), "damaged"),
     "nested": (lambda path: path.write_bytes(with_self_hash(NESTED)), "damaged"),

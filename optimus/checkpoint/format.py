@@ -68,7 +68,8 @@ _READ_SETTINGS = {
     FROZEN: list,
 }
 """Types of the settings whose values the code uses. Other settings are only compared."""
-_MOST_RANKS = 1 << 22
+_SETTING = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+")
+_MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20
 """Maximum size of a manifest. Saves write a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
@@ -387,6 +388,15 @@ def _check_dependent(fields: _Fields) -> None:
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
             raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} has a wrong type")
+    if unknown := next((key for key in fields.settings if not _SETTING.fullmatch(key)), ""):
+        raise ValueError(f"settings: {unknown!r:.80} is not a key of a configuration")
+    step, tokens, updates, first = fields.step, fields.tokens, fields.updates, fields.first_step
+    # A restart from weights alone sets `updates` to 0 and keeps `step`.
+    if max(first or 0, updates) > step or tokens > step * _MOST_BATCH_TOKENS:
+        raise ValueError(
+            f"step = {step}, tokens = {tokens}, updates = {updates} and the first step {first} do "
+            "not fit together"
+        )
     frozen = fields.settings.get(FROZEN) or ()
     if len(frozen) > MAX_PATTERNS or not all(
         isinstance(pattern, str) and len(pattern) <= MAX_PATTERN_CHARS for pattern in frozen
@@ -419,5 +429,6 @@ def _check_dependent(fields: _Fields) -> None:
     if ranks is None:
         return
     sizes = [ranks.get(axis, 1) for axis in AXES]
-    if not {"pp", "per_node"} <= ranks.keys() or math.prod(sizes) > _MOST_RANKS:
+    known = {"pp", "per_node"} <= ranks.keys() <= {*AXES, "per_node"}
+    if not known or math.prod(sizes) > _MOST_RANKS:
         raise ValueError(f"ranks = {ranks} is not a mesh of at most {_MOST_RANKS:,} ranks")

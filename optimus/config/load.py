@@ -208,8 +208,8 @@ def _read_tree(path: Path, children: tuple[Path, ...], trees: dict[Path, Tree]) 
         raise ConfigError(f"{path}: base = {bases!r} must be a file name or a list of file names")
     tree: Tree = {}
     for base in bases:
-        _merge(tree, _read_tree(path.parent / base, (*children, path), trees))
-    trees[path] = copy.deepcopy(_merge(tree, tables))
+        _merge(tree, _read_tree(path.parent / base, (*children, path), trees), path.parent / base)
+    trees[path] = copy.deepcopy(_merge(tree, tables, path))
     return tree
 
 
@@ -436,10 +436,19 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(f"command line: {key} = {text}: {problem}") from None
 
 
-def _merge(tree: Tree, over: Mapping[str, Any]) -> Tree:
+def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -> Tree:
+    """Set the values of `over`, from the file `path`, in `tree`, which is `section` of the files
+    read before. Raises ConfigError if a key is a section in one of them and a value in another."""
     for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            _merge(tree[key], value)
+        is_section = isinstance(value, Mapping)
+        if key in tree and is_section != isinstance(tree[key], dict):
+            kind, before = ("section", "value") if is_section else ("value", "section")
+            raise ConfigError(
+                f"{path}: {section}{key} is a {kind} here and a {before} in another file of the "
+                "configuration; make both a section"
+            )
+        if is_section and key in tree:
+            _merge(tree[key], value, path, f"{section}{key}.")
         else:
             tree[key] = value
     return tree

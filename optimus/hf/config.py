@@ -172,7 +172,6 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
         raise ConfigError(f"{source}: {explain(error)}") from None
     default_head_dim = fields.hidden_size // fields.num_attention_heads
     _refuse(fields, default_head_dim, source)
-    eos = fields.eos_token_id
     model = {
         "architecture": architecture,
         "num_layers": fields.num_hidden_layers,
@@ -189,7 +188,7 @@ def config_from_hf(content: Mapping[str, Any], source: str = "config.json") -> M
         "max_position_embeddings": fields.max_position_embeddings,
         "pad_token_id": _padding(fields, source),
         "bos_token_id": -1 if fields.bos_token_id is None else fields.bos_token_id,
-        "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
+        "eos_token_ids": _tokens(fields.eos_token_id),
         "init_std": fields.initializer_range,
         **_rope(fields, source),
     }
@@ -283,6 +282,8 @@ def _refuse(fields: _Fields, default_head_dim: int, source: str) -> None:
         "is_causal": not fields.is_causal,
         "quantization_config": fields.quantization_config is not None,
         "per_layer_config": bool(fields.per_layer_config),
+        "bos_token_id": not all(map(_is_token, _tokens(fields.bos_token_id))),
+        "eos_token_id": not all(map(_is_token, _tokens(fields.eos_token_id))),
         "partial_rotary_factor": fields.partial_rotary_factor not in (None, 1),
         # OLMoE's q_norm has hidden_size elements.
         "head_dim": isinstance(fields, _Olmoe) and fields.head_dim not in (None, default_head_dim),
@@ -338,7 +339,7 @@ def _rope(fields: _Fields, source: str) -> dict[str, Any]:
     # transformers 5 has rope_parameters instead of rope_theta and rope_scaling.
     spelled = fields.rope_scaling or fields.rope_parameters or {}
     rope = {key: value for key, value in spelled.items() if value is not None}
-    theta = rope.get("rope_theta", fields.rope_theta or 10000.0)
+    theta = rope.get("rope_theta", 10000.0 if fields.rope_theta is None else fields.rope_theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     refuse_if(
         any(isinstance(value, dict) for value in rope.values()),
@@ -363,6 +364,14 @@ def _rope(fields: _Fields, source: str) -> dict[str, Any]:
     rope["original_max_position_embeddings"] = original
     scaling = {key: rope[key] for key in ROPE_FIELDS[kind] if key in rope}
     return {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}}
+
+
+def _tokens(value: int | list[int] | None) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value or ())
+
+
+def _is_token(value: int) -> bool:
+    return 0 <= value < 1 << 31
 
 
 def _padding(fields: _Fields, source: str) -> int:

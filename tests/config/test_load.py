@@ -312,6 +312,11 @@ def test_missing_and_invalid_files_are_refused(tmp_path, model_file):
     (tmp_path / "b.toml").write_text('base = "a.toml"')
     with pytest.raises(ConfigError, match="inherits from itself"):
         load_config(tmp_path / "a.toml")
+    for base, text in (("model = 5", "[model]\nnum_layers = 2"), ("[model]", "model = 5")):
+        (tmp_path / "d.toml").write_text(base)
+        (tmp_path / "e.toml").write_text(f'base = "d.toml"\n{text}')
+        with pytest.raises(ConfigError, match="e.toml: model is a (section|value) here and a"):
+            load_config(tmp_path / "e.toml")
     (tmp_path / "c.toml").write_text("base = 3")
     with pytest.raises(ConfigError, match="must be a file name"):
         load_config(tmp_path / "c.toml")

@@ -114,7 +114,10 @@ REFUSED = {
     "quantization_config": ({"bits": 4}, "bits"),
     "per_layer_config": ({"0": {"head_dim": 4}}, "head_dim"),
     "partial_rotary_factor": (0.5, "0.5"),
+    "eos_token_id": ([3, -5], "[3, -5]"),
+    "bos_token_id": (1 << 31, "2147483648"),
     "head_dim": (48, "48"),
+    "rope_theta": (0.0, "greater than 0"),
     "num_attention_heads": (0, "0"),
     "pad_token_id": (99999, "99999"),
     "rope_scaling": ({"rope_type": "longrope", "factor": 2.0}, "longrope"),
@@ -125,7 +128,7 @@ REFUSED = {
     "vocab_size": (None, "None"),
     "tie_word_embeddings": ("yes", "yes"),
 }
-FIELDS_OF_OTHER_MODELS = list(REFUSED)[2:11]
+FIELDS_OF_OTHER_MODELS = list(REFUSED)[2:13]
 
 
 @pytest.mark.parametrize("key", REFUSED)
