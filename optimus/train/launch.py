@@ -48,6 +48,9 @@ _ALLOCATIONS = {"SLURM_JOB_NODELIST", "PBS_NODEFILE"}
 """Environment variables of an allocation."""
 
 
+_FROZEN = (*FROZEN, "train.global_batch_tokens")
+
+
 @dataclass(frozen=True)
 class LaunchOptions:
     """Options of `optimus launch`."""
@@ -121,6 +124,7 @@ def plan_job(config: Config, options: LaunchOptions) -> Job:
         supervisor_timeout_s=resilience.supervisor_timeout_s,
         launcher=launcher,
         settings=_hash_frozen(config),
+        frozen=("model", "data.path", *_FROZEN),
         name=os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID", ""),
         ends_at=read_job_end(),
         margin_s=resilience.end_margin_s,
@@ -254,7 +258,7 @@ def _hash_frozen(config: Config) -> str:
     # path, since its identity would have to be read.
     model = config.model.model_dump(mode="json", exclude_defaults=True)
     values = {"model": model, "data": os.path.realpath(config.data.path)}
-    for key in (*FROZEN, "train.global_batch_tokens"):
+    for key in _FROZEN:
         section, _, name = key.partition(".")
         if name in (fields := getattr(config, section, config).model_dump(mode="json")):
             values[key] = fields[name]

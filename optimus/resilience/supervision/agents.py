@@ -90,6 +90,8 @@ class Job:
     launcher: Launcher
     settings: str
     """Hash of the settings that must not change in later jobs of the run."""
+    frozen: tuple[str, ...] = ()
+    """Names of these settings. The name of a section means all of its settings."""
     name: str = ""
     """Name of the scheduler's job."""
     ends_at: float = math.inf

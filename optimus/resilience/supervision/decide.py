@@ -95,6 +95,8 @@ class Evidence:
     """Time for which no rank has started a collective, if this is too long; else 0."""
     has_progressed: bool = False
     """True if an attempt of the job has done an update, so that its settings are right."""
+    launch_problem: str = ""
+    """The reason why mpiexec has not started all ranks; "" if it has, or may still do so."""
     is_cut_off: bool = False
     """True if all other nodes have become silent at the same time, so that the network of the
     supervisor's node is the cause."""
@@ -116,9 +118,9 @@ class _Cause(NamedTuple):
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     """Return the event for the end of an attempt of `ranks` ranks.
 
-    A marker is the strongest evidence, followed by a silent agent, the first exit status or signal
-    of a rank that is not the result of another rank's failure, and the rank with the fewest
-    collectives or the oldest phase, which is ambiguous.
+    A marker is the strongest evidence, followed by a silent agent, an mpiexec that has not started
+    all ranks, the first exit status or signal of a rank that is not the result of another rank's
+    failure, and the rank with the fewest collectives or the oldest phase, which is ambiguous.
     """
     markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
@@ -131,6 +133,7 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     cause = (
         (_cause_in_marker(markers[0]) if markers else None)
         or _cause_in_silence(evidence)
+        or _cause_in_launch(evidence)
         or _cause_in_refusals(evidence)
         or _cause_in_statuses(evidence, ranks)
         or _cause_in_progress(evidence)
@@ -165,6 +168,13 @@ def _cause_in_silence(evidence: Evidence) -> _Cause | None:
     if evidence.restarted:
         return _Cause("failed", "ambiguous", evidence.restarted, _SILENT)
     return None
+
+
+def _cause_in_launch(evidence: Evidence) -> _Cause | None:
+    """Return the cause if mpiexec has not started all ranks. No node is known to be the reason."""
+    if not evidence.launch_problem:
+        return None
+    return _Cause("failed", "shared", signature="mpiexec", lines=[evidence.launch_problem])
 
 
 def _cause_in_refusals(evidence: Evidence) -> _Cause | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 from optimus.checkpoint import store
 from optimus.errors import OutcomeKind
 from optimus.resilience.supervision.agent import BEATS_PER_LIMIT
-from optimus.resilience.supervision.agents import LOOK_S, Agents, Job
+from optimus.resilience.supervision.agents import LOOK_S, Agents, Job, Node
 from optimus.resilience.supervision.decide import Evidence, RankEnd, RankProgress, names_cause
 from optimus.resilience.supervision.ledger import LEDGER, AttemptStarted, Ledger, Progress
 from optimus.resilience.supervision.markers import Marker, read_markers
@@ -52,14 +53,21 @@ class Observer:
         self._cut_off_at_s = -math.inf
         """Last time at which this node was cut off from all others."""
 
-    async def observe(self, attempt: AttemptStarted, by_mpiexec: bool) -> Evidence:
+    async def observe(
+        self,
+        attempt: AttemptStarted,
+        by_mpiexec: bool,
+        mpiexec: subprocess.Popen[bytes] | OSError | None = None,
+    ) -> Evidence:
         """Wait until an attempt has ended or has failed; return the observations.
 
         Args:
             attempt: The attempt.
-            by_mpiexec: True if an mpiexec has started the ranks.
+            by_mpiexec: True if an mpiexec starts the ranks.
+            mpiexec: The mpiexec that this supervisor has started, or the reason why it cannot be
+                started; None if an earlier supervisor has started it.
         """
-        first_end = changed_at = math.inf
+        first_end = changed_at = launch_ended = math.inf
         last: Sequence[RankProgress] = ()
         has_updated = self._history.has_updated(attempt)
         checkpoint = self._newest_checkpoint()
@@ -82,6 +90,10 @@ class Observer:
                 changed_at, last = now, evidence.progress
             if now - changed_at > _STALL_FACTOR * self._job.timeout_s + _AGREE_S:
                 return replace(evidence, stalled_s=now - changed_at)
+            if problem := _launch_problem(mpiexec, world, nodes):
+                launch_ended = min(launch_ended, now)
+                if now - launch_ended > 1.5 * self._job.heartbeat_s:  # else a node may be lost
+                    return replace(evidence, launch_problem=problem)
             if evidence.ends:
                 first_end = min(first_end, now)
             silence_s = max((now - node.heard_at for node in nodes), default=0.0)
@@ -195,6 +207,17 @@ class Observer:
         if names_cause(evidence):
             return since_s > 1.2 / BEATS_PER_LIMIT * self._job.heartbeat_s  # all have reported
         return since_s > (_STOP_S if statuses <= stopped else _AGREE_S)
+
+
+def _launch_problem(
+    mpiexec: subprocess.Popen[bytes] | OSError | None, world: int, nodes: Sequence[Node]
+) -> str:
+    """Return the reason why mpiexec will not start all ranks; "" if it has, or may still do so."""
+    if isinstance(mpiexec, OSError):
+        return f"mpiexec cannot be started: {mpiexec.strerror}"
+    if mpiexec is None or mpiexec.poll() is None or sum(len(n.ranks) for n in nodes) == world:
+        return ""
+    return f"mpiexec ended with status {mpiexec.returncode} before it had started all ranks"
 
 
 def _are_equal(progress: Sequence[RankProgress], last: Sequence[RankProgress]) -> bool:

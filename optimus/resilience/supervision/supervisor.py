@@ -17,6 +17,7 @@ import socket
 import stat
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -127,8 +128,9 @@ class Supervisor:
         self._observer = Observer(job, self._agents, self._ledger)
         self._digest = ""
         """Hash of the archive of the environment; "" if it is not packed."""
-        self._mpiexec: subprocess.Popen[bytes] | None = None
-        """The command that started the ranks of the last attempt; None if agents start ranks."""
+        self._mpiexec: subprocess.Popen[bytes] | OSError | None = None
+        """The command that started the ranks of the last attempt, or the reason why it could not be
+        started; None if agents or an earlier supervisor have started them."""
         self._workspace.write_bytes(self._folder / CONFIG, job.config.encode())
 
     def _is_takeover(self) -> bool:
@@ -143,11 +145,27 @@ class Supervisor:
     def _check_settings(self, history: History) -> None:
         started = [event for event in history.events if isinstance(event, SupervisorStarted)]
         if started and started[-1].settings != self._job.settings:
+            changed = self._changed_settings() or "model, data, seed, batch, dtype or optimizer"
             raise ConfigError(
-                f"{self._job.run_dir}: the run was launched with other frozen settings (model, "
-                "data, seed, global batch, dtype or optimizer); use the same configuration, or "
-                "another train.run_dir"
+                f"{self._job.run_dir}: the run was launched with other frozen settings ({changed});"
+                " use the same configuration, or another train.run_dir"
             )
+
+    def _changed_settings(self) -> str:
+        """Return the frozen settings that differ from the configuration of the last job; "" if that
+        configuration cannot be read."""
+        try:
+            before = tomllib.loads(files.read_regular(self._folder / CONFIG, 1 << 20).decode())
+        except (OSError, ValueError, RecursionError):
+            return ""
+        now = tomllib.loads(self._job.config)
+        names = []
+        for key in self._job.frozen:
+            section, _, name = key.partition(".")
+            old, new = before.get(section, {}), now.get(section, {})
+            keys = [name] if name else sorted({*old, *new})
+            names += [f"{section}.{k}" for k in keys if old.get(k) != new.get(k)]
+        return one_line(", ".join(names))
 
     # -- The run ----------------------------------------------------------------------------------
 
@@ -386,7 +404,10 @@ class Supervisor:
             variables = (
                 staged_variables(self._agents.staged) if self._agents.staged is not None else {}
             )
-            self._mpiexec = self._agents.run(command, variables)
+            try:
+                self._mpiexec = self._agents.run(command, variables)
+            except OSError as error:
+                self._mpiexec = error
         if self._stop_signal:  # it arrived before the ranks existed
             await self._agents.say_to_all(Signal(number=signal.SIGTERM))
 
@@ -423,6 +444,13 @@ class Supervisor:
     async def _finish_attempt(self, attempt: AttemptStarted) -> None:
         """Wait for the end of an attempt, store its cause, and kill its processes."""
         has_updated = self._history.has_updated(attempt)
+        by_mpiexec = self._agents.rank_command(attempt.nodes, attempt.workspace) is not None
+        if by_mpiexec and self._mpiexec is None and not has_updated:
+            # An earlier supervisor may have ended before it started mpiexec. A second mpiexec for
+            # the same attempt could start some of its ranks, so that ranks are of two applications.
+            await self._kill(attempt)
+            await self._add(_interrupted(attempt))
+            return
         for name in attempt.nodes:  # an earlier supervisor may have started some nodes only
             node = self._agents.nodes[name]
             if node.attempt == attempt.attempt:
@@ -432,7 +460,7 @@ class Supervisor:
                 await self._agents.start_ranks(attempt, name)
             node.attempt = attempt.attempt
             node.has_lost_ranks = not is_running and has_updated
-        evidence = await self._observer.observe(attempt, self._mpiexec is not None)
+        evidence = await self._observer.observe(attempt, by_mpiexec, self._mpiexec)
         world = len(attempt.nodes) * attempt.ranks_per_node
         end = find_cause(evidence, world, time.time())
         first = self._agents.nodes[attempt.nodes[0]].ranks.get(0)
@@ -461,7 +489,7 @@ class Supervisor:
                     ),
                     return_exceptions=True,
                 )
-        if self._mpiexec is not None:  # the next attempt does not wait for a lost node
+        if isinstance(self._mpiexec, subprocess.Popen):  # the next attempt does not wait for it
             self._agents.spawn(self._agents.wait_for_ends([self._mpiexec]))
 
 

@@ -107,17 +107,60 @@ def observers(run_dir: Path) -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.skipif(not MPIEXEC.exists(), reason=f"{MPIEXEC} is missing: install optimus[test]")
+HAS_MPIEXEC = pytest.mark.skipif(
+    not MPIEXEC.exists(), reason=f"{MPIEXEC} is missing: install optimus[test]"
+)
+
+
+def launch_command(tmp_path, tiny_data, monkeypatch, folder: Path) -> list[str]:
+    """Return a launch with two nodes and a buffer node, whose mpiexec is in `folder`."""
+    monkeypatch.setenv("HYDRA_LAUNCHER", "fork")  # nodes are loopback addresses
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
+    config = supervised.write_config(tmp_path, tiny_data, "run")
+    command = [sys.executable, "-P", "-m", "optimus.cli", "launch", str(config)]
+    command += ["--launcher", "mpiexec", "--mpi-ranks", "--hosts", str(tmp_path / "hosts")]
+    return [*command, "--nodes", "2", "--buffer-nodes", "1", "train.max_steps=16"]
+
+
+@HAS_MPIEXEC
+@pytest.mark.parametrize("fault", ["exit 3", "kill -9 $PPID"])
+def test_mpiexec_that_starts_no_rank_is_attributed_to_no_node(
+    tiny_data, tmp_path, monkeypatch, fault
+):
+    """The first mpiexec of ranks ends at once, or the supervisor is killed before it starts the
+    first one. Takes some seconds, because a real mpiexec starts agents and ranks."""
+    script = tmp_path / "bin" / "mpiexec"
+    script.parent.mkdir()
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in\n*{launched_rank.MODULE}*) '
+        f"mkdir '{tmp_path}/first' 2>/dev/null && {{ {fault}; exit 3; }};;\nesac\n"
+        f'exec {MPIEXEC} "$@"\n'
+    )
+    script.chmod(0o755)
+    command, run_dir = (
+        launch_command(tmp_path, tiny_data, monkeypatch, script.parent),
+        tmp_path / "run",
+    )
+    began, statuses = time.monotonic(), []
+    with open(tmp_path / "out", "wb") as out:
+        while not statuses or (statuses[-1] < 0 and len(statuses) < 3):
+            statuses.append(subprocess.run(command, stdout=out, stderr=out, timeout=110).returncode)
+    assert statuses == ([0] if fault == "exit 3" else [-9, 0]), (tmp_path / "out").read_text()
+    assert time.monotonic() - began < 100  # not the limit of 120 s to wait for mpiexec
+    nodes = json.loads((run_dir / "nodes.json").read_text())
+    assert nodes["attempt"] == 2 and nodes["nodes"] == {}
+    text = "mpiexec ended with status 3 before it had started all ranks"
+    assert (text in (run_dir / "events.jsonl").read_text()) == (fault == "exit 3")
+    assert [row[0] for row in supervised.curve(run_dir)] == [*range(1, 17)]
+
+
+@HAS_MPIEXEC
 def test_mpiexec_starts_the_ranks_of_each_attempt(tiny_data, tmp_path, monkeypatch):
     """First a rank dies, then mpiexec, which is attributed to no node. Takes some seconds, because
     a real mpiexec starts agents and the ranks of three attempts."""
-    monkeypatch.setenv("HYDRA_LAUNCHER", "fork")  # nodes are loopback addresses
-    monkeypatch.setenv("PATH", f"{MPIEXEC.parent}:{os.environ['PATH']}")
-    (tmp_path / "hosts").write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
-    config, run_dir = supervised.write_config(tmp_path, tiny_data, "run"), tmp_path / "run"
-    command = [sys.executable, "-P", "-m", "optimus.cli", "launch", str(config)]
-    command += ["--launcher", "mpiexec", "--mpi-ranks", "--hosts", str(tmp_path / "hosts")]
-    command += ["--nodes", "2", "--buffer-nodes", "1", "train.max_steps=16"]
+    command = launch_command(tmp_path, tiny_data, monkeypatch, MPIEXEC.parent)
+    run_dir = tmp_path / "run"
     with open(tmp_path / "out", "wb") as out:
         launch = subprocess.Popen(command, stdout=out, stderr=out)
 

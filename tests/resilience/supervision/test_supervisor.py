@@ -263,6 +263,21 @@ def test_attempt_on_other_nodes_is_not_continued(tmp_path):
     assert not supervisor.Supervisor(make_job(tmp_path, nodes=("a",)))._is_takeover()
 
 
+def test_changed_frozen_settings_are_refused_by_name(tmp_path):
+    config = "[model]\nnum_layers = {}\n[train]\nseed = {}\nmax_steps = {}\n"
+    job = {"frozen": ("model", "train.seed"), "config": config.format(2, 1, 10), "settings": "0"}
+    first = supervisor.Supervisor(make_job(tmp_path, **job))
+    event = SupervisorStarted(time=1, host="", pid=1, job="", nodes=("a", "b"), settings="0")
+    first._ledger.add(event)
+    first._lock.close()
+    job |= {"config": config.format(3, 2, 20), "settings": "1"}
+    with pytest.raises(ConfigError, match=r"frozen settings \(model.num_layers, train.seed\); use"):
+        supervisor.Supervisor(make_job(tmp_path, **job))
+    (tmp_path / ".supervisor" / "run.toml").write_text("[")
+    with pytest.raises(ConfigError, match=r"frozen settings \(model, data, seed, batch, dtype or"):
+        supervisor.Supervisor(make_job(tmp_path, **job))
+
+
 def test_node_that_cannot_listen_ends_the_start_with_the_reason(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(Local, "meeting_host", lambda self, host: "192.0.2.1")
     config = write_config(tmp_path, tiny_data, "run")
