@@ -103,7 +103,10 @@ def run_sequence(
     expected, played, problems = Expected(), list[str](), list[str]()
     try:
         while launch.process.poll() is None and len(played) < most_faults:
-            at = launch.step() + chance.randrange(1, 12)
+            # Beyond the step of the last failure: the same failure at the same step on another
+            # node would be attributed to no node.
+            failed = max((end.step for end in launch.history().ends.values()), default=0)
+            at = max(launch.step(), failed) + chance.randrange(1, 12)
             if at > steps - _LAST_STEPS:
                 break
             launch.wait_for_step(at)
