@@ -61,7 +61,11 @@ def main() -> NoReturn:
         for fd, _ in poll.poll():
             if fd == woken.fileno():
                 woken.recv(4096)
-                _report_ends(requests)
+                with contextlib.suppress(ChildProcessError):
+                    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                        status = os.waitstatus_to_exitcode(ended[1])
+                        end = {"is": "ended", "pid": ended[0], "status": status}
+                        requests.send(json.dumps(end).encode())
                 continue
             data, fds, _, _ = socket.recv_fds(requests, MAX_BYTES, 1)
             if not data:
@@ -94,13 +98,6 @@ def _single_blas_thread() -> Iterator[None]:
         del os.environ["OPENBLAS_NUM_THREADS"]
         if before is not None:
             os.environ["OPENBLAS_NUM_THREADS"] = before
-
-
-def _report_ends(requests: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, status = ended[0], os.waitstatus_to_exitcode(ended[1])
-            requests.send(json.dumps({"is": "ended", "pid": pid, "status": status}).encode())
 
 
 def _import_all() -> None:

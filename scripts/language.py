@@ -127,7 +127,7 @@ def check_text(path: str, text: str) -> list[Finding]:
     if suffix == ".py":
         findings = _check_python(path, text)
     elif suffix == ".md":
-        findings = _check_prose(path, 1, _CODE.sub(_blank, text))
+        findings = _check_prose(path, 1, _CODE.sub(lambda code: "\n" * code[0].count("\n"), text))
     else:
         findings = (
             finding
@@ -200,11 +200,6 @@ def _check_names(path: str, node: ast.AST) -> Iterator[Finding]:
     for name in dict.fromkeys(names):
         if suggestion := NAMES.get(name.lstrip("_")):
             yield Finding(path, node.lineno, name, suggestion)
-
-
-def _blank(match: re.Match[str]) -> str:
-    """Replace a block of code by its newlines, so that line numbers do not change."""
-    return "\n" * match[0].count("\n")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,11 @@ def estimate(
     if strategy == "auto":  # the one that the run probably selects
         strategy = "gather" if world > 1 or shard_bytes < usable_memory() // 2 else "bucket"
     writes = 2 if strategy == "bucket" else 1  # of each row
-    waiting = _packed_bytes(token_bytes, sample, dtype) if fused else token_bytes
+    waiting = token_bytes
+    if fused:
+        require_zstd()
+        ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
+        waiting = round(token_bytes * packed_share(ids)) if len(ids) else 0
     peak = waiting + docs_bytes + shard_bytes * writes
     final = shard_bytes + docs_bytes + (0 if fused else token_bytes)
     out = request.out.absolute()
@@ -147,13 +151,6 @@ def _counts(
         "instances": max(0, tokens - held_out - tails) // shuffle.context,
         "eval_instances": held_out // shuffle.context,
     }
-
-
-def _packed_bytes(token_bytes: int, sample: Sample, dtype: str) -> int:
-    """Return the expected bytes, after packing, of token arrays of `token_bytes` bytes."""
-    require_zstd()
-    ids = np.concatenate(sample.ids).astype(layout.little_endian(dtype))
-    return round(token_bytes * packed_share(ids)) if len(ids) else 0
 
 
 def take_sample(

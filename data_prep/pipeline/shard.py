@@ -414,7 +414,10 @@ def make_manifest(
         sources: The token arrays of each source of the order.
         shards: Its shards.
     """
-    plan, blended = sources[0].plan, isinstance(order, BlendOrder)
+    plan, blended, quarantined = sources[0].plan, isinstance(order, BlendOrder), QuarantineEntry(0)
+    if content := _list_quarantined(sources):
+        num_lines = content.count(b"\n")
+        quarantined = QuarantineEntry(num_lines, len(content), files.xxh3_bytes(content))
     units = [unit for source in order.sources for unit in source.units]
     return Manifest(
         part=order.part,
@@ -436,7 +439,7 @@ def make_manifest(
         tails=order.tails(),
         tokens_dir=order.sources[0].tokens_dir,
         order_xxh3=order_xxh3,
-        quarantined=_describe_quarantined(_list_quarantined(sources)),
+        quarantined=quarantined,
         instances_per_shard=order.instances_per_shard,
         shards=tuple(shards),
         inputs=tuple(file for source in sources for file in source.inputs),
@@ -480,9 +483,3 @@ def _list_quarantined(sources: Sequence[Source]) -> bytes:
         for entry in record["set_aside"]
     ]
     return "".join(lines).encode()
-
-
-def _describe_quarantined(content: bytes) -> QuarantineEntry:
-    if not content:
-        return QuarantineEntry(0)
-    return QuarantineEntry(content.count(b"\n"), len(content), files.xxh3_bytes(content))

@@ -116,13 +116,12 @@ def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
         "updates": steps,
         "step_s": statistics.median(seconds),
         "step_s_quartiles": [ordered[steps // 4], ordered[-1 - steps // 4]],
-        "traffic": max(traffic, key=_total_bytes),
+        "traffic": max(
+            traffic,
+            key=lambda rank: sum(size for calls in rank.values() for _, size in calls.values()),
+        ),
         "bubble": _bubbles(schedule, bubbles, all_means),
     }
-
-
-def _total_bytes(traffic: Traffic) -> int:
-    return sum(size for operations in traffic.values() for _, size in operations.values())
 
 
 def _measured_bubble(events: list[ActionEvent], groups: Groups) -> float:

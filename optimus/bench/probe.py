@@ -118,10 +118,12 @@ def _change(loop: Any, plan: Plan) -> None:
     """Let the functions of `optimus.train.loop` report, fail and wait."""
     record, update = loop.StartUp.record, loop.Run.update
 
+    from optimus.resilience.supervision.attempt import read_page
+
     def record_and_report(start_up: Any) -> Any:
         value = record(start_up)
         progress = loop.read_attempt()
-        load_s = _load_s(progress.progress) if progress is not None else 0.0
+        load_s = read_page(progress.progress).seconds["load"] if progress is not None else 0.0
         plan.report("first update", phases=dict(value.phases_s), load_s=load_s)
         return value
 
@@ -143,13 +145,6 @@ def _change(loop: Any, plan: Plan) -> None:
         slow = _Slowdown(plan)
         loop.Run.evaluate = slow.wrap("evaluation", loop.Run.evaluate, plan.eval_interval)
         loop.Saves.after = slow.wrap("save", loop.Saves.after, plan.save_interval)
-
-
-def _load_s(page: Path) -> float:
-    """Return the time in which this rank has loaded its states."""
-    from optimus.resilience.supervision.attempt import read_page
-
-    return read_page(page).seconds["load"]
 
 
 def _take_fault(plan: Plan) -> str:

@@ -37,7 +37,7 @@ from optimus.model.layers import MLP, Embedding, LayerNorm, RMSNorm
 from optimus.model.moe import Experts
 from optimus.model.router import Router
 from optimus.model.transformer import Transformer
-from optimus.observe.events import ActionEvent, ActionTrace
+from optimus.observe.events import ActionTrace
 from optimus.train.loop import fix_arithmetic
 
 _WARMUP = 3
@@ -107,7 +107,11 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         if step > _WARMUP:
             step_s.append(seconds)
-            for phase, value in _by_phase(trace.events, seconds).items():
+            of_step: dict[str, float] = defaultdict(float)
+            for event in trace.events:
+                of_step[_PHASES.get(event.kind, "backward")] += event.busy_ns / 1e9
+            of_step["other"] = seconds - sum(of_step.values())
+            for phase, value in of_step.items():
                 phases[phase].append(value)
     peak, bandwidth = _best_speeds(config, world.device)
     bounds = _bounds(config, rank.plan, peak, bandwidth)
@@ -132,14 +136,6 @@ def profile_step(config: Config, steps: int) -> dict[str, Any]:
         "phases": {phase: statistics.median(values) for phase, values in phases.items()},
         "parts": _rows(profiler.events(), bounds),
     }
-
-
-def _by_phase(events: list[ActionEvent], seconds: float) -> dict[str, float]:
-    phases: dict[str, float] = defaultdict(float)
-    for event in events:
-        phases[_PHASES.get(event.kind, "backward")] += event.busy_ns / 1e9
-    phases["other"] = seconds - sum(phases.values())
-    return phases
 
 
 def _best_speeds(config: Config, device: torch.device) -> tuple[float, float]:

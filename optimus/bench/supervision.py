@@ -207,7 +207,14 @@ def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, 
     result["figures"] += [
         figure("detection of an exit or NaN", exits, _DETECTION_S),
         figure("detection of a cut, power loss or freeze", silences, heartbeat_s + _SILENCE_S),
-        _share("right node", right),
+        {
+            "figure": "right node",
+            "unit": "share",
+            "bar": _RIGHT,
+            "samples": len(right),
+            "is_met": sum(right) / len(right) >= _RIGHT,
+            "value": round(sum(right) / len(right), 4),
+        },
         figure("detection to first update, warm", [sum(s.values()) for s in restarts], _WARM_S),
     ]
     result["detection_s"] = {
@@ -216,13 +223,6 @@ def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, 
     }
     result["wrong_node"] = [fault.kind for fault in faults if not fault.is_right]
     result["restart_s"] = summarise_phases(restarts)
-
-
-def _share(name: str, right: Sequence[bool]) -> dict[str, Any]:
-    share = sum(right) / len(right)
-    is_met = share >= _RIGHT
-    figure = {"figure": name, "unit": "share", "bar": _RIGHT, "is_met": is_met}
-    return {**figure, "value": round(share, 4), "samples": len(right)}
 
 
 def summarise_phases(restarts: Sequence[dict[str, float]]) -> dict[str, dict[str, Any]]:
@@ -273,7 +273,15 @@ def _measure_fault(
         at = launch.plan.reports("fault")[-1]["time"]
     detection_s = history.ends[attempt.attempt].time - at
     report = launch.wait_until(
-        lambda: _first_update(launch, attempt.attempt + 1), "the first update of an attempt"
+        lambda: next(
+            (
+                report
+                for report in launch.plan.reports("first update")
+                if report["attempt"] == attempt.attempt + 1
+            ),
+            None,
+        ),
+        "the first update of an attempt",
     )
     history = launch.history()
     with contextlib.suppress(OptimusError):  # the agent was killed
@@ -317,11 +325,6 @@ def _inject(launch: Launch, kind: str, node: str, local_rank: int) -> float | No
 def _ended(launch: Launch, attempt: int) -> History | None:
     history = launch.history()
     return history if attempt in history.ends else None
-
-
-def _first_update(launch: Launch, attempt: int) -> dict[str, Any] | None:
-    reports = launch.plan.reports("first update")
-    return next((r for r in reports if r["attempt"] == attempt), None)
 
 
 def marks_after(history: History, attempt: int) -> list[NodeMarked]:

@@ -13,10 +13,8 @@ from optimus.config.sections import (
     MAX_PATTERN_CHARS,
     MAX_PATTERNS,
     ROPE_FIELDS,
-    CheckpointConfig,
     Config,
     ModelConfig,
-    OffloadConfig,
     OptimConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -48,8 +46,14 @@ def check(config: Config) -> None:
     _compile(config)
     _pipeline(config.parallel, model)
     _recompute(config.recompute, model)
-    _kept_models(config.checkpoint)
-    _offload(config.offload)
+    checkpoint, mode = config.checkpoint, config.offload.mode
+    refuse_if(
+        checkpoint.keep_models_every and not checkpoint.keep_models,
+        f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
+        "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
+        "checkpoint.keep_models, or leave keep_models_every out",
+    )
+    refuse_if(mode != "off", f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def _sizes(model: ModelConfig) -> None:
@@ -395,20 +399,6 @@ def _pipeline(parallel: ParallelConfig, model: ModelConfig) -> None:
         "model.aux_loss_form = 'hf' needs all layers on one pipeline stage, but there are "
         f"{counted(stages, 'stage')}; use 'olmo', or parallel.pp = 1 and virtual_stages = 1",
     )
-
-
-def _kept_models(checkpoint: CheckpointConfig) -> None:
-    refuse_if(
-        checkpoint.keep_models_every and not checkpoint.keep_models,
-        f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
-        "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
-        "checkpoint.keep_models, or leave keep_models_every out",
-    )
-
-
-def _offload(offload: OffloadConfig) -> None:
-    mode = offload.mode
-    refuse_if(mode != "off", f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def nearest_divisor(number: int, near: int) -> int:

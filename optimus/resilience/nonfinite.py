@@ -336,7 +336,12 @@ class Watch:
         tokens = b"".join(batch.tokens.cpu().numpy().tobytes() for batch in microbatches)
         instances, layers = [], {}
         if finding.microbatch is not None:
-            instances = self._instances(finding.microbatch)
+            if self._data is not None:
+                batch, data = self._batch, self._groups.data
+                size = batch.microbatch_size
+                starts = microbatch_starts(self._step, batch.instances, size, data.rank, data.size)
+                start = starts[finding.microbatch]
+                instances = self._data.locate(start, start + size)
             layers = self._outputs.get(finding.microbatch, {})
         write_marker(
             self._workspace,
@@ -354,14 +359,6 @@ class Watch:
             data_xxh3=files.xxh3_bytes(tokens),
             layers=layers,
         )
-
-    def _instances(self, microbatch: int) -> list[tuple[str, int]]:
-        """Return data set and number of each instance of a microbatch of this rank."""
-        if self._data is None:
-            return []
-        size, data = self._batch.microbatch_size, self._groups.data
-        starts = microbatch_starts(self._step, self._batch.instances, size, data.rank, data.size)
-        return self._data.locate(starts[microbatch], starts[microbatch] + size)
 
     def _findings(self, microbatches: list[Microbatch]) -> list[Finding]:
         """Search for the cause on all ranks. Return the findings of all ranks; the first one is

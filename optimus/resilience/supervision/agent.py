@@ -313,15 +313,12 @@ class Agent:
     async def _start(self, message: Start) -> None:
         """Start the ranks of an attempt on this node. If that fails, store the reason."""
         try:
-            await self._start_ranks(message)
+            folder = self.folder / f"attempt-{self.attempt:04d}"
+            folder.mkdir(parents=True)
+            for local_rank, rank in enumerate(message.ranks):
+                await self._start_rank(message, local_rank, rank, folder / f"rank-{rank}")
         except (OSError, ValueError) as error:
             self.failure = f"the ranks cannot be started: {one_line(error)}"
-
-    async def _start_ranks(self, message: Start) -> None:
-        folder = self.folder / f"attempt-{self.attempt:04d}"
-        folder.mkdir(parents=True)
-        for local_rank, rank in enumerate(message.ranks):
-            await self._start_rank(message, local_rank, rank, folder / f"rank-{rank}")
 
     async def _start_rank(self, message: Start, local_rank: int, rank: int, page: Path) -> None:
         create_page(page)
@@ -406,7 +403,11 @@ class Agent:
         acknowledged_at = time.monotonic()
         while True:
             ranks = [rank.report() for rank in self.ranks.values()]
-            lines, dropped = self._take_lines(), 0
+            lines: list[str] = []
+            length = dropped = 0
+            while self.lines and length < _REPORT_CHARS:
+                lines.append(self.lines.popleft())
+                length += len(lines[-1])
             if not self.lines:
                 dropped, self.dropped = self.dropped, 0
             report = Report(
@@ -430,15 +431,6 @@ class Agent:
             elif time.monotonic() - acknowledged_at > 2 * beat_s:
                 channel.abort()
                 raise OSError("the machine of the supervisor acknowledges no report")
-
-    def _take_lines(self) -> list[str]:
-        """Remove the output lines of the next report from those that wait, and return them."""
-        lines: list[str] = []
-        length = 0
-        while self.lines and length < _REPORT_CHARS:
-            lines.append(self.lines.popleft())
-            length += len(lines[-1])
-        return lines
 
     def _signal_ranks(self, number: int) -> None:
         """Send a signal to all ranks that run."""

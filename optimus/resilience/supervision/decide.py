@@ -130,8 +130,13 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         *(f"the agent of {node} has no ranks any more" for node in evidence.restarted),
         *(_describe(end) for end in evidence.ends if _is_cause(end)),
     ]
+    cause = None
+    if markers:
+        first = markers[0]
+        signature = f"nonfinite {first.data_xxh3}" if first.data_xxh3 else _STATE
+        cause = _Cause("failed", "soft", [first.node], signature, step=first.step)
     cause = (
-        (_cause_in_marker(markers[0]) if markers else None)
+        cause
         or _cause_in_silence(evidence)
         or _cause_in_launch(evidence)
         or _cause_in_refusals(evidence)
@@ -148,11 +153,6 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         signature=cause.signature,
         evidence=(*lines, *cause.lines),
     )
-
-
-def _cause_in_marker(marker: Marker) -> _Cause:
-    signature = f"nonfinite {marker.data_xxh3}" if marker.data_xxh3 else _STATE
-    return _Cause("failed", "soft", [marker.node], signature, step=marker.step)
 
 
 def _cause_in_silence(evidence: Evidence) -> _Cause | None:
@@ -268,20 +268,15 @@ def _describe_marker(marker: Marker) -> list[str]:
         command = f"optimus-data inspect {shlex.quote(first.data)} {first.instance}"
         lines.append(f"to see the data: {command}{more}")
     if marker.layers:
-        figures = "; ".join(starmap(_describe_output, _telling(marker.layers)))
+        # The first layer with a non-finite output and the layer before it, or the last two layers.
+        layers = [*marker.layers.items()]
+        bad = [index for index, (_, output) in enumerate(layers) if output.nonfinite]
+        last = bad[0] if bad else len(layers) - 1
+        figures = "; ".join(starmap(_describe_output, layers[max(0, last - 1) : last + 1]))
         lines.append(f"outputs of layers: {figures}")
     if marker.path:
         lines.append(f"marker: {marker.path}")
     return lines
-
-
-def _telling(layers: Mapping[str, LayerOutput]) -> Sequence[tuple[str, LayerOutput]]:
-    """Return the first layer with a non-finite output and the layer before it; the last two layers
-    if all outputs are finite."""
-    items = [*layers.items()]
-    bad = [index for index, (_, output) in enumerate(items) if output.nonfinite]
-    last = bad[0] if bad else len(items) - 1
-    return items[max(0, last - 1) : last + 1]
 
 
 def _describe_output(name: str, output: LayerOutput) -> str:

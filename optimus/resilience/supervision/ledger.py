@@ -282,7 +282,9 @@ class Ledger:
             OSError: The event cannot be written, for example because the disk is full. The ledger
                 is as before, and the caller may try again.
         """
-        line = _format(event, self._last_hash)
+        text = json.dumps(event.model_dump(), ensure_ascii=False)
+        body = text.encode("utf-8", "replace").decode()[:-1]  # without the closing brace
+        line = f'{body}{_HASH}{_hash(body, self._last_hash)}"}}'
         data, size = memoryview(f"{line}\n".encode()), os.fstat(self._fd).st_size
         try:
             while data:
@@ -416,12 +418,6 @@ def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
 def _hash_of(line: str) -> str:
     """Return the hash at the end of a line."""
     return line[-_TAIL_CHARS:][len(_HASH) : -2]
-
-
-def _format(event: Event, last_hash: str) -> str:
-    text = json.dumps(event.model_dump(), ensure_ascii=False)
-    body = text.encode("utf-8", "replace").decode()[:-1]  # without the closing brace
-    return f'{body}{_HASH}{_hash(body, last_hash)}"}}'
 
 
 def _hash(body: str, last_hash: str) -> str:

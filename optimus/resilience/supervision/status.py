@@ -56,7 +56,8 @@ def goodput(history: History, now: float) -> dict[str, float]:
             if event.outcome == "interrupted" and not event.seconds:
                 _add_interrupted(seconds, milestones, at, event.time)
             else:
-                kept = _step_after(history, event, committed)
+                newest = max(committed, history.checkpoints.get(event.attempt, 0))
+                kept = event.step if event.outcome == "done" else newest  # no later attempt does it
                 _add_attempt(seconds, event, event.time - at, kept)
             milestones = []
             committed = max(committed, history.checkpoints.get(event.attempt, 0))
@@ -71,12 +72,6 @@ def goodput(history: History, now: float) -> dict[str, float]:
     running = history.running
     seconds["step" if running is not None else category] += end - at
     return seconds
-
-
-def _step_after(history: History, end: AttemptEnded, committed: int) -> int:
-    """Return the last step of an attempt that no later attempt does again."""
-    newest = max(committed, history.checkpoints.get(end.attempt, 0))
-    return end.step if end.outcome == "done" else newest
 
 
 def _add_interrupted(

@@ -50,7 +50,6 @@ from optimus.resilience.supervision.ledger import (
     AttemptEnded,
     AttemptStarted,
     Event,
-    History,
     Ledger,
     NextJob,
     NodeMarked,
@@ -111,7 +110,14 @@ class Supervisor:
 
     def _take_over(self) -> None:
         job = self._job
-        self._check_settings(read_history(job.run_dir))  # before anything is changed
+        events = read_history(job.run_dir).events  # before anything is changed
+        started = [event for event in events if isinstance(event, SupervisorStarted)]
+        if started and started[-1].settings != job.settings:
+            changed = self._changed_settings() or "model, data, seed, batch, dtype or optimizer"
+            raise ConfigError(
+                f"{job.run_dir}: the run was launched with other frozen settings ({changed}); use "
+                "the same configuration, or another train.run_dir"
+            )
         self._skipped_steps = read_skipped_steps(job.run_dir)
         """Steps that were in the file at the start of this supervisor: the user may have added
         steps to those of the ledger."""
@@ -141,15 +147,6 @@ class Supervisor:
         if running is not None and not {*running.nodes} <= {*self._job.nodes}:
             return False  # the user has given up this attempt
         return is_same and history.verdict is None and (self._folder / SECRET).exists()
-
-    def _check_settings(self, history: History) -> None:
-        started = [event for event in history.events if isinstance(event, SupervisorStarted)]
-        if started and started[-1].settings != self._job.settings:
-            changed = self._changed_settings() or "model, data, seed, batch, dtype or optimizer"
-            raise ConfigError(
-                f"{self._job.run_dir}: the run was launched with other frozen settings ({changed});"
-                " use the same configuration, or another train.run_dir"
-            )
 
     def _changed_settings(self) -> str:
         """Return the frozen settings that differ from the configuration of the last job; "" if that
