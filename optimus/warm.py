@@ -31,6 +31,7 @@ _MODULES = (
     "optimus_kernels",
     "optimus.bench.commands",  # the parser of the command line needs it
     "optimus.checkpoint.commands",
+    "optimus.train.commands",
     "encodings.idna",  # for the look-up of a host name
     "torch.utils._device",  # for torch.set_default_device and `with device`
 )
