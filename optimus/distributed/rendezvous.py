@@ -47,7 +47,8 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
     if not addresses:
         return None
     listener = _bind(addresses, where)
-    is_local = single_machine and is_loopback(where.hostname or "")
+    # A supervisor gives all ranks the same MASTER_ADDR, also if it emulates nodes on one machine.
+    is_local = is_loopback(where.hostname or "") and (single_machine or ATTEMPT in os.environ)
     # Other machines may have another address for MASTER_ADDR: Debian's /etc/hosts maps a machine's
     # own name to a loopback address, and some launchers set localhost for rank 0 only.
     if is_loopback(listener.getsockname()[0]) and not is_local:

@@ -109,6 +109,11 @@ def test_the_first_rank_listens_at_the_meeting_address_alone(monkeypatch):
     # The launcher set MASTER_ADDR to localhost for rank 0 and to the machine's name for other
     # machines.
     assert listen("localhost", "127.0.0.1", is_local=False) is None
+    # A supervisor gives all ranks the same address, also with nodes that it emulates.
+    with monkeypatch.context() as supervised:
+        supervised.setenv(ATTEMPT, "1")
+        assert listen("127.0.0.2", "127.0.0.2", is_local=False) == "127.0.0.2"
+        assert listen("node0", "127.0.1.1", is_local=False) is None
     # Debian resolves a machine's own name to 127.0.1.1, which other machines cannot reach.
     assert listen("node0", "127.0.1.1") is None
     assert listen("node0", "127.0.1.1", "0.0.0.0") == "0.0.0.0"
