@@ -27,7 +27,7 @@ from optimus.errors import NonFiniteError, OptimusError
 _PAUSES_S = (0.001, 0.2)
 """First and longest pause of `drain` between two polls, in seconds."""
 _GRACE_S = 30.0
-"""Seconds in which a thread must stop after a failure. After this time, it counts as hanging."""
+"""Seconds within which a thread must stop after a failure. A slower thread counts as hanging."""
 
 
 class State(Enum):
@@ -166,7 +166,7 @@ class AsyncSave:
             outcome = self._fail()
         elif self._state is State.CLEANING:
             if task is not None:
-                self._failure_of(task)  # raise an error of another kind
+                self._failure_of(task)  # raises an exception other than OptimusError
             if self._group.rank == 0:
                 self._task = Task(self._clean)
             if status is Status.COMMITTED:  # the rename ended after the failure was reported

@@ -1,4 +1,7 @@
-"""Conversion between Hugging Face directories and checkpoints. The values do not change."""
+"""Conversion between Hugging Face directories and checkpoints.
+
+The values do not change, unless the caller requests another dtype.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ logger = logging.getLogger(__name__)
 _TEXTS = (".txt", ".jinja")
 """Suffixes of sidecar files whose content is not checked."""
 _SIDECAR_BYTES, _SIDECARS_BYTES = 256 << 20, 1 << 30
-"""Maximum size of a sidecar file, and of all that a conversion copies."""
+"""Maximum bytes of one sidecar file, and of all sidecar files that a conversion copies."""
 
 
 def from_hf(source: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -160,12 +163,14 @@ def _check_links(source: Path) -> None:
 
 
 def _resolve_inside(path: Path, source: Path) -> tuple[Path, Path]:
-    """Return `path` with all links resolved, and the directory that contains the file.
+    """Return `path` with all links resolved, and the allowed directory that contains it.
 
-    The directory is `source`. If `source` is a snapshot in the hub's cache, it may also be the
-    folder of the repository. Raises CheckpointError for a file in any other directory.
+    `source` is an allowed directory. If `source` is a snapshot in the cache of the Hugging Face
+    hub, the folder of its repository in the cache is also allowed. Raises CheckpointError if the
+    file is in any other directory.
     """
-    # path.resolve() raises RuntimeError for a loop of links; a read of it is refused in one line.
+    # For a loop of links, path.resolve() would raise RuntimeError. With realpath, the later read
+    # fails with an OSError.
     real, home = Path(os.path.realpath(path)), source.resolve()
     if real.is_relative_to(home):
         return real, home
@@ -203,14 +208,15 @@ def _read_sidecar(path: Path, source: Path) -> bytes:
 def eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the ids of the tokens that end a text of a model; () if they are unknown.
 
-    The first id is the end token of the training documents, from the manifest. The manifest of an
-    earlier version lacks this id, which then comes from the data set, if the data set still exists
-    with the same tokenizer. For a converted Hugging Face directory, it is unknown. The ids of
-    `model.eos_token_ids` follow. Without any of these ids, the tokenizer files provide an id.
+    The first id is that of the token that ended the documents in training, read from the manifest.
+    Manifests of earlier versions lack this id. It is then read from the data set, if the data set
+    still exists and has the same tokenizer. For a converted Hugging Face directory, it is unknown.
+    The ids of `model.eos_token_ids` follow. Without any of these ids, the tokenizer files provide
+    an id.
 
     Args:
         path: A checkpoint or a Hugging Face directory.
-        config: Its model.
+        config: The model in this directory.
     """
     of_data = None
     file = tokenizer_path(path)
@@ -237,8 +243,9 @@ def with_data_eos(config: ModelConfig, of_data: int | None) -> tuple[int, ...]:
 def _eos_of_data_sets(path: Path, tokenizer: Path) -> int | None:
     """Return the id of the end token of the data set that a checkpoint was trained on.
 
-    Use the first data set in the checkpoint's configuration that has the checkpoint's tokenizer.
-    Return None if no data set has this tokenizer, or if an earlier data set cannot be read.
+    The id comes from the first data set in the checkpoint's configuration that has the checkpoint's
+    tokenizer. The result is None if there is no such data set, or if a data set before it cannot be
+    read.
     """
     try:
         data = load_saved_config(path / CONFIG).data
@@ -308,8 +315,8 @@ def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
 
 
 def _keep_within_vocabulary(path: Path, config: ModelConfig) -> list[str]:
-    """Replace special tokens outside the model's vocabulary in a configuration of the tokenizer or
-    of generation. The padding token becomes the end token, other tokens become null.
+    """Replace special tokens outside the model's vocabulary in `path`, which is the configuration
+    of a tokenizer or of generation. The padding token becomes the end token, other tokens null.
 
     Returns a warning for each replaced token.
     """

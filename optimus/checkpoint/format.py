@@ -33,8 +33,8 @@ from optimus.errors import CheckpointError, one_line
 from optimus.io import files, tensor_file
 
 FORMAT = 2
-"""Format 1 had whole tensors and no hash of the manifest. Only its model-only checkpoints are
-read."""
+"""Format 1 had whole tensors and no hash of the manifest. Of its checkpoints, this version reads
+only the model-only ones."""
 MANIFEST = "manifest.json"
 _CONFIGS = ("config.toml", "config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -54,7 +54,7 @@ _READ_BY_NAME = (tensor_file.INDEX, *_CONFIGS)
 suffix."""
 FROZEN = "optim.frozen"
 DATA_EOS = "data.eos_token_id"
-"""The key of `settings` with the token that ends each document of the run's data."""
+"""The key of `settings` for the id of the token that ends each document of the run's data."""
 _BLOCKS_A_TASK = 16
 """Number of blocks (4 MiB each) that a thread verifies each time it opens a shard file."""
 _READ_SETTINGS = {
@@ -67,20 +67,20 @@ _READ_SETTINGS = {
     **dict.fromkeys(("train.dtype", "checkpoint.scatter", "data.identity"), str),
     FROZEN: list,
 }
-"""Types of the settings whose values the code uses. Other settings are only compared."""
+"""Types of the settings whose values the code uses. Values of other settings are only compared."""
 _SETTING = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+")
 _MOST_RANKS, _MOST_BATCH_TOKENS = 1 << 22, 1 << 40
 _MANIFEST_BYTES = 4 << 20
 """Maximum size of a manifest. Saves write a few kilobytes."""
 _SIDECAR_BYTES, _INDEX_BYTES = 256 << 20, 1 << 30
-"""Maximum bytes of a sidecar or configuration file, and maximum bytes of the index: 40 times an
-index with 400,000 slices."""
+"""Maximum bytes of a sidecar or configuration file, and maximum bytes of the index. The latter is
+40 times the size of an index with 400,000 slices."""
 _FORMAT_1 = re.compile(rb'\s*\{\s*"format": *1\b')
 
 
 def _plain_name(name: str) -> str:
-    """Return a file name. Raises ValueError unless it is a relative path inside the directory of
-    the checkpoint."""
+    """Return `name` unchanged. Raises ValueError unless it is a relative path inside the directory
+    of the checkpoint."""
     if "\0" in name or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError("must be a file of the checkpoint, named relative to its directory")
     os.fsencode(name)
@@ -104,8 +104,10 @@ class FileEntry:
 
 
 class _Fields(BaseModel):
-    """The types and ranges of the fields of manifest.json. The hash detects damage, but not an
-    invalid value that a program wrote."""
+    """The types and ranges of the fields of manifest.json.
+
+    The hash of the manifest detects damage, but not an invalid value that a program has written.
+    """
 
     kind: Literal["full", "model"]
     step: _Int
@@ -124,7 +126,8 @@ class Manifest:
     """The content of manifest.json.
 
     `step` and `tokens` are the numbers of updates and tokens of the run. `updates` is the number of
-    updates since the optimizer states were zero; a restart from weights alone sets them to zero.
+    updates since the optimizer states were zero. A restart from weights alone sets these states to
+    zero.
     `origin` is the `checkpoint.load` with which the run was started. `settings` maps "section.key"
     to its value.
     """
@@ -156,8 +159,8 @@ class Manifest:
         The readers of shard files check the hashes of the blocks that they read.
 
         Args:
-            hashed_bytes: Files larger than this are compared with their sizes only.
-            weights: False to compare safetensors files with their sizes only.
+            hashed_bytes: If a file is larger than this, only its size is checked.
+            weights: False to check only the sizes of safetensors files.
 
         Raises:
             CheckpointError: Names the first file that differs.
@@ -188,7 +191,8 @@ class Manifest:
                 )
 
     def check_shards(self) -> None:
-        """Compare the sizes and headers of shard files, if any. Raises CheckpointError."""
+        """Compare the sizes and headers of the shard files, if any, with the index. Raises
+        CheckpointError."""
         if self.is_sharded:
             index = self.index()
             numbers = range(len(index.shards))
@@ -215,7 +219,7 @@ class Manifest:
             threads: As for `in_threads`.
 
         Returns:
-            A line for each file that differs, with the first position.
+            A line for each file that differs. For a shard file, it names the first wrong block.
         """
         checks: list[Callable[[], object]] = [
             *(partial(self._verify_file, entry) for entry in self.files),

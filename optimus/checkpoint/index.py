@@ -40,7 +40,7 @@ KNOWN_STATES: tuple[tuple[str, ...], ...] = (ADAMW_STATES,)
 """Names of the states of an element, one tuple for each supported optimizer: the master weight,
 then the moments. The columns of the index have the same order."""
 _MOST = 1 << 56
-"""Limit of a number of elements or bytes. The number of bits still fits into int64."""
+"""Limit of a number of elements or bytes. Eight times the limit still fits into int64."""
 _MOST_BLOCK_BYTES = 64 << 20
 """Maximum bytes of a block, for which a reader allocates memory. Saves write blocks of 4 MiB."""
 _INTEGERS = re.compile("[-0-9,]+")
@@ -53,8 +53,8 @@ class ShardReport(NamedTuple):
 
     shard: ShardFile
     boxes: list[tuple[str, Box]]
-    """(name, box) pairs of the parameters in the file, without duplicates. A box is the index
-    ranges of every dim that a rank has of a parameter."""
+    """(name, box) pairs of the parameters in the file, without duplicates. A box is the set of a
+    parameter's elements that a rank has, as index ranges for each dim."""
     rows: list[tuple[int, ...]]
     """A row for each slice of a parameter: index of its (name, box) pair in `boxes`, start and stop
     in the flattened box, and for each state the byte offset in the file (-1: not stored)."""
@@ -121,7 +121,7 @@ class Index:
             raise ValueError("a row refers to bytes outside its shard file")
         if (offsets[offsets >= 0] % ALIGNED_BYTES).any():
             raise ValueError(f"a row begins at a byte that is not a multiple of {ALIGNED_BYTES}")
-        # A frozen parameter has a master alone.
+        # A frozen parameter has master weights, but no moments.
         if (offsets[:, 0] < 0).any() or (
             (offsets[:, 1:] < 0).any(1) & (offsets[:, 1:] >= 0).any(1)
         ).any():
@@ -234,7 +234,7 @@ def encode(
             numbered.append((name, known.setdefault(box, len(known))))
         for in_boxes, start, *rest in report.rows:
             name, box_number = numbered[in_boxes]
-            # As text, which the garbage collector does not traverse: there can be 400,000 rows.
+            # Store text: the garbage collector would traverse 400,000 tuples, but skips strings.
             row = row_format % (number, box_number, start, *rest)
             rows.setdefault(name, []).append((box_number, start, row))
     lines = [json.dumps(head | {"shapes": {name: list(shapes[name]) for name in rows}})]
@@ -292,13 +292,13 @@ def _check_head(
 def _parse_rows(text: str, columns: int) -> numpy.ndarray:
     """Return the rows at the end of a line, int64 [n, columns]. Raises ValueError.
 
-    The json module is slower, since it creates an object for every number: to parse and check a
-    whole index takes 0.8 of the time that it takes with json.
+    The json module is slower, because it creates an object for every number. To parse and check a
+    whole index takes 0.8 times as long with this function as with json.
     """
     text = text.replace(" ", "")
     numbers = text[2:-3].replace("],[", ",")
     if text[:2] == "[[" and text[-3:] == "]]}" and _INTEGERS.fullmatch(numbers):
-        # It stops at anything except an integer, and returns the greatest int64 for larger ones.
+        # fromstring stops at anything except an integer, and clamps larger integers to int64.
         parsed = numpy.fromstring(numbers, dtype=numpy.int64, sep=",")
         if len(parsed) == (text.count("],[") + 1) * columns:
             return parsed.reshape(-1, columns)

@@ -66,7 +66,7 @@ def find(path: str | os.PathLike) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return a description of a checkpoint. Of large files, only the sizes and headers are checked.
+    """Return a description of a checkpoint. Large files are checked by size and header only.
 
     `state` is "valid", "damaged" or "unsealed" (an unfinished save or removal). `problem` describes
     the damage or the unfinished action, and is "" for a valid checkpoint. Unknown values are None.
@@ -158,7 +158,7 @@ def _count_elements(path: Path) -> int:
     """Return the number of elements of all tensors in a safetensors file, from its header."""
     try:
         with files.open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size  # more than that is damage
+            size = os.fstat(file.fileno()).st_size  # the header of a damaged file may claim more
             length = min(size, _HEADER_BYTES, int.from_bytes(file.read(8), "little"))
             header = json.loads(file.read(length))
         shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
@@ -184,7 +184,7 @@ def list_checkpoints(path: str | os.PathLike) -> dict[str, Any]:
         CheckpointError: There is no checkpoint.
     """
     checkpoints = [describe(checkpoint) for checkpoint in find(path)]
-    # A run may have renamed or removed some of them.
+    # Meanwhile a run may have renamed or removed some of them.
     checkpoints = [about for about in checkpoints if os.path.isdir(about["path"])]
     newest: dict[str, Any] = {}
     for about in checkpoints:
@@ -305,7 +305,7 @@ def balance(sizes: Mapping[int, int], ranks: Mapping[str, int]) -> dict[str, Any
         by_rank.append(_greatest_by_mean(written))
         nodes = itertools.groupby(range(first, first + stage), lambda r: r // ranks["per_node"])
         groups = [[all_sizes[rank] for rank in node] for _, node in nodes]
-        most = max(map(len, groups))  # leave out nodes that stages share
+        most = max(map(len, groups))  # ignore nodes that several stages share
         by_node.append(_greatest_by_mean([sum(node) for node in groups if len(node) == most]))
     return {
         "largest_bytes": max(all_sizes),

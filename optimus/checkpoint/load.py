@@ -1,10 +1,11 @@
-"""Loading of full checkpoints: ranks with the same states read a share each and exchange them.
+"""Loading of full checkpoints: each rank reads a share, and ranks exchange shares of equal states.
 
 If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
 place, by the collective that `checkpoint.distribute` selects. With `broadcast`, each rank in turn
 sends its share, one mesh axis after the other. With `all_reduce`, each rank sets the other shares
-of its shard to zero, and an all-reduce adds the shards as integers, which changes no bits. Pipeline
-stages that have the same parameter exchange it in stripes, with additional memory for one stripe.
+of its shard to zero, and an all-reduce adds the shards as integers, which changes no bits. If
+several pipeline stages have the same parameter, the first of these stages sends it to the others in
+stripes, which needs additional memory for one stripe.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class ReadRequest(NamedTuple):
 
 
 class Readers(files.Closing):
-    """The shard files of a checkpoint. The last `limit` files that were used stay open.
+    """The shard files of a checkpoint. The `limit` most recently used files stay open.
 
-    If only a part of the last block of an open file was needed, the file keeps this block in
-    memory. Later requests do not read the block again.
+    If only a part of the last block that was read from a file was needed, the block stays in
+    memory, so that the next request need not read it again.
     """
 
     def __init__(self, directory: Path, index: Index, limit: int) -> None:
@@ -223,12 +224,12 @@ def _batches(
 def broadcast_to_replicas(
     shard: ChunkShard, flats: Iterable[Tensor], groups: Groups, method: Distribute
 ) -> None:
-    """Complete the copies of a shard on all ranks that have this shard, each of which has read a
-    share of it. A collective of these ranks.
+    """Exchange the shares of a shard between all ranks that have the same shard. A collective of
+    these ranks.
 
     Args:
         shard: The shard.
-        flats: The states of the shard. This rank has filled only its share of them.
+        flats: The states of the shard. In each of them, this rank has filled only its share.
         groups: Process groups of this rank.
         method: `checkpoint.distribute`.
     """
@@ -294,10 +295,10 @@ def send_to_later_stages(
 
 
 def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> None:
-    """Copy integers of the first rank to all ranks. A collective of `group`.
+    """Copy a tensor of integers from the first rank to all ranks. A collective of `group`.
 
     Args:
-        tensor: Integers. With `all_reduce`, the tensors of all other ranks must be zero.
+        tensor: The integers. With `all_reduce`, the tensors of all other ranks must be zero.
         group: The ranks.
         method: `checkpoint.distribute`.
     """
@@ -308,6 +309,6 @@ def broadcast_from_first(tensor: Tensor, group: Group, method: Distribute) -> No
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """Return a view as integers, so that adding zeros changes no bits. Two-byte elements are viewed
-    as bytes, since gloo cannot add two-byte integers."""
+    """Return a view of `tensor` as integers, because adding integer zeros changes no bits. Two-byte
+    elements are viewed as bytes, since gloo cannot add two-byte integers."""
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8)

@@ -68,10 +68,10 @@ class RankStates:
     groups: Groups
     shards: Sequence[StateShard]
     names: tuple[str, ...]
-    """Names of the states of trained parameters, in the order of the files."""
+    """Names of the states of trained parameters, in the order of a shard file."""
     boxes: Mapping[str, Box]
-    """Boxes of the parameters of this rank, by name. A box is the index ranges of every dim that a
-    rank has of a parameter."""
+    """Boxes of the parameters of this rank, by name. A box is the set of a parameter's elements that
+    a rank has, as index ranges for each dim."""
     shapes: Mapping[str, Sequence[int]]
     """Shapes of all whole parameters of the model, by name."""
     stage_groups: Mapping[str, Group] = field(default_factory=dict)
@@ -89,8 +89,8 @@ class RankStates:
         return self.shards[0].states["master"].device
 
     def with_states(self, slices: Sequence[StateSlice]) -> list[tuple[str, StateSlice]]:
-        """Return (state, slice) for each state that each slice has, in the order of `names`. Slices
-        of frozen parameters have no moments."""
+        """Return a (state, slice) pair for each slice and each of its states, in the order of
+        `names`. Slices of frozen parameters have no moments."""
         return [
             (state, state_slice)
             for state in self.names
@@ -119,7 +119,7 @@ def states_to_write(states: RankStates, scatter: Scatter) -> list[tuple[str, Sta
 def staging_bytes(
     slices: Sequence[tuple[str, StateSlice]], dtype: torch.dtype = torch.float32
 ) -> int:
-    """Return the size in bytes of a `Staging` for these (state, slice) pairs."""
+    """Return the number of bytes that `Staging` allocates for these (state, slice) pairs."""
     return sum(aligned((s.stop - s.start) * dtype.itemsize) for _, s in slices)
 
 
@@ -142,7 +142,7 @@ class Staging:
         """
         size = staging_bytes(slices, dtype) // dtype.itemsize
         self._flat = torch.empty(size, dtype=dtype, pin_memory=device.type != "cpu")
-        self._flat.zero_()  # allocate its pages before the first copy
+        self._flat.zero_()  # makes the system allocate the pages before the first copy
         self._copies: dict[tuple[str, StateSlice], Tensor] = {}
         offset = 0
         for state, state_slice in slices:
@@ -246,7 +246,7 @@ class Saver(ABC):
             states: The states of this rank.
             slices: The states and slices that this rank writes.
             dtype: Type of the staged copies.
-            output: Name of this rank's output, such as its file, for messages.
+            output: Name in messages of what this rank writes, such as its file name.
             staged: True to copy the states to host memory first. The memory is allocated here.
             limit_s: As for AsyncSave.
             begin_s: Maximum time that the ranks wait in `begin` for the first rank.
@@ -373,8 +373,8 @@ class Saver(ABC):
     def _create(
         self, final: Path, workspace: Workspace | None, reserve: Callable[[], int]
     ) -> Generation | str:
-        """Create the directory of a new generation. Return the generation, or the reason if that
-        fails."""
+        """Create the directory of a new generation. Return the generation, or the reason why the
+        directory cannot be created."""
         try:
             self._directory = directory = store.create(final, self.bytes, reserve(), workspace)
             try:

@@ -113,7 +113,7 @@ def in_threads(
     """Call a function with each argument in a pool of threads.
 
     Args:
-        function: It mostly reads, writes or hashes, which release the GIL.
+        function: A function that mostly reads, writes or hashes, which release the GIL.
         arguments: One for each call.
         threads: Number of threads. 0 means two per available core, at most 16, since half of the
             threads wait for the disk.
@@ -195,7 +195,7 @@ class _BlockQueue:
         return block
 
     def submit(self, block: memoryview) -> None:
-        """Add a filled buffer to the queue. Only the last buffer of a file may be shortened."""
+        """Add a filled buffer to the queue. Only the last buffer of a file may be shorter."""
         self._filled.put(block)
 
     def finish(self) -> None:
@@ -233,8 +233,9 @@ class ShardWriter(files.Closing):
     """Writes a shard file with two buffers: the caller fills and hashes one while a thread writes
     the other.
 
-    If the file system supports it, writes bypass the page cache. The page cache would take memory
-    and a further copy, and a check after the save would read the page cache instead of the disk.
+    If the file system supports it, writes bypass the page cache. With the page cache, a write would
+    take more memory and one more copy of the data, and a check after the save would read the page
+    cache instead of the disk.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class ShardWriter(files.Closing):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                path.unlink(missing_ok=True)  # some file systems create it and then fail
+                path.unlink(missing_ok=True)  # some file systems create the file and then fail
         self._fd, self._direct = os.open(path, flags, 0o644), False
 
     def _put(self, data: memoryview) -> None:
@@ -359,7 +360,7 @@ class ShardReader(files.Closing):
             directory: Directory of the checkpoint.
             identity: The expected save, step and writer.
             shard: Size and hashes from the index.
-            block_bytes: Size of the blocks that the hashes belong to.
+            block_bytes: Size in bytes of the blocks that were hashed.
 
         Raises:
             CheckpointError: The file is missing, has another size or belongs to another save.

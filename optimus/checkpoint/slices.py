@@ -2,13 +2,15 @@
 
 The vocabulary of this package. Lengths and offsets are in elements.
 
-- A box is the set of elements that a rank has of a parameter: index ranges of every dim.
-- A `ParamSlice` is a range of a flattened box. It is independent of ranks and layouts.
-- A `ChunkShard` is the shard of a chunk that a rank has. Several ranks may have the same shard.
-- A `StateSlice` is a contiguous range of a shard, which contains slices of several parameters. It
-  applies to the master weights and the moments of the shard.
+- A box is the set of a parameter's elements that a rank has. It consists of index ranges for each
+  dim.
+- A `ParamSlice` is a range of a flattened box. It does not depend on ranks or layouts.
+- A `ChunkShard` is a rank's shard of a chunk, a flat buffer of several parameters
+  (optimus/chunks/layout.py). Several ranks may have the same shard.
+- A `StateSlice` is a contiguous range of a shard. The range may contain slices of several
+  parameters, and is the same for the master weights and the moments.
 - A `Share` is the 1/n of a shard that a rank reads or writes, if n ranks have the same shard.
-- `StoredParam` lists the slices of a parameter in the files of a checkpoint.
+- A `StoredParam` lists the slices of a parameter in the files of a checkpoint.
 
 All functions are pure: they compute from coordinates of ranks and from index ranges alone.
 """
@@ -38,14 +40,14 @@ Box = tuple[Intervals, ...]
 """Index ranges [start, stop) for every dim of a whole parameter."""
 
 STRIPE = 1 << 20
-"""Elements of a stripe: 4 MiB of fp32. Pipeline stages with the same parameter write stripes of it
-in turn."""
+"""Number of elements in a stripe: 4 MiB of fp32. If several pipeline stages have the same
+parameter, they write its stripes in turn."""
 BATCH_ELEMENTS = 1 << 22
 """Maximum number of elements that are converted or copied at once: 16 MiB of fp32."""
 
 
 class ParamSlice(NamedTuple):
-    """Elements [start, stop) of the flattened elements of parameter `name` in `box`."""
+    """Elements [start, stop) of a flattened box. `box` is a box of parameter `name`."""
 
     name: str
     box: Box
@@ -55,14 +57,14 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Elements [start, stop) of one of a rank's shards. `shard` is the index of the shard."""
+    """Elements [start, stop) of a shard. `shard` is its index in the list of the rank's shards."""
 
     shard: int
     start: int
     stop: int
     params: tuple[tuple[ParamSlice, int], ...]
-    """Slices of parameters, each with the offset of its first element in this slice. The elements
-    between them are padding."""
+    """The parameter slices in this StateSlice, each with the offset of its first element from
+    `start`. The elements between them are padding."""
 
 
 class ChunkShard(NamedTuple):
@@ -121,7 +123,7 @@ def share_bounds(shard: ChunkShard, share: Share) -> tuple[int, int]:
     end of the shard is in none of them."""
     if share.count == 1:
         return 0, shard.chunk.shard_length
-    # A shard starts with a parameter, aligned as all are, or has padding only.
+    # A shard starts with an aligned element of a parameter, or contains only padding.
     last = shard.first + shard.chunk.shard_length
     slots = shard.chunk.slots_in(shard.first, last)
     used = min(slots[-1].stop, last) - shard.first if slots else 0
@@ -173,9 +175,9 @@ def slices_to_read(
 ) -> list[StateSlice]:
     """Return the slices that a rank reads: an equal share of each shard.
 
-    The rank receives the other shares from the ranks that have the same shard. Of a shard with
-    `is_later_copy`, the rank reads nothing: it receives all elements from the first stage that has
-    the parameters. The arguments are those of `slices_to_write`.
+    The rank receives the other shares from the ranks that have the same shard. If a shard has
+    `is_later_copy`, the rank reads nothing of it, and receives all elements from the first stage
+    that has the parameters. The arguments are those of `slices_to_write`.
     """
     slices: list[StateSlice] = []
     for number, shard in enumerate(shards):
@@ -219,7 +221,8 @@ def _slice_shard(
 
 
 def _stripes(low: int, high: int, turn: Share) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of [low, high) in stripes `turn.index`, `turn.index + turn.count`, ..."""
+    """Yield the ranges of elements that [low, high) has in common with stripes `turn.index`,
+    `turn.index + turn.count`, and so on."""
     if turn.count == 1:
         if low < high:
             yield low, high
@@ -231,7 +234,7 @@ def _stripes(low: int, high: int, turn: Share) -> Iterator[tuple[int, int]]:
                 yield a, b
 
 
-# -- Resharding: where a slice of one layout is in the slices of another --------------------------
+# -- Resharding: find the elements of a requested slice in the stored slices ----------------------
 
 
 @dataclass(frozen=True)
@@ -304,7 +307,7 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
     overlaps = [_overlap(a, b) for a, b in zip(box, param.box, strict=True)]
     if not all(map(len, overlaps)):
         return numpy.empty((0, 3), dtype=numpy.int64)
-    # From the dim after this one on, both boxes have the same elements.
+    # In all dims after this one, both boxes have the same index ranges.
     divided = max(dim for dim in range(len(box)) if box[dim] != param.box[dim])
     shapes = [[sum(b - a for a, b in dim) for dim in each] for each in (box, param.box)]
     offsets = []
@@ -340,8 +343,10 @@ def intersect(box: Box, param: ParamSlice) -> ndarray:
 
 
 def _overlap(first: Intervals, second: Intervals) -> ndarray:
-    """Return the ranges of one dim that are in both, ascending: int64 [n, 3]: offset in `first`,
-    offset in `second`, length."""
+    """Return the index ranges of one dim that `first` and `second` have in common, ascending.
+
+    The result is int64 [n, 3]: offset in `first`, offset in `second`, length.
+    """
     ranges, first_offset = [], 0
     for start, stop in first:
         second_offset = 0
@@ -355,7 +360,7 @@ def _overlap(first: Intervals, second: Intervals) -> ndarray:
 
 
 def _cut(ranges: ndarray, bounds: ndarray, first_row: int) -> ndarray:
-    """Cut ranges of a box at the bounds of its rows.
+    """Cut ranges of a box at the bounds of the rows (stored slices) of this box.
 
     Args:
         ranges: int64 [n, 3], as `intersect` returns them.
@@ -363,7 +368,7 @@ def _cut(ranges: ndarray, bounds: ndarray, first_row: int) -> ndarray:
         first_row: Number of the first of these rows.
 
     Returns:
-        int64 [m, 4]: row, offset in its slice, offset in the requested slice, length.
+        int64 [m, 4]: row, offset in the slice of that row, offset in the requested slice, length.
     """
     if not len(bounds):
         return numpy.empty((0, 4), dtype=numpy.int64)

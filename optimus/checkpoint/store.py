@@ -3,8 +3,9 @@
 `checkpoints/step-00001000/` is a full checkpoint. `checkpoints/model-00001000/` is a model-only
 checkpoint, which is also a Hugging Face directory. Names that start with a dot are temporary.
 
-A run commits and removes checkpoints by renames from and to its workspace, so that no process of an
-earlier start can change them (optimus/io/workspace.py).
+To commit a checkpoint, a run renames it out of its workspace, and to remove a checkpoint, it first
+renames it into its workspace. Therefore no process of an earlier start of the run can change
+checkpoints (optimus/io/workspace.py).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 KEPT_FULL = 2
 """Number of full checkpoints that retention keeps."""
 QUARANTINE = "set-aside"
-"""Folder in `checkpoints/`. At its start, a run moves to this folder the checkpoints from which it
-does not continue, such as those of later steps. No command removes them."""
+"""Folder in `checkpoints/`. When a run starts, it moves the checkpoints from which it does not
+continue, such as those of later steps, to this folder. No command removes them."""
 _REMOVED = "removed-"
 """Prefix of the temporary names of directories that are being removed. No save writes to them."""
 _ASIDE = "aside-"
@@ -75,7 +76,7 @@ def open_workspace(
 
 
 def adopt_workspace(run_dir: str | os.PathLike, workspace: Workspace) -> Workspace:
-    """Complete in a new workspace what an earlier start has not completed; return the workspace."""
+    """Complete the moves to QUARANTINE that earlier starts left in `workspace`, and return it."""
     for path in workspace.path.glob(f".{_ASIDE}*"):  # an earlier start has not completed the move
         name = path.name.removeprefix(f".{_ASIDE}").split(".")[0]
         _move_to_quarantine(path, checkpoints_dir(run_dir), name)
@@ -212,7 +213,7 @@ def commit(
 def newest_valid(
     run_dir: str | os.PathLike, thorough: bool = True, excluded: Mapping[Path, str] = NOTHING
 ) -> Manifest | None:
-    """Return the manifest of the valid full checkpoint of the highest step; None if there is none.
+    """Return the manifest of the newest valid full checkpoint; None if there is none.
 
     A failed read is logged and tried once more.
 
@@ -226,7 +227,7 @@ def newest_valid(
     for path in reversed(_of_kind(run_dir, "step")):
         if path in excluded:
             continue
-        # A read error may be temporary, and an older checkpoint would cost the updates since then.
+        # A read error may be temporary, and the run would repeat updates from an older checkpoint.
         for action in ("reading again after an error:", "passing over a damaged checkpoint:"):
             try:
                 return _check(path, thorough)
@@ -352,7 +353,7 @@ def _start_at(origin: str, manifest: Manifest, first_step: int | None) -> Start:
 
 
 def _may_come_from(load: str, path: Path) -> bool:
-    """Return whether the checkpoint at `path` may be of a run with this `checkpoint.load`.
+    """Return whether a run with `checkpoint.load = load` may have saved the checkpoint at `path`.
 
     Paths are compared after links are resolved. The result is True if `load` is "auto" or if the
     manifest is damaged.
@@ -450,8 +451,10 @@ def _set_aside(path: Path, workspace: Workspace) -> None:
 
 
 def _move_to_quarantine(temporary: Path, directory: Path, name: str) -> None:
-    """Move the checkpoint `name` of `directory`, the directory `checkpoints/`, from the path
-    `temporary` in a workspace to QUARANTINE."""
+    """Move the checkpoint `name` from `temporary`, its path in a workspace, to QUARANTINE.
+
+    `directory` is the directory `checkpoints/`.
+    """
     aside = directory / QUARANTINE
     files.make_dirs(aside)
     unique = files.temporary_name(aside / name).with_suffix("")
@@ -480,8 +483,8 @@ def remove_old(
 
 
 def _older_than_newest(paths: list[Path], count: int) -> list[Path]:
-    """Return the paths to remove so that `count` checkpoints with a readable manifest remain, the
-    newest ones. `paths` are in the order of steps."""
+    """Return the paths to remove so that the newest `count` checkpoints with a readable manifest
+    remain. `paths` are in the order of steps."""
     for number in reversed(range(len(paths))):
         with contextlib.suppress(CheckpointError):
             read_manifest(paths[number])
@@ -501,7 +504,7 @@ def remove_all(paths: Iterable[Path], workspace: Workspace) -> dict[Path, str]:
     for path in paths:
         renamed = path
         try:
-            # A step-* or model-* has all its files at any time.
+            # Rename first: a directory named step-* or model-* must always have all its files.
             if not files.is_temporary(path) and path.parent != workspace.path:
                 renamed = workspace.temporary(path.with_name(f"{_REMOVED}{path.name}"))
                 files.commit(path, renamed)

@@ -1,11 +1,11 @@
-"""Weights of models: read from any directory, and saved as model-only checkpoints.
+"""Weights of models: readers for checkpoints and Hugging Face directories, and model-only saves.
 
 Weights are read in the order in which the files contain them, a few elements at a time. A
-model-only save has no shard files: every rank writes its master weights in bf16 into common
-safetensors files, at positions that follow from the model. No rank needs the whole model, and ranks
-send each other no weights. The first rank creates the files before any rank writes. After all ranks
-have written, it reads the files once, to compute their hashes and to compare their content with the
-reports of the ranks.
+model-only save has no shard files. Instead, all ranks write their master weights in bf16 into the
+same safetensors files. The positions follow from the model, so that no rank needs the whole model,
+and ranks send each other no weights. The first rank creates the files before any rank writes. After
+all ranks have written, it reads the files once, to compute their hashes and to compare their
+content with the reports of the ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def model_config_of(path: Path, compare_counts: bool = True) -> ModelConfig:
         compare_counts: As for `read_hf_config`.
 
     Raises:
-        CheckpointError: The directory is neither.
+        CheckpointError: The directory is neither a checkpoint nor a Hugging Face directory.
     """
     if is_hf_directory(path):
         return read_hf_config(path, compare_counts)
@@ -109,7 +109,7 @@ def check_weights(config: ModelConfig, path: Path) -> None:
         file = TensorFile(path / MODEL)
         file.close()
         shapes, path = {name: entry.shape for name, entry in file.tensors.items()}, file.path
-    # A model of more layers would take memory before its tensors could be compared.
+    # Compare the layers first: building a model with far more layers would take much memory.
     layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     if config.num_layers > len(layers):
         raise CheckpointError(
@@ -155,10 +155,10 @@ def check_content(manifest: Manifest) -> None:
 
 
 class Weights(files.Closing, ABC):
-    """Base class of readers of weights, a few elements at a time. Also a context manager.
+    """Base class of readers that return weights a few elements at a time. Also a context manager.
 
     The iteration yields (slice, values) for the elements of `slices`, in the order in which the
-    files contain them. The values are 1-D on the host, in the stored dtype, and valid until the
+    files contain them. The values are a 1-D tensor on the host in the stored dtype, valid until the
     next iteration. The iteration also compares checksums, and raises CheckpointError if a checksum
     differs. The last comparison follows the last slice.
     """
@@ -174,11 +174,11 @@ class Weights(files.Closing, ABC):
 
     @abstractmethod
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the stored type of each parameter. Raises CheckpointError if a parameter has
-        several."""
+        """Return the stored dtype of each parameter. Raises CheckpointError if a parameter is
+        stored in several dtypes."""
 
     def ranges(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name, index of the first element, values) of the flattened whole parameters."""
+        """Yield (name, index of the first element, values) for slices of flattened parameters."""
         for param, values in self:
             yield param.name, param.start, values
 
@@ -268,7 +268,7 @@ class ShardWeights(Weights):
 
     def __init__(self, manifest: Manifest) -> None:
         self._path, self._index = manifest.path, manifest.index()
-        # All rows are used: no two parameters may have the same bytes.
+        # All rows will be read, so check all: no two parameters may have the same bytes.
         manifest.check_rows(self._index)
         self.shapes = self._index.shapes
         self.slices = [
@@ -415,7 +415,7 @@ def _check_file(
     """
     digest, content = xxhash.xxh3_64(header), Checksum()
     with open(path, "rb") as file:
-        files.sync_to_disk(file.fileno())  # what all local ranks have written
+        files.sync_to_disk(file.fileno())  # the writes of all ranks of this node
         if (actual := os.fstat(file.fileno()).st_size) != size:
             raise OptimusError(f"{path.name}: {actual} bytes, but the save planned {size}")
         has_header = file.read(len(header)) == header
