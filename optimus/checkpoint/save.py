@@ -70,8 +70,8 @@ class RankStates:
     names: tuple[str, ...]
     """Names of the states of trained parameters, in the order of a shard file."""
     boxes: Mapping[str, Box]
-    """Boxes of the parameters of this rank, by name. A box is the set of a parameter's elements that
-    a rank has, as index ranges for each dim."""
+    """Boxes of the parameters of this rank, by name. A box is the set of a parameter's elements
+    that a rank has, as index ranges for each dim."""
     shapes: Mapping[str, Sequence[int]]
     """Shapes of all whole parameters of the model, by name."""
     stage_groups: Mapping[str, Group] = field(default_factory=dict)

@@ -33,8 +33,8 @@ class Axis(NamedTuple):
 
 AXES = {
     "pp": Axis("other layers"),
-    # Sharding "so" needs dp outside ep: the gradient reduction gathers a shard from pieces on the
-    # ranks along ep, and these pieces are adjacent in the chunk only in this order.
+    # optim.sharding = "so" needs dp outside ep: the gradient reduction gathers a shard from slices
+    # on the ranks along ep, and these slices are adjacent in the chunk only if dp is outside ep.
     "dp": Axis("other data"),
     # ep divides only experts and copies all other parameters, as dp does. Ranks along ep therefore
     # read different data, and a batch is divided over dp * ep ranks.

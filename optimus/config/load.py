@@ -270,7 +270,7 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> str:
 
     Args:
         error: The error.
-        root: The model that was validated, for the names of keys.
+        root: The pydantic model that was validated, for the names of keys.
     """
     errors = error.errors(include_url=False)
     table = errors[0]["loc"][:-1]
@@ -327,7 +327,7 @@ def _hint(location: Sequence[str], value: Any, root: type[BaseModel]) -> str:
     Args:
         location: Path of the unknown key, such as `["optim", "lrr"]`.
         value: Value of the unknown key; a dict if the key is an unknown section.
-        root: The model that contains the section. Only `Config` has synonyms.
+        root: The pydantic model that contains the section. Only the keys of `Config` have synonyms.
     """
     section = root
     for key in location[:-1]:
@@ -437,8 +437,11 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -> Tree:
-    """Set the values of `over`, from the file `path`, in `tree`, which is `section` of the files
-    read before. Raises ConfigError if a key is a section in one of them and a value in another."""
+    """Merge `over`, tables of the file `path`, into `tree`, the tables of the files read before.
+
+    Values in `over` take precedence. `section` is the prefix of the keys in messages. Raises
+    ConfigError if a key is a section in `tree` and a value in `over`, or the reverse.
+    """
     for key, value in over.items():
         is_section = isinstance(value, Mapping)
         if key in tree and is_section != isinstance(tree[key], dict):

@@ -1,7 +1,7 @@
-"""The definition of a machine, a TOML file: environment, binding, queues and addresses.
+"""Definitions of machines in TOML: environment variables, core binding, queues and addresses.
 
-`configs/machine/NAME.toml` describes the machine NAME. The job scripts of PBS and `optimus launch`
-read it.
+`configs/machine/NAME.toml` defines the machine NAME. `optimus launch` and the job scripts for PBS
+read this file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def parse_walltime(text: str) -> int:
-    """Return the seconds of a time `hours:minutes:seconds`. Raises ValueError."""
+    """Convert a time `hours:minutes:seconds` to seconds. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,4}):([0-5]\d):([0-5]\d)", text)
     if match is None:
         raise ValueError(f"{text!r} must be hours:minutes:seconds, such as 12:00:00")
@@ -55,16 +55,16 @@ Walltime = Annotated[str, AfterValidator(_check_walltime)]
 
 
 class Queue(Section):
-    """Limits of a queue. A queue may have several entries, for several numbers of nodes."""
+    """Limits of a queue. A queue may have several entries with different numbers of nodes."""
 
     name: str
-    """Value of the option of the scheduler."""
+    """Name of the queue in the scheduler."""
     nodes: Annotated[tuple[Count, Count], Field(strict=False)]
     """Smallest and largest number of nodes of a job."""
     walltime: Annotated[tuple[Walltime, Walltime], Field(strict=False)]
     """Shortest and longest time of a job, as hours:minutes:seconds."""
     max_jobs: CountOrZero = 0
-    """Maximum number of jobs of a user in the queue; 0 without a limit."""
+    """Maximum number of jobs of a user in the queue; 0: no limit."""
 
 
 class Environment(Section):
@@ -74,7 +74,7 @@ class Environment(Section):
     min_nodes: Count = 1
     """Smallest number of nodes for which the variables are set."""
     replaces: bool = False
-    """Replace the values of variables that are set already."""
+    """True to replace the values of variables that are set already, False to keep them."""
 
 
 class Machine(Section):
@@ -86,7 +86,7 @@ class Machine(Section):
         tuple[Annotated[str, AfterValidator(_check_cores)], ...], Field(strict=False)
     ] = ()
     """Cores of each rank of a node, for the option --cpu-bind=list of PALS's mpiexec; empty: no
-    option. With more ranks, the option is --cpu-bind=depth."""
+    option. If a node has more ranks than this list, the option is --cpu-bind=depth."""
     agent_options: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Options of the mpiexec that starts an agent."""
     mpi_ranks: bool = False
@@ -102,7 +102,7 @@ class Machine(Section):
     queues: Annotated[tuple[Queue, ...], Field(strict=False)] = ()
     """Queues with limits. Other queues are not checked."""
     environment: Annotated[tuple[Environment, ...], Field(strict=False)] = ()
-    """Variables that are set."""
+    """Environment variables to set, with conditions."""
 
     def address(self, host: str) -> str:
         """Return MASTER_ADDR for ranks whose first node is `host`."""
@@ -135,7 +135,7 @@ class Machine(Section):
 
         Args:
             queue: Name of the queue.
-            nodes: Number of requested nodes, with buffer nodes.
+            nodes: Number of requested nodes, including buffer nodes.
             walltime: Requested time, as hours:minutes:seconds.
             jobs: Number of jobs of the user that are in the queue at the same time.
 
@@ -201,7 +201,8 @@ def shell_settings(
         machine: The machine.
         nodes: Number of nodes with ranks.
         ranks_per_node: Number of ranks on each node; 0 for the default of the machine.
-        environ: Environment variables. Without PBS_NODEFILE, MASTER_ADDR names no real node.
+        environ: Variables that are set already. Without MASTER_ADDR and PBS_NODEFILE, the result
+            has the placeholder FIRST_NODE in MASTER_ADDR.
     """
     ranks_per_node = ranks_per_node or machine.ranks_per_node
     variables = machine.variables(nodes, environ)

@@ -16,9 +16,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 InitStd = Annotated[float, Field(ge=0, le=1e6)]
 Rotations = Annotated[float, Field(ge=0, le=1e6)]
 MAX_PATTERNS, MAX_PATTERN_CHARS = 1000, 256
-"""Maximum number of patterns in `optim.frozen` and in `optim.groups`, and maximum number of
+"""Maximum number of patterns in each of `optim.frozen` and `optim.groups`, and maximum number of
 characters in a pattern. The limits bound the time to match patterns with parameter names. They also
-apply to patterns from a checkpoint, which may be untrusted."""
+apply to patterns that are read from a checkpoint, which may be untrusted."""
 
 
 def _experts(value: Any) -> Any:
@@ -34,7 +34,7 @@ Experts = Annotated[int | tuple[int, ...], BeforeValidator(_experts)]
 
 
 class Section(BaseModel):
-    """Immutable base class of sections. Unknown keys and values of a wrong type are errors."""
+    """Base class of sections, which are immutable. Unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -71,8 +71,8 @@ class RopeScaling(Section):
     """yarn: divide frequencies by `factor` if they make fewer than this number of rotations in the
     original context. The value 0 means the usual number, 1."""
     truncate: bool = True
-    """yarn: use integers as the bounds of the frequency indices between unchanged and divided
-    frequencies. The first index is rounded down, the last index up."""
+    """yarn: round the bounds of the transition from unchanged to divided frequencies to integer
+    indices of frequencies, the lower bound down and the upper bound up."""
     attention_factor: NonNegative = 0.0
     """yarn: factor by which the rotated queries and keys are multiplied; 0: a factor derived from
     `factor`, `mscale` and `mscale_all_dim`."""
@@ -123,7 +123,7 @@ FREE_IN_LOGITS = {
 
 
 class ModelConfig(Section):
-    """Architecture, sizes and auxiliary losses of the model, a decoder."""
+    """Architecture, sizes and auxiliary losses of the model, a decoder-only transformer."""
 
     architecture: Literal["olmo", "olmoe"]
     """`olmo`: dense, with non-parametric LayerNorm. `olmoe`: sparse MoE, with RMSNorm and
@@ -270,8 +270,8 @@ class MixSource(Section):
     path: Annotated[str, Field(min_length=1)]
     """Directory of the data set."""
     weight: Annotated[float, Field(gt=0)]
-    """Weight of the data set. Its share of the instances is this weight divided by the sum of all
-    weights."""
+    """Weight of the data set. The fraction of instances that come from the data set is this weight
+    divided by the sum of all weights."""
 
 
 class DataConfig(Section):
@@ -294,13 +294,14 @@ class ParallelConfig(Section):
     """Distribution of a run over ranks. The world size is pp * dp * ep * tp."""
 
     pp: Count = 1
-    """Pipeline-parallel ranks, over which the layers are divided."""
+    """Number of pipeline-parallel ranks, over which the layers are divided."""
     dp: CountOrZero = 0
-    """Data-parallel replicas; 0: world size / (pp * ep * tp)."""
+    """Number of data-parallel replicas; 0: world size / (pp * ep * tp)."""
     ep: Count = 1
-    """Expert-parallel ranks, over which the experts of a layer are divided."""
+    """Number of expert-parallel ranks, over which the experts of a layer are divided."""
     tp: Count = 1
-    """Tensor-parallel ranks, over which attention heads and intermediate sizes are divided."""
+    """Number of tensor-parallel ranks, over which attention heads and intermediate sizes are
+    divided."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     """Pipeline schedule: the order of forward and backward passes."""
     virtual_stages: Count = 1
@@ -318,8 +319,8 @@ class ParallelConfig(Section):
     ranks."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Maximum time in seconds that a rank waits for another rank. A longer wait ends the run with
-    exit status 5. In a supervised run, ranks that start no collective in an update for 1.2 times
-    this time, without waiting for each other, are restarted."""
+    exit status 5. In a supervised run, all ranks are restarted if, during an update, none of them
+    starts a collective for 1.2 times this time."""
 
 
 class TrainConfig(Section):
@@ -328,7 +329,7 @@ class TrainConfig(Section):
     run_dir: str = ""
     """Run directory, for metrics, logs and checkpoints."""
     max_steps: CountOrZero = 0
-    """Number of updates of the complete run."""
+    """Number of updates (optimizer steps) of the complete run."""
     stop_at_step: CountOrZero = 0
     """Stop after this update; 0: max_steps. It does not change the learning rate schedule."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
@@ -501,8 +502,8 @@ class CheckpointConfig(Section):
     """Number of consecutive failed saves that end the run with exit status 1; 0: no limit. A failed
     save after the last update always ends the run with this status."""
     allow_change: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of settings, such as `optim.weight_decay`, that a resumed run may change. By default, a
-    change of these settings is an error."""
+    """Names of settings, such as `optim.weight_decay`, that a resumed run may change although such
+    a change is an error by default."""
     load: str = "auto"
     """State from which the run starts. `auto`: the newest valid checkpoint in the run directory, or
     initial weights in a new run. `none`: initial weights. A path: a checkpoint or a Hugging Face
@@ -514,15 +515,15 @@ class ResilienceConfig(Section):
     """Supervised runs (`optimus launch`)."""
 
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
-    """Silence of a node's agent in seconds after which the node counts as lost."""
+    """Seconds without a message from a node's agent after which the node counts as lost."""
     on_exhausted: Literal["shrink", "requeue", "stop"] = "requeue"
-    """What happens if a node is lost and no buffer node is free. `shrink`: continue with fewer
-    nodes and the same global batch. `requeue`: end with exit status 3, so that the next job
-    continues. `stop`: end with exit status 6."""
+    """Action if a node is lost and no buffer node is free. `shrink`: continue with fewer nodes and
+    the same global batch. `requeue`: end with exit status 3, so that the next job continues.
+    `stop`: end with exit status 6."""
     on_repeat_nan: Literal["stop", "skip"] = "stop"
-    """What happens if the same data gives non-finite values on two nodes. `stop`: end with exit
-    status 6 and a report. `skip`: skip the update of this step in all attempts, as after an
-    overflow in fp16."""
+    """Action if the same data gives non-finite values on two nodes. `stop`: end with exit status 6
+    and a report. `skip`: skip the update of this step in all attempts, as after an overflow in
+    fp16."""
     max_restarts: CountOrZero = 100
     """Maximum number of restarts in a job."""
     supervisor_timeout_s: Annotated[float, Field(gt=0)] = 60.0

@@ -55,15 +55,18 @@ class InstanceSource(Protocol):
         """
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return the directory of the data set and the number in it of each instance of [start,
-        stop), the arguments of `optimus-data inspect`."""
+        """Return where instances [start, stop) are stored.
+
+        Each entry has the directory of a data set and the number of the instance in this data set.
+        These are the arguments of `optimus-data inspect`.
+        """
 
 
 class FiniteSource(InstanceSource, Protocol):
     """A source with a known number of instances, for evaluation."""
 
     num_instances: int
-    """Number of instances before the first instance repeats."""
+    """Number of instances before any instance repeats."""
 
 
 class TokenDataset:
@@ -147,8 +150,8 @@ class TokenDataset:
         return out
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return the absolute path of this data set and the number of each instance of [start,
-        stop)."""
+        """Return (absolute path of this data set, number of the instance) for each instance of
+        [start, stop)."""
         path = str(self.path.absolute())
         return [(path, number) for number in range(start, stop)]
 

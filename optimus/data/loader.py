@@ -19,9 +19,9 @@ from optimus.io import files
 
 _PREFETCH = 2  # groups of updates in memory: one in use, and a reserve for slow reads
 _GROUP_BYTES = 1 << 21
-"""Maximum size of the token ids in a group of updates, in bytes. A group of a single update may be
-larger. The loader's thread puts a whole group into its queue, which wakes the training thread once
-per group instead of once per update."""
+"""Maximum size in bytes of the token ids in a group of consecutive updates. A group of a single
+update may be larger. The loader's thread puts a whole group into its queue at once, which wakes the
+training thread once per group instead of once per update."""
 
 
 def microbatch_starts(
@@ -82,7 +82,7 @@ class Loader(files.Closing):
             microbatch_size: Instances per microbatch.
             data_rank: Index of this rank among the ranks that read different data.
             num_data_ranks: Number of the ranks that read different data.
-            document_mask: Return document ids with the tokens.
+            document_mask: True to return document ids with the tokens.
         """
         assert 0 <= data_rank < num_data_ranks, (data_rank, num_data_ranks)
         assert instances_per_step % (microbatch_size * num_data_ranks) == 0, instances_per_step

@@ -74,7 +74,7 @@ class MixedDataset:
         return out
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return the absolute path of the source and the number in it of each instance of [start,
+        """Return (absolute path of its source, number in this source) for each instance of [start,
         stop)."""
         located = zip(*self._mixing.locate(start, stop), strict=True)
         return [self.sources[i].locate(int(n), int(n) + 1)[0] for i, n in located]

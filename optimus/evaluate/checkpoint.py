@@ -1,4 +1,4 @@
-"""Loading, evaluation and sampling of a checkpoint: `optimus eval` and `optimus generate`."""
+"""Loading of a checkpoint for `optimus eval` and `optimus generate`, evaluation and sampling."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def load_model(
     """Load the model at `path`.
 
     Args:
-        path: A Hugging Face directory, a checkpoint or a run directory. The newest valid
-            checkpoint of a run directory is loaded.
+        path: A Hugging Face directory, a checkpoint or a run directory. For a run directory, its
+            newest valid full checkpoint is loaded.
         dtype: Dtype of the parameters and logits.
         device: Device of the model.
 

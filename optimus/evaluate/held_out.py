@@ -52,7 +52,7 @@ def held_out_loss(
         data_rank: Index of this rank among the ranks that read different data.
         num_data_ranks: Number of ranks that read different data.
         max_instances: Number of instances to evaluate; 0: all.
-        document_mask: Keep attention within documents, as `data.document_mask` does in a run.
+        document_mask: True to keep attention within documents, as `data.document_mask` does.
 
     Returns:
         The mean loss and the number of tokens; the same on all ranks.
@@ -72,7 +72,7 @@ def held_out_loss(
         batches, counts = [], []
         for round_start, start, size, stop in now:
             counts.append(start < stop)
-            start = start if start < stop else round_start  # no batch left: its result is ignored
+            start = start if start < stop else round_start  # no batch left: ignore the result
             batches.append(make_microbatch(dataset, start, start + size, document_mask))
         sums = zip(counts, cross_entropies(batches), strict=False)
         ce_sums += [ce_sum for counted, ce_sum in sums if counted]

@@ -102,7 +102,8 @@ def read_hf_config(path: str | os.PathLike, compare_counts: bool = True) -> Mode
 
     Args:
         path: the directory.
-        compare_counts: compare the numbers of layers and experts with the weights in the directory.
+        compare_counts: True to compare the numbers of layers and experts with those of the weights
+            in the directory.
 
     Raises:
         CheckpointError: config.json cannot be read or, with `compare_counts`, has more layers or

@@ -31,7 +31,8 @@ from optimus.io.tensor_file import INDEX
 from optimus.model.transformer import Transformer
 
 FILE_BYTES = 5_000_000_000
-# Prefixes of names within a block: Optimus prefix to transformers prefix. The rest is the same.
+# Maps prefixes of parameter names within a block from Optimus to transformers. The rest of the name
+# is the same.
 _IN_BLOCK = {
     "attention_norm.": "input_layernorm.",
     "mlp_norm.": "post_attention_layernorm.",

@@ -123,7 +123,8 @@ def commit(temporary: str | os.PathLike, final: str | os.PathLike) -> None:
     """Rename a synced file or directory to its final name durably. Raises OSError."""
     os.rename(temporary, final)
     fsync_dir(Path(final).parent)
-    # Otherwise a power cut may leave the old name, too, without files that are removed later.
+    # Without this fsync, after a power cut, a directory may also have its old name, but lack files
+    # that were removed after the rename.
     if Path(temporary).parent != Path(final).parent:
         fsync_dir(Path(temporary).parent)
 
@@ -216,7 +217,7 @@ def open_append(path: str | os.PathLike) -> io.FileIO:
     Raises:
         OSError: The file cannot be opened, is not a regular file, or is a symbolic link.
     """
-    # As in `open_regular`. O_NOFOLLOW: a link could lead to a file of another directory.
+    # O_NONBLOCK as in `open_regular`. O_NOFOLLOW: a link could lead to a file elsewhere.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,8 +1,8 @@
 """Safetensors files: look-up of tensors by name, checks of shapes, and parallel writes.
 
-To write, several processes write slices of parameters in any order. The names, shapes and dtypes of
-the tensors determine the position of every byte. Each process computes the same `FilePlan` from
-them. The files have the same bytes as files that the safetensors library writes.
+Several processes may write slices of parameters to the same files in any order. The names, shapes
+and dtypes of the tensors determine the position of every byte. Each process computes the same
+`FilePlan` from them. The files have the same bytes as files that the safetensors library writes.
 """
 
 from __future__ import annotations
@@ -249,9 +249,8 @@ class Checksum(NamedTuple):
     weighted_sum: int = 0
 
     def plus(self, data: memoryview, offset: int) -> Checksum:
-        """Return the checksum after the addition of a byte range to this checksum. The range starts
-        at byte `offset` of the file and contains `data`. `offset` and the length of `data` must be
-        even."""
+        """Return the sum of this checksum and the checksum of `data`, bytes that start at byte
+        `offset` of the file. `offset` and the length of `data` must be even."""
         return Checksum(
             self.nbytes + len(data), self.weighted_sum + _weighted_sum(data, offset // 2)
         )
@@ -303,8 +302,8 @@ class TensorWriter(files.Closing):
         Args:
             directory: Directory of the files.
             plan: The files.
-            checksums: For each file, keep in `written` the checksum of the bytes that this writer
-                has written to it.
+            checksums: True to keep in `written`, for each file, the checksum of the bytes that this
+                writer has written to it.
         """
         self._directory, self._plan, self._checksums = directory, plan, checksums
         self._fds: dict[str, int] = {}

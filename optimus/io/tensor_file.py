@@ -24,7 +24,7 @@ JSON parser."""
 INDEX_BYTES = 64 << 20
 """Size limit of an index file, enough for the names of 500,000 tensors."""
 _MAX_ELEMENTS = 1 << 56
-"""Limit of tensor dims and byte offsets in a header. Below this limit, the size of a tensor in
+"""Limit of sizes of dims and of byte offsets in a header. Below this limit, the size of a tensor in
 bytes fits into torch's signed 64-bit integer."""
 
 traffic = {"opens": 0, "bytes": 0}
@@ -149,7 +149,7 @@ def weight_map(directory: Path) -> dict[str, str]:
         for name, file in file_of.items():
             if type(file) is not str or "\0" in file or Path(file).name != file:
                 raise ValueError(f"the entry of tensor {name} is {file!r}, not a file name")
-            os.fsencode(file)  # raises UnicodeEncodeError, a ValueError, if no file can have it
+            os.fsencode(file)  # raises UnicodeEncodeError, a ValueError, for an impossible name
         return file_of
     except FileNotFoundError:
         raise

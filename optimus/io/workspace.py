@@ -138,7 +138,7 @@ class Workspace:
 
     def _reach(self, folder: Path) -> bool:
         if folder not in self._reaches:
-            # Two mounts of the same file system have the same device number, so only a try helps.
+            # Try a rename: two mounts of the same file system have the same device number.
             probe = self.path / f".probe-{uuid.uuid4().hex}"
             target = files.temporary_name(folder / "probe")
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -198,7 +198,7 @@ def find_workspaces(folder: Path) -> list[Path]:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ConfigError if no workspace can be opened in `folder`, because it or an earlier
+    """Raise ConfigError if no workspace can be opened in `folder`, because `folder` or an earlier
     workspace is not writable. A folder that does not exist is accepted. Changes nothing."""
     if not folder.is_dir():
         return
@@ -213,15 +213,15 @@ def check_writable(folder: Path) -> None:
         if directory == folder:
             directories += find_workspaces(folder)
         elif directory.parent == folder:
-            # A directory can be moved to another one only if it is writable itself.
+            # A directory can be moved to another directory only if it is itself writable.
             directories += (p for p in directory.glob("*") if p.is_dir() and not p.is_symlink())
 
 
 # -- Lock -----------------------------------------------------------------------------------------
 
 LOCK = ".lock"
-"""Name of the lock file in a run directory. The lock prevents that two runs are started in one
-directory by mistake; workspaces protect the directory from runs that have lost the lock."""
+"""Name of the lock file in a run directory. The lock prevents users from starting two runs in one
+directory by mistake. Workspaces protect the directory from runs that have lost the lock."""
 
 
 def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> BinaryIO:
@@ -230,8 +230,8 @@ def lock_run_dir(path: Path, owner: bytes = b"", replace: bool = False) -> Binar
     Args:
         path: `train.run_dir`.
         owner: Kind of the process, for `read_lock_owner`.
-        replace: Replace the lock file, because the process that has locked it is suspended or on a
-            lost node.
+        replace: True to replace the lock file, because the process that has locked it is suspended
+            or on a lost node.
 
     Raises:
         ConfigError: The directory cannot be created, or another run uses it.
