@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
     failure: Failure | None
     """None if the checkpoint was committed."""
     rank: int = 0
-    """The rank that failed."""
+    """The rank that reported `failure`."""
 
 
 class AsyncSave:
@@ -120,7 +120,7 @@ class AsyncSave:
         clean: Callable[[], None],
         after_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start to write.
+        """Start the thread that writes the file of this rank.
 
         Args:
             name: Name of the checkpoint in messages.

@@ -327,8 +327,10 @@ def is_checkpoint(path: str | os.PathLike) -> bool:
 
 
 def sidecars(directory: Path) -> list[str]:
-    """Return the paths of the SIDECARS in `directory`, relative to it. The folder TEMPLATES is
-    replaced by the files in it and its subfolders. Links in it to other folders are not followed.
+    """Return the paths, relative to `directory`, of the SIDECARS that exist in it.
+
+    The result contains the files of the folder TEMPLATES and of its subfolders instead of the
+    folder. Links to other folders are not followed.
 
     Raises:
         CheckpointError: The folder TEMPLATES is too large or too deep, or cannot be read.
@@ -385,7 +387,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
 
 
 def _check_dependent(fields: _Fields) -> None:
-    """Check conditions on several fields or entries. Raises ValueError."""
+    """Check conditions that involve several fields or entries. Raises ValueError."""
     names = {entry.name for entry in fields.files}
     if len(names) != len(fields.files):
         raise ValueError('the key "files" lists a name twice')

@@ -62,7 +62,7 @@ class ShardReport(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a full checkpoint. The line of a parameter is parsed on request."""
+    """The index of a full checkpoint. `stored` parses the line of a parameter."""
 
     generation: str
     step: int

@@ -1,4 +1,4 @@
-"""Loading of full checkpoints: each rank reads a share, and ranks exchange shares of equal states.
+"""Loading of full checkpoints: ranks with the same states read one share each, and exchange them.
 
 If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
 place, by the collective that `checkpoint.distribute` selects. With `broadcast`, each rank in turn
@@ -105,7 +105,7 @@ class Readers(files.Closing):
 
 
 def plan_reads(index: Index, requests: Sequence[ReadRequest]) -> numpy.ndarray:
-    """Return the byte ranges to read for some requests.
+    """Return the byte ranges that must be read for `requests`.
 
     Returns:
         int64 [n, 5]: number of the shard file, offset in it, number of the request, offset in its
@@ -261,9 +261,9 @@ def broadcast_to_replicas(
 def send_to_later_stages(
     name: str, shards: Sequence[StateShard], stage_group: Group, method: Distribute
 ) -> None:
-    """Copy the states of a parameter from the first pipeline stage that has it to the others.
+    """Copy a parameter's states from the first pipeline stage that has it to the other such stages.
 
-    The chunk layouts of the stages may differ. Therefore each rank of the other stages receives all
+    The chunk layouts of the stages may differ. Therefore each rank of the later stages receives all
     elements, one stripe at a time, and keeps those in its shard. A collective of `stage_group` and
     of the shard groups.
 

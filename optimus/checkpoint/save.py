@@ -345,7 +345,7 @@ class Saver(ABC):
             self._staging.fill(states)
             states = replace(states, shards=())  # release fp32 copies of frozen parameters
         else:
-            platform.synchronize(device)  # threads have their own streams
+            platform.synchronize(device)  # the thread that writes uses another stream
         created: Any = None
         if creating is not None:
             creating.wait(self._begin_s)  # all ranks wait for this

@@ -184,7 +184,7 @@ class Weights(files.Closing, ABC):
 
 
 class FileWeights(Weights):
-    """Weights in safetensors files, with names of Hugging Face or of Optimus."""
+    """Weights in safetensors files, whose tensors have names of Hugging Face or of Optimus."""
 
     def __init__(self, config: ModelConfig, path: Path) -> None:
         """Open the files of a directory that `check_weights` has accepted."""

@@ -517,9 +517,9 @@ class ResilienceConfig(Section):
     heartbeat_s: Annotated[float, Field(gt=0)] = 3.0
     """Seconds without a message from a node's agent after which the node counts as lost."""
     on_exhausted: Literal["shrink", "requeue", "stop"] = "requeue"
-    """Action if a node is lost and no buffer node is free. `shrink`: continue with fewer nodes and
-    the same global batch. `requeue`: end with exit status 3, so that the next job continues.
-    `stop`: end with exit status 6."""
+    """Action if a node is lost and no buffer (spare) node is free. `shrink`: continue with fewer
+    nodes and the same global batch. `requeue`: end with exit status 3, so that the next job
+    continues. `stop`: end with exit status 6."""
     on_repeat_nan: Literal["stop", "skip"] = "stop"
     """Action if the same data gives non-finite values on two nodes. `stop`: end with exit status 6
     and a report. `skip`: skip the update of this step in all attempts, as after an overflow in

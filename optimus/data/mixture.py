@@ -74,8 +74,8 @@ class MixedDataset:
         return out
 
     def locate(self, start: int, stop: int) -> list[tuple[str, int]]:
-        """Return (absolute path of its source, number in this source) for each instance of [start,
-        stop)."""
+        """Return (absolute path of the source, number of the instance in this source) for each
+        instance of [start, stop)."""
         located = zip(*self._mixing.locate(start, stop), strict=True)
         return [self.sources[i].locate(int(n), int(n) + 1)[0] for i, n in located]
 

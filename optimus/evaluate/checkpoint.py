@@ -1,4 +1,4 @@
-"""Loading of a checkpoint for `optimus eval` and `optimus generate`, evaluation and sampling."""
+"""Evaluation of checkpoints and sampling of text: `optimus eval` and `optimus generate`."""
 
 from __future__ import annotations
 

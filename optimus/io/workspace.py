@@ -35,7 +35,7 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 class Workspace:
-    """The workspace of a start of a run. All ranks of the start use the same directory."""
+    """The workspace of one start of a run. All ranks of this start use the same directory."""
 
     def __init__(self, path: Path) -> None:
         """Use the workspace `path`, which another process of the same start has opened."""
@@ -66,7 +66,7 @@ class Workspace:
         check_writable(folder)
         files.make_dirs(folder)
         workspace = cls(folder / f"{_PREFIX}{name or uuid.uuid4().hex[:12]}")
-        # If two starts create workspaces at the same time, at least one of them finds the other.
+        # If two starts create workspaces at the same time, at least one of them finds the other's.
         if within is None:
             workspace.path.mkdir()
         else:
@@ -75,8 +75,8 @@ class Workspace:
             os.rename(new, workspace.path)
         for other in find_workspaces(folder):
             if other != workspace.path:
-                # The target is in this workspace, so that a start that was suspended here cannot
-                # remove the workspace of a later start.
+                # A start that is suspended here cannot remove the workspace of a later start: the
+                # target is in this workspace, which the later start has removed.
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(other, workspace.path / f"{_OLD}{other.name}")
         workspace._remove_old()
@@ -89,8 +89,8 @@ class Workspace:
 
     def _remove_old(self) -> None:
         """Move the content of earlier workspaces to this workspace, and remove them."""
-        # The renames of the earlier starts fail already. A client of a network file system that
-        # refers to a directory by its number can create files until the directory is removed.
+        # Renames of earlier starts already fail. But a client of a network file system that refers
+        # to a directory by its inode number can create files in it until the directory is removed.
         end = time.monotonic() + _FENCE_S
         while old := list(self.path.glob(f"{_OLD}*")):
             for path in old:
@@ -130,8 +130,8 @@ class Workspace:
     def temporary(self, final: str | os.PathLike) -> Path:
         """Return a unique path, for a file or directory that will be renamed to `final`.
 
-        The path is in the workspace. Only if `final` is on another mount than `checkpoints/`, so
-        that such a rename is impossible, the path is next to `final`.
+        The path is usually in the workspace. If `final` is on another mount than `checkpoints/`, a
+        rename from the workspace is impossible, and the path is next to `final`.
         """
         final = Path(final)
         return files.temporary_name(self.path / final.name if self._reach(final.parent) else final)
