@@ -1,4 +1,4 @@
-"""The documents of one input file, in order, and its problems by file and line.
+"""Reader of the documents of one input file. It reports unusable documents by file and line.
 
 A text or source file is one document; a file of JSON lines has a document per line, a Parquet file
 a document per row. Text is used byte for byte: no newline is translated and no blank is removed.
@@ -31,19 +31,19 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Survey:
-    """The result of the first reading of a text."""
+    """The result of `survey`: size, hash and first problem of a text."""
 
     size: int
-    """Bytes of the unpacked file."""
+    """Size of the decompressed file in bytes."""
     xxh3: int
-    """xxh3-64 of the unpacked file."""
+    """xxh3-64 of the decompressed file."""
     problem: tuple[int, str] | None = None
     """Line and reason, if the text is not UTF-8."""
 
 
 @dataclass
 class LongText:
-    """A document in blocks of text. Read the blocks before the reader yields the next document."""
+    """A long document. Read its blocks of text before you ask the reader for the next document."""
 
     size: int
     xxh3: int
@@ -80,7 +80,7 @@ NO_LIMITS = Limits()
 _DEPTH = 500
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 LONG_BYTES = 4 << 20
-"""Unpacked bytes above which a text file becomes a LongText."""
+"""Size in bytes of the decompressed content above which a text file becomes a LongText."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Document:
     data: bytes
     line: int
     id: object = None
-    """The value of the id field. None: no value, or no id field."""
+    """The value of the id field. None if it has no value, or if the reader has no id field."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,15 @@ class Position:
     """A position between two documents of a file, from which reading can continue."""
 
     offset: int
-    """Bytes of the unpacked file, or rows of a table, before the position."""
+    """Bytes of the decompressed file before the position. In a table: rows before the position."""
     line: int
     raw_bytes: int
-    """Bytes that were read from disk. Their hash shows whether the file has changed."""
+    """Bytes that were read from disk so far. A later run compares their hash, `raw_xxh3`, to detect
+    that the file has changed."""
     raw_xxh3: str
 
     def is_possible(self) -> bool:
-        """Return whether `InputReader.position` may have returned this position."""
+        """Return whether `InputReader.position` could have returned this position."""
         counts = [self.offset, self.line, self.raw_bytes - 1]
         return layout.are_counts(counts) and layout.are_hashes([self.raw_xxh3])
 
@@ -132,17 +133,17 @@ class DamagedFile(Exception):
 
 
 class InputReader:
-    """Iterates over the documents of one file. After the last one, `xxh3` is the hash of the file.
+    """Iterable of the documents of one file. After the iteration, `xxh3` is the hash of the file.
 
-    docs/formats/dataset.md, "Memory", has the memory that reading a document takes.
+    docs/formats/dataset.md, "Memory", states how much memory the reading of a document takes.
 
     Args:
-        file: The file, with its size when the work was planned.
-        text_field: The field or column of the text.
-        advance: Called with the number of bytes after each read from disk.
+        file: The file, and the size that it had when the work was planned.
+        text_field: The JSON field or Parquet column that contains the text.
+        advance: Called after each read from disk with the number of bytes that were read.
         start: The position to start from. None: the start of the file.
-        limits: The largest memory and the largest size of a document.
-        id_field: The field or column of the id. "": the documents have no ids.
+        limits: Limits of the size of a document and of the memory to read it.
+        id_field: The JSON field or Parquet column that contains the id. "": documents have no ids.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class InputReader:
         """Yield documents and problems in order.
 
         Raises:
-            DamagedFile: the file cannot be unpacked to its end.
+            DamagedFile: the file cannot be read or decompressed to its end.
             DataError: the file cannot be opened, or has changed since the work was planned.
         """
         try:
@@ -209,7 +210,7 @@ class InputReader:
             raise DamagedFile(1, f"damaged {packing}: the file is empty")
         if kind_of(name) == "parquet":
             assert self._raw is not None
-            self._raw.drain()  # read_column does not read in order
+            self._raw.drain()  # hashes the file here, because read_column reads it out of order
             yield from self._rows()
             return
         stream = unpack(buffered, name)
@@ -226,7 +227,10 @@ class InputReader:
             raise DamagedFile(line, f"damaged {packing}: {reason}") from None
 
     def _text(self, stream: IO[bytes]) -> Document | Problem | LongText:
-        """Return the document of a text file. A long file is unpacked twice."""
+        """Return the document of a text file.
+
+        A file above LONG_BYTES is decompressed twice: to check it, and while its blocks are read.
+        """
         if not self._start:
             data = stream.read(LONG_BYTES + 1)
             if len(data) <= LONG_BYTES:
@@ -252,7 +256,8 @@ class InputReader:
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
         limits = self._limits
-        # readline joins blocks: it needs twice the memory of the line. Longer lines are not kept.
+        # `readline` joins blocks, which takes twice the memory of the line. A line above `most`
+        # bytes is read to its end to get its size, but its content is not kept.
         most = -1 if limits.room_bytes is None else limits.room_bytes // 2
         if limits.max_document is not None and not 0 <= most < limits.max_document:
             most = limits.max_document + 1
@@ -290,7 +295,7 @@ class InputReader:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
 
     def _from_row(self, value: Any, document_id: Any, batch_bytes: int) -> Document | Problem:
-        """Return the document of a row, given its text and id as scalars of pyarrow."""
+        """Return the document of a row, given its text and id as pyarrow scalars."""
         size = value.as_buffer().size if value.is_valid else 0
         if reason := self._limits.too_long(size):
             return Problem(self._line, "a value of " + reason)
@@ -320,8 +325,8 @@ def _skip(stream: IO[bytes], size: int) -> None:
 def _too_deep(data: bytes) -> bool:
     """Return whether JSON is nested deeper than _DEPTH.
 
-    The limit of json.loads is below 1000 and depends on the stack of its caller: it is lower in a
-    worker process.
+    json.loads has its own limit, which is below 1000 and depends on the stack of its caller: it is
+    lower in a worker process.
     """
     if data.count(b"[") + data.count(b"{") <= _DEPTH:
         return False

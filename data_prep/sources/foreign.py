@@ -1,9 +1,10 @@
-"""Token files of other programs: a flat array of ids, and the ends of documents.
+"""Reader of token files of other programs: a flat array of ids, and the ends of documents.
 
-Megatron-LM: `NAME.bin` contains the ids of all sequences; `NAME.idx` contains their type, the
-length of each sequence and the first sequence of each document (version 1 of
+Megatron-LM: `NAME.bin` contains the ids of all sequences; `NAME.idx` contains the dtype of the ids,
+the length of each sequence and the first sequence of each document (version 1 of
 megatron/core/datasets/indexed_dataset.py). dolma and OLMo: a `.npy` without a header contains only
-ids, with EOS after each document. A .npy file with a header and one dimension is read, too.
+ids, with EOS after each document. A .npy file with a header can also be read if it has one
+dimension.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from optimus.errors import DataError, counted, one_line
 from optimus.io import files
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
-_IDX_HEAD = struct.Struct("<QBQQ")  # version, type, number of sequences, of document indices
+_IDX_HEAD = struct.Struct("<QBQQ")  # version, dtype, number of sequences and document indices
 _IDX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_ERRORS = (
     *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
     TokenError,
 )
-"""Errors of numpy for a damaged header: numpy parses it as Python and does not check the shape."""
+"""Exceptions that numpy raises for a damaged header: it parses the header as Python and does not
+check the shape."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,18 @@ class Foreign:
     """The ids of one token file."""
 
     ids: np.ndarray
-    """[T] of any integer type, mapped from the file."""
+    """[T] of any integer dtype, memory-mapped from the file."""
     ends: np.ndarray
-    """int64 [D], ascending: the offset after the last token of each document that the file lists.
-    Empty if only EOS ends documents."""
+    """int64 [D], ascending: the offset after the last token of each document. Empty if the file
+    does not list documents, so that only EOS marks their ends."""
 
 
 def open_foreign(name: str, dtype: str | None) -> Foreign:
-    """Map the ids of a token file.
+    """Memory-map the ids of a token file.
 
     Args:
         name: A .bin file, whose .idx has the same stem, or a .npy file.
-        dtype: The dtype of a .npy file without a header. None: the file must have a header.
+        dtype: The dtype of a .npy file without a header. None: a .npy file must have a header.
 
     Raises:
         DataError: the file is damaged, incomplete or of another format.
@@ -80,7 +82,7 @@ def _megatron(path: Path) -> Foreign:
             f"{idx}: version {version} with ids of type {code} is not supported; write version 1 "
             "with integer ids"
         )
-    if size != head + 12 * sequences + 8 * documents:  # before all of it is read
+    if size != head + 12 * sequences + 8 * documents:  # checked before the whole file is read
         raise DataError(
             f"{idx}: its size of {size} bytes does not match "
             f"{counted(sequences, 'sequence')} and {documents} document indices; it is "
@@ -122,7 +124,8 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
             )
         return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), no_ends)
     try:
-        # After an overflow, np.load raises an error. It warns of headers that Python 2 wrote.
+        # No warnings: np.load raises an error after an overflow, and would warn of headers that
+        # Python 2 wrote.
         with np.errstate(over="ignore"), warnings.catch_warnings(action="ignore"):
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except _NPY_ERRORS as error:

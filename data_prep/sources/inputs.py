@@ -34,8 +34,8 @@ class _Skipped:
 
 
 def _expand(pattern: str, skipped: _Skipped) -> Iterator[str]:
-    """Yield the names that match `pattern`. A name may be that of a directory or a broken link, and
-    may be yielded several times."""
+    """Yield the names that match `pattern`, in part more than once. They include directories and
+    broken links."""
     if os.path.isdir(pattern):
         names = _match_below(pattern, "*", skipped)
     elif os.path.isfile(pattern):
@@ -95,7 +95,7 @@ def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
 
 
 UNIT_BYTES = 4 << 20
-"""Default `--unit-size`: bytes that take 3 seconds to tokenize. A larger file is a unit by itself.
+"""Default of `--unit-size`, in bytes: they take 3 s to tokenize. A larger file is a unit by itself.
 Smaller files share a unit, so that a million source files do not become a million token arrays."""
 
 _JSON_LINES = (
@@ -120,7 +120,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file: its name, as found from the command line, and its bytes on disk."""
+    """An input file: its name, as found from the command line, and its size on disk in bytes."""
 
     name: str
     size: int
@@ -132,7 +132,7 @@ def find_inputs(
     out: str | os.PathLike | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[InputFile, ...]:
-    """Return the files of a command, each once, sorted by name.
+    """Return the input files of a command, each once, sorted by name.
 
     Args:
         patterns: Paths, globs and `@FILE`, as the help of `--input` describes.
@@ -255,11 +255,11 @@ def packing_of(name: str) -> Literal["gzip", "zstd"] | None:
 def group_units(inputs: Sequence[InputFile], unit_bytes: int) -> tuple[tuple[int, int], ...]:
     """Divide the inputs into units of consecutive files.
 
-    A unit ends before the file with which it would exceed `unit_bytes`. A file above that size is a
-    unit by itself.
+    A unit ends before the file with which it would exceed `unit_bytes`. A file above `unit_bytes`
+    is a unit by itself.
 
     Returns:
-        The range [first, stop) of the inputs of each unit.
+        For each unit, the range [first, stop) of its inputs.
     """
     units: list[tuple[int, int]] = []
     first = size = 0
@@ -276,7 +276,8 @@ def require_file(path: str | os.PathLike, flag: str) -> Path:
     """Return `path`, and check that it is a readable file.
 
     Raises:
-        DataError: it is not. The message begins with `flag`, the option that named the path.
+        DataError: `path` is not a readable file. The message begins with `flag`, the option that
+            named the path.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,8 +1,9 @@
-"""A column of text of a Parquet file, a few rows at a time, in bounded memory. Needs pyarrow.
+"""Reader of a text column of a Parquet file, a few rows at a time in bounded memory. Needs pyarrow.
 
 The bound is computed for each row group from the sizes in the metadata of the file. A value or a
-page is at most as large as its column in the row group. Several values together may be larger,
-because the file stores repeated values, or repeated beginnings of values, once.
+page is at most as large as the stored column of its row group. Several values together may be
+larger than the stored column, because the file stores repeated values, or repeated beginnings of
+values, once.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from optimus.errors import DataError, OptimusError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
-"""Bytes of the rows that are read at a time, if all rows have the same size."""
+"""Bytes of text that are read at a time. The mean size of a row converts them to a number of
+rows."""
 _TEXT_FACTOR = 2
 """Memory of an ASCII text and of its copy as UTF-8, as a multiple of its bytes."""
 _NO_LIMITS = Limits()
 _CHECK_S = 300.0
-"""Longest time in seconds to check the descriptions of columns. A million columns take a few
-seconds."""
+"""Time limit in seconds for the check of the descriptions of all columns. A million columns take a
+few seconds."""
 
 
 class DamagedTable(Exception):
@@ -34,7 +36,7 @@ class DamagedTable(Exception):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group and the columns of it that are read."""
+    """A row group, and the sizes of those of its columns that are read."""
 
     number: int
     """Index, from 0."""
@@ -42,15 +44,16 @@ class RowGroup:
     """First row, from 1."""
     rows: int
     sizes: tuple[int, ...]
-    """Unpacked bytes of each column, the text first."""
+    """Decompressed size in bytes of each column that is read, the text column first."""
 
     def needs(self, rows: int) -> int:
         """Return the bytes of memory that reading `rows` rows at a time takes. The texts that the
         reader returns are not included.
 
-        The memory is for the packed column, an unpacked page, and the array of decoded values. With
-        more than one row, this array took up to 4 times the bytes of its values in measurements: it
-        is reallocated while it grows, and the allocator does not reuse all memory that is freed.
+        The memory is for the compressed column, a decompressed page, and the array of decoded
+        values. With more than one row, this array took up to 4 times the bytes of its values in
+        measurements, because it is reallocated while it grows and the allocator does not reuse all
+        memory that is freed.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)
@@ -66,14 +69,15 @@ def read_column(
     """Read a column of text and the ids of its rows.
 
     Args:
-        name: The file.
-        column: The column.
-        id_column: The column of ids. If the table has no such column, the ids are None.
-        skip: The number of first rows to skip.
-        limits: The largest memory and the largest size of a document.
+        name: The path of the file.
+        column: The name of the text column.
+        id_column: The name of the id column. If the table has no such column, the ids are None.
+        skip: The number of rows to skip at the start of the table.
+        limits: Limits of the size of a document and of the memory to read it.
 
     Yields:
-        Value and id of a row, as scalars of pyarrow, and the memory to read its batch, in bytes.
+        For each row: its text and its id as pyarrow scalars, and the bytes of memory that it takes
+        to read the batch of the row.
 
     Raises:
         DamagedTable: the table cannot be read to its end.
@@ -90,9 +94,10 @@ def read_column(
         ) from None
     try:
         with (
-            pyarrow.OSFile(os.fsencode(name)) as file,  # pyarrow may take a name for a URI
-            # Without a buffer, pyarrow reads the packed bytes of a column chunk at once. Its buffer
-            # has the size that a page states of itself, which may be any number in a damaged file.
+            pyarrow.OSFile(os.fsencode(name)) as file,  # pyarrow may interpret a name as a URI
+            # Without a buffer, pyarrow reads the compressed bytes of a column chunk at once. With
+            # one, it allocates the size in the header of a page, which may be any number in a
+            # damaged file.
             parquet.ParquetFile(file, pre_buffer=False, buffer_size=0) as table,
         ):
             wanted = _columns(name, table.schema_arrow, column, id_column)
@@ -156,7 +161,10 @@ def _rows_at_once(name: str, group: RowGroup, limits: Limits) -> int:
 
 
 def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
-    """Return the columns to read, the text first. Raises DataError if `column` has no text."""
+    """Return the names of the columns to read, the text column first.
+
+    Raises DataError if `column` is missing or is not text, or if several columns have one name.
+    """
     from pyarrow import types
 
     if column not in schema.names:
@@ -177,12 +185,15 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
 
 
 def _check_metadata(name: str, metadata: Any) -> None:
-    """Raise DamagedTable if the description of a column cannot be read, or if the rows of the row
-    groups do not add up to the rows of the table. Pyarrow checks neither.
+    """Check the descriptions of columns and the numbers of rows, which pyarrow does not check.
 
-    A child process reads the descriptions. For some damaged statistics, pyarrow throws a C++
-    exception that nothing catches, which ends the process. Raise OptimusError if the child cannot
-    be started, or ends without a result for another reason.
+    A child process reads the descriptions, because for some damaged statistics pyarrow throws a C++
+    exception that nothing catches, which ends the process.
+
+    Raises:
+        DamagedTable: the description of a column cannot be read, or the rows of the row groups do
+            not add up to the rows of the table.
+        OptimusError: the child cannot be started, or ends without a result for another reason.
     """
 
     def read_all() -> None:
@@ -211,7 +222,7 @@ def _check_metadata(name: str, metadata: Any) -> None:
 
 
 def _group(metadata: Any, number: int, first: int, wanted: Sequence[str]) -> RowGroup:
-    """Return a row group. Its `sizes` has an entry for each leaf of the wanted columns."""
+    """Return row group `number`. Its `sizes` has an entry for each leaf of the `wanted` columns."""
     group = metadata.row_group(number)
     chunks = [group.column(index) for index in range(group.num_columns)]
     sizes = tuple(

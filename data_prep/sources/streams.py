@@ -1,4 +1,4 @@
-"""Bytes of an input file: as stored on disk, and unpacked from gzip or zstd.
+"""Streams of the bytes of an input file: as stored on disk, and decompressed from gzip or zstd.
 
 A damaged or truncated file raises DamagedStream. The stream reader of `zstandard` is not used,
 because it ends without an error at a truncated frame.
@@ -19,23 +19,23 @@ from optimus.errors import DataError, one_line
 
 READ_BYTES = 1 << 20
 _ZSTD_WINDOW = 1 << 31
-"""Largest accepted window of a zstd frame, in bytes, that of `zstd --long=31`. Only files that were
-packed with this option take so much memory."""
+"""Largest accepted window of a zstd frame in bytes: the window of `zstd --long=31`. Only files that
+were compressed with this option take so much memory."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPED_MAGIC = b"\x2a\x4d\x18"
-"""Last three bytes of the magic number of a skippable frame; the first is 0x50 to 0x5f."""
+"""Last three bytes of the magic number of a skippable frame. Its first byte is 0x50 to 0x5f."""
 
 
 class DamagedStream(Exception):
-    """The file cannot be unpacked to its end. The message has the reason."""
+    """The file cannot be decompressed to its end. The message is the reason."""
 
 
 class HashingFile(io.RawIOBase):
     """Reads a file, hashes its bytes and calls `advance` with the number of bytes of each read.
 
-    `expected` is a number of bytes at the start of the file, and their hash. DataError is raised if
-    these bytes have another hash.
+    `expected` is the number and the xxh3-64 of the first bytes of the file, as an earlier run read
+    them. A read raises DataError if these bytes now have another hash.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HashingFile(io.RawIOBase):
         return True
 
     def so_far(self) -> tuple[int, str]:
-        """Return the number and the hash of the bytes that have been read."""
+        """Return the number and the xxh3-64 of the bytes that have been read so far."""
         return self.size, self._digest.hexdigest()
 
     def readinto(self, buffer: Any) -> int:
@@ -89,13 +89,13 @@ class HashingFile(io.RawIOBase):
 class _ZstdReader(io.RawIOBase):
     """The content of consecutive zstd frames as one stream.
 
-    `zstandard` unpacks all input of a call at once, and four bytes may become 128 KiB. Each call
-    therefore gets a single block, which contains at most 128 KiB. The file stores the length of
-    each block (RFC 8878).
+    A call of `zstandard` decompresses all its input at once, and four bytes of input may become 128
+    KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The file
+    states the compressed length of each block (RFC 8878).
 
-    `backports.zstd` is not used. It limits its output, but at an error it discards content before
-    the damage: 539 of 600 damaged files ended at an earlier line than with this reader. The line
-    numbers in quarantine.jsonl would be too small.
+    `backports.zstd` can limit its output but is not used, because at an error it discards content
+    that precedes the damage. In 539 of 600 damaged files, it ended at an earlier line than this
+    reader, so the line numbers in quarantine.jsonl would be too small.
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -128,7 +128,7 @@ class _ZstdReader(io.RawIOBase):
         return count
 
     def _unpack(self) -> Iterator[bytes]:
-        """Yield the content of the blocks of all frames."""
+        """Yield the decompressed content of each block of each frame."""
         while magic := self._file.read(4):
             if magic[1:] == _SKIPPED_MAGIC and magic[0] >> 4 == 5:
                 left = int.from_bytes(self._take(4), "little")
@@ -163,7 +163,10 @@ _GZIP_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, ValueError)
 
 
 class _GzipReader(io.RawIOBase):
-    """The content of a gzip file. Uses isal if it is installed, which is faster than `gzip`."""
+    """The content of a gzip file as a stream.
+
+    If isal is installed, it is used because it is faster than the standard library.
+    """
 
     def __init__(self, file: IO[bytes]):
         self._damage: tuple[type[Exception], ...] = _GZIP_DAMAGE
@@ -174,7 +177,7 @@ class _GzipReader(io.RawIOBase):
             self._file = gzip.GzipFile(fileobj=file)
         else:
             self._file = IGzipFile(fileobj=file)
-            # The stub of isal declares an exception, not its class.
+            # The type stub of isal declares IsalError as an instance instead of a class.
             self._damage = (*_GZIP_DAMAGE, cast(type[Exception], IsalError))
 
     def readable(self) -> bool:
@@ -188,14 +191,14 @@ class _GzipReader(io.RawIOBase):
 
 
 def unpack(file: IO[bytes], name: str) -> IO[bytes]:
-    """Return the unpacked content of `file`.
+    """Return a stream of the decompressed content of `file`. Its reads may raise DamagedStream.
 
     Args:
-        file: The bytes of the file, at its start.
-        name: The name of the file. Its suffix selects gzip, zstd or no packing.
+        file: The bytes of the file as stored on disk, from its start.
+        name: The name of the file. Its suffix selects gzip, zstd or no compression.
 
     Raises:
-        DataError: a package that unpacks such files is missing. Reads raise DamagedStream.
+        DataError: the package that decompresses such files is not installed.
     """
     packing = packing_of(name)
     if packing == "gzip":
@@ -208,12 +211,12 @@ def unpack(file: IO[bytes], name: str) -> IO[bytes]:
 def damage_of_gzip(name: str) -> tuple[int, str]:
     """Return the line at which the standard library stops in a damaged gzip file, and the reason.
 
-    Other libraries stop at another line with another message. The list of quarantined files must
-    not depend on the installed library.
+    Other libraries stop at another line with another message, but the list of quarantined files
+    must not depend on the installed library.
     """
     line, block = 0, b"\n"
     try:
-        with gzip.open(name, "rb") as file:  # in blocks: all of it may be one line
+        with gzip.open(name, "rb") as file:  # in blocks, because the whole file may be one line
             while more := file.read1():
                 line, block = line + more.count(b"\n"), more
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -1,8 +1,8 @@
 """Exclusion of documents that have the id of an earlier document.
 
-The ids are compared after tokenization, by hashes of 16 bytes and in bounded memory. Documents are
-ordered by input and then by line, so that the result does not depend on the ranks. Files and
-hashes: docs/formats/dataset.md, "Duplicate ids".
+The ids are compared after tokenization, by hashes of 16 bytes and in bounded memory. A document is
+earlier if its input or, in the same input, its line comes first. The result therefore does not
+depend on the ranks. docs/formats/dataset.md, "Duplicate ids", describes the files and hashes.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) ->
 class _Duplicates:
     """The duplicates of a unit.
 
-    `documents` maps the input and line of a duplicate to those of the first document with its id.
+    `documents` maps each duplicate to the first document with the same id, both as (input, line).
     """
 
     plan: TokenPlan
     documents: Mapping[tuple[int, int], tuple[int, int]]
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude a duplicate, or None for any other document."""
+        """Return the reason to exclude `document` of input `source`, or None if it is unique."""
         first = self.documents.get((source, document.line))
         return _reason(self.plan, document.id, *first) if first else None
 
@@ -83,7 +83,7 @@ def _duplicates_of(work: TokenizeWork, unit: int, rows: np.ndarray | None) -> _D
 
 
 class _DistinctTask(UnitTask):
-    """The task to make units, each without the duplicates that are known at that time."""
+    """Task that makes units. A unit excludes the duplicates that are known when it is made."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
@@ -94,7 +94,8 @@ class _DistinctTask(UnitTask):
             if work.plan.id_field and rows is None and not work.quarantine:
                 _compare_neighbours(work, unit)
             # If the list of duplicates was written while this unit was made, the unit may contain
-            # duplicates, and is made again. If it is written later, `_RepeatTask` does this.
+            # duplicates, and is made again. If the list is written later, `_RepeatTask` makes the
+            # unit again.
             before, rows = rows, _read(work)
             if (before is None) == (rows is None):
                 return
@@ -110,7 +111,7 @@ class _DistinctTask(UnitTask):
 
 
 class _RepeatTask(_DistinctTask):
-    """The task to tokenize units with duplicates again, without the duplicates."""
+    """Task that tokenizes the units with duplicates again, to exclude the duplicates."""
 
     def missing(self) -> list[int]:
         """Return the units that still contain duplicates."""
@@ -138,10 +139,10 @@ def _compare(work: TokenizeWork) -> None:
 
 
 def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
-    """Compare the ids of a unit and of the units before and after it, if these are complete.
+    """Compare the ids of a unit with each other and with those of adjacent complete units.
 
-    The comparison of all ids needs all units, which may take hours. This comparison detects early
-    that a field is not an id, or that the ids of each file start with the same number.
+    The comparison of all ids needs all units, which may take hours to make. This comparison detects
+    early that a field is not an id, or that the ids of each file start with the same number.
 
     Raises:
         DataError: two documents have the same id.
@@ -158,17 +159,17 @@ def _find(work: TokenizeWork, units: Sequence[int]) -> np.ndarray:
 
 
 def find(folders: Sequence[Path], units: Sequence[int], memory_bytes: int) -> np.ndarray:
-    """Find the documents that have the id of an earlier document of these units.
+    """Find the documents of `units` that have the id of an earlier document of `units`.
 
     Args:
         folders: The folders of token arrays of all splits.
         units: The units to compare.
-        memory_bytes: Memory for the comparison. All ids are read once for each bucket of hashes;
-            less memory needs more buckets.
+        memory_bytes: Memory for the comparison. Less memory needs more buckets of hashes, and all
+            ids are read once for each bucket.
 
     Returns:
-        int64 [n, 4], sorted by input and line. A row is the input and line of a duplicate, and then
-        the input and line of the first document with the same id.
+        int64 [n, 4], sorted by input and line. A row contains the input and line of a duplicate,
+        and then the input and line of the first document with the same id.
     """
     unit_files = [(folder, unit) for folder in folders for unit in units]
     total = sum(len(read_docs(folder, unit)) for folder, unit in unit_files)
@@ -187,13 +188,15 @@ def _find_in_bucket(unit_files: list[tuple[Path, int]], bucket: int, buckets: in
         if ids is None:
             continue
         halves = ids.view(">u8")
-        # Upper 32 bits * buckets / 2^32: buckets of even size, with a shift instead of a division.
+        # bucket = upper 32 bits * buckets / 2^32: the buckets have similar sizes, and a shift is
+        # faster than a division.
         buckets_of = (halves[:, 0] >> 32).astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)
         chosen = (buckets_of == bucket) & (halves != 0).any(axis=1)
         hashes.append(halves[chosen])
         positions.append(read_docs(folder, unit)[chosen, 1:])
     key, position = np.concatenate(hashes), np.concatenate(positions)
-    upper = np.sort(key[:, 0].astype(np.uint64))  # fast, and nearly always sufficient
+    # A fast test, which nearly always shows that all hashes differ: sort only their upper halves.
+    upper = np.sort(key[:, 0].astype(np.uint64))
     if not (upper[1:] == upper[:-1]).any():
         return np.empty((0, 4), np.int64)
     order = np.lexsort((position[:, 1], position[:, 0], key[:, 1], key[:, 0]))
@@ -272,7 +275,7 @@ def _read(work: TokenizeWork) -> np.ndarray | None:
 
 
 def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the duplicates in a range of inputs, as the `documents` of _Duplicates."""
+    """Return the duplicates in a range of inputs, in the form of `_Duplicates.documents`."""
     low, high = np.searchsorted(rows[:, 0], inputs)
     return {(a, b): (c, d) for a, b, c, d in rows[low:high].tolist()}
 
@@ -280,7 +283,7 @@ def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int
 def require_distinct(tokens_dir: Path) -> None:
     """Check that token arrays contain no document id twice, if the plan requires unique ids.
 
-    Only the folder of the training split is checked, which has the list of duplicates.
+    Only the folder of the training split is checked, because it has the list of duplicates.
 
     Raises:
         DataError: tokenization did not reach its end.

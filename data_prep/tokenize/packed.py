@@ -28,8 +28,8 @@ from optimus.errors import ConfigError, DamageError
 from optimus.io import files
 
 BLOCK_TOKENS = 8192
-"""Tokens of a zstd frame. A row of 2048 tokens is read and unpacked in 30 us. Smaller frames would
-compress less well."""
+"""Tokens of a zstd frame. A row of 2048 tokens is read and decompressed in 30 us. Smaller frames
+would compress less well."""
 _READ_TOKENS = 128 * BLOCK_TOKENS
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
@@ -53,7 +53,7 @@ def _pack(ids: np.ndarray) -> bytes:
 
 
 def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarray:
-    """Unpack a frame. Raises ValueError if it is damaged or does not contain `tokens` tokens."""
+    """Decompress a frame. Raises ValueError if it is damaged or does not have `tokens` tokens."""
     import zstandard
 
     try:
@@ -65,9 +65,9 @@ def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarra
 
 
 def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Unpack a frame of any length in blocks of at most _READ_TOKENS tokens.
+    """Decompress a frame of any length in blocks of at most _READ_TOKENS tokens.
 
-    A few bytes may unpack to gigabytes, so the frame is not unpacked at once. Raises ValueError if
+    A few bytes may become gigabytes, so the frame is not decompressed at once. Raises ValueError if
     it is damaged.
     """
     import zstandard
@@ -88,7 +88,7 @@ def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.nda
 
 
 def packed_share(ids: np.ndarray) -> float:
-    """Return the packed size of `ids` divided by their size in memory."""
+    """Return the compressed size of `ids` divided by their size in memory."""
     frames = (ids[first : first + BLOCK_TOKENS] for first in range(0, len(ids), BLOCK_TOKENS))
     return sum(len(_pack(frame)) for frame in frames) / ids.nbytes
 
@@ -98,8 +98,8 @@ class PackedStore:
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._name, self._dtype = file, dtype, little_endian(dtype)
-        self._starts, self._offsets = [0], [0]  # of each frame, and of the next
-        self._open = np.empty(0, self._dtype)  # less than a frame
+        self._starts, self._offsets = [0], [0]  # of each written frame, and of the next frame
+        self._open = np.empty(0, self._dtype)  # the last ids, which do not fill a frame yet
 
     def append(self, ids: np.ndarray) -> None:
         """Append ids, which have the dtype of the array."""
@@ -139,7 +139,7 @@ class PackedStore:
         return ids[first - begin : stop - begin]
 
     def save(self, first: int, stop: int) -> bytes:
-        """Return the ids [first, stop), packed, for a checkpoint."""
+        """Return the ids [first, stop) as a zstd frame, for a checkpoint."""
         return _pack(self.read(first, stop))
 
     def saved_ids(self, saved: bytes | memoryview) -> Iterator[np.ndarray]:
@@ -163,7 +163,7 @@ class PackedArray:
     """Reads ids of a packed token array. A context manager. Threads must not share it."""
 
     def __init__(self, path: Path, dtype: str):
-        """Raise DamageError if the file is damaged, and OSError if it is missing."""
+        """Open the file. Raises DamageError if it is damaged, and OSError if it is missing."""
         self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
         self._file = files.open_regular(path)
         self._fd = self._file.fileno()
@@ -188,7 +188,8 @@ class PackedArray:
         except BaseException:
             self._file.close()
             raise
-        self._last: tuple[int, np.ndarray] = (-1, np.empty(0, self._dtype))  # unpacked
+        # The number and the ids of the frame that was decompressed last.
+        self._last: tuple[int, np.ndarray] = (-1, np.empty(0, self._dtype))
 
     def __enter__(self) -> PackedArray:
         return self

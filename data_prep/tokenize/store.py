@@ -64,9 +64,9 @@ def sidecar_path(tokens_dir: Path, unit: int) -> Path:
 
 
 def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
-    """Return the path of the .npy array of each unit, if this file exists.
+    """Return the paths of the .npy arrays of `units` that exist, by unit.
 
-    Packed arrays are not included. Their hashes need no comparison, because every read checks them.
+    Packed arrays are not included: their hashes need no comparison, because every read checks them.
     """
     paths = {unit: array_path(tokens_dir, unit) for unit in units}
     return {unit: path for unit, path in paths.items() if path.exists()}
@@ -87,8 +87,8 @@ def unit_files(tokens_dir: Path, unit: int) -> list[Path]:
 def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
     """Check that the token array of a unit exists, packed or not, and has `tokens` tokens.
 
-    `size` is the size in bytes of its .npy file. Raises DataError if the array is missing, and
-    DamageError if the size or the header of the array is wrong.
+    `size` is the size in bytes of the array as a .npy file. Raises DataError if the array is
+    missing, and DamageError if the size or the header of the array is wrong.
     """
     path = array_path(tokens_dir, unit)
     if not path.exists():
@@ -102,7 +102,7 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
 def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -> None:
     """Read the token array of a unit, packed or not, and check it.
 
-    `size` (in bytes) and `xxh3` are values of the .npy file, even if the array is packed.
+    `size` (in bytes) and `xxh3` are those of the array as a .npy file, even if it is packed.
 
     Raises:
         DataError: the array cannot be read.
@@ -176,7 +176,7 @@ class TokenArrayWriter:
         self._vocab_size, self._dtype, self._eos_id = vocab_size, dtype, eos_id
         self._docs = array("q")
         self._id_hashes = bytearray()
-        self._saved = (0, 0)  # tokens and values of documents in checkpoints
+        self._saved = (0, 0)  # the numbers of tokens and of values of _docs in checkpoints
         self.tokens = 0
 
     @property
@@ -192,14 +192,14 @@ class TokenArrayWriter:
     ) -> None:
         """Append documents, each with EOS after it.
 
-        All ids are checked before they are converted to the stored dtype: in a conversion to
-        uint16, numpy changes 70000 to 4464 without an error.
+        All ids are checked before they are converted to the stored dtype, because in a conversion
+        to uint16, numpy changes 70000 to 4464 without an error.
 
         Args:
             encoded: The ids of each document, uint32 [T], without EOS.
             sources: Input and line of each document.
             id_hashes: The hash of the id of each document, ID_BYTES long, zeros if it has no id.
-            where: File and line of each document, for a message.
+            where: File and line of each document, for an error message.
 
         Raises:
             DataError: an id is EOS or outside the vocabulary.
@@ -252,7 +252,10 @@ class TokenArrayWriter:
         self._store.truncate(self.tokens)
 
     def checkpoint(self) -> list[bytes]:
-        """Return the ids, document rows and id hashes that were added since the last checkpoint."""
+        """Return the content that was added since the last checkpoint.
+
+        It consists of token ids, rows of the table of documents, and hashes of document ids.
+        """
         tokens, values = self._saved
         ids = self._store.save(tokens, self.tokens)
         self._saved = (self.tokens, len(self._docs))
@@ -394,7 +397,8 @@ class TokenArrayReader:
 
     def __init__(self, tokens_dir: Path, dtype: str):
         self._dir, self._dtype = tokens_dir, dtype
-        self._open: OrderedDict[int, _PlainArray | PackedArray] = OrderedDict()  # oldest first
+        # The least recently used array is first.
+        self._open: OrderedDict[int, _PlainArray | PackedArray] = OrderedDict()
 
     def close(self) -> None:
         while self._open:

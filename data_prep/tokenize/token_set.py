@@ -4,14 +4,14 @@ A unit is complete when its sidecars of all splits exist. They are written after
 
 A run with existing output checks the sizes and headers of all token arrays and shards. It compares
 the hashes of all these files if their total size is at most HASH_BYTES, and otherwise those of a
-random sample of that size. `optimus-data verify` compares all hashes. Cost:
-docs/formats/dataset.md, "Commit and resume".
+random sample of that size. `optimus-data verify` compares all hashes. docs/formats/dataset.md,
+"Commit and resume", states the cost.
 
-With `--fused`, arrays are removed when the shards are complete. Tables of documents and sidecars
-stay, so that `inspect` can name the input file of a document. A mark shows that the arrays were
-removed on purpose. It is written after the manifest, when the arrays are no longer needed, and
+With `--fused`, arrays are removed when the shards are complete. Sidecars and tables of documents
+stay, so that `inspect` can name the input file of a document. The file MARK shows that the arrays
+were removed on purpose. It is written after the manifest, when the arrays are no longer needed, and
 before the first array is removed. If a run is killed during the removal, the next run therefore
-reports no missing array.
+does not report missing arrays.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from optimus.errors import DamageError, DataError, counted
 from optimus.io import files
 
 HASH_BYTES = 1 << 30
-"""Limit of the bytes whose hashes a run compares when it starts. It applies to token arrays and to
-shards separately."""
+"""Limit of the bytes that a run reads at its start to compare the hashes of existing files. The
+limit applies to token arrays and to shards separately."""
 _SEED = os.urandom(8)
 """Seed of the sample, different in each process."""
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
-    """Choose the files of an earlier run whose hashes are compared.
+    """Choose which files of an earlier run are compared with their hashes.
 
     Args:
         sizes: The size of each file, in bytes.
-        seed: The seed of the sample. Ranks that must agree use the same seed.
+        seed: The seed of the sample. Ranks that must choose the same files pass the same seed.
+            None: a random seed of this process.
 
     Returns:
         The indices of all files if their total size is at most HASH_BYTES. Otherwise the indices
@@ -146,7 +147,7 @@ def write_unit(
     more: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Complete a unit whose arrays exist: write its tables of documents, ids and sidecars.
+    """Complete a unit whose arrays exist: write its tables of documents, id hashes and sidecars.
 
     The files of the training split are written last.
 
@@ -157,7 +158,7 @@ def write_unit(
         writers: The writer of the array of each split.
         inputs: The hashes of the inputs of the unit.
         set_aside: The quarantined documents of the unit.
-        more: Further keys of the sidecar of each split. If they include `dropped`, the number
+        more: Additional keys of the sidecar of each split. If they include `dropped`, the number
             of excluded documents, the sidecar is written in version 2 of its format.
         arrays: Size and hash of the array of each split.
     """
@@ -227,7 +228,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the existing files of a unit, except packed arrays, with the hashes in its sidecar."""
+    """Return the hash in the sidecar for each existing file of a unit, except packed arrays."""
     paths = {"array": array_path, "docs": docs_path, "ids": ids_path}
     return {
         path(tokens_dir, unit): record[key]["xxh3"]
@@ -287,7 +288,7 @@ def removed(tokens_dir: Path) -> bool:
 
 
 def mark_removed(tokens_dir: Path) -> None:
-    """Write the mark which shows that the arrays of a finished data set are removed on purpose."""
+    """Write the mark that the arrays of a finished data set are removed on purpose."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     if not removed(tokens_dir):
         value = {"format": FORM, "version": layout.VERSION, "plan": plan_xxh3}
@@ -295,9 +296,9 @@ def mark_removed(tokens_dir: Path) -> None:
 
 
 def check_arrays(tokens_dir: Path) -> None:
-    """Compare the hashes of plain arrays before the arrays are removed.
+    """Compare plain arrays with the hashes in their sidecars before the arrays are removed.
 
-    Without the arrays, nobody could check that the shards are correct. Packed arrays need no
+    After the removal, nobody could check that the shards are correct. Packed arrays need no
     comparison here, because they are checked whenever they are read.
 
     Raises:

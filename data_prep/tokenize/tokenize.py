@@ -59,7 +59,7 @@ class Exclusions(Protocol):
         """Map each excluded document to the document that it repeats, both as (input, line)."""
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to leave out a document of the input `source`, or None."""
+        """Return the reason to exclude a document of the input `source`, or None to keep it."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ class TokenizeWork:
     quarantine: bool
     limits: Limits = NO_LIMITS
     packed: bool = False
-    """Write packed arrays, for `--fused`. Existing arrays that are not packed are also used."""
+    """Write packed arrays, as `--fused` does. Existing plain arrays are still used."""
     sample: frozenset[int] = frozenset()
-    """Units of an earlier run whose hashes are compared (`token_set.sample`)."""
+    """Units whose files are compared with their hashes if an earlier run made the unit
+    (`token_set.sample`)."""
 
     @property
     def tokens_dir(self) -> Path:
@@ -107,7 +108,7 @@ class UnitTask(ABC):
         return [self.work.plan.unit_bytes(unit) for unit in self.units]
 
     def missing(self) -> list[int]:
-        """Return the units without the sidecar of the training split, which is written last."""
+        """Return the items whose unit has no sidecar of the training split. It is written last."""
         names = set(os.listdir(self.folder))
         return [
             i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names
@@ -151,7 +152,7 @@ def make_units(
 def make_unit(
     work: TokenizeWork, unit: int, exclusions: Exclusions, advance: Callable[[int], None]
 ) -> None:
-    """Tokenize a unit without the excluded documents. If it is complete already, only check it.
+    """Tokenize a unit without the excluded documents. If the unit is complete, only check it.
 
     Args:
         work: The work.
@@ -170,7 +171,7 @@ def make_unit(
     else:
         check_inputs_of(work, unit, record, advance)
     checkpoints.remove()
-    if not work.packed:  # of a run with `--fused`
+    if not work.packed:  # remove a packed array that a run with `--fused` left
         for folder in tokens_dirs(work.out, work.plan).values():
             array_path(folder, unit, packed=True).unlink(missing_ok=True)
 
@@ -181,8 +182,8 @@ def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
     The arrays of the units may be missing.
 
     Raises:
-        DataError: an input has changed, or an earlier run quarantined a document and this run has
-            no quarantine.
+        DataError: an input has changed, or an earlier run quarantined a document but this
+            run does not use --on-error quarantine.
     """
     with Progress("check inputs", sum(map(work.plan.unit_bytes, units)), "B") as progress:
         for unit in units:
@@ -202,8 +203,8 @@ def check_inputs_of(
         advance: Called with the number of input bytes that were read.
 
     Raises:
-        DataError: an input has changed, or an earlier run quarantined a document and this run has
-            no quarantine.
+        DataError: an input has changed, or an earlier run quarantined a document but this
+            run does not use --on-error quarantine.
     """
     first, stop = work.plan.units[unit]
     for source, xxh3 in zip(range(first, stop), record["inputs"], strict=True):
@@ -212,7 +213,7 @@ def check_inputs_of(
 
 
 def _check_quarantined(work: TokenizeWork, entries: Sequence[Quarantined]) -> None:
-    """Raise DataError if an earlier run quarantined a document and this run has no quarantine."""
+    """Raise DataError if an earlier run quarantined a document but this run may not."""
     if entries and not work.quarantine:
         first = entries[0]
         problem = Problem(first["line"], first["reason"])
@@ -234,7 +235,7 @@ def _check_unchanged(
 def complete_and_whole(
     work: TokenizeWork, unit: int, num_excluded: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return the result of `complete`, or None if the hash of a file of the unit differs.
+    """Return the result of `complete`, or None if a file differs from its hash in the sidecar.
 
     Hashes are compared only if the unit is in `work.sample`. A line is printed per damaged file.
     """
@@ -252,7 +253,7 @@ def complete(
 ) -> Mapping[str, Any] | None:
     """Return the sidecar of the training split of a unit, or None if the unit is not complete.
 
-    A unit is also not complete if it has a packed array where this run needs a plain one, or if its
+    A unit is also incomplete if it has a packed array but this run needs a plain one, or if its
     number of excluded documents is not `num_excluded`. With `report`, a line is printed if a file
     of the unit is damaged or missing.
     """
@@ -262,13 +263,13 @@ def complete(
             records[split] = read_unit(folder, unit, work.plan_xxh3)
         except DataError as error:
             arrays = [array_path(folder, unit, packed) for packed in (False, True)]
-            is_removed = work.packed or removed(folder)  # by --fused, as the arrays of all units
+            is_removed = work.packed or removed(folder)  # --fused removes the arrays of all units
             is_removed = is_removed and not any(path.exists() for path in arrays)
             if report and sidecar_path(folder, unit).exists() and not is_removed:
                 say(f"{error}; the unit is made again")
             return None
         if not work.packed and not array_path(folder, unit).exists():
-            return None  # a run with --fused was ended, and the arrays of this run stay
+            return None  # the array is packed: a run with --fused ended before it removed arrays
     record = records[layout.SPLITS[0]]
     return record if record.get("dropped", 0) == num_excluded else None
 
@@ -281,7 +282,7 @@ def open_writers(
     Args:
         work: The work.
         unit: The number of the unit.
-        stack: Commits the files when it is closed without an error.
+        stack: The context that commits the files when it exits without an error.
     """
     facts = work.plan.tokenizer
     return {
@@ -340,7 +341,7 @@ def _read_input(
     exclusions: Exclusions,
     advance: Callable[[int], None],
 ) -> str:
-    """Write the documents of an input that begin at `start` or later.
+    """Write the documents of an input from the position `start` on. None: from its beginning.
 
     Returns:
         The hash of the whole input.

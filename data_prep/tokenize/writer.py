@@ -1,8 +1,8 @@
-"""The writer of a unit: batches of documents, their ids, and checkpoints.
+"""Writer of a unit. It encodes documents in batches, writes their ids and saves checkpoints.
 
-A checkpoint contains the data since the previous one, so that a killed run loses only seconds of
-work: docs/formats/dataset.md, "Commit and resume". The text alone decides where checkpoints are
-saved. Two runs at the same time therefore write the same checkpoints.
+A checkpoint contains the data since the previous checkpoint, so that a killed run loses only
+seconds of work: docs/formats/dataset.md, "Commit and resume". The text alone decides where
+checkpoints are saved. Two runs at the same time therefore write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from optimus.errors import DataError
 from optimus.io import files
 
 SEGMENT_BYTES = 16 << 20
-"""Bytes of text between checkpoints: two seconds of tokenizing, 10 MB of tokens."""
+"""Bytes of text between checkpoints. They take two seconds to tokenize and become 10 MB of ids."""
 _VERSION = 2
 """Version of checkpoints. Checkpoints of another version are ignored. Version 1 has no hashes of
 document ids."""
@@ -42,9 +42,9 @@ class State:
     source: int
     """The input that a later run reads next."""
     start: Position | None
-    """Where reading of that input continues; None: at its start."""
+    """The position at which the later run continues to read `source`. None: its start."""
     hashes: list[str]
-    """The hashes of the inputs of the unit before `source`."""
+    """The hashes of those inputs of the unit that precede `source`."""
     set_aside: list[Quarantined]
 
 
@@ -59,9 +59,10 @@ class Segments:
     """The checkpoints of one unit."""
 
     def __init__(self, tokens_dir: Path, unit: int, work: str):
-        """Start without checkpoints.
+        """Initialize the object without reading a checkpoint.
 
-        `work` is a hash of everything that decides the content of the checkpoints.
+        `work` is a hash of everything that decides the content of the checkpoints. `read` ignores
+        checkpoints with another hash.
         """
         self._dir, self._unit = tokens_dir, unit
         self._identity = {"version": _VERSION, "work": work, "unit": unit}
@@ -73,7 +74,7 @@ class Segments:
     def read(self) -> Iterator[tuple[Path, State, list[memoryview]]]:
         """Yield path, state and blobs of each checkpoint in order, up to the first damaged one.
 
-        `save` then writes the checkpoints that follow.
+        `save` then writes the checkpoints after them.
 
         Raises:
             DataError: a checkpoint cannot be read, or another program wrote it.
@@ -130,7 +131,7 @@ class Segments:
         self._next += 1
 
     def remove(self) -> None:
-        """Remove all checkpoints, the last one first, so that a killed run leaves no gap."""
+        """Remove all checkpoints from the last to the first: a killed run then leaves no gap."""
         number = self._next
         while self._path(number).exists():
             number += 1
@@ -275,7 +276,7 @@ class UnitWriter:
             raise AssertionError("a section above the memory limit was not refused") from error
 
     def _array_of(self, xxh3: int) -> TokenArrayWriter:
-        """Return the array for a document. The hash of its text decides the split."""
+        """Return the array of the split to which a document belongs, given the hash of its text."""
         return self._writers[xxh3 < self._below]
 
     @property
