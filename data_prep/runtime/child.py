@@ -93,7 +93,8 @@ def run(
         finally:  # also if a handler of a signal raises
             if pipe and not pid and select.select([pipe], [], [], _STOP_S)[0]:
                 pid = _PID.unpack(pipe.read(_PID.size).ljust(_PID.size, b"\0"))[0]
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # no status is kept
+            # ChildProcessError: the system did not keep the exit status.
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 if pid and not ended:
                     os.kill(pid, signal.SIGKILL)
                 if pid:
@@ -183,7 +184,7 @@ def _run_and_exit(
         os.write(writer, _PID.pack(os.getpid()))
         with contextlib.suppress(OSError, AttributeError):  # Linux only
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it ended before
+        if os.getppid() != parent:  # the parent ended before the call of prctl
             os._exit(0)
         _isolate(cpu_s, memory_bytes)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,7 +1,7 @@
 """The memory of this machine, and the memory that a worker has for a document.
 
-A container or a Slurm job may allow less than the memory of the machine. `Limits` has the memory
-that `--memory` leaves for a document: docs/formats/dataset.md, "Memory".
+A container or a Slurm job may allow less than the memory of the machine. `Limits` contains the
+memory that `--memory` leaves for a document: docs/formats/dataset.md, "Memory".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _limits() -> Iterator[int]:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # not there, or `max`
+            with contextlib.suppress(OSError, ValueError):  # the file is missing or contains `max`
                 yield int((folder / name).read_text())
             if folder == root:
                 break
@@ -61,13 +61,13 @@ _LEAVE_OUT = "leave such documents out with --max-document SIZE --on-error quara
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the memory for a document and of its size. None: no limit."""
+    """Limits of the size of a document and of the memory that it takes. None: no limit."""
 
     room_bytes: int | None = None
     """Bytes of memory that a worker has for one document."""
     max_document: int | None = None
     """`--max-document`: largest size in bytes of a JSON line, of a value in a Parquet column, or of
-    an unpacked text file."""
+    a decompressed text file."""
 
     def refuse(self, where: str, label: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
         """Raise DataError if `needs` bytes are more than a worker has for a document.
@@ -99,7 +99,7 @@ def divide_memory(
     """Return the number of workers that can tokenize at once, and their limits for a document.
 
     Args:
-        memory_bytes: Memory of all workers. None: that of `default_bytes`.
+        memory_bytes: Memory of all workers together, in bytes. None: `default_bytes()`.
         workers: Largest number of workers.
         tokenizer: The tokenizer file.
         max_document: Value of `--max-document`.
@@ -139,8 +139,8 @@ def bytes_of_line(line: bytes) -> int:
 
     The line, its decoded string and the text in it are in memory at the same time. A string takes
     1, 2 or 4 bytes per character, depending on its widest character. A line of ASCII may contain
-    wide characters as escapes. The decoder enlarges the text by a quarter at a time, and copies it
-    once when a wider character follows.
+    wide characters as escapes. The JSON decoder enlarges the text by a quarter at a time, and
+    copies it once when a wider character follows.
     """
     width = _width(line)
     text = max(width, 4) if b"\\u" in line else width

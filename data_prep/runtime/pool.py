@@ -1,4 +1,4 @@
-"""Independent jobs in local processes. A single worker runs in this process, others are forked."""
+"""Independent jobs in local worker processes. A single worker is this process itself."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _watch(waiting: set[Future], counter: Any, progress: Progress) -> None:
     shown = 0
     while waiting:
         done, waiting = wait(waiting, _POLL_S, FIRST_EXCEPTION)
-        now = counter.get_obj().value  # a worker that was killed may hold the lock
+        now = counter.get_obj().value  # without the lock, which a killed worker may hold
         progress.advance(now - shown)
         shown = now
         for future in done:
@@ -116,7 +116,7 @@ def _start_worker(context: Any, counter: Any, stop: Any, parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this process soon after its parent ends. Nothing would then read its results."""
+    """End this process soon after its parent ends, because nothing would then read its results."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)

@@ -71,7 +71,7 @@ class Progress:
             self._line()
 
     def note(self, text: str) -> None:
-        """Print the present activity. Use this while the count does not change."""
+        """Print the present activity, for times in which the count does not change."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:

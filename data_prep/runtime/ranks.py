@@ -1,7 +1,7 @@
 """Processes on any number of machines that share work through the output directory alone.
 
 A rank that ends in an error leaves its message in the output directory. A rank that works gives
-signs of life there. No other rank therefore waits for files that nobody writes:
+signs of life there. No rank therefore waits for files that no other rank will write:
 docs/formats/dataset.md, "Many machines". Every item of work is idempotent: if two ranks do it, both
 write the same bytes under the same name.
 """
@@ -37,12 +37,12 @@ with the file system."""
 class RankFiles:
     """Files in an output directory by which the ranks of a command inform each other.
 
-    A rank that ends in an error writes its message to `.failed-rank-R.*.tmp`. A rank that works
-    sets the modification time of `.alive-rank-R.*.tmp` again and again: its sign of life.
+    A rank that ends in an error writes its message to `.failed-rank-R.*.tmp`. As a sign of life, a
+    rank that works regularly updates the modification time of `.alive-rank-R.*.tmp`.
     """
 
     def __init__(self, out: Path):
-        """Args: out: the directory, which need not exist yet."""
+        """Record which files of earlier runs are in `out`, which need not exist yet."""
         self._out = out
         self._old = self._names(_FAILED)
         self._old_signs: dict[str, int | None] = dict.fromkeys(self._names(_ALIVE))
@@ -113,9 +113,9 @@ class RankFiles:
 
     def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
         """Return the signs of life of each rank: the names of its files and their modification
-        times in ns. A file that is older than this object counts from the first change after the
-        first call. Clocks of machines differ, so compare a time only with an earlier time of the
-        same file."""
+        times in ns. A file that is older than this object counts only after its time has changed
+        since the first call. Clocks of machines differ, so compare a time only with an earlier time
+        of the same file."""
         signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
@@ -134,7 +134,7 @@ class RankFiles:
         return signs
 
     def remove_old(self) -> None:
-        """Remove the messages of earlier runs, after the work is done."""
+        """Remove the failure messages of earlier runs. Call this after the work is done."""
         for name in self._old:
             (self._out / name).unlink(missing_ok=True)
 
@@ -147,14 +147,15 @@ def _touch(path: Path) -> None:
 
 
 _SILENCE_S = 120.0
-"""Default of `WorkerGroup.silence_s`: longer than file systems need to show the files of other
-machines."""
+"""Default of `WorkerGroup.silence_s`. It is longer than file systems take to show files that other
+machines have written."""
 _STUCK_FACTOR = 30
 """Ranks wait this multiple of `silence_s` for a rank that gives signs of life but makes no
 progress. Work such as the comparison of ids may write no files for a long time."""
 _MOST_WATCHED = 16
-"""Largest number of ranks whose signs of life a waiting rank reads. Higher ranks come
-first, then the ranks from 0. Without a limit, each rank could read the signs of all others."""
+"""Largest number of ranks whose signs of life a waiting rank reads. It begins with the ranks above
+its own and continues with the ranks from 0. Without a limit, each rank might read the signs of all
+others."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """The polling interval is the number of ranks divided by this, in seconds, within the limits
@@ -168,7 +169,8 @@ class WorkerGroup:
     rank: int = 0
     world: int = 1
     silence_s: float = _SILENCE_S
-    """A rank ends if another rank, for which it waits, gives no sign of life for these seconds."""
+    """Time in seconds after which a rank ends with an error, if a rank for which it waits gives no
+    sign of life."""
     files: RankFiles | None = None
     """Files by which the ranks inform each other; set by `failure_scope`."""
 
@@ -313,8 +315,8 @@ def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], obje
 class _Watch:
     """Periodic observations of the ranks for which this rank waits.
 
-    Time is counted in calls of `look` instead of seconds: a period in which this process or its
-    file system was suspended does not count.
+    Time is counted in calls of `look` instead of seconds, so that a period in which this process or
+    its file system was suspended does not count.
     """
 
     def __init__(self, group: WorkerGroup) -> None:

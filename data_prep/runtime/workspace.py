@@ -46,9 +46,9 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 
     At its start and end, the context removes the incomplete files of killed runs. Several runs at
     once are allowed: every commit is atomic, and all runs write the same bytes. A lock shows
-    whether another run of this user works in the directory. If none does, incomplete files of this
-    user and machine are removed. The lock may not be visible on other machines: rank 0 removes
-    other incomplete files only if nobody has written to them for a day.
+    whether another run of this user works in the directory. If no other run does, incomplete files
+    of this user and machine are removed. Because the lock may not be visible on other machines,
+    rank 0 removes other incomplete files only if nobody has written to them for a day.
 
     Raises:
         DataError: the directory cannot be made, is not writable or stays locked.
@@ -70,11 +70,11 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 def remove_temporaries(pids: Collection[int]) -> list[Path]:
     """Remove the temporary files of the processes `pids` of this machine.
 
-    Only the directories in which this process works are searched. No process of `pids` may still
-    write.
+    Only the directories in which this process works are searched. All processes of `pids` must have
+    stopped writing.
 
     Returns:
-        These directories, each once.
+        The searched directories, each once.
     """
     directories = list(dict.fromkeys(_in_use))
     for directory in directories:
@@ -90,7 +90,7 @@ class _Lock:
     """A file that every run of this user locks while it works.
 
     The lock is shared, but exclusive while a run removes leftovers. The file has mode 0600, because
-    users that can read a file can lock it and so stop a run. If the file cannot be made or belongs
+    a user who can read a file can lock it and so stop a run. If the file cannot be made or belongs
     to another user, there is no lock, and `is_alone` returns False.
     """
 
@@ -108,7 +108,7 @@ class _Lock:
         while (has_lock := self._flock(fcntl.LOCK_SH)) is not None:
             if has_lock and self._is_named():
                 return
-            if has_lock:  # on a file that the last run removed
+            if has_lock:  # but the run that used the file last has removed it
                 os.close(self._fd)
                 self._open()
             elif time.monotonic() > until:

@@ -72,7 +72,7 @@ class _Duplicates:
     documents: Mapping[tuple[int, int], tuple[int, int]]
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude `document` of input `source`, or None if it is unique."""
+        """Return the reason to exclude `document` of input `source`. None: it is no duplicate."""
         first = self.documents.get((source, document.line))
         return _reason(self.plan, document.id, *first) if first else None
 

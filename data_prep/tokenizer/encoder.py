@@ -5,12 +5,12 @@ distinct: 0.3 M of the 18.9 M pieces of documentation and code. A tokenizer is r
 configuration shows that a pattern for Python's `re` finds exactly the pieces of its pre-tokenizer.
 The patterns are those in tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo
 2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white
-space come from the tokenizers library, whose Unicode version may differ from Python's. The library
-encodes all other text.
+space come from the tokenizers library, whose Unicode version may differ from Python's. If the
+patterns do not apply to a text or a tokenizer, the tokenizers library encodes the text.
 
 A long text is cut into sections whose concatenated ids are the ids of the text. A cut is a position
-where every normalizer and pre-tokenizer starts again and that no added token can cross. Cuts depend
-on the text only.
+where every normalizer and pre-tokenizer starts again, independently of the text before it, and that
+no added token can cross.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _TEMPLATES = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": _SPLIT.replace("{digits}", ""),
 }
-"""Patterns of the library and the same patterns for `re`, where {L}, {N} and {S} are the classes of
-letters, numbers and white space."""
+"""Map from each pattern of the library to the same pattern for `re`, in which {L}, {N} and {S} are
+the classes of letters, numbers and white space."""
 NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
 """Characters that are not white space in any version of Unicode, and do not become it by NFC."""
 CUT = re.compile(f" (?={NOT_SPACE})")
@@ -76,7 +76,8 @@ class Recipe:
 
 
 def recognise(config: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe of a tokenizer.json, or None if `re` might find other pieces."""
+    """Return the recipe of a tokenizer.json, or None if `re` and the library might divide a text
+    into different pieces."""
     model, normalizer = config.get("model") or {}, config.get("normalizer")
     if model.get("type", "BPE") != "BPE" or model.get("dropout"):
         return None
@@ -133,9 +134,9 @@ def _compile(template: str, classes: tuple[tuple[str, str], ...]) -> re.Pattern[
 
 @functools.cache
 def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
-    """Return the names L, N and S with the characters that the library has in these classes.
+    """Return the names L, N and S, each with the characters that the library has in this class.
 
-    With `astral`, these include code points outside the basic plane. Takes 0.3 s.
+    `astral` includes the code points outside the basic plane. The first call takes 0.3 s.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -217,7 +218,7 @@ _TO_ASCII = re.compile("[\u037e\u1fef\u212a]")
 
 
 class NoCut(Exception):
-    """A section would exceed the limit of memory. The argument is its size in bytes."""
+    """A section would exceed the limit of memory. The argument is the section's size in bytes."""
 
 
 class Cutter:
@@ -238,7 +239,7 @@ class Cutter:
 
         Args:
             blocks: Consecutive blocks of the text.
-            max_bytes: Largest size of a section, None for no limit. A section of at most
+            max_bytes: Largest size of a section in UTF-8. None: no limit. A section of at most
                 SECTION_CHARS characters may exceed it.
 
         Raises:
@@ -265,8 +266,8 @@ class Cutter:
             yield pending
 
     def _until_cut(self, pending: str, blocks: Iterator[str]) -> int:
-        """Return the number of bytes from the end of `pending` to the next cut. `blocks` is the
-        text after `pending`, of which one block is in memory at a time."""
+        """Return the number of bytes from the end of `pending` to the next cut. `blocks` yields the
+        text after `pending`. Only one block is in memory at a time."""
         size, around = 0, 2 * self._reach + 2
         for block in blocks:
             tail = pending[-around:]
@@ -320,7 +321,8 @@ SAMPLES = (
     "\U00020000b",
     "  \n  \n\t\t if x:\n        return  y ;;  \r\r  ",
 )
-"""Texts that this module and the library encode when a recognised tokenizer is opened."""
+"""Texts for which the ids of this module and those of the library are compared when a recognised
+tokenizer is opened."""
 
 
 def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
@@ -367,7 +369,7 @@ class MemoEncoder:
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe):
         self._tokenizer, self._recipe = tokenizer, recipe
         self._memo = _Memo(tokenizer)
-        added = sorted(recipe.added, key=len, reverse=True)  # the library takes the longest
+        added = sorted(recipe.added, key=len, reverse=True)  # the library matches the longest token
         self._added = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
         self._added_ids = {}
         for token in added:
@@ -417,7 +419,7 @@ class MemoEncoder:
         pattern = pattern_for(self._recipe.template, text)
         if self._added is None:
             return np.frombuffer(self._pieces(pattern, text), np.uint32)
-        if any(token in text for token in self._recipe.special):  # it may cover an added token
+        if any(token in text for token in self._recipe.special):  # it may overlap an added token
             return reference_encode(self._tokenizer, [text])[0]
         ids = [
             self._added_ids[run] if index % 2 else self._pieces(pattern, run)
@@ -426,7 +428,7 @@ class MemoEncoder:
         return np.frombuffer(b"".join(ids), np.uint32)
 
     def _pieces(self, pattern: re.Pattern[str], text: str) -> bytes:
-        """Return the ids of a text without added tokens. A long text is read in windows."""
+        """Return the ids of a text without added tokens. A long text is encoded in windows."""
         look_up = self._memo.__getitem__
         if len(text) <= _WINDOW_CHARS:
             return b"".join(map(look_up, pattern.findall(text)))

@@ -1,5 +1,7 @@
-"""Upper bound of the growth of texts in the normalizer, pre-tokenizer and decoder of a
-tokenizer."""
+"""Upper bound of the factor by which a component of a tokenizer lengthens texts.
+
+The components are the normalizer, the pre-tokenizer and the decoder.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from typing import Any
 import numpy as np
 
 MAX_GROWTH = 32
-"""Largest accepted factor by which a text may grow, in bytes. The largest bound of usual tokenizers
-is 16, that of a sentencepiece model."""
+"""Largest accepted factor by which a text may grow, in bytes. The largest bound among usual
+tokenizers is 16, for a sentencepiece model."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
 """Recognises a regular expression that is plain text. `+` or `{n,}` may repeat its last
 character."""
@@ -22,8 +24,8 @@ _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")
 """Recognises a regular expression that is a class of characters, such as `[a-z]`. `+` or `{n,}` may
 repeat it."""
 _MAP_KEY_BYTES = 5
-"""Bytes of the longest key that the tokenizers library looks up. It looks up single characters, and
-clusters of characters that have fewer than 6 bytes."""
+"""Bytes of the longest key that the tokenizers library looks up in a character map. It looks up
+single characters, and clusters of characters that have fewer than 6 bytes."""
 _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
 """Limits of a character map: bytes of a key, and nodes of the trie. A node with two parents counts
 twice. In the maps of the sentencepiece package, keys have up to 12 bytes."""
@@ -84,18 +86,18 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Weights:
-    """Weight of each character: its largest growth factor in the steps added so far.
+    """Weights of characters. A weight is the largest growth factor in the steps added so far.
 
-    The factor is the bytes that a character can become, divided by its bytes. Steps are added
-    from the last to the first. If a step replaces a pattern, the weight of the pattern's characters
-    is the number of bytes that the replacement can become, divided by the bytes of the pattern. The
-    factors of two replacements are therefore multiplied only if one writes characters that the
-    other replaces.
+    The growth factor is the number of bytes that a character can become, divided by the bytes of
+    the character. Steps are added from the last to the first. If a step replaces a pattern, the
+    weight of the pattern's characters is the number of bytes that the replacement can become in the
+    later steps, divided by the bytes of the pattern. The factors of two replacements are therefore
+    multiplied only if one writes characters that the other replaces.
     """
 
     def __init__(self) -> None:
         self._by_character = np.zeros(0x110000)
-        """Value of each code point. Its weight is the maximum of this value and `_of_all`."""
+        """Value of each code point, whose weight is the maximum of this value and `_of_all`."""
         self._of_all = 1.0
         self.top = 1.0
         """Largest weight of a character."""
@@ -103,8 +105,8 @@ class _Weights:
         """Bytes that steps put before a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Add a step. Steps are added in reverse order. `first` is True for the first step of the
-        component, which is added last."""
+        """Add a step, in reverse order: the first step of a component, with `first` True, is added
+        last."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -139,7 +141,7 @@ class _Weights:
             raise ValueError(f"Optimus does not know the kind {kind} of its processing steps")
 
     def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
-        """Add a sentencepiece character map as a step, without keys above `key_bytes` bytes."""
+        """Add a sentencepiece character map as a step. Keys above `key_bytes` bytes are ignored."""
         text = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
         sums = np.concatenate(([0.0], np.cumsum(self._of_bytes(text))))
         ends = np.append(np.flatnonzero(np.frombuffer(text, np.uint8) == 0), len(text))
@@ -148,7 +150,7 @@ class _Weights:
             known = values < len(text)
             keys, values = keys[known], values[known]
             weights = (sums[ends[np.searchsorted(ends, values)]] - sums[values]) / depth
-            single = weights > self._of_all  # of these, those whose key is one character
+            single = weights > self._of_all  # the loop removes keys that are not one character
             for index in np.flatnonzero(single):
                 if code := _code_point(int(keys[index]), depth):
                     self._raise(code, float(weights[index]))
@@ -159,7 +161,7 @@ class _Weights:
 
     def _normalize(self, kinds: Sequence[str], first: bool) -> None:
         """Add Unicode normalizations, in the order in which the library applies them."""
-        if first and self.top == self._of_all:  # only the maximum of the table is used then
+        if first and self.top == self._of_all:  # then only the largest factor of a kind matters
             self._raise_all(self.top * max(_UNICODE_GROWTH[kind] for kind in kinds))
             return
         for kind in reversed(kinds):
@@ -172,9 +174,9 @@ class _Weights:
             self.top = max(self._of_all, float(self._by_character.max()))
 
     def _compose(self) -> None:
-        """Add the composition of a character and its marks, or of Hangul letters, into one
-        character. Each mark, and each letter after the first, is given the weight of becoming the
-        composed character alone."""
+        """Add the step that composes a character and its marks, or Hangul letters, into one
+        character. A mark, or a letter after the first, gets the weight that it would have if it
+        alone became the composed character."""
         codes = np.flatnonzero(self._by_character > self._of_all)
         for start, stop in _CHINESE:  # these compose with no character
             codes = codes[(codes < start) | (codes >= stop)]
@@ -190,8 +192,9 @@ class _Weights:
         return float((_sizes(codes) * np.maximum(self._by_character[codes], self._of_all)).sum())
 
     def _of_bytes(self, text: bytes) -> np.ndarray:
-        """Return the number of bytes that each character can become at its first byte, and 0 at its
-        other bytes. If `text` is not UTF-8, return the largest weight at each byte."""
+        """Return a number for each byte of `text`: for the first byte of a character, the number of
+        bytes that the character can become, and 0 for its other bytes. If `text` is not UTF-8, each
+        number is the largest weight."""
         try:
             codes = _code_points(text.decode())
         except UnicodeDecodeError:
@@ -205,8 +208,8 @@ class _Weights:
         """Add the replacement of a pattern by `content`.
 
         Args:
-            characters: Characters of the pattern, None if they are unknown.
-            size: Fewest bytes that the pattern matches. 0: also matches between two characters.
+            characters: Characters of the pattern. None: they are unknown.
+            size: Fewest bytes that the pattern matches. 0: it may match between two characters.
             content: The replacement.
         """
         weight = self._of(content)
@@ -260,15 +263,18 @@ def _sizes(codes: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the changes that a normalization of the library makes. Takes 0.2 s.
+    """Return the code points that a Unicode normalization changes, and their replacements.
+
+    Args:
+        kind: The class in `tokenizers.normalizers`. Its first use takes 0.2 s.
 
     Returns:
-        The code points that it changes; the concatenated replacements of these code points; and the
-        index in this concatenation at which each replacement begins.
+        The changed code points; the concatenated replacements of these code points; and the index
+        in this concatenation at which each replacement begins.
     """
     from tokenizers import normalizers
 
-    separator = "zjq"  # joins with no character, and no character becomes it
+    separator = "zjq"  # normalization neither changes it nor creates it
     before = [chr(code) for start, stop in _CHANGED for code in range(start, stop)]
     normalize = getattr(normalizers, kind)().normalize_str
     after = normalize(separator.join(before)).split(separator)
@@ -293,8 +299,9 @@ def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndar
         key_bytes: Number of bytes of the longest keys to read.
 
     Yields:
-        A number of bytes, all keys that have this number of bytes, and the offsets of their texts.
-        Keys are big-endian integers, or 0 if they have more than 4 bytes.
+        For each number of bytes from 1: the number, the keys that have this number of bytes, and
+        the offsets of their texts. Keys are big-endian integers, or 0 if they have more than 4
+        bytes.
 
     Raises:
         ValueError: Keys have `_MAX_KEY_BYTES` bytes or more, or the trie has more than `_MAX_NODES`
@@ -313,7 +320,7 @@ def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndar
     nodes, parents = nodes[order], parents[order]
     bases, keys, visited = offsets[:1], np.zeros(1, np.int64), 0
     for depth in range(1, key_bytes + 1):
-        if depth > 4:  # no character has such keys, so only their number of bytes counts
+        if depth > 4:  # no character has more than 4 bytes, so the values of keys are not needed
             bases = np.unique(bases)
             keys = np.zeros_like(bases)
         first = np.searchsorted(parents, bases, "left")

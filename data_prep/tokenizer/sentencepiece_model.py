@@ -35,7 +35,7 @@ def is_sentencepiece(path: str | os.PathLike) -> bool:
 
 
 class SentencePieceTokenizer:
-    """Sentencepiece model with the methods of a tokenizer that data preparation uses.
+    """A sentencepiece model, with the tokenizer methods that data preparation uses.
 
     Args:
         path: A `.model` file.
@@ -86,7 +86,7 @@ class SentencePieceTokenizer:
         return [np.array(self._model.encode(text, out_type=int), np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`. Control symbols appear as their names, or are skipped."""
+        """Return the text of `ids`. The names of control symbols are included or skipped."""
         texts: list[str] = []
         for is_control, run in itertools.groupby(ids, self._model.is_control):
             if not is_control:
@@ -145,7 +145,9 @@ def _max_growth(model: bytes) -> float:
     Raises:
         ValueError: The model is damaged, or has more than two maps.
     """
-    offset = 0  # most of a model are pieces of fewer than 128 bytes, each after the bytes 10, size
+    # Skip the pieces at the start, which are most of a model. Each is a byte 10 (its key), a byte
+    # with its size, which is below 128, and its content.
+    offset = 0
     while model[offset : offset + 1] == b"\n" and model[offset + 1 : offset + 2] < b"\x80":
         offset += 2 + int.from_bytes(model[offset + 1 : offset + 2], "little")
     maps = [

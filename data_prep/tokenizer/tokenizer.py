@@ -1,7 +1,8 @@
 """Tokenizer files, and the encoding of text to token ids.
 
-For a tokenizer.json, `Encoder` returns exactly the ids of `encode(text, add_special_tokens=False)`
-of the tokenizers library, in which `encode_special_tokens` makes special tokens plain text.
+For a tokenizer.json, `Encoder` returns exactly the ids that the tokenizers library returns for
+`encode(text, add_special_tokens=False)` if `encode_special_tokens` is True. The library then
+encodes special tokens in the text as plain text.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
 """Limits of the check of a tokenizer: seconds, and bytes of memory. The limit of memory increases
 by _BYTES_PER_BYTE for each byte of the file."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
-"""Limit of the processor time of the check: seconds for any file, plus the time to load the
-file twice at this speed."""
+"""Limit of the processor time of the check: _CHECK_CPU_S for any file, plus the time to load the
+file twice at _LOAD_BYTES_PER_S."""
 _BYTES_PER_BYTE = 32
-"""Limit of the memory to load a tokenizer.json, as a multiple of its bytes. The library was
-measured to take 11 times its bytes."""
+"""Limit of the memory to load a tokenizer.json, as a multiple of its size. The tokenizers library
+was measured to take 11 times the size."""
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
 _OTHER_KEYS = (b'"added_tokens"', b'"normalizer"', b'"pre_tokenizer"', b'"decoder"')
 _COMPONENT = re.compile(rb"\s*:\s*[{\[]")
@@ -56,8 +57,8 @@ it would not find an escaped key. Writers of JSON do not escape letters."""
 _SMALL_MODEL = b'"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 _LIBRARY_BYTES, _SENTENCEPIECE_BYTES = 300, 64
-"""Bytes of memory that a library takes to encode a byte of text. Measured with one token per
-character: 241 and 49. Ordinary text takes half as much."""
+"""Bytes of memory that the tokenizers library and sentencepiece take to encode a byte of text.
+Measured with one token per character: 241 and 49. Ordinary text takes half as much."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,13 @@ class TokenizerFacts:
 def open_tokenizer(
     path: str | os.PathLike, check: bool = True
 ) -> Tokenizer | SentencePieceTokenizer:
-    """Return the library's tokenizer, set to encode the whole text without special tokens.
+    """Return the tokenizer of a file, set not to truncate texts and not to add special tokens.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: Try the file in a forked child process first. A fork is not safe if this process has
-            used a GPU or the network. Check the file earlier in this case, and set False here.
+        check: True: try the file in a forked child process first. A fork is not safe after this
+            process has used a GPU or the network: in this case, check the file before, and pass
+            False here.
 
     Raises:
         DataError: The file is not a tokenizer, or it crashes, hangs or fills memory.
@@ -106,7 +108,8 @@ def _load(path: str | os.PathLike, content: bytes) -> Tokenizer:
             raise DataError(f"{path}: is not a tokenizer.json: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A post-processor adds special tokens, which no text has here, and may repeat the text.
+    # A post-processor would add special tokens, which data preparation does not want, and may
+    # repeat the text.
     tokenizer.post_processor = None
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -140,12 +143,12 @@ def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) ->
 
 
 def _try(path: str | os.PathLike, content: bytes) -> None:
-    """Load a tokenizer.json and try it on a short text. Raise DataError if that fails or if one of
-    its steps makes texts much longer."""
+    """Load a tokenizer.json and try it on a short text. Raise DataError if this fails or if a step
+    of the tokenizer makes texts much longer."""
     from tokenizers import Tokenizer
 
-    # The steps are checked first, without the model if possible: the library normalizes added
-    # tokens when it loads them, so a step that makes texts longer takes memory for each.
+    # The steps are checked first, without the model if possible. The library normalizes each added
+    # token when it loads a file, so a step that makes texts longer takes memory for each token.
     steps = None
     with library_errors(path), contextlib.suppress(Exception):  # `_load` reports an exception
         steps = Tokenizer.from_buffer(_without_model(content))
@@ -171,7 +174,7 @@ def _without_model(content: bytes) -> bytes:
     for key in _OTHER_KEYS:
         start = model.end()
         while (start := content.find(key, start) + len(key)) >= len(key):
-            if _COMPONENT.match(content, start):  # else it is a token of the vocabulary
+            if _COMPONENT.match(content, start):  # otherwise the match is a token of the vocabulary
                 return content
     short = content[: model.start()] + _SMALL_MODEL
     try:
@@ -202,7 +205,7 @@ def library_errors(path: str | os.PathLike) -> Iterator[None]:
     The library raises `Exception` itself for an error, for example for a text with an unknown word
     if the vocabulary has no unknown token. It panics on a damaged table of a normalizer and on a
     pattern that needs too many steps. The exception of a panic derives from BaseException, and its
-    class cannot be imported. The library also prints it.
+    class cannot be imported. The library also prints the panic.
 
     Args:
         path: The tokenizer, for the message.
@@ -227,12 +230,12 @@ def _failure(path: str | os.PathLike, error: BaseException) -> str:
 
 
 def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFacts:
-    """Return the facts of a tokenizer.
+    """Return the values that a data set records about a tokenizer.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        eos: Name of the end-of-document token. None: the special token that is in EOS_NAMES, or the
-            end-of-sentence symbol of a sentencepiece model.
+        eos: Name of the end-of-document token. None: the only special token that is in EOS_NAMES,
+            or the end-of-sentence symbol of a sentencepiece model.
 
     Raises:
         DataError: The file is not a tokenizer; it has no such token, or several in EOS_NAMES; or
@@ -314,7 +317,7 @@ class Encoder:
             with library_errors(path):
                 memo = MemoEncoder(self._tokenizer, recipe)
                 self._memo = memo if memo.agrees() else None
-            if self._memo:  # a special token is plain text, but may cover an added token
+            if self._memo:  # special tokens are plain text, but may overlap an added token
                 self.cutter = Cutter([*recipe.added, *recipe.special] if recipe.added else [])
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -108,7 +108,7 @@ def active(device: torch.device | str) -> Backend:
 def find(kind: str, may_build: bool | None = None, key: str = "") -> Backend:
     """Select, load and return the backend of a device type.
 
-    The result does not become the active backend; `use` sets that.
+    The result does not become the active backend. Call `use` for this.
 
     Args:
         kind: device type: cpu, cuda or xpu.
@@ -252,8 +252,8 @@ def _status_of(backend: str) -> dict[str, Any]:
 
 
 def _why_not(backend: str, entry: Entry | None) -> str:
-    """Return "" if `entry` is a cache entry that can be used. If `entry` is None, return a message
-    that the library is not built yet.
+    """Return the reason why a backend cannot be used: "" if `entry` can be used, or a message that
+    the library is not built yet if `entry` is None.
 
     Raises:
         KernelError: the library of `entry` cannot be loaded, or `entry` is None and the library

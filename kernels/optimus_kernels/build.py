@@ -41,8 +41,8 @@ CPU_ISAS = {
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
 PORTABLE_FLAGS = ("-DOPTIMUS_PORTABLE_ALONE",)
-"""Flags of a CPU build without AVX2 and AVX-512. It is used on processors other than x86-64, and
-with compilers that do not support these instruction sets."""
+"""Flags of a CPU build without AVX2 and AVX-512. Such a build is used on processors other than
+x86-64, and with compilers that do not support these instruction sets."""
 # The files adamw_* must round every product before it is added, as torch's optimizer does.
 CPU_FILE_FLAGS = {"adamw": ("-ffp-contract=off",)}
 CUDA_ARCHS = ("80", "90")

@@ -283,7 +283,7 @@ def _describe(path: Path, status: os.stat_result) -> str:
 
 
 def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, Any]) -> Entry:
-    """Return the entry `name`, and compile it if it does not exist.
+    """Return the entry `name`. Compile it first if it does not exist.
 
     Other processes wait while one process compiles. If the compilation fails, the waiting
     processes raise the same error and do not compile again.
@@ -302,7 +302,7 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
     if entry is not None:
         return entry
     try:
-        for folder in reversed([root, *root.parents]):  # parents=True would use the umask
+        for folder in reversed([root, *root.parents]):  # parents=True would ignore `mode` for them
             folder.mkdir(mode=0o700, exist_ok=True)
         try:
             os.close(_open_cache(root)[0])
@@ -318,7 +318,7 @@ def install(name: str, compile_into: Callable[[Path], Path], record: dict[str, A
                 return entry
             failure = root / f".{name}.failed"
             with contextlib.suppress(FileNotFoundError):
-                if failure.stat().st_mtime >= started:  # of a process for which this one waited
+                if failure.stat().st_mtime >= started:  # another process failed during the wait
                     raise KernelError(failure.read_text())
                 failure.unlink()
             for leftover in root.glob(f".{name}.*.tmp"):  # of a killed build

@@ -88,9 +88,9 @@ def experts(
         save_input_only: do not save the pre-activation, but recompute it in backward. This saves
             memory.
         weight_grads: function that backward calls once to get the destination of the weight
-            gradients. If it returns None, the gradients of gate_up and down go to autograd. If it
-            returns another destination, they go only there. torch.compile does not support this
-            argument.
+            gradients. If it returns None, the gradients of gate_up and down go to autograd.
+            Otherwise they go only to the returned destination, and autograd gets none.
+            torch.compile does not support this argument.
 
     Returns:
         [T, D] of x's dtype.
@@ -172,8 +172,11 @@ def _backward_to(
     operands: Operands,
     h: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the routing weights. Write or defer the gradients of gate_up
-    and down, as `destination` requests."""
+    """Return the gradients of x and of the routing weights.
+
+    If `destination` has tensors, write the gradients of gate_up and down to them. If it is a
+    function, call it with their deferred computation.
+    """
     if isinstance(destination, WeightGrads):
         return _backward_into(grad, *operands, h, *destination)
     implementation = _implementation(operands.x, operands.gate_up)

@@ -11,8 +11,8 @@ from optimus_kernels.rows import Rows
 
 
 class Operands(NamedTuple):
-    """Operands of forward and backward, in the order of the ops' schemas. `route.Rows` documents
-    the last four."""
+    """Operands of forward and backward, in the order of the ops' schemas. `rows.Rows` documents the
+    last four."""
 
     x: Tensor
     """[T, D], the inputs of the experts."""
@@ -41,7 +41,7 @@ class WeightGrads(NamedTuple):
     down: Tensor
     """[E, D, F], the gradient of down."""
     add: bool
-    """Add the gradients to the tensors instead of replacing their values."""
+    """True: add the gradients to the values of the tensors. False: replace the values."""
 
 
 def check(op: str, operands: Operands, **more: Tensor | None) -> None:

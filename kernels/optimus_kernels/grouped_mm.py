@@ -129,7 +129,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients of `grouped_mm` or of `grouped_mm_weight`, as grouped products."""
     a, b, offsets = ctx.saved_tensors
     grad = grad.contiguous()  # the gradient of a sum has stride 0, which grouped_mm rejects
-    if grad.dim() == 3:  # of grouped_mm_weight
+    if grad.dim() == 3:  # the result of grouped_mm_weight has 3 dims
         return grouped_mm(b, grad.mT, offsets), grouped_mm(a, grad, offsets), None
     return grouped_mm(grad, b.mT, offsets), grouped_mm_weight(a, grad, offsets), None
 

@@ -47,7 +47,7 @@ class Native:
     def call(self, name: str, on: Tensor, *arguments: int | None) -> None:
         """Launch the kernel optimus_<name> on the current stream of `on`'s device.
 
-        `arguments` are the addresses and numbers of SIGNATURES[name], except the last: the stream.
+        `arguments` are the addresses and numbers of SIGNATURES[name], without the last: the stream.
 
         Raises:
             RuntimeError: the launch failed.

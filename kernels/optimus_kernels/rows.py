@@ -281,12 +281,12 @@ def _empty_reduce_backward(
     _save_reduce,
 )
 def reduce_rows(y: Tensor, weights: Tensor | None, row: Tensor, slot: Tensor) -> Tensor:
-    """Sum the rows of each token, multiplied by their weights.
+    """Return the weighted sum of the rows of each token.
 
     Args:
         y: [R, D], the rows to add.
         weights: [T, K] of y's dtype. None: all weights are 1.
-        row: int32 [T, K], the rows of each token, from `route`. -1 adds nothing. Other values must
+        row: int32 [T, K], the rows of each token, from `route`. -1 means no row. Other values must
             be in [0, R); OPTIMUS_KERNELS_DEBUG=1 checks this.
         slot: int32 [R], the slot t*K + k of each row, from `route`. Only the gradient uses it.
 

@@ -1,4 +1,4 @@
-"""square_bins_: sum of squares of a flat tensor, bitwise independent of the order of additions.
+"""square_bins_: sum of squares of a flat tensor, bitwise independent of the order of its blocks.
 
 The squares in each block of 32 elements are added in fp64, in a fixed order. The block sums are
 then added exactly, as integers: the significand of each sum is added to the bin of its binary
