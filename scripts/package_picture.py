@@ -3,9 +3,9 @@
 
     python scripts/package_picture.py
 
-The graph is the transitive reduction of ALLOWED, the table of tests/test_imports.py: an import that
-a path of other arrows implies has no arrow. The modules that all packages may import are one node,
-and so are the entry points.
+The graph is the transitive reduction of ALLOWED, the table of tests/test_imports.py: it has no
+arrow for an import that is implied by a path of other arrows. The modules that all packages may
+import are one node. The entry points are one node, too.
 """
 
 from __future__ import annotations

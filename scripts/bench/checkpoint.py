@@ -10,12 +10,12 @@ one file system. Before a load, the files are removed from the page cache.
 
 `raw` writes the same bytes by pwrite and fsync, and reads them with a checksum.
 
-`dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. Both receive few large
-tensors, which avoids their overhead for each tensor.
+`dcp` is torch.distributed.checkpoint; `torch` is torch.save on each rank. Both receive a few large
+tensors instead of many small ones, because they have an overhead for each tensor.
 
-Two more comparisons: `verify` compares `optimus checkpoint verify` in one process with reading and
-hashing the raw files. `stall` compares the time for which an asynchronous save stops training
-with the time to copy the states in memory.
+There are two more comparisons. `verify` compares `optimus checkpoint verify` in one process with
+reading and hashing the files of `raw`. `stall` compares the time for which an asynchronous save
+stops training with the time to copy the states in memory.
 """
 
 from __future__ import annotations
@@ -277,8 +277,8 @@ def _compare(
     world: World,
 ) -> dict[str, Any]:
     """Return `s`, the seconds of each contestant in each round, and `ours_by`. For each contestant
-    except `ours`, which is Optimus, `ours_by` is the least, median and greatest ratio of its time
-    to the time of `ours` in the same round."""
+    except `ours`, which is Optimus, `ours_by` has the least, median and greatest ratio of the
+    contestant's time to the time of `ours` in the same round."""
     seconds = common.race(contestants, rounds, world, before=before)
     ours_by = {name: paired(s, seconds["ours"]) for name, s in seconds.items() if name != "ours"}
     return {"s": seconds, "ours_by": ours_by}

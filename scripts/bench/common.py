@@ -1,6 +1,6 @@
 """Helpers of the scripts in this folder that compare Optimus with other libraries.
 
-This module adds the packages of the checkout to the module path. Import this module before them.
+This module adds the packages of the checkout to the module path. Import it before these packages.
 """
 
 from __future__ import annotations

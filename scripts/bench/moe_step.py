@@ -106,8 +106,8 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
     unit_grad = torch.ones((), device=device)
     losses: dict[str, float] = {}
     for number in range(rounds + 1):
-        # Each timed pass has new tokens and follows an untimed pass with other tokens;
-        # moe.py gives the reason, oneDNN's cache of compiled products.
+        # Each timed pass has new tokens and follows an untimed pass with other tokens. The reason
+        # is oneDNN's cache of compiled products, which a comment in moe.py explains.
         before, tokens = (
             torch.randint(config.vocab_size, batch, generator=generator).to(device)
             for _ in range(2)
@@ -133,8 +133,9 @@ def measure(contest: Contest, batch: tuple[int, int], rounds: int) -> dict[str, 
 def summary(
     contest: Contest, times: dict[str, dict[str, list]], clock: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return, for each library, its median times and the speed-up of a pass with our experts over a
-    pass with its experts. `speed_up` is measured; `predicted` is computed from the median times."""
+    """Return the median times of each library, and the speed-up of a pass with our experts over a
+    pass with the library's experts. `speed_up` is measured; `predicted` is computed from the median
+    times."""
     config = contest.config
     slots = config.num_experts_per_tok * 3 * config.hidden_size * config.intermediate_size
     share = config.num_layers * 6.0 * slots / flops_per_token(config, seq_len)

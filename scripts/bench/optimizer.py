@@ -10,10 +10,10 @@ compared with AdamW in fp64.
 `ours` is the fused op of Optimus. `torch` is torch's fused AdamW, and `deepspeed` is DeepSpeed's
 cpu_adam. Both need two separate casts, of the gradients to fp32 and of the parameters to bf16.
 
-`bound` reads and writes the same number of bytes with a simple in-place op of torch. Two such ops
-are timed, and the faster counts.
+`bound` is the limit by memory bandwidth: it reads and writes the same number of bytes as a step,
+with a simple in-place op of torch. Two such ops are timed, and the faster one counts.
 
-The exact norm of gradients is measured, too.
+The script also measures the exact norm of gradients.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def bench(checkout: Path, config: Path, steps: int, overrides: list[str]) -> dic
     words = [sys.executable, "-m", "optimus.cli", "bench", "step", str(config)]
     settings = ["train.dtype=fp32", "train.threads=1", "train.device=cpu", *overrides]
     command = [*words, *settings, "--steps", str(steps), "--json"]
-    # An installed checkout would otherwise provide the kernels of both.
+    # Without PYTHONPATH, an installed checkout would provide the kernels for both checkouts.
     env = os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'kernels'}"}
     done = subprocess.run(
         command, cwd=checkout, env=env, check=True, capture_output=True, text=True

@@ -56,7 +56,7 @@ class FsdpLoop(PlainLoop):
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
             assert isinstance(module, FSDPModule)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-            module.set_gradient_divide_factor(1.0)  # the loss has the scale
+            module.set_gradient_divide_factor(1.0)  # the loss is already scaled
         super().__init__(config, model, plan, world.device)
         root: nn.Module = model
         root.forward = super().objective
@@ -223,7 +223,7 @@ def compare_fsdp(config: Config, world: World, rounds: int) -> dict[str, Any]:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """Return a table in Markdown. Ratios are given as the least, the median and the greatest."""
+    """Return a table in Markdown. Each ratio is printed as its least, median and greatest value."""
     lines = [
         "| ranks | dp x ep | EPSO by SO: update alone (predicted) | with collectives | "
         "ours by FSDP2, a step | peak by formula |",

@@ -6,11 +6,11 @@
     python scripts/drills/checkpoint_kill.py errors
     python scripts/drills/checkpoint_kill.py power
 
-`random`: SIGKILL of rank 0, rank 1 or both at random moments. The same command resumes the run,
-until it ends. `points`: a kill before and after each file call of a save, and in the middle of each
-write. `errors`: each file call of a save fails (ENOSPC, EIO) or writes too few bytes; the run must
-continue. `power`: the file calls of a run are recorded, and a power cut after each call is
-simulated; the states that the disk can then have are examined.
+`random`: SIGKILL of rank 0, rank 1 or both at random moments. The drill resumes the run after each
+kill until the run ends. `points`: a kill before and after each file call of a save, and in the
+middle of each write. `errors`: each file call of a save fails (ENOSPC, EIO) or writes too few
+bytes; the run must continue. `power`: the file calls of a run are recorded, and a power cut after
+each call is simulated; the states that the disk can then have are examined.
 
 Results are appended to a file in --work; the same command continues after the last result. Exit
 status 0: there was always a valid checkpoint, no states of another step were loaded, and each run
@@ -53,8 +53,8 @@ LONG = {
 
 
 def sum_up(records: Sequence[dict[str, Any]], unit: str) -> int:
-    """Print the number of records, which the output calls `unit`, and the broken records. Return
-    the exit status."""
+    """Print the number of records and the broken records, and return the exit status. `unit` is the
+    name of the records in the output."""
     broken = [record for record in records if record.get("broken")]
     seconds = sum(record["s"] for record in records)
     print(f"{len(records)} {unit}, {seconds:.0f} s; broken: {len(broken)}")
@@ -139,7 +139,7 @@ def kill_at_random(
 
 
 def _unbroken(pool: RankPool, tree: dict[str, Any], work: Path) -> float:
-    """Return the duration of the unbroken run in seconds. Make the run if it does not exist."""
+    """Return the duration of the unbroken run in seconds. If it does not exist, run it first."""
     duration = work / "unbroken.json"
     if not duration.exists():
         for _ in range(2):  # the first also starts the pool

@@ -3,11 +3,11 @@
 
     python scripts/drills/data_kill.py --kills 100 [--workers 2] [--world 1] [--seed 0]
 
-The drill prepares a corpus without kills. Then it prepares the corpus again and again, and kills
-the command, one worker, or all processes by SIGKILL at random moments. When a run ends without a
-kill, its output is compared, and the next output is started. Exit status 0: all outputs were
-byte-identical, no file with a final name had other content at any time, and the number of kills was
-reached.
+The drill first prepares a corpus without kills. Then it prepares the same corpus again and again,
+and kills the command, one worker, or all processes by SIGKILL at random moments. When a run ends
+without a kill, its output is compared with the first output, and the next run starts an empty
+output. Exit status 0: all outputs were byte-identical, no file with a final name had other content
+at any time, and the number of kills was reached.
 """
 
 from __future__ import annotations

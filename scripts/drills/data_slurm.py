@@ -71,8 +71,8 @@ class Drill:
         return jobs.running(job) and not (out / "manifest.json").exists()
 
     def disturb(self, out: Path, how: Callable[[str], None], tries: int = 5) -> str:
-        """Submit a job of two nodes, and call `how` with its number when a third of the text is
-        tokenized. If the job ends earlier, submit another; in all, submit at most `tries` jobs.
+        """Submit a job of two nodes, and call `how` with the job number when a third of the text is
+        tokenized. If a job ends earlier, submit another job, but at most `tries` jobs in total.
         Return the number of the disturbed job."""
         for _ in range(tries):
             job = self.submit(out, "--nodes", "2")
@@ -146,8 +146,8 @@ def requeue(drill: Drill, out: Path) -> str:
     def how(job: str) -> None:
         jobs.output_of("scontrol", "requeue", job)
         jobs.wait_until(lambda: "PENDING" in states(job), f"job {job} in the queue")
-        # Slurm would wait for two minutes. In the second of the requeue a node would refuse the
-        # job: "credential revoked".
+        # Start the job after 3 s. Otherwise Slurm would wait for two minutes. A start in the same
+        # second as the requeue would fail, because a node refuses it: "credential revoked".
         jobs.output_of("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     job = drill.disturb(out, how)

@@ -9,8 +9,9 @@ r"""Let ranks, agents, nodes and supervisors of `optimus launch` fail, and check
 Nodes are emulated on this machine: an agent and its ranks are a node. With --launcher srun they are
 nodes of a real Slurm, each with its own network, and a launch is a job. Each run trains a tiny
 model on 2 nodes of 2 ranks. It gets one fault of `tests/kit/faults/failures.py::CASES` (with srun:
-`tests/kit/faults/slurm.py::CASES`) at a random step or, with --sequences, several random ones, each
-after the run has recovered from the one before. After the run, the drill checks that
+`tests/kit/faults/slurm.py::CASES`) at a random step. With --sequences, it gets several random
+faults, each after the run has recovered from the previous fault. After the run, the drill checks
+that
 
 - the losses and norms of all steps equal those of an unbroken run, and each step appears once;
 - the right nodes were excluded or suspected, and the right buffer nodes replaced them;

@@ -3,10 +3,11 @@
 
     python scripts/drills/fuzz.py [--minutes M] [--seed S] [--out fuzz.jsonl] [--case JSON]
 
-tests/kit/faults/fuzz.py draws the cases. Results are appended to --out; the same command continues
-after the last result. A case that fails is reduced to a simpler case that fails, and the command
-that runs only this case is printed. The summary has the number of cases, how often each setting had
-each value, and the failures. Exit status 0: all results agree with the runs on one process.
+tests/kit/faults/fuzz.py draws the cases at random. Results are appended to --out; the same command
+continues after the last result. A case that fails is reduced to a simpler case that also fails, and
+the command that runs only the simpler case is printed. The summary contains the number of cases,
+how often each setting had each value, and the failures. Exit status 0: all results agree with the
+runs on one process.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _case(text: str) -> Case:
-    """Return the case in the JSON object `text`, whose keys are axes, such as "dtype". Other axes
-    have their first choice, which is the simplest."""
+    """Return the case that the JSON object `text` describes. Its keys are axes, such as "dtype".
+    Axes that it omits have their first choice, which is the simplest."""
     chosen = json.loads(text)
     case = {axis: choices[0] for axis, choices in axes().items()}
     if unknown := set(chosen) - set(case):
@@ -92,8 +93,8 @@ def _drill(runner: CaseRunner, args: argparse.Namespace) -> int:
 
 
 def command(case: Case) -> str:
-    """Return the command that runs only this case. The JSON text omits axes with the first
-    choice."""
+    """Return the command that runs only this case. Its JSON text omits the axes that have their
+    first choice."""
     chosen = {axis: case[axis] for axis, choices in axes().items() if case[axis] != choices[0]}
     return f"python scripts/drills/fuzz.py --case {shlex.quote(json.dumps(chosen))}"
 

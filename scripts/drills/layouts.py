@@ -3,11 +3,11 @@
 
     python scripts/drills/layouts.py [--out layouts.jsonl] [--pairs] [--only TEXT] [--first N]
 
-The layouts are all factorisations over pp, dp, ep and tp, with the schedules, models, dtypes and
-batches of `tests/kit/layouts/matrix.py`. Without ep and tp, a run must have the same bits as the
-run on one process; with ep or tp, errors up to 1e-5 are allowed. Results are appended to --out; the
-same command continues after the last result. For a case that fails, the command that runs only this
-case is printed. Exit status 0: no case failed.
+The layouts are all divisions of the ranks into pp, dp, ep and tp, with the schedules, models,
+dtypes and batches of `tests/kit/layouts/matrix.py`. Without ep and tp, a run must have the same
+bits as the run on one process; with ep or tp, errors up to 1e-5 are allowed. Results are appended
+to --out; the same command continues after the last result. For a case that fails, the command that
+runs only this case is printed. Exit status 0: no case failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
     done = {record["case"]: record for record in results.records}
     cases = pairwise(all_cases()) if args.pairs else all_cases()
     cases = [case for case in cases if args.only in str(case)]
-    # Cases with the same run of one process follow each other.
+    # Cases that are compared with the same run on one process follow each other.
     cases.sort(key=lambda case: (case.model, case.dtype, case.batch, case[:4]))
     remaining = [case for case in cases if str(case) not in done][: args.first or None]
     print(f"{len(cases)} cases, {len(remaining)} to do now")
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any]:
-    """Run a case and return its record. `known` is a cache of runs of one process."""
+    """Run a case and return its record. `known` is a cache of the runs on one process."""
     start = time.monotonic()
     record = {"case": str(case), "exact": case.is_exact}
 
@@ -76,7 +76,8 @@ def _run(pool: RankPool, case: Case, known: dict[str, Outcome]) -> dict[str, Any
     def run_alone(tree: dict[str, Any]) -> Outcome:
         key = repr(tree)
         if key not in known:
-            # Only the default eps and the large eps: all gradients would not fit into memory.
+            # Keep two runs, with the default eps and the large eps. The gradients of all runs would
+            # not fit in memory.
             if len(known) > 1:
                 known.pop(next(iter(known)))
             known[key] = run(1, tree)

@@ -110,12 +110,12 @@ def read_faults() -> list[Fault]:
 
 
 def copy_checkout(to: Path) -> Path:
-    """Copy the tracked files of the working tree, with links as links. Return `to`."""
+    """Copy the tracked files of the working tree to `to`, and return `to`. Links remain links."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True
     ).stdout.decode()
     for name in filter(None, listed.split("\0")):
-        if os.path.lexists(ROOT / name):  # a removal may not be committed yet
+        if os.path.lexists(ROOT / name):  # a file that was removed without git is still listed
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
     return to
@@ -133,7 +133,7 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
         print("a test fails without a fault; fix it first")
         return 1
     cases = [case for run in runs for case in run.cases]
-    skipped = {}  # tests of which all cases were skipped, each with the reason
+    skipped = {}  # the reason for each test whose cases were all skipped
     for node in nodes:
         of_node = [case for case in cases if case.node == node or case.node.startswith(f"{node}[")]
         if of_node and all(case.outcome == "skipped" for case in of_node):
@@ -157,8 +157,8 @@ def _drill(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
 def _in_copies(
     copies: Sequence[Path], tasks: Sequence[T], function: Callable[[T, Path], R]
 ) -> list[R]:
-    """Call `function(task, copy)` for all tasks and return the results. Only one call uses a copy
-    at a time."""
+    """Call `function(task, copy)` for all tasks and return the results. Each copy is used by one
+    call at a time."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -201,7 +201,7 @@ def _judge(fault: Fault, copy: Path, skipped: dict[str, str]) -> tuple[str, str]
 def run_tests(nodes: Sequence[str], copy: Path, *options: str, cache: Path | None = None) -> Run:
     """Run tests of a copy.
 
-    Python writes no bytecode files, since it could use them after an edit in the same second.
+    Python writes no bytecode files, because it would not notice an edit within the same second.
 
     Args:
         nodes: The tests.

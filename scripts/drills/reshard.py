@@ -5,10 +5,10 @@
 
 A layout is a mesh and values of optim.sharding, optim.chunk_length, parallel.schedule and
 checkpoint.scatter. Ranks are simulated one after the other, but they write and read real shard
-files. All elements of the master and both moments are compared. `--all`: all pairs of layouts;
-`--row`: all pairs with this layout; `--sample`: N random pairs, which are added to the pairs of the
-other options. Results are appended to --out; the same command continues after the last result. Exit
-status 0: all loaded bits equal the saved bits; 2: no pair was selected.
+files. All elements of the master weights and of both moments are compared. `--all`: all pairs of
+layouts; `--row`: all pairs with this layout; `--sample`: N random pairs, which are added to the
+pairs of the other options. Results are appended to --out; the same command continues after the last
+result. Exit status 0: all loaded bits equal the saved bits; 2: no pair was selected.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def select(layouts: list[Layout], args: argparse.Namespace) -> list[Pair]:
 
 
 class Saver:
-    """Saves checkpoints. If `save` is called again with the same layout, the existing checkpoint is
-    used."""
+    """Saves checkpoints. If `save` is called with the layout of the previous call, it returns the
+    existing checkpoint."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch

@@ -1,4 +1,4 @@
-"""File with the results of a drill. If the drill runs again, it continues after the last result."""
+"""File with the results of a drill. A later run of the drill continues after the last result."""
 
 from __future__ import annotations
 

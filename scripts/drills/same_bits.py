@@ -7,8 +7,8 @@ Both versions run on this machine, since bits depend on the processor. Each prep
 the documentation of COMMIT, trains eight layouts for 8 steps, with a stop and a resume after step
 5, and generates text from the result. The drill compares the files of the data sets, the lines of
 metrics.jsonl and eval.jsonl without times, all parameters and optimizer states of the last
-checkpoint, and the generated text. A refactoring changes none of them. Exit status 0: all are
-equal.
+checkpoint, and the generated text. A refactoring must not change any of them. Exit status 0: all
+are equal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ DENSE = (
     "model.architecture=olmo model.num_experts=0 model.num_experts_per_tok=0 "
     "model.intermediate_size=128 model.tie_embeddings=true"
 )
-# fp16 and all-to-all exclude deterministic mode. With these settings, runs have the same bits.
+# fp16 and all-to-all do not support deterministic mode. With these settings, repeated runs have the
+# same bits without it.
 FAST = "train.deterministic=false train.threads=1 kernels.grouped_gemm=loop"
 
 
@@ -108,8 +109,8 @@ class Version:
         (self.work / "run.toml").write_text(CONFIG)
 
     def run(self, module: str, *arguments: str) -> str:
-        """Return the standard output of a command of this version. Exit with its errors if it
-        fails."""
+        """Run a command of this version and return its standard output. If the command fails, exit
+        with its errors."""
         paths = os.pathsep.join([str(self.root), str(self.root / "kernels")])
         environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", "-m", module, *arguments]

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm, and the command line of drills that run under it."""
+"""Jobs of a real Slurm, and the command line of drills that run under Slurm."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def run_cases(
             output. It returns a description of the result, or raises AssertionError.
         prepare: Called once with a directory and the parsed arguments. Its result is passed to all
             cases.
-        check: Called after each case with the same arguments, to check the output. It returns text
-            that is added to the description.
+        check: Called after each case with the same arguments as the case, to check the output. It
+            returns text that is added to the description.
 
     Returns:
         The exit status: 0 if no case failed, else 1.

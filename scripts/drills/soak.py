@@ -7,10 +7,10 @@ The drill runs the configuration of the demo on its data (made in --work by the 
 train.deadline_s. Once a second it samples all processes of the run: resident memory (anonymous and
 shared, without pages of files), open files (without shards of the data, which remain open) and
 threads. It also records the time of each step, as wall-clock time and as processor time of all
-ranks. Other programs affect processor time less. The time after the first fifth of the run is
-divided into twelve windows. A line is fitted to the twelve medians of each quantity, and the rise
-of the line is printed with a 95 % confidence interval. Memory rises for some hundred updates until
-the caches of libraries are full, so a run should have thousands of updates.
+ranks, which other programs affect less. The time after the first fifth of the run is divided into
+twelve windows. A line is fitted to the twelve medians of each quantity, and the rise of the line is
+printed with a 95 % confidence interval. Memory rises for some hundred updates until the caches of
+libraries are full, so a run should have thousands of updates.
 Exit status 0: each rise of memory, files, threads and processor time of a step is at most 1 % of
 the mean, or its confidence interval includes 0; the run ended with status 3, as after any deadline,
 with a valid checkpoint; no process and no temporary file remains.
@@ -72,7 +72,7 @@ class Progress(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A process. IDs are reused, so its start is part of its identity."""
+    """A process. Because the system reuses IDs, the start time is part of the identity."""
 
     pid: int
     start: int
@@ -163,8 +163,8 @@ def _watch(
 ) -> tuple[dict[Process, History], list[Progress]]:
     """Sample all processes of the run until it ends. Return the samples and the progress.
 
-    The session does not identify the processes, since ranks have new sessions. A process belongs
-    to the run if it is the command or a child of a process of the run.
+    A process belongs to the run if it is the command or a child of a process of the run. Its
+    session does not show this, because ranks have new sessions.
     """
     samples: dict[Process, History] = {}
     progress = [Progress(0.0, 0, 0.0)]

@@ -6,8 +6,8 @@
 nodes    scripts/slurm/train.sh with 2 x 2 ranks, dp = 2 and pp = 2, deterministic: the metrics must
          be those of one process without Slurm, bit for bit
 world    a layout that 4 ranks cannot have: one error line, exit status 2
-address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2, although
-         srun ends a rank whose Python has not started
+address  a MASTER_ADDR that does not exist: one error line of each node, exit status 2, even though
+         srun ends one rank before its Python has started
 rank     one of 4 ranks is killed: one error line, exit status 5
 """
 
