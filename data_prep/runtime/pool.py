@@ -1,4 +1,4 @@
-"""Independent jobs in local worker processes. A single worker is this process itself."""
+"""Independent jobs in local worker processes. If there is only one worker, it is this process."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class _Skipped:
 
 
 def _expand(pattern: str, skipped: _Skipped) -> Iterator[str]:
-    """Yield the names that match `pattern`, in part more than once. They include directories and
-    broken links."""
+    """Yield the names that match `pattern`. They include directories and broken links, and a name
+    may occur more than once."""
     if os.path.isdir(pattern):
         names = _match_below(pattern, "*", skipped)
     elif os.path.isfile(pattern):
@@ -95,7 +95,7 @@ def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
 
 
 UNIT_BYTES = 4 << 20
-"""Default of `--unit-size`, in bytes: they take 3 s to tokenize. A larger file is a unit by itself.
+"""Default of `--unit-size`, in bytes. A unit takes 3 s to tokenize. A larger file is its own unit.
 Smaller files share a unit, so that a million source files do not become a million token arrays."""
 
 _JSON_LINES = (

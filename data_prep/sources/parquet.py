@@ -20,8 +20,8 @@ from optimus.errors import DataError, OptimusError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
-"""Bytes of text that are read at a time. The mean size of a row converts them to a number of
-rows."""
+"""Bytes of text that are read at a time. They are divided by the mean size of a row to get the
+number of rows."""
 _TEXT_FACTOR = 2
 """Memory of an ASCII text and of its copy as UTF-8, as a multiple of its bytes."""
 _NO_LIMITS = Limits()
@@ -36,7 +36,7 @@ class DamagedTable(Exception):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group, and the sizes of those of its columns that are read."""
+    """A row group, and the sizes of the columns that are read from it."""
 
     number: int
     """Index, from 0."""

@@ -10,7 +10,7 @@ patterns do not apply to a text or a tokenizer, the tokenizers library encodes t
 
 A long text is cut into sections whose concatenated ids are the ids of the text. A cut is a position
 where every normalizer and pre-tokenizer starts again, independently of the text before it, and that
-no added token can cross.
+no added token can cross. The positions of cuts depend on the text only.
 """
 
 from __future__ import annotations

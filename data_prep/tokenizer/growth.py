@@ -105,8 +105,8 @@ class _Weights:
         """Bytes that steps put before a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Add a step, in reverse order: the first step of a component, with `first` True, is added
-        last."""
+        """Add a step. Steps are added in reverse order, so that the first step of the component is
+        added last. `first` is True for this step."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -274,7 +274,7 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     from tokenizers import normalizers
 
-    separator = "zjq"  # normalization neither changes it nor creates it
+    separator = "zjq"  # normalization neither joins it with a character nor creates it
     before = [chr(code) for start, stop in _CHANGED for code in range(start, stop)]
     normalize = getattr(normalizers, kind)().normalize_str
     after = normalize(separator.join(before)).split(separator)
