@@ -23,7 +23,7 @@ _OF_STEP = ("steps", "nproc", "profile")
 _OF_SUPERVISION = (
     "only", "rounds", "nodes", "ranks_per_node", "updates", "alarm_s", "load", "seed", "dir",
 )  # fmt: skip
-"""Options that only one of the benchmarks has, as attributes of the parsed arguments."""
+"""Options that apply to a single benchmark, as names of attributes of the parsed arguments."""
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -129,7 +129,7 @@ def _bench_supervision(args: argparse.Namespace) -> int:
     supervision.check(options, folder, has_config=args.config is not None)
     config = None if args.config is None else load_config(args.config, args.overrides)
     before = signal.getsignal(signal.SIGTERM)
-    with raising_keyboard_interrupt():  # the processes and files of the benchmark are removed
+    with raising_keyboard_interrupt():  # removes the processes and files of the benchmark
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             result = supervision.bench_supervision(options, config, folder)

@@ -30,9 +30,9 @@ from optimus.resilience.supervision.ledger import History, read_history
 _CONTEXT, _VOCABULARY = 32, 320
 _DOCUMENTS = 120
 _LIMIT_S = 180.0
-"""Longest time of a wait, for example for the first update."""
+"""Time limit in seconds of each wait, for example for the first update."""
 _END_S = 10.0
-"""Time to wait for the ends of killed processes."""
+"""Time in seconds to wait until killed processes have ended."""
 _LOOK_S = 0.02
 _TAIL_CHARS = 2000
 
@@ -102,7 +102,7 @@ def tiny_config(data: Path, run_dir: Path, ranks: int, save_interval: int, evals
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Size of a launch."""
+    """Numbers of nodes and ranks of a launch."""
 
     nodes: int
     buffer_nodes: int
@@ -114,7 +114,10 @@ class Shape:
 
 
 class Launch:
-    """A running `optimus launch` with emulated nodes. A context manager that leaves no process."""
+    """A running `optimus launch` with emulated nodes.
+
+    A context manager, which kills all processes of the launch at its end.
+    """
 
     def __init__(self, config: Config, shape: Shape, plan: Plan) -> None:
         """Start the launch.
@@ -122,7 +125,7 @@ class Launch:
         Args:
             config: Configuration of the run.
             shape: Numbers of nodes and ranks.
-            plan: What the processes do for the benchmark.
+            plan: Measurements and faults in the processes of the launch.
         """
         self.shape, self.plan, self._run_dir = shape, plan, Path(plan.run_dir)
         folder = Path(plan.folder)
@@ -152,11 +155,11 @@ class Launch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Kill all processes of the launch, and wait for their ends."""
+        """Kill all processes of the launch, and wait until they have ended."""
         self.remember()
         end = time.monotonic() + _END_S
         while (alive := self.alive()) and time.monotonic() < end:
-            kill(alive)  # a suspended process, too
+            kill(alive)  # SIGKILL also ends suspended processes
             self._process.poll()
             time.sleep(_LOOK_S)
         self._process.wait()
@@ -164,14 +167,14 @@ class Launch:
             raise OptimusError(f"processes of the benchmark remain: {', '.join(map(str, alive))}")
 
     def remember(self) -> None:
-        """Take note of all present processes of the launch. Children of a process that ends later
-        can no longer be found."""
+        """Record all present processes of the launch. This must happen before a process ends,
+        because its children cannot be found afterwards."""
         for process in list(self._seen.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update({p.pid: p for p in process.children(recursive=True)})
 
     def alive(self) -> list[psutil.Process]:
-        """Return the processes that `remember` has found and that have not ended."""
+        """Return the processes that `remember` has recorded and that have not ended."""
         alive = []
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -190,7 +193,8 @@ class Launch:
         raise OptimusError(f"the agent of {node} does not run{self._tail()}")
 
     def warm(self, node: str) -> psutil.Process:
-        """Return the warm process of a node. Raises OptimusError if it does not run."""
+        """Return the warm process of a node, which forks the node's ranks. Raises OptimusError if
+        the warm process does not run."""
         for child in self.agent(node).children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "optimus.warm" in child.cmdline():
@@ -198,7 +202,7 @@ class Launch:
         raise OptimusError(f"the warm process of {node} does not run{self._tail()}")
 
     def ranks(self, node: str) -> list[psutil.Process]:
-        """Return the ranks of a node in their order."""
+        """Return the processes of a node's ranks, in ascending order of process ids."""
         ranks: list[psutil.Process] = []
         for child in self.agent(node).children():
             is_warm = "optimus.warm" in child.cmdline()
@@ -206,7 +210,7 @@ class Launch:
         return sorted(ranks, key=lambda rank: rank.pid)
 
     def history(self) -> History:
-        """Return the ledger."""
+        """Return the content of the run's ledger."""
         return read_history(self._run_dir)
 
     def wait_until(self, condition: Callable[[], Any], event: str) -> Any:
@@ -229,7 +233,8 @@ class Launch:
             raise OptimusError(f"the launch has ended before {event}{self._tail()}")
 
     def wait_for_checkpoint(self) -> History:
-        """Wait until the present attempt has committed a checkpoint. Return the ledger."""
+        """Wait until the present attempt has committed a checkpoint, and return the content of the
+        ledger."""
 
         def committed() -> History | None:
             history = self.history()
@@ -244,7 +249,7 @@ class Launch:
 
 
 def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> None:
-    """Send a signal to processes that may have ended."""
+    """Send the signal `number` to processes, and ignore processes that have ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -252,7 +257,7 @@ def kill(processes: Iterable[psutil.Process], number: int = signal.SIGKILL) -> N
 
 def _environment(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of a launch on this machine."""
-    # In a job of a scheduler, the launch would take its name and its end from the job.
+    # From the variables of a scheduler's job, the launch would take the job's name and end.
     kept = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "PBS_"))}
     paths = [plan.folder, *filter(None, [environ.get("PYTHONPATH")])]
     return {

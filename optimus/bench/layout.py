@@ -51,7 +51,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
         other ranks.
 
     Raises:
-        RunEnded: A rank raised an OptimusError. Every rank raises it.
+        RunEnded: A rank raised an OptimusError. Every rank raises RunEnded.
     """
     failure: OptimusError | None = None
     try:
@@ -68,7 +68,7 @@ def bench_layout(config: Config, steps: int, launch: LaunchEnv) -> dict[str, Any
 
 
 def _measure(config: Config, steps: int, world: World) -> dict[str, Any]:
-    """Time the updates. Return the result of `bench_layout` on every rank."""
+    """Time the updates, and return on every rank what `bench_layout` returns on rank 0."""
     mesh, plan = divide(config, world.size)
     threads = platform.set_threads(
         config.train.threads, config.train.deterministic, world.launch.local_world_size

@@ -22,7 +22,7 @@ GEMMS = (
     "aten::mkldnn_linear",
     "optimus::product",
 )
-"""Names of the matrix products in a profile."""
+"""Names of the ops for matrix products in a profile."""
 
 
 def clocked(

@@ -1,4 +1,4 @@
-"""Share of the check for non-finite values in an update, for `optimus bench supervision`."""
+"""Share of an update's time that the NaN check takes, for `optimus bench supervision`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _T95 = 2.1
 
 
 def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[str, Any]:
-    """Return the share of the check in the time of an update, with its 95 % interval.
+    """Return the share of an update's time that the check takes, with its 95 % confidence interval.
 
-    The check and the update that contains it are timed in the same update, so that other load
-    affects both. On a CPU, times are processor seconds of all threads.
+    The check is timed inside the update to whose time it is compared, so that other load affects
+    both times. On a CPU, times are processor seconds of all threads.
 
     Args:
         config: Configuration whose update is measured in this process; None for a small model.
         updates: Number of timed updates.
-        bar: The greatest share that is permitted.
+        bar: Maximum permitted share.
     """
     config = config or _small_config()
     world = start_world(SINGLE, device=config.train.device)
@@ -61,8 +61,11 @@ def measure_nan_check(config: Config | None, updates: int, bar: float) -> dict[s
 
 
 def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
-    """Return the figure of the shares of some updates. The bar is met or missed only if it is not
-    in the 95 % interval of the mean, and the interval is not wider than the bar."""
+    """Return the figure for the shares that were measured in several updates.
+
+    `is_met` is None if the 95 % confidence interval of the mean contains the bar or is wider than
+    the bar.
+    """
     mean = statistics.fmean(shares)
     half = _T95 * statistics.stdev(shares) / len(shares) ** 0.5
     is_met: bool | None = mean <= bar
@@ -83,14 +86,14 @@ def share_figure(shares: list[float], bar: float) -> dict[str, Any]:
 
 
 class _Stopwatch:
-    """Adds the time of calls."""
+    """Adds up the times of all calls of some functions."""
 
     def __init__(self, clock: Callable[[], float], wait: Callable[[], None]) -> None:
         self._clock, self._wait = clock, wait
         self.seconds = 0.0
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` with the time of its calls added to `seconds`."""
+        """Return a function that calls `call` and adds the time of the call to `seconds`."""
 
         def timed(*args: Any) -> Any:
             self._wait()

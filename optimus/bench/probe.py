@@ -1,9 +1,9 @@
 """Measurements and faults in the processes of a supervised run, for `optimus bench supervision`.
 
-The benchmark lets each interpreter of a launch import this module at its start. A rank then reports
-the phases of its start, fails when the benchmark wants it to, and takes longer for some saves and
-evaluations. With `Plan.audits`, all processes report the files that they create in the run
-directory, and ranks report the modules and files that they open.
+Each interpreter of a launch imports this module at its start. A rank then reports the phases of its
+start, fails when the benchmark requests a fault, and takes longer for some saves and evaluations.
+With `Plan.audits`, all processes report the files that they create in the run directory, and ranks
+also report the modules that they import and the files that they open.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SITE = "import optimus.bench.probe\noptimus.bench.probe.start()\n"
 start."""
 _LOOP = "optimus.train.loop"
 _STATUS = 9
-"""Exit status of a rank that a library ends."""
+"""Exit status of a rank with the fault "exit", which emulates an exit by a library."""
 _FEWEST = 2
-"""Number of times from which a median is taken."""
+"""Minimum number of measured times of which a median is taken."""
 _EVERY = 3
-"""One of this many saves and evaluations is slow."""
+"""Every third save and every third evaluation is slow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,10 @@ class Plan:
     """Folder for reports, outside of the run directory."""
     run_dir: str
     audits: bool = False
-    """Report files. This makes opening a file slower."""
+    """True to report the files that processes create and open. This makes opening a file slower."""
     slowdown: float = 1.0
-    """Time of slow saves and evaluations as a multiple of the median of the others."""
+    """Time of a slow save or evaluation, as a multiple of the median time of those that are not
+    slow."""
     save_interval: int = 0
     eval_interval: int = 0
 
@@ -60,7 +61,8 @@ class Plan:
         return Path(self.folder, "fault.json")
 
     def report(self, kind: str, **values: Any) -> None:
-        """Append a report. Processes may do this at the same time."""
+        """Append a report to the file of reports. Several processes may call this at the same
+        time."""
         values |= {"kind": kind, "time": time.time(), "pid": os.getpid()}
         values["attempt"] = int(os.environ.get("OPTIMUS_ATTEMPT", 0))
         values["rank"] = int(os.environ.get("RANK", 0))
@@ -72,7 +74,7 @@ class Plan:
             os.close(fd)
 
     def reports(self, kind: str) -> list[dict[str, Any]]:
-        """Return all reports of a kind in their order."""
+        """Return all reports of the kind `kind`, the oldest first."""
         try:
             lines = Path(self.folder, "reports.jsonl").read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
@@ -81,7 +83,7 @@ class Plan:
 
 
 def start() -> None:
-    """Begin to measure in this process, if the benchmark has started it."""
+    """Start the measurements and faults in this process, if it belongs to the benchmark."""
     if PLAN not in os.environ:
         return
     plan = Plan(**json.loads(os.environ[PLAN]))
@@ -89,7 +91,7 @@ def start() -> None:
     if plan.audits:
         audit = _Audit(plan)
         sys.addaudithook(audit.hook)
-        os.register_at_fork(after_in_child=audit.begin)  # only the warm process forks
+        os.register_at_fork(after_in_child=audit.begin)  # only the warm process forks: a rank
 
 
 class _LoopFinder(importlib.abc.MetaPathFinder):
@@ -115,7 +117,7 @@ class _LoopFinder(importlib.abc.MetaPathFinder):
 
 
 def _change(loop: Any, plan: Plan) -> None:
-    """Let the functions of `optimus.train.loop` report, fail and wait."""
+    """Replace functions of `optimus.train.loop` by functions that also report, fail or wait."""
     record, update = loop.StartUp.record, loop.Run.update
 
     from optimus.resilience.supervision.attempt import read_page
@@ -148,7 +150,8 @@ def _change(loop: Any, plan: Plan) -> None:
 
 
 def _take_fault(plan: Plan) -> str:
-    """Return the kind of the fault that is due in this rank; "" without one."""
+    """Return the kind of the fault that is due in this rank, and delete the fault file. Return ""
+    if no fault is due."""
     try:
         fault = json.loads(plan.fault_file.read_text())
     except FileNotFoundError:
@@ -175,15 +178,18 @@ def _nan_hook(plan: Plan) -> Callable[..., tuple[Any, ...]]:
 
 
 class _Slowdown:
-    """Makes some saves and evaluations take a multiple of their median time, on one rank each."""
+    """Makes some saves and evaluations take a multiple of their median time.
+
+    Each of them is slow on a single rank.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
     def wrap(self, kind: str, call: Callable[..., Any], interval: int) -> Callable[..., Any]:
-        """Return `call`, whose first arguments are an object and the step, with slow calls at some
-        multiples of `interval`."""
+        """Return a function that calls `call`, and then sleeps at some multiples of `interval`. The
+        first two arguments of `call` are an object and the step."""
 
         def timed(self_: Any, step: int, *args: Any, **kwargs: Any) -> Any:
             start = time.monotonic()
@@ -212,7 +218,7 @@ class _Audit:
         self._is_rank = False
 
     def begin(self) -> None:
-        """Take note that this process was forked, and is a rank now."""
+        """Record that this process is a rank, because it was forked."""
         self._is_rank = True
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:

@@ -2,11 +2,13 @@
 
 Phases are the actions of the executor, timed without a profiler. The times of components come from
 one more update under torch's profiler. In forward, an event belongs to the component whose module
-ran it. In backward, it belongs to the component whose forward made the node of the autograd graph.
+ran the event. In backward, an event belongs to the component whose forward made the event's node of
+the autograd graph.
+
 The bound of a component is the time of its matrix products at the peak FLOP/s. For a component
-without matrix products, it is the time to read and write its data at the memory bandwidth, which is
-measured with a triad, a = b + 2c. Peak and bandwidth are measured in the same run. The measurement
-needs a CPU and one process.
+without matrix products, the bound is the time to read and write its data at the memory bandwidth,
+which is measured with a triad, a = b + 2c. Peak and bandwidth are measured in the same process as
+the updates. The measurement needs a CPU and one process.
 """
 
 from __future__ import annotations
@@ -173,9 +175,10 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
     )
     inner = sum(model.layer(n).intermediate_size for n in model.sparse_layers)
     numbers = {
-        "norms": 5 * tokens * normed,  # x, y; x, dy, dx
+        "norms": 5 * tokens * normed,  # forward: x, y; backward: x, dy, dx
         "rotary": 4 * tokens * len(layers) * (q + kv),
-        # Gather of x, then of x and dy, and two sums; h, a; h, da, dh, a.
+        # dim: gather of x in forward, gathers of x and dy in backward, and two sums. inner: h, a in
+        # forward and h, da, dh, a in backward, where h is twice as wide as the activation a.
         "experts, rows": slots * (len(model.sparse_layers) * 8 * dim + 9 * inner),
         "cross-entropy": 3 * tokens * model.vocab_size,
         "embedding": 4 * tokens * dim,
@@ -191,7 +194,8 @@ def _bounds(config: Config, plan: BatchPlan, peak: float, bandwidth: float) -> d
 
 @contextlib.contextmanager
 def _named_modules(model: Transformer) -> Iterator[None]:
-    """Return a context in which the profiler marks the forward of modules with their component."""
+    """Return a context manager. In its context, the profiler marks the forward of each module with
+    the module's component."""
     handles = []
     for module in model.modules():
         name = next((name for kind, name in _MODULES if isinstance(module, kind)), None)
@@ -239,7 +243,7 @@ def _rows(events: Iterable[Any], bounds: dict[str, float]) -> list[dict[str, Any
 def _components_of_nodes(events: Iterable[Any]) -> dict[int, str]:
     """Return a dict from the sequence number of each node of the autograd graph to the component
     whose forward made the node."""
-    # If several ops have the same number, the last of them made the node.
+    # If several ops have the same sequence number, the last of these ops made the node.
     return {
         event.sequence_nr: name
         for event in events

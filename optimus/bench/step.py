@@ -1,8 +1,8 @@
 """`optimus bench step`: comparison of an update in Optimus with one in a plain torch loop.
 
 Optimus and the plain loop train copies of one model on the same tokens in this process. Their
-updates alternate, so that other load on the machine affects both. The result to quote is the median
-ratio over all pairs of updates.
+updates alternate, so that other load on the machine affects both. The main result is the median,
+over all pairs of updates, of the ratio of their times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`optimus bench supervision`: times and figures of supervised runs, each with its bar.
 
-Launches of a tiny model on emulated nodes fail at random times. The times of failures are known
-here, those of detection and restart are in the ledger, and those of the start of ranks are reported
-by the ranks. This module imports no torch until the NaN check is measured.
+A bar is the limit that a figure must meet. This module launches runs of a tiny model on emulated
+nodes, and lets them fail at random times. It knows the times of the failures. It reads the times of
+detection and restart from the ledger, and the times of the start of ranks from reports of the
+ranks. It imports no torch until the NaN check is measured.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV}
 _SAVE_INTERVAL = 20
 _ALARM_INTERVAL = 10
 _DETECTION_S, _RIGHT, _WARM_S, _COLD_S, _NAN_SHARE = 1.0, 0.99, 4.0, 6.0, 0.01
-"""Bars."""
+"""Bars: seconds to detect a failed rank; minimum share of faults for which the right node is
+excluded; seconds from detection to the first update, warm and cold; share of the NaN check."""
 _SILENCE_S = 1.0
-"""The bar for the detection of a silent node, in addition to `resilience.heartbeat_s`."""
+"""The bar for the detection of a silent node is `resilience.heartbeat_s` plus this time."""
 _SMALL, _LARGE = 2, 8
-"""Numbers of nodes whose files are compared."""
+"""Numbers of nodes of the two launches whose numbers of files are compared."""
 
 
 class Options(NamedTuple):
@@ -68,25 +70,25 @@ class Options(NamedTuple):
     updates: int = 40
     """Number of updates for the NaN check."""
     alarm_s: int = 60
-    """Time for which a run without a failure is observed."""
+    """Seconds for which a run without a failure is observed."""
     load: int = 8
-    """Number of busy processes during this time."""
+    """Number of busy processes while the run without a failure is observed."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class FaultResult:
-    """A fault and what the supervisor did."""
+    """A fault, and the supervisor's reaction to it."""
 
     kind: str
     detection_s: float
     is_right: bool
     """True if exactly the node of the fault was excluded."""
     seconds: dict[str, float]
-    """Times from detection to the first update, in their order."""
+    """Seconds of each phase from detection to the first update, in the order of the phases."""
     imports_s: float
-    """Longest time from the start of an interpreter to the end of its imports in this time; 0 if
-    all ranks were forked from warm processes."""
+    """Longest time that a rank of the next attempt took from the start of its interpreter to the
+    end of its imports; 0 if all ranks were forked from warm processes."""
 
 
 def check(options: Options, folder: Path | None, has_config: bool) -> None:
@@ -120,15 +122,15 @@ def bench_supervision(
 
     Args:
         options: What to measure.
-        config: Configuration whose update the NaN check is compared with; None for a small model.
-        folder: Folder for the run directories, which are removed at the end; None for a folder of
-            this machine.
+        config: Configuration of the update in which the NaN check is timed; None for a small model.
+        folder: Folder for the run directories, which are removed at the end; None for the folder of
+            temporary files.
 
     Returns:
         The conditions and the figures, for `format_supervision`.
 
     Raises:
-        OptimusError: A launch has failed for another reason than the faults.
+        OptimusError: A launch has failed for a reason other than the faults of the benchmark.
     """
     began, load_before = time.monotonic(), os.getloadavg()[0]
     result: dict[str, Any] = {"figures": []}
@@ -162,9 +164,10 @@ def bench_supervision(
 
 
 def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> dict[str, Any]:
-    """Return a figure: the 95th percentile of the values and its bar, with their spread.
+    """Return a figure that compares the 95th percentile of `values` with `bar`.
 
-    The 95th percentile is a value: the least one that at least 95 % of the values do not exceed.
+    The figure also has the spread of the values. The 95th percentile is the smallest of the values
+    that at least 95 % of the values do not exceed.
     """
     spread = summarise(values)
     is_met = spread["p95"] <= bar if values else None
@@ -172,7 +175,7 @@ def figure(name: str, values: Sequence[float], bar: float, unit: str = "s") -> d
 
 
 def summarise(values: Sequence[float]) -> dict[str, Any]:
-    """Return median, 95th percentile, least and greatest value and number of some values."""
+    """Return the median, 95th percentile, minimum, maximum and number of `values`."""
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys(("median", "p95", "min", "max")) | {"samples": 0}
@@ -189,8 +192,10 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _measure_faults(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Measure detection, the right node and the restart: each round is a launch in which each kind
-    of fault occurs once."""
+    """Measure the time to detect a fault, whether the right node is excluded, and the restart time.
+
+    Each round is a launch, in which each kind of fault occurs once.
+    """
     chance = random.Random(options.seed)
     faults: list[FaultResult] = []
     kinds = [*EXITS, *SILENCES]
@@ -240,7 +245,7 @@ def _launch(
     evals: int = 0,
     **plan: Any,
 ) -> Iterator[Launch]:
-    """Return a context with a launch that has committed its first checkpoint."""
+    """Return a context manager of a launch that has committed its first checkpoint."""
     config = tiny_config(data, folder / "run", shape.ranks, interval, evals)
     probe = Plan(str(folder / "bench"), str(folder / "run"), **plan)
     with Launch(config, shape, probe) as launch:
@@ -256,8 +261,9 @@ def _measure_fault(
     Args:
         launch: The launch.
         kind: Kind of the fault.
-        chance: Chooses the time, the node and the rank.
-        cold: Kill the warm process of the node that replaces the failed node first.
+        chance: Chooses the time, the node and the rank of the fault.
+        cold: True to kill, before the fault, the warm process of the node that will replace the
+            failed node.
     """
     history = launch.wait_for_checkpoint()
     attempt = history.running
@@ -296,14 +302,15 @@ def _measure_fault(
 
 
 def _next_node(history: History) -> str:
-    """Return the node that replaces the next failed node."""
+    """Return the buffer node that will replace the next node that fails."""
     nodes = next(e.nodes for e in history.events if isinstance(e, SupervisorStarted))
     used = history.attempts[-1].nodes
     return next(n for n in nodes if n not in used and history.standing(n) == "good")
 
 
 def _inject(launch: Launch, kind: str, node: str, local_rank: int) -> float | None:
-    """Let a node fail. Return the Unix time; None if the rank reports it."""
+    """Let a node fail, and return the Unix time of the fault. Return None if the rank itself
+    reports this time."""
     if kind in ("nan", "error", "exit"):
         running = launch.history().running
         assert running is not None
@@ -328,7 +335,7 @@ def _ended(launch: Launch, attempt: int) -> History | None:
 
 
 def marks_after(history: History, attempt: int) -> list[NodeMarked]:
-    """Return the marks between the end of an attempt and the start of the next one."""
+    """Return the NodeMarked events between the end of an attempt and the start of the next one."""
     events = history.events
     marks: list[NodeMarked] = []
     for event in events[events.index(history.ends[attempt]) + 1 :]:
@@ -344,7 +351,7 @@ def restart_phases(history: History, attempt: int, report: dict[str, Any]) -> di
     Args:
         history: The ledger.
         attempt: Number of the failed attempt.
-        report: Report of the first rank of the next attempt on its start.
+        report: The report "first update" of the next attempt's first rank.
     """
     end = history.ends[attempt].time
     started = next(a.time for a in history.attempts if a.attempt == attempt + 1)
@@ -363,7 +370,7 @@ def restart_phases(history: History, attempt: int, report: dict[str, Any]) -> di
 
 
 def _measure_cold(options: Options, work: Path, data: Path, result: dict[str, Any]) -> None:
-    """Measure the restart if the warm process of the replacement is lost."""
+    """Measure the restart time if the warm process of the replacement node is lost."""
     chance = random.Random(options.seed)
     shape = Shape(options.nodes, options.rounds, options.ranks_per_node)
     with _launch(work / "cold", data, shape) as launch:
@@ -396,7 +403,7 @@ def _measure_files(work: Path, data: Path, result: dict[str, Any]) -> None:
 
 
 class Files(NamedTuple):
-    """Files of the ranks of a warm attempt."""
+    """Files of an attempt whose ranks were forked from warm processes."""
 
     modules: list[str]
     """Modules that ranks imported, and files of modules that they opened, from the start of a rank
@@ -404,8 +411,8 @@ class Files(NamedTuple):
     opened: list[str]
     """Other files that ranks opened up to the first update."""
     created: list[str]
-    """Files and directories that any process created in the run directory, from the end of the last
-    attempt to the first update."""
+    """Files and directories that any process created in the run directory, from the end of the
+    previous attempt to the first update."""
 
 
 def measure_files(folder: Path, data: Path, nodes: int) -> Files:
@@ -414,7 +421,7 @@ def measure_files(folder: Path, data: Path, nodes: int) -> Files:
     Args:
         folder: Folder for the run directory and the files of the benchmark.
         data: The data set.
-        nodes: Number of nodes with a rank each.
+        nodes: Number of nodes, each of which has one rank.
     """
     interval = _SAVE_INTERVAL
     with _launch(folder, data, Shape(nodes, 1, 1), interval, interval, audits=True) as launch:
@@ -430,8 +437,8 @@ def measure_files(folder: Path, data: Path, nodes: int) -> Files:
 
 
 def is_module(path: str) -> bool:
-    """Return True if a file contains a module. The compiled kernels are not a module: a rank opens
-    their file to check that it is the one that the warm process has loaded."""
+    """Return True if a file contains a module. The file of the compiled kernels does not count: a
+    rank opens this file to check that the warm process has loaded the same file."""
     return path.endswith((".py", ".pyc", ".so")) and not Path(path).name.startswith("liboptimus")
 
 
@@ -465,7 +472,7 @@ def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict
         slow_calls = {kind: len(plan.reports(f"slow {kind}")) for kind in ("save", "evaluation")}
     name = f"false alarms in {options.alarm_s:.0f} s"
     count = _count(name, len(alarms), 0, unit="")
-    if not alarms and not all(slow_calls.values()):  # the time was too short
+    if not alarms and not all(slow_calls.values()):  # observed for too short a time
         count["is_met"] = None
     result["figures"].append(count)
     result["false_alarms"] = {
@@ -478,7 +485,7 @@ def _measure_false_alarms(options: Options, work: Path, data: Path, result: dict
 
 @contextlib.contextmanager
 def _busy(number: int) -> Iterator[None]:
-    """Return a context in which some processes compute without a pause."""
+    """Return a context manager of `number` processes that compute without a pause."""
     command = [sys.executable, "-I", "-S", "-c", "while True: pass"]
     processes: list[subprocess.Popen[bytes]] = []
     try:

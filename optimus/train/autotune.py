@@ -364,7 +364,7 @@ class DispatchChoice(NamedTuple):
 
     name: str
     reason: str
-    """Empty if ep is 1, or if the configuration names the dispatcher and the device supports it."""
+    """Empty if ep is 1 or the configuration names the dispatcher."""
 
     def __str__(self) -> str:
         return f"{_DISPATCH}: {self.name} ({self.reason})"

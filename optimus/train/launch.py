@@ -1,4 +1,4 @@
-"""`optimus launch`: resolves the run and the allocation for the supervisor.
+"""`optimus launch`: plan of a supervised run in an allocation of nodes, and its start.
 
 This module imports no torch.
 """
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 _ALLOCATIONS = {"SLURM_JOB_NODELIST", "PBS_NODEFILE"}
-"""Environment variables of an allocation."""
+"""Environment variables that a scheduler sets in an allocation of nodes."""
 
 
 _FROZEN = (*FROZEN, "train.global_batch_tokens")
@@ -65,22 +65,23 @@ class LaunchOptions:
     hosts: str | None = None
     """File with the names of the nodes; None for the nodes of the scheduler's job."""
     pardoned: tuple[str, ...] = ()
-    """Nodes that are no longer excluded."""
+    """Excluded nodes that the run may use again."""
     mpi_ranks: bool = False
-    """True if an mpiexec per attempt starts the ranks, instead of the agents."""
+    """True if one mpiexec starts all ranks of an attempt. If False, the agents start the ranks."""
     stage: str | None = None
-    """Folder on a disk of each node to which the environment of these ranks is copied; None to use
-    the environment of this process."""
+    """Folder on a disk of each node. The Python environment for ranks that mpiexec starts is copied
+    to it. None: these ranks use the environment of this process."""
     machine: Machine | None = None
-    """The machine; None if no definition applies."""
+    """Definition of the machine, from `--machine`; None without this option."""
     next_job: str | None = None
     """Command of bash that submits the job which continues the run, or None."""
     is_dry_run: bool = False
-    """The run has been checked, and without an allocation the nodes get numbers."""
+    """True for `--dry-run`. `plan_job` then leaves out its checks of the run and of this machine.
+    Without an allocation, it calls the nodes `node0`, `node1` and so on."""
 
 
 def plan_job(config: Config, options: LaunchOptions) -> Job:
-    """Resolve a supervised run in the present allocation. Changes nothing.
+    """Return the job of a supervised run in the present allocation of nodes. Starts no process.
 
     Raises:
         ConfigError: The run, the allocation or the run directory does not permit the launch.
@@ -170,7 +171,8 @@ def _make_launcher(options: LaunchOptions) -> Launcher:
 
 
 def _allocation(options: LaunchOptions, launcher: str) -> tuple[str, ...]:
-    """Return the names of the nodes. Raises ConfigError if the allocation has too few."""
+    """Return the names of the nodes with ranks, then those of the buffer nodes. Raises ConfigError
+    if the allocation has too few nodes."""
     number = options.nodes + options.buffer_nodes
     if options.is_dry_run and not options.hosts and not _ALLOCATIONS & {*os.environ}:
         return tuple(f"node{index}" for index in range(number))  # on a login node
@@ -179,8 +181,8 @@ def _allocation(options: LaunchOptions, launcher: str) -> tuple[str, ...]:
 
 
 def _allow_open_files(number: int) -> None:
-    """Let this process open `number` files: it has a connection for each node. Raises ConfigError
-    if the system does not permit it."""
+    """Allow this process, which has a connection for each node, to open `number` files at the same
+    time. Raises ConfigError if the system does not permit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft == unlimited or soft >= number:
@@ -195,7 +197,7 @@ def _allow_open_files(number: int) -> None:
 
 def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir: Path) -> None:
     """Raise ConfigError if a node of --pardon is in neither the allocation nor the ledger. A node
-    that is not excluded any more is no mistake, because the jobs of a chain repeat the option."""
+    that is no longer excluded is accepted, because all jobs of a chain have the same options."""
     history = read_history(run_dir) if pardoned else None
     for node in pardoned:
         assert history is not None
@@ -208,7 +210,7 @@ def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir:
 
 
 def ended_status(run_dir: Path) -> int | None:
-    """Return the exit status of a run that is done or was stopped, with a log line; else None.
+    """Log that a run is done or was stopped, and return its exit status. Return None otherwise.
 
     Raises:
         ConfigError: The ledger is damaged.
@@ -239,7 +241,7 @@ def supervise(job: Job) -> int:
 
 
 def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Return the numbers of nodes up to `nodes` with which the configuration is valid."""
+    """Return each number of nodes, up to `nodes`, with which the configuration is valid."""
     sizes = []
     for number in range(1, nodes + 1):
         try:
@@ -254,8 +256,8 @@ def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, 
 
 def _hash_frozen(config: Config) -> str:
     """Return a hash of the settings that must not change in later jobs of the run."""
-    # Without defaults, so that a later version may have more keys. The data set is compared by its
-    # path, since its identity would have to be read.
+    # Default values are left out, so that settings which a later version adds do not change the
+    # hash. The path represents the data set, because its identity would have to be read from it.
     model = config.model.model_dump(mode="json", exclude_defaults=True)
     values = {"model": model, "data": os.path.realpath(config.data.path)}
     for key in _FROZEN:

@@ -81,7 +81,7 @@ def _resolve_without(
     damaged: Mapping[Path, str], config: Config, world: World, plan: RunPlan
 ) -> RunPlan:
     """Return a copy of `plan` that starts from a checkpoint that is not in `damaged`. A collective
-    of all ranks. Raises CheckpointError if there is none."""
+    of all ranks. Raises CheckpointError if no such checkpoint can be used."""
     start, refused = ResolvedStart(plan.start, plan.changes, plan.skipped_steps), ""
     if world.is_first:
         problem = list(damaged.values())[-1]
@@ -134,7 +134,7 @@ def load_weights(
         batches = [
             *_batches(broadcast_object(slices, everyone, list[ParamSlice])),
             [],
-        ]  # for the empty batch, the first rank checks that no weights are left
+        ]  # at the empty batch, the first rank checks that all weights have been read
         values, memory = iter(weights or ()), torch.empty(BATCH_ELEMENTS + 1, device=world.device)
         for batch in batches:
             flat = memory[: sum(map(_size, batch)) + 1].zero_()
@@ -192,7 +192,7 @@ def _read(
         for param in batch:
             flat[: _size(param)].copy_(next(values)[1])
             flat = flat[_size(param) :]
-        # An empty batch checks that no values are left.
+        # At the empty batch, which is the last, all values must have been read.
         assert batch or next(values, None) is None
     except OptimusError as error:
         return error

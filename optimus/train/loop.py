@@ -87,12 +87,12 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
     Args:
         config: The run's configuration, the same on all ranks.
         launch: Rank and world of this process.
-        process: `time.monotonic()` at the start of this process, from which the start-up is timed.
-            None uses the time of this call.
+        process: Value of `time.monotonic()` at the start of this process. The start-up is timed
+            from this value, or from this call if the value is None.
 
     Raises:
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
-            raise it with the same Outcome.
+            raise this error with the same Outcome.
     """
     start_up = StartUp(process)
     inputs: RunInputs | None = None
@@ -106,7 +106,7 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             inputs.data.check_shards()
             check_names(config.optim, config.model)
             check_slots(config, inputs.mesh)
-            if config.train.sample_interval:  # before a GPU or the network is used
+            if config.train.sample_interval:  # fail before a GPU or the network is used
                 data = inputs.data.held_out or inputs.data.training
                 TextTokenizer(data.tokenizer_file)
             directory = RunDirectory(config.train.run_dir)
@@ -114,11 +114,11 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             check_saves(config.model, config.checkpoint.model_interval, start.start)
     except Exception as error:
         _record_failure(error)
-        failure = as_optimus_error(error)  # one rank prints it once the ranks have met
+        failure = as_optimus_error(error)  # start_world passes it to all ranks
         if failure is None:
             raise
         if directory is not None:
-            directory.close(others_have_ended=True)  # another run may use it meanwhile
+            directory.close(others_have_ended=True)  # so that another run can use it
             directory = None
     world: World | None = None
     run: Run | None = None
@@ -153,7 +153,10 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
 
 
 def _record_failure(error: Exception) -> None:
-    """Let the agent of this rank know the rank's own error, before the ranks agree on an error."""
+    """Report the exit status of this rank's own error to the agent that supervises the rank.
+
+    Call this before the ranks agree on one error for all. In a run without supervision, do nothing.
+    """
     attempt = read_attempt()
     if attempt is None:
         return
@@ -190,7 +193,7 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
     turn on torch's deterministic mode. Call this before the first computation."""
     threads = platform.set_threads(train.threads, train.deterministic, local_world_size)
     if train.deterministic:
-        # The same as use_deterministic_algorithms(True), which also imports the compiler (2 s).
+        # Has the effect of use_deterministic_algorithms(True), which imports the compiler (2 s).
         torch.set_deterministic_debug_mode("error")
         switches: Any = torch.utils.deterministic  # its type does not declare this property
         switches.fill_uninitialized_memory = False
@@ -231,9 +234,9 @@ class Run:
         self.groups = join_groups(plan.mesh, world, config.parallel.virtual_stages, self.recorder)
         self.rank_model = RankModel(config, self.groups, plan.batch, world.device)
         self.model, layout = self.rank_model.model, self.rank_model.layout
-        # A start from weights alone needs initial values, too, because the dispatchers are timed
-        # before the weights are loaded. With NaN, the router would send all tokens to the same
-        # experts, which is not the load to measure.
+        # A run that starts from weights alone also needs initial values, because the dispatchers
+        # are timed before the weights are loaded. If the states were NaN, the router would send all
+        # tokens to the same experts, and the times would not be those of a usual load.
         self.states = self.rank_model.make_states(initial=plan.start.full is None)
         dispatch = autotune_dispatch(config, self.groups, self.model, self.states, plan.start.full)
         config = MeasuredChoices(kernels, dispatch.name).record_in(config)
@@ -330,7 +333,7 @@ class Run:
             self.saves.give_up()
             self.loader.close()
             if self.directory is not None:
-                # After an error, another rank may still write a file on a non-finite value.
+                # After an error, another rank may still be writing a file about a non-finite value.
                 self.directory.close(others_have_ended=is_complete)
 
     def _print_end(self, step: int, began: float) -> None:

@@ -12,7 +12,7 @@ import resource
 from pathlib import Path
 
 _MIN_UPDATES = 16
-"""Minimum number of updates between two trims, since a trim takes a tenth of a second."""
+"""Minimum number of updates between two trims, because a trim takes a tenth of a second."""
 
 
 class MallocTrim:

@@ -246,7 +246,7 @@ def find_start(
         config: The run's configuration. `checkpoint.load` selects the start.
         batch: The batch of an update.
         training: The training data; None if it was not opened.
-        damaged: Checkpoints to skip since loading them failed, as a dict from path to reason.
+        damaged: Checkpoints to skip because loading them failed, as a dict from path to reason.
 
     Raises:
         CheckpointError: A checkpoint is unusable, or a frozen setting differs from the

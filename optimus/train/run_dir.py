@@ -96,8 +96,8 @@ class RunDirectory:
         """Close the files and unlock the directory.
 
         Args:
-            others_have_ended: True if no other rank uses the workspace any more. It is then removed
-                if it is empty.
+            others_have_ended: True if no other rank uses the workspace any more. The workspace is
+                then removed if it is empty.
 
         Raises:
             OSError: Lines of metrics could not be written.
@@ -128,7 +128,9 @@ def _expected_steps(plan: RunPlan, name: str, run_dir: Path) -> range:
     """
     start, interval = plan.start, 1
     first = 0 if start.first_step is None and start.origin == "none" else start.first_step
-    if name == "eval":  # eval_interval may have changed between commands; the copy has all lines
+    # eval_interval may have changed between commands. Use it only if the hidden copy of eval.jsonl,
+    # from which lost lines are restored, is missing or empty.
+    if name == "eval":
         _, copy = metrics_paths(run_dir, name)
         has_lines = copy.exists() and copy.stat().st_size > 0
         is_known = plan.data.held_out is not None and not has_lines

@@ -34,8 +34,8 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""`Saves` repeats the warning about directories that cannot be removed if the free disk space
-suffices for fewer saves than this number, and for fewer saves than at the last warning."""
+"""If the disk has space for fewer saves than this number, `Saves` repeats the warning about
+directories that cannot be removed whenever fewer saves fit than at the last warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
@@ -115,8 +115,8 @@ class Saves:
             world: All ranks.
             plan: The plan of the run.
             states: This rank's states.
-            rank_states: The layout of the states over ranks.
-            loss_scale: The loss scale, which is also saved.
+            rank_states: The shards of the states and their layout over ranks.
+            loss_scale: The loss scale, whose state each checkpoint contains.
             workspace: The workspace of the run.
             sync_logs: Syncs the metrics files to disk; the first rank calls it before a commit.
         """
@@ -153,8 +153,8 @@ class Saves:
     def save_missing(self) -> None:
         """Save the model-only checkpoint of the run's start step, if it was due but is missing.
 
-        This happens if the run was killed between the commits of the full and the model-only
-        checkpoint. A collective of all ranks.
+        It is missing if the run was killed after the commit of the full checkpoint of this step and
+        before the commit of the model-only checkpoint. A collective of all ranks.
         """
         start, settings = self._plan.start, self._config.checkpoint
         run_dir, interval = self._config.train.run_dir, settings.model_interval
@@ -222,9 +222,11 @@ class Saves:
     def _begin(
         self, pending: _PendingSave, step: int, reserve: Callable[[], int] = lambda: 0
     ) -> None:
-        """Wait for the previous save of this kind and start the save of `step`. The disk must have
-        space for this save and for `reserve()` more bytes, which the save of the full checkpoint of
-        `step` has not written yet."""
+        """Wait until the previous save of this kind has ended, and start the save of `step`.
+
+        `reserve` returns the number of bytes that the full save of `step` must still write. The
+        disk must have space for these bytes and for this save.
+        """
         assert pending.saver is not None, "model-only saves need checkpoint.model_interval"
         if (before := pending.save) is not None:
             start = time.monotonic()
@@ -270,7 +272,7 @@ class Saves:
             pending.failures = 0
             if pending is self._fulls:
                 self._newest = store.full_path("", outcome.step).name
-        elif outcome.failure.nonfinite:  # in the saved copy, and usually in the states, too
+        elif outcome.failure.nonfinite:  # the saved copy is, and usually the states are, too
             self._refuse_bad_states(outcome.step)
             if outcome.rank == self._world.rank:
                 write_marker(
@@ -289,8 +291,8 @@ class Saves:
         """Count and log a failed save. Raise OptimusError if `checkpoint.max_failures` saves in a
         row have failed.
 
-        If the failed save is of the last step, only store the error. `after` raises it when all
-        saves have ended.
+        If the save of the last step has failed, store the error instead of raising it. `after`
+        raises it when all saves have ended.
         """
         pending.failures += 1
         limit = self._config.checkpoint.max_failures
@@ -308,7 +310,7 @@ class Saves:
             self._warn(f"{message}; the run continues (failure {number} in a row)")
 
     def _warn(self, line: str) -> None:
-        """Log a warning on the first rank only. Call this on all ranks with the same line."""
+        """Log `line` as a warning on the first rank. All ranks may call this with the same line."""
         if self._world.is_first:
             logger.warning(line)
 
@@ -343,7 +345,7 @@ class Saves:
         run_dir = self._config.train.run_dir
         save_bytes = self._saver.bytes + (self._model_saver.bytes if self._model_saver else 0)
         saves = shutil.disk_usage(store.checkpoints_dir(run_dir)).free // max(1, save_bytes)
-        # Without a new warning, log the free space only if it suffices for fewer saves than before.
+        # If no directory is new, log the free space only if fewer saves fit than before.
         if not left or not (new or saves < self._least_saves):
             return
         self._least_saves = min(saves, _FEW_SAVES)

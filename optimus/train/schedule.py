@@ -41,8 +41,9 @@ def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[s
     keys = ("lr", "min_lr", "warmup_steps", "decay_steps", "schedule")
     kept = {key: stored.get(f"optim.{key}", getattr(optim, key)) for key in keys}
     before, steps_before = optim.model_copy(update=kept), stored.get("train.max_steps", max_steps)
-    # Both schedules are smooth between these updates, so two schedules that differ do so at one of
-    # them. Close to a bend, the difference may be too small for the digits of the line.
+    # Both schedules are smooth between these updates. If the schedules differ anywhere, they
+    # therefore differ at one of these updates. Close to a bend, the difference may be too small to
+    # change the digits that the log line prints.
     bends = [warm + after for warm in (before.warmup_steps, optim.warmup_steps) for after in (0, 1)]
     ends = [before.decay_steps or steps_before, optim.decay_steps or max_steps]
     last = min(steps_before, max_steps)

@@ -1,4 +1,4 @@
-"""Start of a command: number of ranks, rendezvous address, dry run, durations of its phases.
+"""Start of a training command: number of ranks, rendezvous address, dry run and start-up times.
 
 Importing this module imports no torch.
 """
@@ -27,7 +27,7 @@ def prepare_meeting(launch: LaunchEnv) -> None:
 
     check_meeting_point(launch)
     if launch.world_size > 1:
-        # If ranks cannot connect, torch's warnings say no more than our error message.
+        # If ranks cannot connect, torch's warnings repeat what our error message says.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
@@ -82,9 +82,10 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error`. In a run with several ranks, only one error is printed for all ranks.
+    """Raise `error`, so that a run with several ranks prints only one error.
 
-    Several ranks first start the process group, through which they choose the error to print.
+    In such a run, this function first starts the process group, through which the ranks agree on
+    the error to print.
     """
     if launch.world_size > 1:
         prepare_meeting(launch)

@@ -37,7 +37,7 @@ class StopRequest:
 
         Args:
             deadline_s: Seconds from the start of this process to the deadline; 0: no deadline.
-            job_end: Unix time of another deadline, or None. The earlier deadline counts.
+            job_end: Unix time of a second deadline, or None. The earlier of both deadlines applies.
         """
         self._end = environment.STARTED + deadline_s if deadline_s else math.inf
         if job_end is not None:
@@ -76,7 +76,7 @@ class StopRequest:
         reason = self._reason
         if not reason and time.monotonic() >= self._end:
             reason = _DEADLINE
-        # One rank may have received only SIGTERM, another the spawner's signal as well.
+        # Some ranks may have received only SIGTERM, others also the first signal of the spawner.
         code = greatest(_PRIORITY.index(reason), group, device)
         if code == 0:
             return None

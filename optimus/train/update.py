@@ -76,8 +76,8 @@ class Updater:
                 files.
             skipped_steps: Steps whose update is skipped, because their data gives non-finite
                 values.
-            data: The training data, to name the instances that give non-finite values; None names
-                none.
+            data: The training data, from which the file about non-finite values names instances;
+                None names no instances.
         """
         self._skipped_steps = skipped_steps
         self._loss_scale = loss_scale or LossScale(
@@ -104,7 +104,7 @@ class Updater:
         Raises:
             NonFiniteError: A loss or gradient of some rank is not finite. Raised on every rank,
                 before any master weight changes. In fp16, the update is skipped instead if the
-                loss scale can be halved. The steps in `skipped_steps` are skipped always.
+                loss scale can be halved. The steps in `skipped_steps` are always skipped.
         """
         self._rank_model.executor.loss_scale = scale = self._loss_scale.scale
         on_device = self._rank_model.to_device(microbatches)
