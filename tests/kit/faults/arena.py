@@ -1,8 +1,8 @@
 """Run commands on mutated files, in forked workers with limits of time and memory.
 
-`Arena` makes the samples, sends cases to workers that have imported all modules, and repeats each
-case with a finding in a new worker. judge.py has the cases, the verdicts and the check of file
-accesses.
+`Arena` makes the samples and sends cases to workers that have imported all modules. If a case
+breaks a rule (a finding), `Arena` repeats the case in a new worker. judge.py has the rules, the
+cases, the verdicts and the check of file accesses.
 """
 
 from __future__ import annotations
@@ -275,7 +275,8 @@ class _Watch:
 
 
 def _work_of_group(group: int) -> tuple[int, bool]:
-    """Return the clock ticks of all processes of a process group, and True if all of them sleep."""
+    """Return the processor time of a process group in clock ticks, and True if all of its processes
+    sleep."""
     ticks, sleeps = 0, True
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -297,7 +298,7 @@ def _collect(
         folder: The folder of the case.
         before: Listing of the folder before the case.
         status: Wait status of the worker if it died; None if the worker still runs.
-        watch: The watch of the worker, which gives the reason if it has killed the worker.
+        watch: The watch of the worker. If it has killed the worker, it has the reason.
     """
     try:
         report = json.loads((folder / "report").read_text())
@@ -403,7 +404,7 @@ def apply_change(case: Case, inside: Path) -> None:
     elif change.replacement == "endless":
         path.symlink_to("/dev/zero")
     elif change.replacement == "foreign":
-        # Two files: readers of JSON refuse the text, but may copy the object.
+        # Use a file with a JSON object, too: readers of JSON refuse the other file, which has text.
         path.symlink_to(outside / ("secret.json", "secret")[case.number % 2])
     elif change.replacement == "copy":
         with contextlib.suppress(FileExistsError):
@@ -509,7 +510,7 @@ def _limited(limits: Limits, are_set: bool) -> Iterator[None]:
 
 
 def _run_lines(lines: Iterable[str], readers: Mapping[str, Reader]) -> Any:
-    """Run command lines until a line fails. Return its exit status; 0 if no line fails."""
+    """Run command lines until one fails. Return the exit status of this line; 0 if none fails."""
     from data_prep.cli import main as optimus_data
     from optimus.cli import main as optimus
     from optimus.observe.log import set_up_logging

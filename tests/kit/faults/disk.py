@@ -1,5 +1,8 @@
-"""Faults of files and disks: damaged files, full and read-only disks, and a preloaded shim that
-numbers, records and breaks file calls (file_calls.c)."""
+"""Faults of files and disks: damaged files, full and read-only disks, and broken file calls.
+
+A file call is a call of libc that reads or changes files. The preloaded library file_calls.c counts
+and records file calls. It breaks a call if it lets the call fail, or kills the process at the call.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ def immutable(*paths: Path) -> Iterator[None]:
 
 
 class Action(IntEnum):
-    """Action on a file call. The values are those of file_calls.c."""
+    """Effect of file_calls.c on a file call. The values are those of its source."""
 
     NONE = 0
     KILL_BEFORE = 1

@@ -27,7 +27,7 @@ from tests.kit.faults.supervised import (
 )
 
 _LAST_STEPS = 50
-"""No fault of a sequence begins in its last updates, since the run could end before the fault."""
+"""Number of last updates in which no fault begins, because the run could end before the fault."""
 
 
 def run_case(
@@ -86,8 +86,8 @@ def run_sequence(
         allocation: Nodes; None for emulated ones.
         names: Cases from which the faults are chosen; () for all that are possible.
         steps: Number of updates.
-        most_faults: Maximum number of faults. Without it, a fault begins up to _LAST_STEPS updates
-            before the last one.
+        most_faults: Maximum number of faults. In any case, no fault begins in the last _LAST_STEPS
+            updates.
         cases: All cases.
         launch_type: Class of the launch.
 
@@ -103,8 +103,8 @@ def run_sequence(
     expected, played, problems = Expected(), list[str](), list[str]()
     try:
         while launch.process.poll() is None and len(played) < most_faults:
-            # Beyond the step of the last failure: the same failure at the same step on another
-            # node would be attributed to no node.
+            # Choose a step after that of the last failure, because the same failure at the same
+            # step on another node would be attributed to no node.
             failed = max((end.step for end in launch.history().ends.values()), default=0)
             at = max(launch.step(), failed) + chance.randrange(1, 12)
             if at > steps - _LAST_STEPS:
@@ -134,8 +134,8 @@ def run_sequence(
 
 
 def _wait_for_checkpoint(launch: Launch) -> None:
-    """Wait for a checkpoint of the present attempt if the one before has committed none: the
-    supervisor stops a run whose attempts make no progress."""
+    """Wait for a checkpoint of the present attempt, unless this or the previous attempt has
+    committed one. The supervisor stops a run whose attempts make no progress."""
     history = launch.history()
     committed = [attempt.attempt in history.checkpoints for attempt in history.attempts[-2:]]
     if any(committed):

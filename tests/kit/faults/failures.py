@@ -34,12 +34,12 @@ SEQUENCE_STEPS = 300
 _LONG_INTERVAL = 15
 """`checkpoint.interval` of a run in which a rank is killed before the next checkpoint."""
 END_MARGIN_S = 5.0
-"""`resilience.end_margin_s` in a job with an end."""
+"""`resilience.end_margin_s` of a run in a job with a time limit."""
 BUFFER_NODES, SEQUENCE_BUFFER_NODES = 2, 4
 
 Fault = Callable[[Any, random.Random], Expected]
-"""A fault: breaks processes of a running launch, which is the first argument and of the class that
-the case needs. Returns what this must cause."""
+"""Function that breaks processes of a running launch, its first argument, and returns what this
+must cause. The launch has the class that the case needs."""
 
 
 class Case(NamedTuple):
@@ -47,11 +47,12 @@ class Case(NamedTuple):
 
     fault: Fault
     excludes: int = 0
-    """Number of buffer nodes that the fault needs in a sequence."""
+    """Number of nodes that the fault excludes. A sequence needs this number of free buffer
+    nodes."""
     settings: Mapping[str, Any] = {}
     """Settings of the run, as for `write_config`."""
     nodes: Allocation = local_nodes(BUFFER_NODES)
-    """Nodes of the run, unless the drill has other ones."""
+    """Nodes of the run, unless the drill passes other nodes."""
     in_sequences: bool = True
     """False if no other fault can follow, or if the run needs other settings."""
 
@@ -119,7 +120,7 @@ def _kill_two_ranks(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_in_load(launch: Launch, chance: random.Random) -> Expected:
-    """Kill a rank, and a rank of another node when it loads the checkpoint."""
+    """Kill a rank, and then a rank of another node while it loads the checkpoint."""
     first, second = chance.sample(launch.active(), 2)
     launch.break_rank("kill-in-load", second, chance.randrange(RANKS))
     send([chance.choice(launch.ranks(first))], signal.SIGKILL)
@@ -127,8 +128,8 @@ def _kill_in_load(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _repeat_failure(times: int) -> Fault:
-    """Return a fault that a rank has at the same step on each node, as if by a defect of the
-    program, until it has failed `times` times."""
+    """Return a fault that lets the same rank fail `times` times at the same step, on any node, as a
+    defect of the program would do."""
 
     def fault(launch: Launch, chance: random.Random) -> Expected:
         rank, step = chance.randrange(RANKS * NODES), launch.step() + 3
@@ -147,12 +148,12 @@ def _repeat_failure(times: int) -> Fault:
 def _bad_checkpoint(launch: Launch, chance: random.Random) -> Expected:
     """Let the newest checkpoint have weights that give NaN, and kill a rank."""
     first, second = launch.active()
-    step = (launch.step() // _LONG_INTERVAL + 2) * _LONG_INTERVAL  # another one is older
+    step = (launch.step() // _LONG_INTERVAL + 2) * _LONG_INTERVAL  # an older one exists
     launch.break_rank("bad-save", "*", "*", step)
     path = store.full_path(launch.run_dir, step)
     launch.wait_until(path.exists)
     send([chance.choice(launch.ranks(second))], signal.SIGKILL)
-    # Then the first rank is the first one with NaN, on two nodes.
+    # In the next two attempts, the first rank is the first one with NaN, each time on another node.
     return Expected({second: "excluded", first: "good"}, (3, 3))
 
 
@@ -169,14 +170,15 @@ def _nan_from_data(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _nan_from_data_skipped(launch: Launch, chance: random.Random) -> Expected:
-    """The same with `resilience.on_repeat_nan = "skip"`."""
+    """Let the data of a later update give NaN in a run with `resilience.on_repeat_nan = "skip"`.
+    The run must skip this update."""
     step, first = _break_data(launch, chance), launch.active()[0]
     launch.wait_for_step(step)
     return Expected({first: "good"}, (2, 2), unbroken=(f"data * * {step}", f"skip * * {step}"))
 
 
 def _break_data(launch: Launch, chance: random.Random) -> int:
-    # Between two checkpoints: an attempt then completes an update before this step.
+    # Not the first step after a checkpoint, so that an attempt first completes another update.
     step = (launch.step() // INTERVAL + 2) * INTERVAL + chance.randrange(2, INTERVAL + 1)
     launch.break_rank("data", "*", "*", step)
     return step
@@ -258,14 +260,14 @@ def _freeze_node_to_the_end(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_in_recovery(launch: Launch, chance: random.Random) -> Expected:
-    """Kill a rank, and the agent of another node while the supervisor notices this."""
+    """Kill a rank, and then the agent of another node while the supervisor handles the failure."""
     first, second = chance.sample(launch.active(), 2)
     ended = len(launch.history().ends)
     send([chance.choice(launch.ranks(first))], signal.SIGKILL)
     time.sleep(0.6 * chance.random())
     send([launch.agents()[second]], signal.SIGKILL)
     launch.wait_for_recovery(_excluded(first), ended)
-    if second in launch.history().attempts[ended + 1].nodes:  # it started before the kill
+    if second in launch.history().attempts[ended + 1].nodes:  # the attempt started before the kill
         return _excluded(first, second, restarts=2)
     return _excluded(first)._replace(unusable={second: ended + 2})
 
@@ -279,8 +281,8 @@ def _kill_buffer_node(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _exhaust(on_exhausted: str) -> Fault:
-    """Return the loss of a node without a buffer node. A later launch continues the run, if
-    possible at its full size."""
+    """Return a fault that kills a node in a run without buffer nodes. Unless `on_exhausted` is
+    "stop", a later launch continues the run on all nodes."""
 
     def fault(launch: Launch, chance: random.Random) -> Expected:
         node = _node(launch, chance)
@@ -353,7 +355,7 @@ def _pause_supervisor(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _kill_supervisor_in_recovery(launch: Launch, chance: random.Random) -> Expected:
-    """Kill a rank, and the supervisor while it notices this or starts the next attempt."""
+    """Kill a rank, and then the supervisor while it handles this or starts the next attempt."""
     node = _node(launch, chance)
     send([chance.choice(launch.ranks(node))], signal.SIGKILL)
     time.sleep(2 * chance.random())
@@ -374,7 +376,8 @@ def _fill_disk_of_supervisor(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _stop_by_signal(number: int) -> Fault:
-    """Return a stop signal to the supervisor, after which another launch continues the run."""
+    """Return a fault that sends a stop signal to the supervisor. Another launch then continues the
+    run."""
 
     def fault(launch: Launch, chance: random.Random) -> Expected:
         launch.process.send_signal(number)

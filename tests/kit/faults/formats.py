@@ -1,7 +1,7 @@
 """File formats that Optimus reads, with an unchanged sample of each and the commands that read it.
 
-samples.py makes the samples. Each entry of `FORMATS` has the file to
-mutate, its syntax (see `mutate` in mutations.py), and the commands.
+samples.py makes the samples. Each entry of `FORMATS` has the file to mutate, its syntax (see
+`mutate` in mutations.py), and the commands.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Format:
     4 ms for each layer, and a configuration has up to 4,096 layers."""
 
 
-# Contents of commands.
+# Functions of the type Content.
 
 
 def _nothing(text: str) -> str:
@@ -186,17 +186,19 @@ READERS: Mapping[str, Reader] = {
 """Functions that command lines name in place of a program. A function receives the arguments and
 returns the exit status."""
 
-# Hashes of a changed file.
+# Replacement of the hashes of a changed file.
 
 
 def seal(folder: Path, file: Path, before: bytes) -> None:
-    """Hide a change: replace the old hash and size of a file in all JSON files below `folder`, and
-    then the hashes and sizes of these JSON files.
+    """Hide a change of a file from checks of hashes and sizes.
+
+    In all JSON files below `folder`, replace the old hash and size of the file by the new ones.
+    Then do the same for the JSON files that this has changed.
 
     Args:
         folder: The sample.
         file: The changed file.
-        before: Its content before the change.
+        before: Content of `file` before the change.
     """
     if file.name == "events.jsonl":
         _seal_ledger(file)
@@ -228,7 +230,7 @@ def seal(folder: Path, file: Path, before: bytes) -> None:
 
 
 def _seal_ledger(path: Path) -> None:
-    """Replace the hashes of a changed ledger and of the summary in nodes.json."""
+    """Replace the hash of each line in a changed ledger, and the last hash in nodes.json."""
     from optimus.resilience.supervision.ledger import NODES
 
     lines, last_hash = [], b""
@@ -276,7 +278,7 @@ def with_self_hash(text: bytes) -> bytes:
     return body + f',\n "self_xxh3": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
 
 
-# The table.
+# The table of formats.
 
 _STEP = "run/checkpoints/step-00000002"
 
@@ -286,7 +288,7 @@ def _checkpoint(path: str, run: bool, tensors: str = "intact") -> tuple[Command,
 
     Args:
         path: The checkpoint.
-        run: True for a checkpoint of the directory `run`.
+        run: True to add commands that read the checkpoint as one of the run directory `run`.
         tensors: Value of `Command.same` for commands that read the weights.
     """
     of_run = (

@@ -414,7 +414,7 @@ def compare(case: Case, many: Path, alone: Path) -> str:
     lines, expected = (read_json_lines(run_dir / "eval.jsonl") for run_dir in (many, alone))
     if len(lines) > len({line["step"] for line in lines}):
         return "a step is evaluated twice in eval.jsonl"
-    if not all(line in lines for line in expected):  # the first run may end with one more
+    if not all(line in lines for line in expected):  # the first run may add one at its end
         return "the evaluations are not the same bits"
     ours, theirs = weights_of(many), weights_of(alone)
     if ours.keys() != theirs.keys():

@@ -1,7 +1,7 @@
 """Random mutations of files, as damage or an attacker makes them. No file is read or written.
 
 `mutate(random, content, syntax)` draws a `Change`: other content of a file, or a replacement of the
-file, such as a FIFO or a link. The same generator draws the same change on all machines.
+file, such as a FIFO or a link. Generators with the same seed draw the same change on all machines.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def all_changes(content: bytes, syntax: str) -> Iterator[Change]:
 
     Args:
         content: Content of the file.
-        syntax: A key of STRUCTURES. Without fields ("npy", "bytes"), there is no change.
+        syntax: A key of STRUCTURES, or "bytes". For "npy" and "bytes", no change is yielded.
     """
     if syntax == "json lines":
         lines = content.splitlines()

@@ -138,8 +138,8 @@ def break_element(run: Run, state: str, value: float) -> str:
 
 @contextlib.contextmanager
 def bad_instance(run: Run, number: int, target: str = "output") -> Iterator[None]:
-    """Return a context in which the training instance `number` gives NaN on any rank of `run` that
-    computes its embedding. `target` is a key of BROKEN_OUTPUTS."""
+    """Return a context manager. In its context, the training instance `number` gives NaN on any
+    rank of `run` that computes its embedding. `target` is a key of BROKEN_OUTPUTS."""
     bad = torch.from_numpy(run.plan.data.training.read(number, number + 1))
     if run.rank_model.layout.coordinate.pp:
         yield

@@ -66,7 +66,7 @@ class StartState(NamedTuple):
 
 @dataclass
 class Summary:
-    """Summary of a replay."""
+    """Counts and faults of a replay."""
 
     moments: int = 0
     windows: int = 0

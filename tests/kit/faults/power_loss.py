@@ -165,7 +165,8 @@ class Disk:
             self._write(node or self._renamed(folder, name, call), call)
 
     def _renamed(self, folder: Directory, name: str, call: Call) -> File:
-        """Rename the file of `call` to `name`, as the record lacks this rename. Return the file."""
+        """Apply a rename that the record lacks: rename the file of `call` to `name`. Return the
+        file."""
         node = self._files[call.inode]
         old = next(entry for entry, other in folder.entries.items() if other is node)
         folder.change({old: None, name: node})

@@ -36,9 +36,9 @@ from tests.kit.faults.supervised import (
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 _FLAP_S = 0.9 * HEARTBEAT_S
-"""Length of a cut that is no failure."""
+"""Maximum length in seconds of a network cut that must not count as a failure."""
 _DOWN_S = 14.0
-"""Time without slurmd after which Slurm has declared a node down (SlurmdTimeout is 10 s)."""
+"""Seconds without slurmd after which Slurm has declared a node down (SlurmdTimeout is 10 s)."""
 
 
 class Node:
@@ -77,7 +77,7 @@ class Node:
         subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
 
     def power_off(self) -> None:
-        """End all processes of the node. Connections stay open for their peers."""
+        """Cut the node off and end all of its processes. To peers, its connections seem open."""
         (self._state / f"{self.name}.off").touch()
         self.cut()
         os.kill(self._first_process(), signal.SIGKILL)
@@ -88,7 +88,7 @@ class Node:
             (self._state / f"{self.name}.{suffix}").unlink(missing_ok=True)
 
     def end_slurmd(self) -> None:
-        """Kill slurmd, which starts again after `power_on`."""
+        """Kill slurmd. It does not start again before `power_on`."""
         (self._state / f"{self.name}.no-slurmd").touch()
         send([p for p in self.processes() if p.name() == "slurmd"], signal.SIGKILL)
 
@@ -173,7 +173,7 @@ class SlurmLaunch(Launch):
         raise ProcessLookupError("no supervisor runs")
 
     def restore_nodes(self) -> None:
-        """Wait until all nodes are free again, without an effect of earlier faults."""
+        """Repair all nodes after earlier faults, and wait until they are idle."""
         restarted_at = time.monotonic()
         end = restarted_at + 120.0
         while time.monotonic() < end:
@@ -202,7 +202,7 @@ class SlurmLaunch(Launch):
         send(self.processes(), signal.SIGKILL)
 
     def wait_for_new_supervisor(self, supervisors: int) -> None:
-        """Wait until there have been more than `supervisors` supervisors."""
+        """Wait until the ledger has more than `supervisors` starts of a supervisor."""
 
         def new_supervisor() -> bool:
             return self.count(SupervisorStarted) > supervisors
@@ -211,7 +211,7 @@ class SlurmLaunch(Launch):
 
 
 def _other(launch: SlurmLaunch, chance: random.Random) -> Node:
-    """Return a random node that has ranks and not the supervisor."""
+    """Return a random node that has ranks but does not run the supervisor."""
     return launch.nodes[chance.choice([name for name in launch.active() if name != NAMES[0]])]
 
 
@@ -226,7 +226,7 @@ def _lose_power(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _lose_power_shortly(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Let a node start again at once. Its agent does not come back."""
+    """Let a node lose power and start again at once. Its agent does not start again."""
     node = _other(launch, chance)
     node.power_off()
     node.power_on()
@@ -245,8 +245,8 @@ def _cut(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _cut_first(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Cut the node of the supervisor off for longer than the heartbeat limit. No other node is
-    blamed; ranks may have lost their peers."""
+    """Cut the node of the supervisor off for longer than the heartbeat limit. No node may be marked
+    for this. Attempts may fail, because ranks may lose their peers."""
     node, step, ended = launch.nodes[NAMES[0]], launch.step(), len(launch.history().ends)
     node.cut(has_carrier=chance.random() < 0.5)
     time.sleep(HEARTBEAT_S + 2.0 + 2.0 * chance.random())
@@ -257,7 +257,7 @@ def _cut_first(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _flap(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Cut a node off three times, each time shorter than the heartbeat limit."""
+    """Cut a node off three times, each time for less than the heartbeat limit."""
     node = launch.nodes[chance.choice(NAMES)]
     for _ in range(3):
         node.cut(has_carrier=chance.random() < 0.8)
@@ -331,7 +331,8 @@ def _lose_power_of_first(launch: SlurmLaunch, chance: random.Random) -> Expected
 
 
 def _reach_time_limit(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Continue in a job of one minute, whose ranks save before its end, and in another job."""
+    """Continue the run in a job with a time limit of one minute, and then in another job. The first
+    job must save a checkpoint before the limit."""
     subprocess.run(["scancel", launch.job], check=True)
     launch.minutes = 1
     expected = _next_job(launch, None)
@@ -344,7 +345,7 @@ def _reach_time_limit(launch: SlurmLaunch, chance: random.Random) -> Expected:
 
 
 def _lose_buffer_node_before_start(launch: SlurmLaunch, chance: random.Random) -> Expected:
-    """Start a job while a buffer node does not answer and Slurm has not noticed it."""
+    """Start a job while a buffer node does not answer and Slurm has not yet noticed this."""
     subprocess.run(["scancel", launch.job], check=True)
     node = launch.nodes[NAMES[-1]]
 
@@ -358,8 +359,8 @@ def _lose_buffer_node_before_start(launch: SlurmLaunch, chance: random.Random) -
 def _next_job(
     launch: SlurmLaunch, status: int | None, before: Callable[[], None] = lambda: None
 ) -> Expected:
-    """Wait for the end of a job, check its exit status, and start the next job of the run. Call
-    `before` directly before its start."""
+    """Wait for the end of a job, check its exit status, and start the next job of the run.
+    `before` is called directly before the next job starts."""
     if (ended := launch.end()) is None or status not in (None, ended):
         raise ValueError(f"the job ended with {ended}, expected {status}")
     interrupted = launch.history().running is not None

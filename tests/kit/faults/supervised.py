@@ -39,11 +39,11 @@ NODES, RANKS = 2, 2
 STEPS, INTERVAL = 60, 5
 HEARTBEAT_S = 2.0
 ORPHAN_S = 20.0
-"""Time after which agents without a supervisor end."""
+"""Seconds after which agents without a supervisor end."""
 LIMIT_S = 240.0
-"""Longest time of a run, and of a wait for an event of it."""
+"""Time limit in seconds for a run, and for each wait for an event of the run."""
 END_S = 5.0
-"""Time within which all processes of a launch end after its verdict."""
+"""Seconds within which all processes of a launch must end after the launch has ended."""
 KEYS = ("loss", "grad_norm", "tokens")
 _RUN, _FAULTS = "OPTIMUS_TEST_RUN", "OPTIMUS_TEST_FAULTS"
 
@@ -67,17 +67,18 @@ class Expected(NamedTuple):
     """Content that the ledger and the files of a run must have after a fault."""
 
     standings: Mapping[str, str] = {}
-    """Standings of all nodes that get a mark."""
+    """Expected standing of each node that the supervisor marks."""
     restarts: tuple[int, int] = (0, 0)
     """Least and greatest number of attempts that fail or are interrupted."""
     verdict: str = "done"
     status: int = 0
     """Exit status of `optimus launch`."""
     unusable: Mapping[str, int] = {}
-    """Nodes that must not get ranks although they have no mark, each with the first attempt."""
+    """Nodes that must not get ranks although they have no mark, each with the first attempt in
+    which this holds."""
     unbroken: tuple[str, ...] = ()
-    """Lines of the file of faults with which an unbroken run has the same curve, for example
-    because it skips the same updates."""
+    """Lines for the file of faults of the unbroken run. It needs them to have the same curve, for
+    example because both runs skip the same updates."""
 
     def joined(self, later: Expected) -> Expected:
         """Return what to expect after this fault and a later one."""
@@ -106,7 +107,7 @@ def write_config(work: Path, data: Path, name: str, steps: int = STEPS, **settin
         "train__max_steps": steps,
         "train__global_batch_tokens": 16 * CONTEXT,  # updates of about 0.1 s
         "checkpoint__interval": INTERVAL,
-        "parallel__timeout_s": 15.0,  # the ranks of a loaded machine meet late
+        "parallel__timeout_s": 15.0,  # ranks connect late on a busy machine
         "resilience__heartbeat_s": HEARTBEAT_S,
         "resilience__supervisor_timeout_s": ORPHAN_S,
         **settings,
@@ -131,7 +132,7 @@ class Launch:
     """A running `optimus launch` and the processes of its nodes."""
 
     def __init__(self, config: Path, allocation: Allocation) -> None:
-        """Start the launch of a configuration of `write_config`."""
+        """Start the launch of a configuration file that `write_config` has written."""
         self.config, self.allocation = config, allocation
         self.run_dir, self.out = config.with_suffix(""), config.with_suffix(".out")
         self.faults = config.with_suffix(".faults")
@@ -157,7 +158,7 @@ class Launch:
         return _environ(self.run_dir, self.faults)
 
     def restart(self, *options: str, **variables: str) -> None:
-        """Start another supervisor, with further options of `optimus launch` and environment
+        """Start another supervisor, with additional options of `optimus launch` and environment
         variables."""
         self.process = self._start(*options, **variables)
 
@@ -166,7 +167,7 @@ class Launch:
 
         Args:
             kind: The fault, as in tests/kit/faults/site/sitecustomize.py.
-            node: Its node; "*": any node.
+            node: Name of the rank's node; "*": any node.
             rank: Number of the rank on the node; "*": any rank; "g2": rank 2 of the run.
             step: First update with the fault.
         """
@@ -174,7 +175,7 @@ class Launch:
             print(kind, node, rank, step, file=file)
 
     def remove_faults(self) -> None:
-        """Let no further rank fail from the inside."""
+        """Delete the file of faults, so that no further rank fails from the inside."""
         self.faults.unlink(missing_ok=True)
 
     # -- Processes --------------------------------------------------------------------------------
@@ -196,14 +197,14 @@ class Launch:
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if words[2:4] != ["-m", "optimus.resilience.supervision.agent"]:
-                    continue  # also not srun, whose arguments contain this command
+                    continue  # such as srun, whose arguments contain this command
                 run_dir, *name = words[4:]
                 if run_dir == str(self.run_dir):
                     agents[name[0] if name else process.environ()["SLURMD_NODENAME"]] = process
         return agents
 
     def ranks(self, node: str) -> list[psutil.Process]:
-        """Return the ranks of a node, in their order."""
+        """Return the processes of a node's ranks, in ascending order of process ids."""
         ranks: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess, KeyError):
             for child in self.agents()[node].children():
@@ -212,7 +213,7 @@ class Launch:
         return sorted(ranks, key=lambda rank: rank.pid)
 
     def node(self, node: str) -> list[psutil.Process]:
-        """Return agent, ranks and other processes of a node; [] if it has no agent."""
+        """Return the agent, the ranks and all other processes of a node; [] if it has no agent."""
         with contextlib.suppress(psutil.NoSuchProcess, KeyError):
             agent = self.agents()[node]
             return [agent, *agent.children(recursive=True)]
@@ -231,7 +232,7 @@ class Launch:
     # -- State of the run -------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Return the last step in metrics.jsonl; 0 without one."""
+        """Return the last step in metrics.jsonl; 0 if there is none."""
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
             with open(self.run_dir / "metrics.jsonl", "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
@@ -240,7 +241,7 @@ class Launch:
         return 0
 
     def history(self) -> History:
-        """Return the state in the ledger."""
+        """Return the content of the ledger; an empty History if the ledger cannot be read."""
         with contextlib.suppress(ConfigError):
             return read_history(self.run_dir)
         return History()
@@ -263,7 +264,7 @@ class Launch:
             time.sleep(0.02)
 
     def require(self, status: int, verdict: str) -> None:
-        """Wait for the end of the launch. Raises AssertionError if it ends in another way."""
+        """Wait for the end of the launch, and assert its exit status and verdict."""
         result = self.end(60.0), json.loads((self.run_dir / "nodes.json").read_text())["verdict"]
         assert result == (status, verdict), (
             f"status and verdict {result}, expected {status, verdict}"
@@ -278,7 +279,8 @@ class Launch:
         self.wait_until(step_is_complete)
 
     def wait_for_recovery(self, expected: Expected, ended: int) -> None:
-        """Wait until the supervisor has noticed a fault, and the run has done an update since.
+        """Wait until the supervisor has reacted to a fault and the running attempt has done an
+        update.
 
         Args:
             expected: What the fault must cause.
@@ -324,8 +326,10 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
 
 
 class Sleepers(Local):
-    """Starts processes that sleep in place of agents, and then another supervisor if `folder` is
-    set."""
+    """Launcher that starts processes that sleep, in place of agents.
+
+    If `folder` is set, it first opens a workspace there, as another supervisor would do.
+    """
 
     folder: Path | None = None
 
@@ -403,14 +407,15 @@ def check(launch: Launch, status: int | None, expected: Expected, reference: Any
 
     Args:
         launch: The launch.
-        status: Its exit status; None if it did not end.
+        status: Exit status of the launch; None if it did not end.
         expected: What all faults together must cause.
-        reference: The curve of an unbroken run. A run that is not done has its first part.
+        reference: The curve of an unbroken run. If the verdict on the launched run is not "done",
+            its curve must be the first part of `reference`.
     """
     problems = []
     if status != expected.status:
         problems.append(f"exit status {status}, expected {expected.status}")
-    if launch.frozen:  # they must end without a change
+    if launch.frozen:  # these processes must end without changing a file
         before = hash_files(launch.run_dir)
         launch.thaw()
         launch.wait_for_processes(ORPHAN_S + 10.0)
@@ -451,9 +456,12 @@ def _check_ledger(launch: Launch, expected: Expected) -> list[str]:
 def _check_assignments(
     allocation: Allocation, history: History, unusable: Mapping[str, int]
 ) -> list[str]:
-    """Return violations of the rule for nodes: a node that can be used keeps its ranks, and others
-    are replaced by the first free node of the allocation, suspect nodes last. A job whose
-    predecessor has left a verdict, or had another number, assigns all nodes again."""
+    """Return violations of the rule that assigns nodes to attempts.
+
+    A node that can be used keeps its ranks. Each other node is replaced by the first free node of
+    the allocation, suspect nodes last. After a verdict, or in a job with another number, all nodes
+    are assigned again.
+    """
     problems: list[str] = []
     standings: dict[str, str] = {}
     job = ""
@@ -486,8 +494,8 @@ def _check_assignments(
 
 
 def check_checkpoints(run_dir: Path) -> list[str]:
-    """Return the checkpoints that are damaged or not finite. The run may remove
-    others meanwhile."""
+    """Return the checkpoints that are damaged or not finite. The run may remove checkpoints during
+    the check; these are ignored."""
     problems = []
     for path in store.find_all(run_dir):
         try:

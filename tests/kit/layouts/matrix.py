@@ -182,7 +182,7 @@ def pairwise(cases: Sequence[Case], seed: int = 0) -> list[Case]:
 
 def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
     fields = [("mesh", case[:4]), *zip(Case._fields[4:], case[4:], strict=True)]
-    # In a pair with another choice, the axes of the mesh count, and their sizes do not.
+    # In pairs with other choices, the mesh counts by its axes above size 1, without sizes.
     axes = ("axes", tuple(size > 1 for size in case[:4]))
     yield fields[0]
     yield from itertools.combinations([axes, *fields[1:]], 2)

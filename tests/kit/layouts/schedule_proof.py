@@ -168,7 +168,7 @@ def _play(schedule: Schedule, communicator: Communicator) -> None:
     """Execute the lists of all ranks. Assert that all lists and messages complete, without a
     deadlock."""
     positions = [0] * schedule.num_ranks
-    available: set[Action] = set()  # received values, as receives
+    available: set[Action] = set()  # received values, as receive actions
     messages = _Messages(schedule, communicator, available)
     moved = True
     while moved:

@@ -184,7 +184,8 @@ def _processes_with(name: str, value: str) -> Iterator[psutil.Process]:
 
 
 def _kill_all(name: str, value: str, number: int = signal.SIGKILL) -> None:
-    """Send a signal to all processes with an environment variable; SIGKILL until none is left."""
+    """Send a signal to all processes with an environment variable. Repeat SIGKILL until all have
+    ended."""
     while processes := list(_processes_with(name, value)):
         for process in processes:
             with contextlib.suppress(psutil.Error):

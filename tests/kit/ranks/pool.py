@@ -77,8 +77,8 @@ class RankPool:
             timeout_s: Time limit. After it, the stacks of all ranks are recorded and the ranks are
                 killed.
             grace_s: Time that the other ranks have to end after the first failure.
-            start_world: Call `start_world()` before the function. With one rank it makes no process
-                group.
+            start_world: True to call `start_world()` before the function. With one rank,
+                `start_world` makes no process group.
 
         Returns:
             The results, by rank.

@@ -17,9 +17,10 @@ def make_tiny_data(directory: Path, documents: int = 120, tokenizer: Path | None
     """Make a data set of about 600 instances of CONTEXT tokens, with held-out instances.
 
     Args:
-        directory: The data set is `directory`/data.
+        directory: Directory in which the data set `data` is made.
         documents: Number of documents.
-        tokenizer: None: train a tokenizer and write it to `directory`/tokenizer.json.
+        tokenizer: Path of the tokenizer; None to train a tokenizer and write it to
+            `directory`/tokenizer.json.
 
     Returns:
         The path of the data set.

@@ -14,7 +14,8 @@ fault in this update, or in the next one that it does. "*" is any node or rank. 
 - memory: the kernel refuses memory;
 - data-error: a read of the data fails;
 - bad-save: the checkpoint of exactly this step has weights so large that they give NaN;
-- kill-in-update, kill-in-save, kill-in-load: SIGKILL within 50 ms after the start of the call.
+- kill-in-update, kill-in-save, kill-in-load: SIGKILL within 50 ms after the start of an update, of
+  a save, or of the load of a checkpoint.
 """
 
 from __future__ import annotations
