@@ -129,7 +129,8 @@ def _bench_supervision(args: argparse.Namespace) -> int:
     supervision.check(options, folder, has_config=args.config is not None)
     config = None if args.config is None else load_config(args.config, args.overrides)
     before = signal.getsignal(signal.SIGTERM)
-    with raising_keyboard_interrupt():  # removes the processes and files of the benchmark
+    # With an exception, the benchmark removes its processes and files before it ends.
+    with raising_keyboard_interrupt():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             result = supervision.bench_supervision(options, config, folder)

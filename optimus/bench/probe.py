@@ -91,7 +91,8 @@ def start() -> None:
     if plan.audits:
         audit = _Audit(plan)
         sys.addaudithook(audit.hook)
-        os.register_at_fork(after_in_child=audit.begin)  # only the warm process forks: a rank
+        # Only the warm process forks, so a forked process is a rank.
+        os.register_at_fork(after_in_child=audit.begin)
 
 
 class _LoopFinder(importlib.abc.MetaPathFinder):

@@ -193,7 +193,8 @@ class Recorder:
     """Base class of the sinks; ignores all records. A sink overrides the methods that it needs."""
 
     records_actions = False
-    """True if the recorder needs calls of `action`. If False, executors do not time actions."""
+    """True if the recorder needs calls of `action`. If False, the pipeline executor does not time
+    actions."""
 
     def record(self, record: Record) -> None:
         """Receive a record of the run."""

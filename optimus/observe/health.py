@@ -25,8 +25,8 @@ _CALM = 2.0
 """A spike has ended when the norm is at most this multiple of the median."""
 
 _UPDATES = 10
-"""Number of latest updates in which the expert loads of a layer are checked. A recovery is reported
-after this number of consecutive balanced updates."""
+"""Number of recent updates over which the expert loads of a layer are checked. A recovery is
+reported after this number of consecutive balanced updates."""
 _OVERLOAD = 4.0
 _IDLE = 0.01
 """An expert is idle if its load (see `expert_loads`) is below this value."""
@@ -106,7 +106,7 @@ class TrainingHealth:
 
 
 class _Alarm:
-    """Makes the notices of one kind of fault, and limits how often a warning is repeated.
+    """Creates the notices about one kind of fault, and limits how often its warning is repeated.
 
     The first repetition is allowed 100 updates after the warning, the next one 200 updates after
     the first, then 400 and so on.

@@ -41,8 +41,7 @@ _MOST_STEPS = 1 << 22
 """Maximum number of steps whose lines `JsonLines.open` looks for in a file. The limit bounds the
 memory if a damaged manifest contains a huge step number."""
 _BATCH_BYTES = 1 << 16
-"""Size in bytes of a batch of new lines for the copy of a metrics file. Lines wait in memory until
-a batch is full."""
+"""Number of bytes of new lines that wait in memory until they are appended to a file's copy."""
 
 
 class MetricsFiles(Recorder):
@@ -123,8 +122,14 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, fd: int, copy: Path, copy_fd: int) -> None:
-        """Append to the files that are open as `fd` and `copy_fd`; `close` closes them. `path` and
-        `copy` are their paths."""
+        """Use two files that are open for appending. `close` closes both.
+
+        Args:
+            path: Path of the file.
+            fd: Descriptor of the file.
+            copy: Path of the copy.
+            copy_fd: Descriptor of the copy.
+        """
         self._path, self._waiting, self._warned = path, b"", False
         self._copy, self._uncopied, self._copy_failed = copy, b"", False
         self._copy_lock = threading.Lock()
@@ -141,17 +146,17 @@ class JsonLines:
         cut_log: Path,
         expected: Iterable[int] = (),
     ) -> JsonLines:
-        """Remove the lines of steps after `step` from a file, restore lost lines from its copy, and
-        open it to append.
+        """Repair a file of a run that starts at `step`, and open it for appending.
 
-        Damaged lines are removed, too. If several lines have the same step and the same `source`,
-        only the last one is kept. Lines in metrics.jsonl have no `source`. The file and its copy
-        are replaced by new files, to which no process of an earlier start can append.
+        Lines of later steps and damaged lines are removed. Lost lines are restored from the copy.
+        If several lines have the same step and the same `source`, only the last one is kept. Lines
+        in metrics.jsonl have no `source`. The file and its copy are replaced by new files, to which
+        no process of an earlier start can append.
 
         Args:
             workspace: The workspace of the run.
             path: The file.
-            copy: Copy of the file, from which missing lines are restored. Then it gets the same
+            copy: Copy of the file, from which lost lines are restored. The copy then gets the same
                 content as the file.
             step: Last step to keep.
             cut_log: File for removed lines. If it exists, it is replaced.
@@ -299,8 +304,8 @@ def _up_to(step: int, lines: Iterable[bytes]) -> dict[tuple[int, str], bytes]:
 
 
 def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
-    """Return `lines` without the lines in `kept`. If a line occurs several times in `lines`, each
-    occurrence in `kept` removes a single occurrence."""
+    """Return the multiset difference of `lines` and `kept`: each line in `kept` removes one equal
+    line of `lines`."""
     remaining = collections.Counter(kept)
     others = []
     for line in lines:

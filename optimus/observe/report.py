@@ -42,7 +42,7 @@ class _Step(_Line):
 
     step: _Count
     loss: _Loss | None
-    """None if it is not finite. Then the update was skipped, and `grad_norm` is None, too."""
+    """None if the loss was not finite. Then the update was skipped, and `grad_norm` is None."""
     grad_norm: _Loss | None
     tokens: _Count
     step_time_s: _Figure
@@ -89,8 +89,8 @@ def write_report(run_dir: Path) -> tuple[Path, str]:
 
 
 def _read_valid(path: Path, kind: type[_AnyLine]) -> tuple[list[_AnyLine], int]:
-    """Return the lines of a file that have the fields of `kind`, and the number of other lines. A
-    last line without a newline is not counted, because a kill can cut it."""
+    """Return the lines of a file that are valid for `kind`, and the number of damaged lines. A last
+    line without a newline does not count as damaged, because a kill can cut it."""
     valid, damaged = [], 0
     for line in read_lines(path):
         try:

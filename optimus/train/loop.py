@@ -193,7 +193,7 @@ def fix_arithmetic(train: TrainConfig, local_world_size: int) -> int:
     turn on torch's deterministic mode. Call this before the first computation."""
     threads = platform.set_threads(train.threads, train.deterministic, local_world_size)
     if train.deterministic:
-        # Has the effect of use_deterministic_algorithms(True), which imports the compiler (2 s).
+        # As use_deterministic_algorithms(True), but without importing the compiler (2 s).
         torch.set_deterministic_debug_mode("error")
         switches: Any = torch.utils.deterministic  # its type does not declare this property
         switches.fill_uninitialized_memory = False

@@ -77,8 +77,8 @@ class Expected(NamedTuple):
     """Nodes that must not get ranks although they have no mark, each with the first attempt in
     which this holds."""
     unbroken: tuple[str, ...] = ()
-    """Lines for the file of faults of the unbroken run. It needs them to have the same curve, for
-    example because both runs skip the same updates."""
+    """Lines for the file of faults of the unbroken run. With these lines, the unbroken run has the
+    same curve, for example because both runs skip the same updates."""
 
     def joined(self, later: Expected) -> Expected:
         """Return what to expect after this fault and a later one."""
@@ -279,8 +279,7 @@ class Launch:
         self.wait_until(step_is_complete)
 
     def wait_for_recovery(self, expected: Expected, ended: int) -> None:
-        """Wait until the supervisor has reacted to a fault and the running attempt has done an
-        update.
+        """Wait until the supervisor has reacted to a fault and the run has done another update.
 
         Args:
             expected: What the fault must cause.
