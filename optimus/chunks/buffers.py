@@ -1,5 +1,7 @@
-"""Flat buffers of model states: chunks, gradients of further uses of a parameter, and frozen
-parameters. A further use is, for example, that of a tied embedding in the output head.
+"""Flat buffers of model states: chunks, separate gradients of tied weights, and frozen parameters.
+
+With tied embeddings, the output head also uses the weight of the embedding. Such a second use of a
+parameter is called a further use (`FurtherUse`). Its gradient has a separate buffer.
 
 Parameters and gradients are views of flat buffers, and autograd saves such views. To free a buffer,
 its storage is resized to 0 bytes, but the storage object stays: when the storage has memory again,
@@ -22,8 +24,8 @@ from optimus.distributed.collectives import ALONE, all_gather
 
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
 """Kinds of states. "parameters" have the training dtype. "gradients" are the gradients of whole
-chunks and their sums in shards. "deterministic" are the sums in deterministic mode, which have the
-order of microbatches. "tied" are the gradients of further uses of parameters."""
+chunks and their sums in shards. "deterministic" are the sums in deterministic mode, to which
+microbatches are added in order. "tied" are the gradients of further uses of parameters."""
 
 
 class StateTensor(NamedTuple):
@@ -83,7 +85,7 @@ class ZeroedMemory(Memory):
 
 
 class GradBuffer(Protocol):
-    """Gradients that are reduced together: those of a chunk, or of a further use of a parameter."""
+    """Gradients that are reduced together: those of a chunk, or that of one `FurtherUse`."""
 
     groups: ParamProcessGroups
     grads: Tensor
@@ -108,9 +110,9 @@ class ChunkState:
         params: [L] in the training dtype. Parameters are views of it.
         grads: [L] in the dtype of gradients. Backward adds to it.
         grad_views: Views of `grads` by parameter. They are valid whenever `grads` has memory.
-        shard: [L / shards], this rank's shard of the parameters: a view of `params`, or a tensor of
-            its own if `is_sharded`.
-        master: fp32 [L / shards]; `shard` itself in fp32 training.
+        shard: [L / shards], this rank's shard of the parameters: a separate tensor if `is_sharded`,
+            else a view of `params`.
+        master: fp32 [L / shards], the master weights; `shard` itself in fp32 training.
         moments: [L / shards] each, the moments of the optimizer by name.
         grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded.
     """
@@ -130,7 +132,7 @@ class ChunkState:
         self.is_sharded = shards_params and shards > 1
         self.params = torch.zeros(chunk.length, dtype=dtype, device=device)
         self.grads = torch.zeros(chunk.length, dtype=grad_dtype, device=device)
-        # Made here, since a view of freed memory cannot be made.
+        # Create the views now, because torch cannot create a view of freed memory.
         self.grad_views = {slot.name: self.view(self.grads, slot) for slot in chunk.slots}
         self.grad = self.grads
         if shards > 1:
@@ -150,7 +152,7 @@ class ChunkState:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """The master and the moments, by name."""
+        """The master weights and the moments, by name."""
         return {"master": self.master, **self.moments}
 
     def state_tensors(self) -> Iterator[StateTensor]:
@@ -169,8 +171,10 @@ class ChunkState:
         return flat[slot.start : slot.stop].view(slot.shape)
 
     def gather(self, flat: Tensor) -> Tensor:
-        """Return the [L] values of a [L / shards] buffer; the buffer itself if it is not sharded. A
-        collective of the shard group."""
+        """Gather a [L / shards] buffer from the ranks of the shard group, and return all L values.
+
+        Return the buffer itself if the shard group has one rank. A collective of the shard group.
+        """
         if self.groups.shard_group.size == 1:
             return flat
         out = flat.new_empty(self.chunk.length)
@@ -197,7 +201,7 @@ class ChunkState:
 
 @dataclass(frozen=True)
 class FurtherUse:
-    """A further use of a parameter, such as by an output head with the weight of the embedding."""
+    """A second use of a parameter, such as that of a tied embedding in the output head."""
 
     name: str
     leaf: Tensor
@@ -235,7 +239,7 @@ class StateShard:
 
     chunk: Chunk
     first: int
-    """Index in the chunk of the shard's first element."""
+    """Index of the shard's first element in the chunk."""
     groups: ParamProcessGroups
     states: Mapping[str, Tensor]
     """Flat tensor [L / shards] of each state, by name. A load writes to these tensors."""
@@ -255,7 +259,7 @@ class ShardSlice(NamedTuple):
 
 class FrozenParams:
     """Frozen parameters in flat chunks of the training dtype, whole on every rank. They have no
-    gradients and no separate masters."""
+    gradients and no separate master weights."""
 
     def __init__(
         self,
@@ -295,7 +299,7 @@ class FrozenParams:
 
     def put(self, name: str, values: Tensor, start: int) -> None:
         """Set elements of a flattened parameter, from index `start`."""
-        self.settle()  # otherwise values of an earlier `shards` would replace these later
+        self.settle()  # otherwise a later `settle` would replace these values by older values
         self._views[name].view(-1)[start : start + len(values)].copy_(values)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -324,9 +328,9 @@ class FrozenParams:
 
 
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:
-    """Return the bytes of each of KINDS, their sum "total", and the padding in this sum, "padding".
+    """Return the bytes of each of KINDS, their sum "total", and the "padding" in this sum.
 
-    Storage that several tensors share counts once, for the first tensor.
+    A storage that several tensors share counts once, for the kind of the first of these tensors.
     """
     sizes = dict.fromkeys(KINDS, 0)
     in_chunk: dict[int, int] = {}

@@ -48,9 +48,9 @@ class ChunkEngine:
         reduce_dtype: The dtype of gradient reductions.
         grad_dtype: The dtype of gradient accumulation: fp32 or `dtype`. It must be fp32 in
             deterministic mode, and if `residency` divides gradients.
-        everyone: All ranks.
+        everyone: Group of all ranks.
         compiled: True if torch.compile will trace the module.
-        overlap: True to reduce gradients during the last backward of a step.
+        overlap: True to reduce gradients during the last backward of a step, not after it.
         residency: Settings for gradients and parameters that are whole only while they are needed.
             If `residency` divides gradients or parameters, call `attach` before the first step.
 
@@ -128,7 +128,7 @@ class ChunkEngine:
             value, view = initial(slot.name), state.view(state.params, slot)
             self.put("master", slot.name, value)
             view.copy_(value)
-            del value  # before the next value is made
+            del value  # free it before `initial` makes the next value
             self._named[slot.name].data = view
         if state.is_sharded:
             state.shard.copy_(state.params[state.shard_range])
@@ -149,7 +149,8 @@ class ChunkEngine:
         gradient buffers when it computes.
 
         Args:
-            segments: All segments in order of first use. They contain all parameters and uses.
+            segments: All segments in order of first use. Together, they have all parameters and
+                further uses.
             passes: The forward and backward passes of this rank in a training step, in order.
             early: As for `GradReducer.attach`.
             regions: Ranges of indices of segments. Backward recomputes the segments of a range
@@ -194,8 +195,8 @@ class ChunkEngine:
         return chunk_of | {use: chunk_of[name] for use, name in self.gradients.owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
-        """Gather parameters for a use outside of any segment. They stay whole until the next use of
-        a segment. A collective of the ranks that shard them."""
+        """Gather parameters that code outside of any segment reads. They stay whole until the next
+        use of a segment. A collective of the ranks that shard them."""
         self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
     def wait(self) -> None:
@@ -205,15 +206,15 @@ class ChunkEngine:
     # -- a step ----------------------------------------------------------------------------------
 
     def add_use(self, use: FurtherUse) -> None:
-        """Add a gradient buffer for a further use of a parameter, except of a frozen parameter."""
+        """Add a gradient buffer for a further use of a parameter that is not frozen."""
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
         else:
             self.gradients.add_use(use, self._groups[use.owner])
 
     def gradient(self, name: str) -> Tensor:
-        """Return the view to which backward adds the gradient of a parameter, for modules that add
-        it without autograd. The view is valid until the next step."""
+        """Return the view to which backward adds the gradient of a parameter. Modules that compute
+        the gradient without autograd add to this view. It is valid until the next step."""
         slot = self.slots[name]
         return self.chunks[slot.chunk].grad_views[name]
 
@@ -300,9 +301,15 @@ class ChunkEngine:
             target.copy_(values[low - start : high - start])
 
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> ShardSlice | None:
-        """Return the first slice of a parameter in this rank's shards of `state` for which `is_bad`
-        is True; None if there is none. `state` is "master", which includes frozen parameters, or a
-        moment."""
+        """Return the first bad slice of a parameter in this rank's shards of a state.
+
+        Args:
+            state: "master", which includes frozen parameters, or the name of a moment.
+            is_bad: Returns True for values that are bad.
+
+        Returns:
+            The slice; None if no slice is bad.
+        """
         self.wait()
         for chunk_state in self.chunks:
             flat = chunk_state.states[state]
@@ -318,8 +325,11 @@ class ChunkEngine:
         return None
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
-        """Return the name of the first parameter for which `is_bad` is True, "" if there is none.
-        Of a parameter in a sharded chunk, only the elements in this rank's shard are checked."""
+        """Return the name of the first parameter whose values are bad, or "" if none is.
+
+        If a chunk is sharded, this checks only the elements in this rank's shard. `is_bad` returns
+        True for values that are bad.
+        """
         self.wait()
         for name, slot in self.slots.items():
             state = self.chunks[slot.chunk]
@@ -342,6 +352,7 @@ class ChunkEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Greatest number of bytes in the cache of sharded parameters."""
+        """Upper limit of the bytes in the cache of sharded parameters: the bytes of the largest
+        chunks, one for each slot."""
         sizes = sorted(state.params.nbytes for state in self.chunks if state.is_sharded)
         return sum(sizes[-self.residency.slots :])

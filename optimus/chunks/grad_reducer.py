@@ -1,11 +1,13 @@
 """Gradients of a rank from backward to the update: accumulation, and reduction over ranks.
 
-Each loss term is already divided by a count of the global batch, so every reduction is a plain sum.
+Each loss term is already divided by the number of targets or microbatches in the global batch, so
+every reduction is a plain sum.
 If the states are sharded, each of the n ranks of the reduce group receives 1/n of the summed chunk.
-The ranks of the replica group then gather these pieces to the shard that they update.
+The ranks of the replica group then gather these pieces into the shard that they update.
 
-The collectives of a group must be launched in the same order on all ranks. Therefore the buckets of
-a stage are launched in the reverse order of first use, in which backward completes them.
+The collectives of a group must be launched in the same order on all ranks. Therefore the reductions
+of a stage's buckets have a fixed order: the reverse order of first use, in which backward completes
+the gradients.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class _ReduceOnce:
             buffer.grads.zero_()
 
     def reduce(self, buffer: GradBuffer) -> None:
-        """Reduce a buffer after the last backward of the step that adds to it."""
+        """Start to reduce a buffer. Without `overlap`, also wait for the reduction. Call this when
+        no later backward of the step adds to the buffer."""
         group = buffer.groups.reduce_group
         if group.size == 1:
             return
@@ -123,19 +126,19 @@ class _ReduceOnce:
                 continue
             if len(result) == len(into):
                 into.copy_(result)
-            else:  # `finish` gathers the other pieces, so that all ranks do it at the same time
+            else:  # `finish` gathers the pieces, so that all ranks do it at the same time
                 self._pieces.append((buffer, result))
 
 
 class _ReducePerMicrobatch:
     """Reduces the gradients of each backward as soon as they are complete. Each of n ranks keeps
-    1/n of the sum. After a reduction, `memory` frees the buffer until the next backward (ZeRO-2) or
-    sets it to zero.
+    1/n of the sum. After a reduction, `memory` either frees the buffer until the next backward
+    (ZeRO-2) or sets it to zero.
 
     With `is_ordered`, microbatches are added in the order of their numbers, so that the bits of the
-    sum do not depend on the layout. Microbatch i of rank d of the w ranks has number i * w + d.
-    Therefore every rank receives the contributions of ranks 0 to w-1 after each backward, and adds
-    them in this order. Without `is_ordered`, the collective adds the contributions in `dtype`.
+    sum do not depend on the layout. With w ranks, microbatch i of rank d has the number i * w + d.
+    Therefore, after each backward, every rank receives the contributions of ranks 0 to w-1 and adds
+    them in rank order. Without `is_ordered`, the collective adds the contributions in `dtype`.
 
     A buffer to which only one rank adds is not reduced.
     """
@@ -155,7 +158,7 @@ class _ReducePerMicrobatch:
             self.memory.free(buffer.grads)
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield the pieces of the sums, which exist between steps."""
+        """Yield this rank's pieces of the sums. They keep their memory between steps."""
         kept = "deterministic" if isinstance(self.memory, ZeroedMemory) else "gradients"
         for buffer, piece in self._pieces.items():
             chunk = buffer.chunk if isinstance(buffer, ChunkState) else None
@@ -167,13 +170,14 @@ class _ReducePerMicrobatch:
             self._pieces.get(buffer, buffer.grads).zero_()
 
     def allocate(self, buffer: GradBuffer) -> None:
-        """Give a buffer memory, with zeros, before a backward adds to it."""
+        """Allocate a freed buffer and set it to zero, before a backward adds to it."""
         if not self.memory.has(buffer.grads):
             self.memory.allocate(buffer.grads)
             buffer.grads.zero_()
 
     def reduce(self, buffer: GradBuffer) -> None:
-        """Add a buffer to the sum after a backward, and free it."""
+        """Reduce a buffer after a backward, add the result to this rank's piece of the sum, and
+        free the buffer."""
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
@@ -200,7 +204,7 @@ class _ReducePerMicrobatch:
             all_reduce_sum(buffer.grad, buffer.groups.partial_group)
 
     def release(self) -> None:
-        """Free the buffers that `finish` made whole for the update."""
+        """Free the buffers that `finish` has allocated for the update."""
         for buffer in self._pieces:
             if self.memory.has(buffer.grads):
                 self.memory.free(buffer.grads)
@@ -210,9 +214,9 @@ class GradReducer:
     """Adds up the gradients of a rank's chunks over microbatches and ranks.
 
     Backward adds to views of the chunks, and to a separate buffer for each further use of a
-    parameter. By default, each buffer is reduced once per step; with `overlap`, during the last
-    backward. If buffers are freed, they are reduced after each microbatch. In deterministic mode,
-    they are reduced after each microbatch too, and the sum has the order of microbatch numbers.
+    parameter. By default, each buffer is reduced once per step, after the last backward, or during
+    it with `overlap`. With `frees_buffers` or in deterministic mode, each buffer is reduced after
+    each microbatch. Deterministic mode adds the microbatches in the order of their numbers.
 
     Args:
         named: Trained parameters in order of first use, views of the chunks.
@@ -245,8 +249,8 @@ class GradReducer:
         frees_buffers: bool,
     ) -> None:
         self.before_reduce: Callable[[GradBuffer], None] = lambda buffer: None
-        """Called with each buffer before it is reduced, to find the rank of a NaN. The reduction
-        copies a NaN to all ranks."""
+        """Called with each buffer before its reduction, to find the rank that has computed a NaN.
+        The reduction copies a NaN to all ranks."""
         self._by_name: dict[str, tuple[ChunkState, Slot]] = {
             slot.name: (state, slot) for state in chunk_states for slot in state.chunk.slots
         }
@@ -298,7 +302,7 @@ class GradReducer:
 
         Args:
             segments: All segments in order of first use.
-            early: As described above.
+            early: True to allocate and free buffers by segment, False by stage.
         """
         if not self._frees_buffers:
             return
@@ -339,7 +343,7 @@ class GradReducer:
 
     @property
     def owner_of(self) -> dict[str, str]:
-        """Name of the parameter of each further use, by the name of the use."""
+        """Mapping from the name of each further use to the name of its parameter."""
         return {buffer.use.name: buffer.use.owner for buffer in self._uses}
 
     def state_tensors(self) -> Iterator[StateTensor]:
@@ -361,8 +365,8 @@ class GradReducer:
         self._in_step = True
 
     def before_backward(self, stage: int) -> None:
-        """Allocate the freed buffers of a stage, unless `attach` had `early`. Call this before each
-        backward action (B, I or W) of the stage."""
+        """Allocate the freed buffers of a stage, unless `attach` was called with `early`. Call this
+        before each backward action (B, I or W) of the stage."""
         if not self._frees_early:
             for segment_stage, buffers in self._segments:
                 if segment_stage == stage:
@@ -421,7 +425,7 @@ class GradReducer:
             bucket.is_ready = False
 
     def finish(self) -> None:
-        """Complete all reductions, so that each `grad` has the whole sum. Call this before the
+        """Complete all reductions, so that each `grad` contains the whole sum. Call this before the
         update."""
         assert not self._allocated, "a gradient was not reduced"
         self._in_step = False
@@ -461,19 +465,20 @@ class GradReducer:
                 self._launch_ready(bucket.buffer.groups.stage)
 
     def _launch_ready(self, stage: int) -> None:
-        """Launch the buckets of a stage in their order, up to the first that is not ready."""
+        """Launch the reductions of a stage in order, up to the first bucket that is not ready."""
         buckets = self._buckets.get(stage, [])
         for bucket in buckets[self._num_launched.get(stage, 0) :]:
             if not bucket.is_ready:
                 return
-            self._num_launched[stage] += 1  # before the launch: if it fails, it is not repeated
+            self._num_launched[stage] += 1  # first, so that a launch that fails is not repeated
             self._check_views(bucket)
             self.before_reduce(bucket.buffer)
             bucket.is_launched = self._overlaps
             self._strategy.reduce(bucket.buffer)
 
     def _check_views(self, bucket: GradBucket) -> None:
-        """Assert that no `.grad` was replaced, since its values would be lost."""
+        """Assert that each `.grad` is still a view of the buffer, because the reduction would miss
+        the values of any other tensor."""
         if not self._accumulates_natively:
             return
         for name, leaf in bucket.leaves.items():

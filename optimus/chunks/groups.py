@@ -18,8 +18,8 @@ class ParamProcessGroups:
     """Process groups of a parameter. Parameters with equal groups share chunks, so all ranks of
     `reduce_group` divide their parameters into chunks in the same way.
 
-    The rank within `reduce_group` is the rank within `shard_group` times the size of
-    `replica_group` plus the rank within `replica_group`.
+    The ranks are numbered so that
+    `reduce_group.rank == shard_group.rank * replica_group.size + replica_group.rank`.
     """
 
     stage: int = 0
@@ -31,13 +31,14 @@ class ParamProcessGroups:
     replica_group: Group = ALONE
     """Ranks of `reduce_group` that have the same shard of the states."""
     partial_group: Group = ALONE
-    """Tensor-parallel ranks that have copies of a parameter, such as a norm. Each computes a part
-    of the gradient, and these parts are added up."""
+    """Tensor-parallel ranks that have copies of the parameter, for example of the weight of a norm.
+    Each computes one summand of the gradient."""
     copy_axes: tuple[str, ...] = ()
     """Mesh axes along which ranks have the same shard of the states."""
     stage_group: Group = ALONE
-    """Ranks of the pipeline stages that have a copy of the parameter. They add up the gradients of
-    their uses. In the gradient norm, only the copy of the first stage counts."""
+    """Ranks of the pipeline stages that have a copy of the parameter. Each computes the gradient of
+    its use of the parameter, and these gradients are added up. In the gradient norm, only the copy
+    of the first stage counts."""
     options: ParamOptions = DEFAULT_OPTIONS
     is_first_copy: bool = field(default=True, compare=False)
     """True on the first of the ranks that have the same shard of the states."""
@@ -116,8 +117,8 @@ def check_same_params(
 def _refuse(label: str, of_ranks: list[list[str] | None]) -> None:
     """Raise ConfigError for the first difference between the ranks of a reduce group.
 
-    `label` describes the group. `of_ranks` has a list for each rank of the run, with a line for
-    each of its parameters that this group reduces; None for a rank without such parameters.
+    `label` describes the group. `of_ranks` has an entry for each rank of the run: a list with one
+    line for each parameter that the rank reduces in this group, or None if there are none.
     """
     present = [(rank, lines) for rank, lines in enumerate(of_ranks) if lines is not None]
     first, reference = present[0]

@@ -1,8 +1,8 @@
 """The layout of parameters in flat chunks: a pure function of names, shapes and groups.
 
-Parameters with the same process groups and options form a class. A class is laid out in order of
-first use into chunks of equal length, and each chunk is reduced, updated, gathered and freed as a
-whole. The optimizer states of a chunk are divided evenly over its shard group.
+Parameters with the same process groups and options form a class. The parameters of a class are
+placed, in order of first use, in chunks of equal length. Each chunk is reduced, updated, gathered
+and freed as a whole. The optimizer states of a chunk are divided evenly over its shard group.
 
 Lengths and offsets are in elements. Every parameter and every shard starts at a multiple of
 ALIGNMENT elements: 64 bytes in bf16, the narrowest dtype. Without this alignment, the layout would
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT = 32
-"""Elements in 64 bytes of a two-byte dtype."""
+"""Number of elements of a two-byte dtype in 64 bytes."""
 MAX_WASTE = 0.01
-"""Fraction of the elements of a class. `best_length` rounds the padding down to multiples of a
-quarter of it."""
+"""Fraction of the elements of a class. `best_length` compares the padding of chunk lengths in steps
+of a quarter of this fraction."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     key: Hashable = None
-    """Parameters with equal keys form a class. `ChunkEngine` uses their `ParamProcessGroups`."""
+    """Parameters with equal keys form a class. `ChunkEngine` uses `ParamProcessGroups` as keys."""
     reduce_size: int = 1
-    """Size of the reduce group. The length of the parameter's chunk is a multiple of it."""
+    """Size of the reduce group. It divides the length of the parameter's chunk."""
     shard_size: int = 1
     """Size of the shard group, a divisor of `reduce_size`."""
 
@@ -53,7 +53,7 @@ class Slot:
     chunk: int
     """Number of the chunk in the layout."""
     start: int
-    """Index in the chunk of the first element."""
+    """Index of the parameter's first element in the chunk."""
 
     @property
     def stop(self) -> int:
@@ -67,8 +67,8 @@ class Chunk:
     number: int
     key: Hashable
     length: int
-    """A multiple of `reduce_size` * ALIGNMENT, equal for all chunks of a key except the last, which
-    ends after its parameters."""
+    """Number of elements, a multiple of `reduce_size` * ALIGNMENT. All chunks of a key have the
+    same length, except the last, which is only as long as its parameters need."""
     reduce_size: int
     shard_size: int
     slots: tuple[Slot, ...]
@@ -89,7 +89,8 @@ class Chunk:
 
     @cached_property
     def _limits(self) -> tuple[list[int], list[int]]:
-        """Starts and stops of the parameters, cached for plans of thousands of ranks."""
+        """Starts and stops of the parameters. They are cached because a plan of thousands of ranks
+        reads them often."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
 
@@ -123,7 +124,7 @@ def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
 
     Args:
         parameters: The parameters in order of first use, each name once.
-        target_length: Elements of a chunk.
+        target_length: Desired number of elements of a chunk.
     """
     assert target_length >= 1, target_length
     classes: dict[Hashable, list[Parameter]] = {}
@@ -145,12 +146,12 @@ def lay_out(parameters: Iterable[Parameter], target_length: int) -> ChunkLayout:
 
 
 def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
-    """Return the length of the chunks of a class: a multiple of `reduce_size` * ALIGNMENT near
-    `target` with the least padding.
+    """Return the chunk length near `target` that gives a class the least padding.
 
-    In addition to `target`, this tries the total length of each sequence of consecutive parameters
-    that begins with one of the first parameters. Models repeat their layers, so a length that fits
-    the parameters of some layers also fits those of later layers.
+    The length is a multiple of `reduce_size` * ALIGNMENT. In addition to `target`, this tries the
+    total length of each sequence of consecutive parameters that begins with one of the first
+    parameters. Models repeat their layers, so a length that fits the parameters of some layers also
+    fits those of later layers.
     """
     step = reduce_size * ALIGNMENT
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
@@ -168,16 +169,18 @@ def best_length(sizes: Sequence[int], target: int, reduce_size: int) -> int:
 
 
 _FIRSTS = 64
-"""Number of first parameters with which `best_length` begins runs: those of several layers."""
+"""Number of parameters, from the first on, with which `best_length` begins a sequence. They belong
+to several layers."""
 
 
 def _wasted(ends: Sequence[int], length: int, step: int) -> int:
-    """Return the padding of a class that is divided into chunks of `length`, rounded down.
+    """Return the padding of a class with chunks of `length`, as a number of coarse units.
 
-    The unit is MAX_WASTE / 4 of the elements of the class. Lengths with about the same padding have
-    the same result, and `best_length` then selects the length nearest to the target. `ends`
-    contains, for each parameter, the sum of the padded sizes up to its end. A binary search in
-    `ends` finds the last parameter of a chunk, which is fast for models of a thousand layers.
+    A unit is MAX_WASTE / 4 of the elements of the class, and the number is rounded down. Lengths
+    with about the same padding therefore have the same result, and `best_length` selects the length
+    nearest to the target. `ends` contains, for each parameter, the sum of the padded sizes of all
+    parameters up to and including it. A binary search in `ends` finds the last parameter of a
+    chunk. This is fast even for models of a thousand layers.
     """
     total = start = 0
     while ends[-1] - start > length:

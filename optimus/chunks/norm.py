@@ -1,4 +1,4 @@
-"""2-norms of sharded tensors: a fast norm, and a norm with the same bits for any shards."""
+"""2-norms of sharded tensors: a fast norm, and a norm whose bits do not depend on the sharding."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def fast_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> fl
     for flat in flats:
         # Norms of blocks in fp32 are fast. Their squares are added in fp64.
         squares.append(_block_norms(flat).double().square().sum())
-    # Finite values may have squares that overflow fp32. A single check of all tensors waits for the
-    # device only once.
+    # Finite values may have squares that overflow fp32. All tensors are checked at once, so that
+    # the host waits for the device only once.
     if squares and not bool(torch.stack(squares).isfinite().all()):
         squares = [flat.double().square().sum() for flat in flats]
     for square in squares:

@@ -1,10 +1,10 @@
 """Optimizers that update shards of chunks. An optimizer declares its moments, and each shard has
 memory for them.
 
-Adafactor and SM3 keep statistics of rows and columns instead of a number for each element. Such an
-optimizer would need shards that begin with a row, and therefore slots whose start and length are
-multiples of a row. It would reduce its statistics of columns over the shard group, as a sum
-(Adafactor) or a maximum (SM3).
+There is no Adafactor and no SM3. They keep a statistic for each row and column instead of each
+element. Such an optimizer would need shards that begin with a row, and therefore slots whose start
+and length are multiples of a row. It would also have to reduce its statistics of columns over the
+shard group, with a sum (Adafactor) or a maximum (SM3).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Optimizer(Protocol):
     """An element-wise update rule."""
 
     moments: Mapping[str, torch.dtype]
-    """Dtypes of the moments, the states of an element in addition to its master weight, by name.
-    Checkpoint files use the same names."""
+    """Dtype of each moment, by name. Moments are the states of an element other than its master
+    weight. Checkpoint files use the same names."""
     num_updates: int
-    """Number of updates, including the current one, for a bias correction."""
+    """Number of updates, including the current one. A bias correction uses it."""
 
     def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
         """Update a chunk's shard of masters, moments and parameters from its `grad`.
@@ -34,7 +34,7 @@ class Optimizer(Protocol):
         Args:
             state: The chunk.
             lr: Learning rate.
-            grad_scale: Factor of the gradient, for clipping and the loss scale.
+            grad_scale: Factor by which the gradient is multiplied, for clipping and the loss scale.
         """
 
 

@@ -45,7 +45,7 @@ def check_patterns(optim: OptimConfig, names: Collection[str]) -> None:
         ConfigError: A pattern has no effect, or no parameter is left to train.
     """
     words = (name.split(".") for name in names)
-    # With N for each number, such as blocks.N.mlp.down_proj.weight.
+    # The names with N for each number, such as blocks.N.mlp.down_proj.weight.
     kinds = {".".join("N" if word.isdigit() else word for word in name) for name in words}
     known = ", ".join(sorted(kinds))
     left = list(names)

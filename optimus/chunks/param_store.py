@@ -12,16 +12,16 @@ from optimus.distributed.collectives import Transfer, all_gather
 class ParamStore:
     """Gathers the parameters of chunks from their shards before they are used.
 
-    There are two cases. A chunk whose parameters are kept whole is gathered once after each update;
-    with `overlap` the gather continues until the first use. A sharded chunk is gathered before each
-    use that needs it, into a cache of a fixed number of chunks (the rCache of the Elixir papers),
-    and freed later.
+    There are two cases. A chunk whose parameters stay whole is gathered once after each update.
+    After a call of `overlap`, this gather may continue until the first use. A sharded chunk is
+    gathered before a use that needs it, unless it is in the cache, and freed later. The cache has a
+    fixed number of chunks (the rCache of the Elixir papers).
 
     With sharded chunks, a training step must use the model's segments in the order of `plan`.
-    Outside of a step, the plan does not apply: the store assumes that another forward pass follows,
-    and first frees the chunk whose next use is the latest. A use is a collective of the shard
-    groups of the chunks that it gathers, so all ranks of a shard group must use segments in the
-    same order.
+    Outside of a step, the plan does not apply. Then the store assumes that another forward pass
+    follows, and first frees the chunk whose next use is the latest. `use` is a collective of the
+    shard groups of the chunks that it gathers, so all ranks of a shard group must use segments in
+    the same order.
 
     Args:
         chunk_states: All chunks of this rank.
@@ -50,7 +50,7 @@ class ParamStore:
         self._needs, self._overlaps = needs, True
 
     def shard(self, needs: Sequence[frozenset[int]], uses: Sequence[Use], slots: int) -> None:
-        """Let `use` gather sharded chunks into a cache, in which at most `slots` have memory.
+        """Let `use` gather sharded chunks into a cache of `slots` chunks.
 
         Args:
             needs: For each segment, the numbers of all chunks that it reads.
@@ -92,8 +92,9 @@ class ParamStore:
         """Gather chunks outside of a training step. They stay whole until the next use.
 
         Args:
-            numbers: The chunks.
-            segment: The segment that will use them. It determines which other chunks are freed.
+            numbers: Numbers of the chunks.
+            segment: Index of the segment that will use them. It determines which other chunks are
+                freed.
         """
         needed = {number for number in numbers if self._chunks[number].is_sharded}
         if self.plan is not None:
@@ -128,7 +129,7 @@ class ParamStore:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of chunks whose gather was started and has not been completed by a wait."""
+        """Number of chunks whose gather has started, but has not been waited for."""
         return len(self._in_flight)
 
     def _wait_for(self, numbers: Collection[int]) -> None:

@@ -1,21 +1,22 @@
-"""The plan of the cache of sharded parameters: a pure function of the order of their uses.
+"""Plan of the cache of sharded parameters, computed from the order in which segments use them.
 
 A training step uses the segments of a model (embedding, blocks, head) in an order that the pipeline
 schedule determines before the run: forward through the segments of a stage, backward in reverse. A
 chunk with sharded parameters is gathered before a use if it is not in the cache (the rCache of the
-Elixir papers). The cache has a fixed number of slots. If it is full, the chunk whose next use is
-the latest is freed. This rule (Belady 1966) minimises the number of gathers.
+Elixir papers). The cache has a fixed number of slots, each for one chunk. If it is full, the chunk
+whose next use is the latest is freed. This rule (Belady 1966) minimises the number of gathers.
 
 Gathers in a step with n chunks, one for each segment, and B slots (tests/chunks/test_residency.py):
 
     one microbatch                                         2n - min(B, n)
     k microbatches, forward and backward in turn           2kn - (2k-1)B, B <= n
     recomputed regions of m > 1 segments, B = 1            3n - 1
-      without the backward use of each last segment        3n - n/m
+      if backward of a region's last segment uses the
+      chunk that its recomputation has gathered            3n - n/m
     recomputed regions, B >= m                             2n - B
 
-Gathers begin early: as soon as slots are free, the gathers for the next use with missing chunks
-begin. The gathers for the uses after it do not begin yet. With B >= 2, gathers overlap with
+Gathers begin early. The gathers for the next use with missing chunks begin as soon as slots are
+free. The gathers for the uses after it do not begin yet. With B >= 2, gathers overlap with
 computation. Early gathers do not change the number of gathers.
 """
 
@@ -36,13 +37,13 @@ class Residency:
     """Settings that determine when a rank has whole gradients and whole parameters."""
 
     divides_gradients: bool = False
-    """True if gradients are whole during one backward only (ZeRO-2)."""
+    """True if gradients are whole only during a backward (ZeRO-2)."""
     divides_parameters: bool = False
     """True if parameters are whole only in the cache (ZeRO-3). Requires `divides_gradients`."""
     slots: int = 0
-    """Size of the cache, in chunks; 0: all chunks."""
+    """Size of the cache, in chunks; 0 for a cache of all chunks."""
     poison: bool = False
-    """For tests: a freed buffer is filled with NaN."""
+    """True to fill freed buffers with NaN, for tests."""
 
     def __post_init__(self) -> None:
         assert self.divides_gradients or not self.divides_parameters, self
@@ -59,7 +60,7 @@ class Pass(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One use of a segment: the chunks of `need` are whole until the next use."""
+    """One forward or backward of a segment. The chunks of `need` are whole until the next use."""
 
     segment: int
     backward: bool
@@ -67,9 +68,12 @@ class Use(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Actions for one use. First, the chunks in `evict` are freed, and those in `gather` are
-    gathered. Then, for a later use, the chunks in `evict_early` are freed, and the gathers of those
-    in `prefetch` begin and overlap with the computation of the segment."""
+    """Actions of the cache for one use of a segment.
+
+    Before the segment computes, the chunks in `evict` are freed, and those in `gather` are
+    gathered. Then the cache prepares a later use: the chunks in `evict_early` are freed, and the
+    gathers of those in `prefetch` begin. These gathers overlap with the computation of the segment.
+    """
 
     use: Use
     evict: tuple[int, ...] = ()
@@ -77,7 +81,8 @@ class Step(NamedTuple):
     evict_early: tuple[int, ...] = ()
     prefetch: tuple[int, ...] = ()
     resident: frozenset[int] = frozenset()
-    """Chunks in the cache while the segment computes, including those of unfinished gathers."""
+    """Chunks in the cache while the segment computes, including those that are still being
+    gathered."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def use_order(
 
     Args:
         passes: The forward and backward passes of this rank, in order.
-        stages: The stage of each segment, in order of first use.
+        stages: The stage of each segment. Segments are in order of first use.
         needs: The chunks of each segment.
         learns: For each segment, True if it has a backward. It has none if the segment and all
             earlier segments of the model are frozen.
@@ -128,13 +133,13 @@ def use_order(
 
 
 def fewest_slots(needs: Iterable[Collection[int]]) -> int:
-    """Return the smallest number of slots with which every use can compute."""
+    """Return the smallest number of slots that have space for the chunks of any single use."""
     return max(map(len, needs), default=0)
 
 
 def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
-    """Return the plan with the fewest gathers (Belady's rule). Each gather begins as soon as there
-    is a slot for it."""
+    """Return the plan with the fewest gathers (Belady's rule). The gathers for the next use with
+    missing chunks begin as soon as there are slots for them."""
     assert slots >= fewest_slots(use.need for use in uses), "a use needs more slots"
     future = Future(uses)
     on_demand: list[_Demand] = []
@@ -153,7 +158,7 @@ def plan_residency(uses: Sequence[Use], slots: int) -> ResidencyPlan:
 def farthest(
     candidates: Collection[int], count: int, next_use: Callable[[int], float]
 ) -> tuple[int, ...]:
-    """Return the `count` candidates that are needed again last."""
+    """Return the `count` candidates whose next use is the latest."""
     ordered = sorted(candidates, key=lambda chunk: (-next_use(chunk), chunk))
     return tuple(ordered[: max(0, count)])
 
@@ -176,8 +181,8 @@ class Future:
 
 @dataclass
 class _Demand:
-    """Chunks that are freed and gathered for a use, without early gathers. Those in `dead` have no
-    further use. Those in `victims` have a later use, but their slots are needed for `missing`."""
+    """Chunks to free and to gather for a use, in a plan without early gathers. Chunks in `dead` are
+    not used again. Chunks in `victims` are used again, but their slots are needed for `missing`."""
 
     dead: tuple[int, ...]
     missing: list[int]

@@ -1,4 +1,4 @@
-"""Segments of a model, and the hooks that report when one of them is used."""
+"""Segments of a model, and hooks that run before each forward and backward of a segment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelSegment:
     name: str
     stage: int
     parameters: tuple[str, ...]
-    """Names of the parameters in the segment, and of each `FurtherUse` in it."""
+    """Names of the segment's parameters and of each `FurtherUse` in it."""
     register: Callable[[Hook, Hook | None], None]
     """Function (before_forward, before_backward) that registers two hooks. The first runs before
     each forward of the segment. The second runs before each backward; None registers none."""
@@ -29,8 +29,8 @@ class ModelSegment:
 def register_uses(
     segments: Sequence[ModelSegment], on_use: Callable[[int, bool], None], in_backward: bool
 ) -> None:
-    """Call `on_use(index, False)` before each forward of each segment and, if `in_backward`,
-    `on_use(index, True)` before each backward."""
+    """Register hooks that call `on_use(index, False)` before each forward of each segment and, if
+    `in_backward`, `on_use(index, True)` before each backward."""
     for index, segment in enumerate(segments):
         before_backward = partial(on_use, index, True) if in_backward else None
         segment.register(partial(on_use, index, False), before_backward)
@@ -39,9 +39,9 @@ def register_uses(
 def register_module(module: nn.Module, before_forward: Hook, before_backward: Hook | None) -> None:
     """Register the hooks of a segment that is one module.
 
-    `before_backward` runs when backward has the first gradient of the module's outputs. A
-    recomputation inside the module is part of its backward and runs no further hook. If several
-    modules are recomputed together, `before_forward` of each module runs again.
+    `before_backward` runs when backward has the first gradient of the module's outputs. If backward
+    recomputes something inside the module, this runs no more hooks. If it recomputes several
+    modules together, `before_forward` of each module runs again.
     """
     module.register_forward_pre_hook(lambda *_: before_forward())
     if before_backward is not None:

@@ -4,8 +4,9 @@ Each failed rank publishes its Outcome in the store and waits briefly for the ot
 rank writes one of the published Outcomes to the store as the decision. All ranks adopt the
 decision. Only the rank of the chosen Outcome prints it.
 
-The decision prefers a cause, such as a data error, to the loss of a peer. It prefers Outcomes of
-rank 0 to those of other ranks. This module imports no torch: callers pass the store.
+If there are several Outcomes, the decision prefers a cause, such as a data error, to the loss of a
+peer, and then an Outcome of rank 0 to those of other ranks. This module imports no torch: callers
+pass the store.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _DECISION = "optimus/decision"
-# A peer is lost only as a consequence of a cause. Rank 0 prints an error that all ranks have.
+# Causes come before losses, because a peer is lost only as a consequence of a cause. Among causes,
+# that of rank 0 is first, so that rank 0 prints an error that all ranks have.
 _CAUSES = ("optimus/cause-of-rank-0", "optimus/cause", "optimus/loss-of-rank-0", "optimus/loss")
 """Store keys under which ranks publish their Outcomes. The decision is the Outcome of the first key
 that is set. An Outcome is either a cause, such as a data error, or the loss of a peer."""
@@ -199,8 +201,8 @@ class Agreement:
 
         def ask() -> RunEnded:
             # The loss of a peer is published even after the decision. It does not change the
-            # decision, but makes `is_shared` False on the ranks that read the decision later, since
-            # a rank may still wait for another rank.
+            # decision, but makes `is_shared` False on the ranks that read the decision later. They
+            # must not destroy the process group, because a rank may still wait for another rank.
             if outcome.kind is OutcomeKind.LOST_PEER or not self._has(_DECISION):
                 self._publish(outcome)
             return self._decided(self._wait_for_all("end", _OTHERS_S))
@@ -223,7 +225,7 @@ class Agreement:
                 self._wait(_PRINTED, _OTHERS_S)
             if self._store.add(_LEFT, 1) >= self._store.add(f"optimus/{self._round}", 0):
                 self._store.set(_ALL_LEFT, "1")
-            if self.launch.is_first:  # its process may contain the store
+            if self.launch.is_first:  # the process of rank 0 may contain the store
                 self._wait(_ALL_LEFT, _LEAVE_S)
 
         self._within(_OTHERS_S + _LEAVE_S, ask, lambda: None)
@@ -235,8 +237,8 @@ class Agreement:
         self._store.compare_set(of_any, "", outcome.to_json())
 
     def _wait_for_all(self, round_: str, limit_s: float) -> bool:
-        """Wait for all ranks to call this with the same `round_`, "start" or "end". Return True if
-        they do so within `limit_s` seconds and before a rank has written the decision."""
+        """Wait until all ranks have called this with the same `round_`, "start" or "end". Return
+        True if they have done so within `limit_s` seconds and before a rank writes the decision."""
         self._round, all_here = round_, f"optimus/all-at-{round_}"
         if self._store.add(f"optimus/{round_}", 1) == self.launch.world_size:
             self._store.compare_set(all_here, "", "all")  # unless a rank has decided

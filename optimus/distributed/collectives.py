@@ -48,15 +48,14 @@ class Group:
 
     size: int
     rank: int
-    # Weak, so that the process group and its threads end in `end_world`.
+    # The reference is weak, so that `end_world` ends the process group and its threads.
     handle: weakref.ref[distributed.ProcessGroup] | None = None
     axes: str = field(default="all ranks", compare=False)
     recorder: Recorder = field(default=NO_RECORDER, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the data from which copy and pickle make a Group. The data does not include the
-        recorder."""
-        # The recorder may have open files.
+        """Return the data from which copy and pickle make a Group, without the recorder."""
+        # The recorder may have open files, which cannot be copied.
         return Group, (self.size, self.rank, self.handle, self.axes)
 
     @property
@@ -86,8 +85,8 @@ _observers: list[Callable[[torch.Tensor], None]] = []
 
 @contextlib.contextmanager
 def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context in which each collective first calls `observe` with this rank's input
-    tensor. Broadcasts and point-to-point messages do not call `observe`."""
+    """Return a context in which each collective calls `observe` with this rank's input tensor
+    before it starts. Broadcasts and point-to-point messages do not call `observe`."""
     _observers.append(observe)
     try:
         yield
@@ -215,8 +214,10 @@ def _all_reduce(tensor: torch.Tensor, operator: Any, group: Group, async_op: boo
 
 
 def greatest(value: int | torch.Tensor, group: Group, device: torch.device) -> int:
-    """Return the maximum of `value` over the ranks of the group. `value` is an int, or an int64
-    tensor [1] on `device`, which the collective uses."""
+    """Return the maximum of `value` over the ranks of the group.
+
+    `value` is an int, or an int64 tensor [1] on `device`. The collective uses this device.
+    """
     flag = value if isinstance(value, torch.Tensor) else torch.tensor([value], device=device)
     all_reduce_max(flag, group)
     return int(flag)
@@ -234,7 +235,7 @@ def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
         group: Group of the ranks.
     """
     units = [(values.double() / _SUM_UNIT).round().to(torch.int64).sum() for values in terms]
-    # A rank without terms may have made its empty tensor on the CPU, which nccl cannot send.
+    # A rank without values may have an empty tensor on the CPU, which NCCL cannot send.
     device = _device_of(group.process_group) if group.size > 1 else units[0].device
     total = torch.stack([count.to(device) for count in units])
     all_reduce_sum(total, group)
@@ -245,8 +246,10 @@ def exact_sums(terms: list[torch.Tensor], group: Group) -> list[float]:
 def all_gather(
     out: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool = False
 ) -> Transfer:
-    """Fill `out` [group.size * n, ...] with every rank's `shard` [n, ...], in rank order. With
-    `async_op`, return before `out` is complete, as `all_reduce_sum` does."""
+    """Fill `out` [group.size * n, ...] with every rank's `shard` [n, ...], in rank order.
+
+    With `async_op`, do not wait: `out` is complete after `wait` of the returned Transfer.
+    """
     work = None
     if group.size > 1:
         _record("all_gather", group, out, shard)
@@ -304,9 +307,11 @@ def all_to_all_rows(
 def reduce_scatter_sum(
     out: torch.Tensor, whole: torch.Tensor, group: Group, async_op: bool = False
 ) -> Transfer:
-    """Sum `whole` [group.size * n, ...] over the ranks of the group. Fill `out` [n, ...] with this
-    rank's shard of the sum. With `async_op`, return before `out` is complete, as `all_reduce_sum`
-    does."""
+    """Sum `whole` [group.size * n, ...] over the ranks of the group.
+
+    Fill `out` [n, ...] with this rank's shard of the sum. With `async_op`, do not wait: `out` is
+    complete after `wait` of the returned Transfer.
+    """
     work = None
     if group.size > 1:
         _record("reduce_scatter", group, whole)
@@ -336,8 +341,8 @@ def ranks_of(group: Group) -> list[int]:
 
 @_collective
 def broadcast_bytes(data: bytes, group: Group) -> bytes:
-    """Return the `data` of the group's first rank on every rank. The `data` of other ranks is not
-    used."""
+    """Return the `data` of the group's first rank on every rank. The other ranks' `data` is
+    ignored."""
     if group.size == 1:
         return data
     process_group = group.process_group
@@ -412,8 +417,7 @@ def encode_object(value: object) -> bytes:
 
 
 def decode_object(data: bytes, kind: Any) -> Any:
-    """Decode a value of type `kind` from JSON. A value of another type is an error and is not
-    converted.
+    """Decode a value of type `kind` from JSON. A value of another type is not converted.
 
     Raises:
         ValueError: The value does not have the type `kind`.

@@ -82,8 +82,8 @@ class Groups:
 
     @property
     def counts(self) -> bool:
-        """True if the losses of this rank are added to the sum over all ranks. Of several ranks
-        with the same data, only the first adds its losses."""
+        """True if this rank adds its losses to the sum over all ranks. Among ranks with the same
+        data, only the first adds them."""
         return not any(getattr(self.coordinate, axis) for axis in SAME_DATA)
 
 
@@ -109,7 +109,7 @@ def join_groups(
         key = (_carries_states(axes), ranks)
         if len(ranks) > 1 and key not in handles:
             handles[key] = _make(ranks, world, _label(axes, mesh))
-        elif axes == ENDS and mesh.pp > 2:  # a middle stage makes as many groups as end stages
+        elif axes == ENDS and mesh.pp > 2:  # a middle stage must make as many groups as end stages
             _make(ranks, world, _label(axes, mesh))
     everyone = replace(world.everyone, recorder=recorder)
     return _gather(mesh, world.rank, everyone, handles, channels)
@@ -137,13 +137,13 @@ def _gather(
 
 def _carries_states(axes: Axes) -> bool:
     """Return True if gradients and parameters are sent over these axes while the model computes."""
-    # Such a group has a separate process group, so that other collectives do not wait for it.
+    # They have separate process groups, so that other collectives do not wait for their transfers.
     return "dp" in axes
 
 
 def _label(axes: Axes, mesh: Mesh) -> str:
-    """Return the label of a group in messages and recorders. It names those axes of the group whose
-    size is larger than 1."""
+    """Return the label of a group in messages and recorders. It consists of the group's axes with
+    more than one rank."""
     if axes == ENDS:
         return "the end stages"
     return " x ".join(axis for axis in axes if getattr(mesh, axis) > 1)

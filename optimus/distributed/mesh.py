@@ -26,7 +26,7 @@ _GROUPS: tuple[Axes, ...] = (
     *((axis,) for axis in AXES),
     *(some for n in range(2, len(GRAD_SUM) + 1) for some in itertools.combinations(GRAD_SUM, n)),
 )
-"""Axes of each group that a run makes, except ENDS, in the order in which it makes them."""
+"""Axes of each group that a run makes, except ENDS. A run makes the groups in this order."""
 
 if TYPE_CHECKING:  # a type checker cannot read the fields from AXES
 
@@ -67,8 +67,8 @@ class Mesh(_Sizes):
         return math.prod(getattr(self, axis) for axis in axes)
 
     def number_of(self, coordinate: Coordinate, axes: Collection[str]) -> int:
-        """Return the index of the rank at `coordinate` within its group along `axes`. The innermost
-        axis varies fastest."""
+        """Return the index that the rank at `coordinate` has in its group along `axes`. In a group,
+        the innermost axis varies fastest."""
         number = 0
         for axis, size, index in zip(AXES, self, coordinate, strict=True):
             if axis in axes:

@@ -22,7 +22,7 @@ def check_meeting_point(launch: LaunchEnv) -> None:
     Causes are an unknown host name, an address that is not rank 0's, and a port in use.
     """
     if not launch.init_method.startswith("tcp://"):
-        return  # a file, or the store of torchrun, which may be at another address
+        return  # the store is a file, or that of torchrun, which may be at another address
     # torch would repeat the lookup of an unknown host name until its time limit.
     where = urlsplit(launch.init_method)
     addresses = _addresses(where)
@@ -55,7 +55,7 @@ def listen_at_meeting_point(where: SplitResult, single_machine: bool) -> int | N
         listener.close()
         return None
     try:
-        listener.listen(socket.SOMAXCONN)  # fails if another process also has bound the port
+        listener.listen(socket.SOMAXCONN)  # fails if another process has also bound the port
     except OSError as error:
         listener.close()
         raise _no_listener(error, where) from None

@@ -99,7 +99,7 @@ def start_world(
     launch = launch_env or read_launch_env(os.environ)
     picked = None
     try:
-        import_ipex()  # before any device is used, since IPEX registers operators for devices
+        import_ipex()  # before any device is used, because IPEX registers operators for devices
         picked = pick_device(launch.local_rank, device)
     except OptimusError as error:
         failure = failure or error
@@ -158,7 +158,7 @@ def end_run(
         raise error
     if agreement is None:
         return end_alone(failure, phase)
-    # All ranks raise errors of the other kinds together, or after the loss of another rank.
+    # Errors of other kinds are raised by all ranks together, or because another rank is lost.
     may_be_alone = failure.kind in (OutcomeKind.FAILED, OutcomeKind.USAGE)
     if (launch.is_first or may_be_alone) and _joined[-1:] == ["gloo"]:
         _close_connections()
@@ -170,8 +170,8 @@ def end_run(
 
 
 def _close_connections() -> None:
-    """Close this rank's connections, so that ranks that wait for it fail at once and read its
-    Outcome from the store."""
+    """Close this rank's connections, so that other ranks that wait for this rank fail at once and
+    read its Outcome from the store."""
 
     def close() -> None:
         with contextlib.suppress(RuntimeError):
@@ -204,7 +204,8 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
                 world_size=launch.world_size,
                 timeout=timedelta(seconds=timeout_s),
                 # No device_id: with a device_id, NCCL makes each later group by a split of this
-                # group, in which all ranks must take part. Here only the members make a group.
+                # group, and all ranks must take part in a split. In Optimus, only the members of a
+                # group make it.
             )
     except RuntimeError as error:
         raise _unconnected(error, backend, time.monotonic() - started) from error
@@ -217,7 +218,7 @@ def _connect(launch: LaunchEnv, store: distributed.Store, backend: str, timeout_
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Return a context in which text that libraries print to standard output goes to standard
+    """Return a context that redirects standard output, to which libraries print, to standard
     error."""
     if sys.stdout is None or sys.stderr is None:  # closed: descriptors 1 and 2 may be any files
         yield

@@ -76,7 +76,7 @@ def compute_or_defer(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor |
 
 
 def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
-    """Register hooks on `leaves` that defer only the accumulation of their gradients.
+    """Register hooks that defer the accumulation of the gradients of `leaves`, not the computation.
 
     Inside a `DeferredGradients` context, backward computes these gradients and keeps them in
     memory, and `DeferredGradients.compute` accumulates them. Deterministic mode needs this, so that
@@ -88,7 +88,7 @@ def defer_whole_gradients(leaves: Iterable[Tensor]) -> None:
 
 def _defer_gradient(leaf: weakref.ref[Tensor], gradient: Tensor | None) -> Tensor | None:
     deferred = active_deferral()
-    if deferred is None or gradient is None:  # None: the layer has deferred it
+    if deferred is None or gradient is None:  # no gradient: the layer has deferred its computation
         return gradient
     weight = leaf()
     assert weight is not None

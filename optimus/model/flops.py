@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return the total number of parameters and the number that one token uses.
+    """Return the number of all parameters, and the number of parameters that one token uses.
 
     In a layer with experts, a token uses the parameters of `num_experts_per_tok` experts.
     """

@@ -48,7 +48,7 @@ class FastSparseMoE(nn.Module):
     def run_experts(
         self, x: Tensor, weights: Tensor, chosen: Tensor, save_input_only: bool = False
     ) -> Tensor:
-        """Return the output of `Experts.forward`. Tensor parallelism overrides this method to add
+        """Run the experts, see `Experts.forward`. Tensor parallelism overrides this method to add
         communication."""
         return self.experts(x, weights, chosen, save_input_only)
 

@@ -31,8 +31,9 @@ class Rotary(nn.Module):
         key = (seq_len, device)
         if key in self._tables:
             return self._tables[key]
-        # Computed on the CPU, for the same bits on every device. Inference mode is disabled because
-        # the table may be cached in an evaluation, and backward cannot use inference tensors.
+        # The CPU computes the table, so that it has the same bits on every device. Inference mode
+        # is disabled, because an evaluation may compute a table that training uses later, and
+        # backward cannot use inference tensors.
         with torch.device("cpu"), torch.inference_mode(False):
             frequencies, factor = inverse_frequencies(self.config, seq_len)
             angles = torch.arange(seq_len, dtype=torch.float32).unsqueeze(1) * frequencies

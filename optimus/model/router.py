@@ -1,7 +1,7 @@
 """Router: choice of experts, routing weights and auxiliary losses.
 
-`model.router` names a function in `CHOICES` that chooses experts from the probabilities. The name
-of a new function must also be an allowed value of `model.router`.
+The setting `model.router` selects a function of `CHOICES`, which chooses experts from the router's
+probabilities. To add a function, also add its name to the allowed values of `model.router`.
 
 Dims: T tokens, D hidden, E experts, K experts per token.
 """
@@ -45,10 +45,10 @@ def top_k(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def uniform(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the probabilities and numbers of experts in forced uniform routing.
+    """Choose experts in turn (forced uniform routing); return their probabilities and numbers.
 
-    Choice j of token t is expert (t*k + j) mod E. The router still receives gradients,
-    because its probabilities are the routing weights.
+    Choice j of token t is expert (t*k + j) mod E, so that all experts get about the same number of
+    tokens. The router still receives gradients, because its probabilities are the routing weights.
     """
     tokens, experts = probs.shape
     slots = torch.arange(tokens * k, device=probs.device).view(tokens, k)
@@ -109,9 +109,9 @@ def layer_losses(
 
     Returns:
         The load-balancing losses and z-losses, fp32 [layers], and the `Routing.counts` of each
-        layer. With `aux_loss_form = "hf"`, the load-balancing losses are a single value, fp32 [1].
-        It is the loss of all layers times the number of layers with experts, because the caller
-        divides by this number.
+        layer. With `aux_loss_form = "hf"`, there is only one load-balancing loss, fp32 [1]. It is
+        the loss over all layers times the number of layers with experts, because the caller divides
+        by this number.
     """
     if not routings:
         none = torch.zeros(0, device=device)

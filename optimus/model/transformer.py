@@ -88,7 +88,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = Embedding(config)
         self.rotary = Rotary(config)
-        # The keys are global layer numbers, also on a pipeline stage.
+        # The keys are the layer numbers of the whole model, even on a pipeline stage.
         self.blocks = nn.ModuleDict(
             {str(i): Block(config.layer(i)) for i in range(config.num_layers)}
         )
@@ -130,9 +130,9 @@ class Transformer(nn.Module):
             The output [B, S, D] of the last layer that ran, and the Routing of each layer with
             experts.
         """
-        # Positions count from the start of the sequence, even with documents. Rotary embedding
-        # depends only on differences of positions, so the start of a document has no effect on its
-        # logits, except with dynamic `rope_scaling`.
+        # Positions count from the start of the sequence, even with documents. Attention with rotary
+        # embedding depends only on differences of positions. Therefore the logits of a document do
+        # not depend on where it starts, except with dynamic `rope_scaling`.
         rope = self.rotary(x.shape[1], x.device)
         documents = None if document_ids is None else document_lengths(document_ids)
         routings = []
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
 
     @property
     def shared_uses(self) -> dict[str, str]:
-        """Return a dict from the second name of a shared parameter to the parameter's name.
+        """Return a dict from the name of a parameter's second use to the parameter's name.
 
         With tied embeddings, the dict is {"head.weight": "embed.weight"}: the output head on the
         last pipeline stage uses the weight of the embedding, which is on the first stage.
@@ -228,7 +228,7 @@ class Transformer(nn.Module):
         return {"head.weight": "embed.weight"} if self.config.tie_embeddings else {}
 
     def separate_uses(self) -> None:
-        """Give the output head a separate leaf tensor that has the storage of the tied embedding.
+        """Create a leaf tensor for the output head that shares the storage of the tied embedding.
 
         The head and the embedding then have separate gradients, which deterministic mode adds in a
         fixed order. Call this method after the weights have their final storage. Code that clears

@@ -28,8 +28,8 @@ from optimus.parallel.placement import Intervals, Placement, materialise, whole_
 from optimus.parallel.recompute import Recompute
 
 SLICES = {"ep": expert.slices, "tp": tensor.slices}
-"""Mapping from a mesh axis to a function. For one module, the function yields this rank's slice of
-each parameter that the axis divides."""
+"""Mapping from a mesh axis to a function that yields, for one module, this rank's slice of each
+parameter that the axis divides."""
 
 
 class ParallelStyle(Protocol):
@@ -60,9 +60,9 @@ def _styles(
     parallel: ParallelConfig, recomputed: Sequence[str], layout: Layout, groups: Groups
 ) -> Iterator[ParallelStyle]:
     """Yield the styles in the order in which they are applied."""
-    # Outer modules come before inner modules, since a new outer module creates its own children.
+    # Styles that replace outer modules come first, because a new outer module creates new children.
     if recomputed:
-        # Recomputation is first, so that it includes the communication that later styles add.
+        # Recompute is first, so that backward repeats the communication that later styles add.
         yield Recompute(recomputed)
     if layout.mesh.tp > 1:
         yield tensor.TensorParallel(groups.over("tp"), parallel.sequence_parallel)
@@ -70,7 +70,8 @@ def _styles(
         # Experts are children of the feed-forward networks that tensor parallelism replaces.
         yield expert.ExpertParallel(groups.over("ep"), parallel.ep_dispatch)
     if layout.schedule.splits_backward:
-        # Experts and RowParallelLinear defer gradients too. The other nn.Linear layers remain.
+        # Experts and RowParallelLinear already defer gradients. This replaces the other layers of
+        # class nn.Linear.
         yield DeferredLinears()
 
 

@@ -96,8 +96,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Of several ready nodes, autograd runs the one that forward created last. All ranks of a
-        # group create the same nodes, so they start collectives of backward in the same order.
+        # If several nodes are ready, autograd runs the node that forward created last. All ranks of
+        # a group create the same nodes, so backward starts collectives in the same order on them.
         return ctx.exchange_back(grad), None, None
 
 

@@ -1,15 +1,15 @@
-"""Expert parallelism: the experts of a layer are divided over ep ranks, which have different data.
+"""Expert parallelism: the experts of a layer are divided over ep ranks, which read different data.
 
 A dispatcher sends each token to the ranks that have the token's experts, runs the experts and
-returns the results to the token's own rank. For one layer and one microbatch, a rank receives the
-following number of bytes from other ranks, in forward and backward together:
+returns the results to the rank whose data contains the token. For one layer and one microbatch, a
+rank receives the following number of bytes from other ranks, in forward and backward together:
 
     allgather  (n-1) * T * (4*D*b + 2*K*b + 8*K)
     alltoall   2*(M + R)*D*b + M*(K*b + 8*K) + R*K*b + 8*(n-1)
 
-Symbols: n ep ranks, T tokens of a rank, N tokens after dispatch, D hidden, E experts, K experts per
-token, b bytes per activation element. With alltoall, a rank receives M tokens from other ranks and
-sends R tokens to other ranks.
+Symbols: n ep ranks, T tokens in the data of a rank, N tokens for which a rank runs experts, D
+hidden, E experts, K experts per token, b bytes per activation element. With alltoall, a rank
+receives M tokens from other ranks and sends R tokens to other ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from optimus.parallel.placement import Intervals, share
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Function (tokens [N, D], weights [N, K], chosen [N, K]) -> [N, D] that runs a rank's experts.
 
-There are N tokens of hidden size D, with K experts per token. `weights` are routing weights, and
-`chosen` are int64 expert indices.
+`weights` are routing weights, and `chosen` are int64 expert indices.
 """
 
 
@@ -114,7 +113,7 @@ class Dispatcher(ABC):
     """Base class of dispatchers.
 
     A dispatcher sends each token to the ranks that have the token's experts, and returns the
-    experts' results to the token's own rank.
+    experts' results to the rank whose data contains the token.
 
     Args:
         group: the ep ranks.
@@ -134,7 +133,7 @@ class Dispatcher(ABC):
             compute: function that runs the experts of this rank.
             x: the tokens of this rank, [T, D].
             weights: routing weights, [T, K].
-            chosen: index of the expert of each routing weight, int64 [T, K].
+            chosen: index of the expert that each routing weight is for, int64 [T, K].
 
         Returns:
             [T, D].
@@ -144,7 +143,7 @@ class Dispatcher(ABC):
 class AllGatherDispatcher(Dispatcher):
     """Dispatcher that sends every token to all ranks (Algorithm 1 of the Optimus paper).
 
-    Each rank runs its own experts on all tokens. A reduce-scatter then sums the results.
+    Each rank runs its experts on all tokens. A reduce-scatter then sums the results.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -158,8 +157,8 @@ class AllGatherDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends a token only to the ranks that have at least one of its experts.
 
-    The token's own rank sums the results. In `run`, the host waits for the device, because it
-    needs the number of tokens that this rank receives from each rank.
+    The rank whose data contains the token sums the results. In `run`, the host waits for the
+    device, because it needs the number of tokens that this rank receives from each rank.
     """
 
     def run(self, compute: Compute, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from optimus.distributed.mesh import ParameterKind
 from optimus.model.transformer import Transformer
 
 Intervals = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of one dim of a parameter. A rank's slice concatenates them in order."""
+"""Ranges [start, stop) of indices along one dim of a parameter. A rank's slice contains the
+elements of all ranges, in this order."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Placement:
     def of_entry(self) -> Placement:
         """Return the placement of a single entry of the first dim.
 
-        For example, an entry of a tensor with the weights of all experts is one expert's weights.
+        For example, if a parameter has the weights of all experts, an entry is one expert's weight.
         """
         return Placement(self.shape[1:], self.kind, self.intervals[1:])
 
@@ -65,9 +66,9 @@ def share(size: int, index: int, count: int) -> tuple[int, int]:
 def materialise(model: Transformer, placements: dict[str, Placement], device: torch.device) -> None:
     """Replace the meta parameters of a model by this rank's slices on `device`.
 
-    All elements of a slice have the same memory address, so the model needs no memory until its
-    parameters become views of chunks. The elements are NaN, so the use of a parameter that is not
-    yet a view gives a NaN loss.
+    All elements of a slice share one memory address, so the model needs almost no memory until its
+    parameters become views of chunks. The elements are NaN, so that the loss is NaN if a parameter
+    is used before it becomes a view.
     """
     for prefix, module in model.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):

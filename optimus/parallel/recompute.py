@@ -7,8 +7,8 @@ backward:
 - `experts`: all tensors except the pre-activation.
 - `norm`: the input, but not the output.
 
-Gradients are bit-identical to gradients without recomputation. Backward also repeats the
-communication of a recomputed module.
+Recomputation does not change the bits of the gradients. Backward also repeats the communication of
+a recomputed module.
 
 Dims: B batch, S sequence (with sequence parallelism, one tp rank's share), D hidden.
 """
@@ -61,7 +61,8 @@ class RecomputeBlock(Block):
         self._moe = sparse and "moe" in modules and not self._whole
         self._experts = sparse and "experts" in modules and not (self._moe or self._whole)
         self._enabled = True
-        # torch calls only the innermost saved-tensor hooks, so outer hooks miss these tensors.
+        # torch calls only the innermost saved-tensor hooks, so the hooks of `KeptBytes` are not
+        # called while those of `_NormOutput` are active.
         self.observers: list[Callable[[Tensor], object]] = []
         """Functions that are called with each tensor that `_NormOutput.pack` keeps for backward."""
 
@@ -129,7 +130,7 @@ class _NormOutput:
         self._value: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Any:
-        # No other tensor can have this memory: the output lives until the module has run.
+        # No other tensor can have this address, because the output exists until the module has run.
         if saved.untyped_storage().data_ptr() == self._memory:
             return self, saved.shape, saved.stride(), saved.storage_offset()
         for observe in self._observers:
@@ -206,13 +207,13 @@ def measure_recompute(
     x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     rope = model.rotary(shape[1], device)
     kept, seconds = [0, 0], [0.0, 0.0]
-    # One block runs at a time, so that only its saved tensors are in memory.
+    # Blocks run one after another, so that only the saved tensors of one block are in memory.
     for number, block in enumerate(model.blocks.values()):
         with recompute_disabled(block):
             kept[0] += _kept_bytes(block, x, rope)
         kept[1] += _kept_bytes(block, x, rope)
         if number == 0:
-            _time_pass(block, x, rope)  # warm-up, since the first call is slow
+            _time_pass(block, x, rope)  # warm-up, because the first call is slow
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_TIMED):
             with recompute_disabled(block):
@@ -244,17 +245,17 @@ def _time_pass(block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> floa
 class KeptBytes:
     """Context manager that counts the bytes that forward passes of a model keep for backward.
 
-    The count includes only tensors that autograd saves, without parameters. A storage that several
+    The count includes all tensors that autograd saves, except parameters. A storage that several
     tensors share is counted once.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Compare storages and not addresses: a storage may have no memory, and hence no address,
-        # until its parameters are needed.
+        # The set contains storage objects and not addresses: the storage of a sharded parameter may
+        # have no memory, and hence no address, until the parameter is gathered.
         self._skipped = {p.untyped_storage()._cdata for p in model.parameters()}
         self._blocks = [block for block in model.modules() if isinstance(block, RecomputeBlock)]
         self._kept: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # counted tensors: no later tensor may reuse their addresses
+        self._alive: list[Tensor] = []  # counted tensors, so that no later one reuses an address
         self._hooks = saved_tensors_hooks(self._count, lambda saved: saved)
 
     def __enter__(self) -> KeptBytes:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: attention heads, intermediate sizes and vocabulary divided over tp ranks.
+"""Tensor parallelism: tp ranks divide attention heads, intermediate sizes and the vocabulary.
 
 The scheme is that of Megatron-LM (arXiv 1909.08053). In attention and feed-forward networks, the
 first linear layers are column-parallel, and the last linear layer is row-parallel. Sequence
@@ -43,7 +43,7 @@ class TensorParallel:
 
     Args:
         group: the tp ranks.
-        sequence_parallel: also divide the residual stream along the sequence.
+        sequence_parallel: True to also divide the residual stream along the sequence.
     """
 
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
@@ -70,10 +70,8 @@ class TensorParallel:
     def enter(self, x: Tensor) -> Tensor:
         """Return x as the input [B, S, D] of column-parallel layers.
 
-        Backward sums the gradients of all ranks.
-
         With sequence parallelism, x is this rank's share of the sequence, and the result is the
-        whole sequence.
+        whole sequence. Backward sums the gradients of all ranks.
         """
         if self.sequence_parallel:
             return gather_then_scatter_sum(x, self.group, _SEQUENCE)
@@ -82,8 +80,8 @@ class TensorParallel:
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks.
 
-        On each rank, x [B, S, D] is the partial output of a row-parallel layer.
-        With sequence parallelism, the result is only this rank's share of the sequence.
+        On each rank, x [B, S, D] is the summand that a row-parallel layer computes there. With
+        sequence parallelism, the result is only this rank's share of the sequence.
         """
         if self.sequence_parallel:
             return scatter_sum_then_gather(x, self.group, _SEQUENCE)
@@ -136,10 +134,10 @@ def slices(module: nn.Module, index: int, size: int) -> Iterator[tuple[str, int,
 
 
 def sees_share_of_sequence(name: str) -> bool:
-    """Return whether a rank uses the parameter `name` only on a share of the sequence.
+    """Return True if a rank uses the parameter `name` only on its share of the sequence.
 
     The function assumes that sequence parallelism is on. If it returns True, each rank computes
-    only a partial gradient of the parameter.
+    only one summand of the parameter's gradient.
     """
     module, _, leaf = name.rpartition(".")
     last = module.rpartition(".")[2]
@@ -197,8 +195,8 @@ class TensorParallelMLP(MLP):
 class TensorParallelMoE(FastSparseMoE):
     """Mixture of experts with this rank's share of each expert's intermediate size.
 
-    Every rank routes all tokens. Each rank computes partial gradients of the experts' input and of
-    the routing weights. Backward sums these gradients over all ranks.
+    Every rank routes all tokens. Each rank computes only one summand of the gradients of the
+    experts' input and of the routing weights. Backward sums these gradients over all ranks.
     """
 
     def __init__(self, config: ModelConfig, style: TensorParallel) -> None:
@@ -284,8 +282,8 @@ class DividedRMSNorm(RMSNorm):
 
 
 class _DividedRMSNorm(torch.autograd.Function):
-    """Autograd function of DividedRMSNorm. Forward and backward each run an all-reduce, which adds
-    a number per row."""
+    """Autograd function of DividedRMSNorm. Forward and backward each run an all-reduce of one
+    number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:

@@ -89,8 +89,9 @@ class RankModel:
         )
 
     def make_states(self, initial: bool = True, poison: bool = False) -> ChunkEngine:
-        """Create the model's states, which give the parameters their memory. A collective of all
-        ranks.
+        """Create the model's states, which contain the memory of the parameters.
+
+        A collective of all ranks.
 
         Args:
             initial: True to set the parameters to the initial values of `train.seed`. False to
@@ -157,7 +158,7 @@ class RankModel:
         return [term.ce_sum for term in terms.values() if term.ce_sum is not None]
 
     def logits_after(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits of the token that follows `tokens`, fp32 [1, 1, vocab_size].
+        """Return the logits for the token after `tokens`, fp32 [1, 1, vocab_size].
 
         All ranks of a model replica must call this. Ranks outside the last pipeline stage return
         None.

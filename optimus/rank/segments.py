@@ -27,7 +27,7 @@ def segments_of(model: Transformer, layout: Layout) -> list[ModelSegment]:
         segments.append(ModelSegment(f"block {number}", stage, parameters, register))
     if layout.has_last:
         parameters = _starting_with(("final_norm.", "head."), names) + tuple(model.separated_uses())
-        if not layout.has_first:  # the copy of the embedding for the head
+        if not layout.has_first:  # a copy of the embedding, which the tied head uses
             parameters += _starting_with("embed.", names)
         stage = layout.schedule.num_stages - 1
         segments.append(ModelSegment("the head", stage, parameters, partial(_register_head, model)))

@@ -1,4 +1,4 @@
-"""Creation of a rank's model states, for training or to plan its memory.
+"""Creation of a rank's model states, either to train or to plan the rank's memory.
 
 Model states are parameters, gradients, master weights and moments. For training, they are on the
 rank's device. A plan creates the same states on the meta device, which allocates no memory, and
@@ -58,7 +58,7 @@ def make_states(
         model: Model of the rank, from `build_model`.
         initial: True to set the parameters to the initial values of `train.seed`. False to leave
             them NaN; a load must then set all of them.
-        poison: Fill freed chunks with NaN, for tests.
+        poison: True to fill freed chunks with NaN, for tests.
     """
     slices, seed = layout.placements, train.seed
     engine = ChunkEngine(
@@ -109,7 +109,8 @@ def groups_of_param(
     if name not in layout.placements:
         return None
     kind = layout.placements[name].kind
-    # The sum over partial axes is a separate all-reduce: no group has the axes dp, ep and tp.
+    # The sum over partial axes is a separate all-reduce, because no group has the axes dp, ep and
+    # tp together.
     reducing = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
     options = options_of(name, optim)
     sharding = () if options.frozen else kind.shard_axes(optim.sharding)
@@ -178,22 +179,22 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
 
 
 def _kinds(mesh: Mesh) -> Iterator[Coordinate]:
-    """Yield one coordinate for each pair of a pp and a tp coordinate; its dp and ep are 0."""
+    """Yield a coordinate with dp = ep = 0 for each pair of a pp index and a tp index."""
     # Ranks that differ only along dp or ep have states of the same size.
     sizes = (size if axis in UNEQUAL else 1 for axis, size in mesh._asdict().items())
     yield from itertools.starmap(Coordinate, itertools.product(*map(range, sizes)))
 
 
 def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[str, int]]]:
-    """Compute the bytes of one rank's model states for each pair of a pp and a tp coordinate.
+    """Compute the bytes of a rank's model states, for each pair of a pp index and a tp index.
 
     Ranks that differ only along dp or ep have states of the same size.
 
     Yields:
-        The coordinate of the rank, and a dict of sizes in bytes, with the keys of `count_bytes` and
-        the keys "cache" and "staging". "cache" is the memory of gathered parameters with
-        optim.resident = "cache". "staging" is the host memory for checkpoint.async_save. The sum
-        "total" includes "cache" but not "staging".
+        The coordinate of the rank, and a dict of sizes in bytes. Its keys are those of
+        `count_bytes`, "cache" and "staging". "cache" is the memory of gathered parameters with
+        optim.resident = "cache". "staging" is the host memory for checkpoint.async_save. "total" is
+        the sum of the states and "cache", without "staging".
 
     Raises:
         ConfigError: An axis does not divide a model dimension, a pattern matches no parameter, or

@@ -80,7 +80,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     """The ordered actions of each pipeline rank."""
     reduce_each: bool = False
-    """True: reduce gradients after each microbatch. False: only after the last microbatch."""
+    """True to reduce gradients after each microbatch; False to reduce them only after the last."""
 
     @property
     def num_stages(self) -> int:
@@ -100,7 +100,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether the schedule divides backward into the actions I and W."""
+        """True if the schedule divides backward into the actions I and W."""
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
 
 

@@ -1,4 +1,4 @@
-"""Functions that add transfers, gradient reductions and optimizer steps to pipeline schedules."""
+"""Functions that add transfers, gradient reductions and the optimizer step to a schedule."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
     out: list[Action] = []
     ready: list[Action] = []
     for action in actions:
-        if ready and action.kind is not Kind.SEND_GRADIENT:  # a send is first: another rank waits
+        if ready and action.kind is not Kind.SEND_GRADIENT:  # send first: another rank waits
             out.append(ready.pop())
         out.append(action)
         adds = action.kind in WEIGHT_GRADIENT
@@ -60,7 +60,7 @@ def add_update(actions: Sequence[Action], reduce_each: bool) -> tuple[Action, ..
 def sends_of(action: Action, num_stages: int) -> list[Action]:
     """Return the send action that follows a compute action, as a list; [] if nothing is sent.
 
-    The function assumes that every stage is on its own rank.
+    The function assumes that each stage is on a different rank.
     """
     if action.kind is Kind.F and action.stage < num_stages - 1:
         return [action._replace(kind=Kind.SEND_ACTIVATION)]
@@ -79,7 +79,7 @@ def received_by(send: Action) -> Action:
 def needs_of(action: Action, num_stages: int) -> list[Action]:
     """Return the receive action that a compute action waits for, as a list; [] without a wait.
 
-    The function assumes that every stage is on its own rank.
+    The function assumes that each stage is on a different rank.
     """
     if action.kind is Kind.F and action.stage > 0:
         return [action._replace(kind=Kind.RECV_ACTIVATION)]
@@ -100,7 +100,8 @@ def _with_transfers(
             if receive in traffic.position:
                 channel = channel_of(receive, num_ranks)
                 until = traffic.position[receive] + 1
-                # Receives keep the order of the sends: some backends match messages by order only.
+                # Receives have the order of the sends, because some backends match messages only by
+                # their order.
                 out.extend(traffic.queues[channel][posted[channel] : until])
                 posted[channel] = max(posted[channel], until)
 

@@ -27,15 +27,15 @@ Microbatch = tuple[Tensor, Tensor | None]
 device. The document ids are [B, S] on the host, or None."""
 
 FEW_TOKENS = 256
-"""Minimum sequence length at which the executor uses oneDNN for matrix products. For shorter
-sequences, torch's default library is faster."""
+"""Shortest sequence length, in tokens, for which the executor uses oneDNN for matrix products. For
+shorter sequences, torch's default library is faster."""
 
 LastBackward = Callable[[int, Collection[Tensor] | None], AbstractContextManager]
 """Type of `last_backward(stage, deferred)`, which returns a context manager.
 
-While the context manager is active, the executor runs the stage's last action of the step that
-computes weight gradients. If this action is of kind W, `deferred` contains the weights whose
-gradients the action computes. If the action is of kind B, `deferred` is None.
+Inside this context, the executor runs the last action of the step that computes weight gradients of
+the stage. If this action is of kind W, `deferred` contains the weights whose gradients the action
+computes. If it is of kind B, `deferred` is None.
 """
 
 
@@ -52,7 +52,7 @@ class Executor:
     Args:
         schedule: the actions of all ranks for one step.
         stages: this rank's stages, by number.
-        channels: communicators to and from the neighbour ranks.
+        channels: communicators to and from the neighbouring pipeline ranks.
         boundary_shape: function from tokens [B, S] to the shape of a stage's output.
         dtype: the dtype of activations.
         recorder: receives an event for each action.
@@ -81,7 +81,7 @@ class Executor:
         self._boundary_shape, self._dtype = boundary_shape, dtype
         self._last = {
             (action.kind, action.stage): action for action in schedule.ranks[channels.rank]
-        }  # the last action of each kind and stage, since later values replace earlier values
+        }  # the last action of each kind and stage, because later values replace earlier values
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -115,7 +115,8 @@ class Executor:
             opt_step: called for the OPT_STEP action.
             before_backward: called before each backward action (B, I or W). The argument is the
                 number of the action's stage.
-            last_backward: returns a context manager for the last backward action of each stage.
+            last_backward: returns the context in which each stage's last action of kind B or W
+                runs. `LastBackward` describes the arguments.
 
         Returns:
             The loss terms of this rank's stages, by (stage, microbatch).
@@ -276,9 +277,9 @@ class Executor:
         return self._last_backward(action.stage, deferred) if is_last else nullcontext()
 
     def _pass_on(self, send_action: Action, tensor: Tensor) -> None:
-        """Store `tensor`, a stage's result, until `send_action` sends it to the neighbour stage.
+        """Store a stage's result until `send_action` sends it to the neighbour stage.
 
-        If the neighbour stage is on this rank, nothing is sent: that stage takes the stored tensor.
+        If the neighbour stage is on this rank, nothing is sent: that stage uses the stored tensor.
         """
         forward = send_action.kind is Kind.SEND_ACTIVATION
         neighbour = send_action.stage + (1 if forward else -1)

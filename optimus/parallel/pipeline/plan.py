@@ -62,7 +62,8 @@ def assign_layers(
     def cost_of(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + last_cost * (stage == num_stages - 1)
 
-    # best[n]: lowest cost of the most expensive later stage, if the later stages begin at layer n.
+    # best[n]: if the later stages begin at layer n, the lowest possible cost of the most expensive
+    # of them.
     infinite = float("inf")
     best = [infinite] * num_layers + [0.0]
     ends: list[list[int]] = []
@@ -71,7 +72,7 @@ def assign_layers(
         for start in range(num_layers):
             for stop in range(start + 1, num_layers + 1):
                 if sums[stop] - sums[start] > row[start]:
-                    break  # with more layers this stage is only more expensive
+                    break  # with more layers, this stage would be even more expensive
                 worst = max(cost_of(stage, start, stop), best[stop])
                 if worst < row[start]:
                     row[start], choice[start] = worst, stop

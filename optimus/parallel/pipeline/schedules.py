@@ -116,7 +116,8 @@ def make_schedule(
         num_ranks: p, the number of pipeline ranks.
         virtual_stages: v, the number of stages per rank.
         num_microbatches: m, the number of microbatches per data-parallel rank.
-        reduce_each: reduce a stage's gradients after each microbatch, not only after the last.
+        reduce_each: True to reduce a stage's gradients after each microbatch, False to reduce them
+            only after the last.
 
     Raises:
         ConfigError: the schedule does not support `virtual_stages` above 1.
@@ -167,8 +168,8 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 def _rounds(num_microbatches: int, num_ranks: int) -> list[range]:
-    # The rounds have about equal sizes. Each has at least num_ranks microbatches, if there are
-    # that many.
+    # The rounds have about equal sizes. Each has at least num_ranks microbatches, unless there are
+    # fewer microbatches in total.
     count = max(1, num_microbatches // num_ranks)
     bounds = [num_microbatches * i // count for i in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]

@@ -1,6 +1,7 @@
 """Pipeline stage: a range of the model's blocks.
 
-The first stage also has the embedding. The last stage also has the output head and the loss.
+The first stage also has the embedding. The last stage also has the final norm, the output head and
+the loss.
 
 Dims: B batch, S sequence, D hidden, E experts.
 """
