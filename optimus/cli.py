@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return report_interrupt()
         finally:
-            if before is not None:  # else not set by Python
+            if before is not None:  # None if C code had installed the handler
                 signal.signal(signal.SIGINT, before)
 
 
@@ -214,7 +214,7 @@ def _end(error: OptimusError) -> int:
 
     ended = end_alone(error)
     if is_started_by_launcher():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its status, 143, could replace the run's
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else status 143 could replace the run's
     if ended.prints:
         with _without_output_errors():
             print(ended.line, file=sys.stderr, flush=True)

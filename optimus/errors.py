@@ -1,7 +1,7 @@
 """Errors that are shown to users, and the Outcome that ends a run or a command.
 
-A mistake of the user raises one of these errors. Its message is one line with the remedy. A bug of
-Optimus raises an assertion instead. Before a run ends, its ranks agree on one Outcome.
+A mistake of the user raises one of these errors. The error's message is one line with the remedy. A
+bug of Optimus raises an assertion instead. Before a run ends, its ranks agree on one Outcome.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class DamageError(DataError):
 
 
 class CheckpointError(OptimusError):
-    """A checkpoint that is missing, damaged, or of another model."""
+    """A checkpoint that is missing or damaged, or belongs to another model."""
 
     kind = OutcomeKind.USAGE
 
@@ -175,7 +175,7 @@ def as_optimus_error(error: Exception) -> OptimusError | None:
 
 def reason_of(error: OSError) -> str:
     """Return the cause of a file error as a phrase, such as "Permission denied"."""
-    if error.errno == errno.ELOOP:  # usually of open(2) with O_NOFOLLOW
+    if error.errno == errno.ELOOP:  # usually from open(2) with O_NOFOLLOW
         return "a symbolic link that is not followed, or a loop of links"
     return error.strerror or str(error)
 

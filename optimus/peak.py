@@ -275,7 +275,7 @@ def read_peak(path: Path, private: bool = True) -> Peak | str | None:
 
     Args:
         path: Path of the file.
-        private: Refuse a file that another user owns or can change.
+        private: If True, refuse a file if another user owns or can change it or its directory.
 
     Returns:
         The peak; None if the file does not exist; a str with the reason if the file cannot be used.
@@ -342,7 +342,7 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
 
 
 def write_peak(path: Path, peak: Peak, workspace: Workspace | None = None) -> None:
-    """Write a peak atomically to the file `path`, through the workspace of a run if it is given.
+    """Write a peak atomically to the file `path`. If `workspace` is given, write through it.
     Raises OSError."""
     with files.atomic_writer(path, workspace.temporary(path) if workspace else None) as file:
         file.write(files.checked_json({"format": _FORMAT, **dataclasses.asdict(peak)}))

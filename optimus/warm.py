@@ -1,10 +1,10 @@
 """The warm process of a node: it has imported all modules of a run, and forks ranks on request.
 
-`python -P -m optimus.warm` with a socket as standard input. It initialises no device and computes
-nothing, so that its children start as a new interpreter would, but without the seconds of the
-imports. Each request is a JSON object with the environment and the arguments of a rank, together
-with the descriptor of a pipe for the rank's output. The answers are the process ids and, later, the
-exit statuses of the ranks.
+The agent starts `python -P -m optimus.warm` with a socket as standard input. The process
+initialises no device and computes nothing. A forked rank therefore starts like a new interpreter,
+but needs no seconds for imports. Each request is a JSON object with the environment and the
+arguments of a rank, together with the descriptor of a pipe for the rank's output. The answers are
+the process ids and, later, the exit statuses of the ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def main() -> NoReturn:
     from optimus.cli import set_library_variables
     from optimus.resilience.supervision.warm_process import MAX_BYTES
 
-    # Slurm sends SIGTERM to all processes of a job. Without this process, its ranks could not save.
+    # Slurm sends SIGTERM to all processes of a job. If this one ended, the
+    # kernel would kill its ranks before they could save.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     set_library_variables()
-    # A thread pool does not survive a fork. The BLAS of numpy creates its threads at its import.
+    # A thread pool does not survive a fork, and the BLAS of numpy creates its pool at import.
     with _single_blas_thread():
         _import_all()
     woken, waker = socket.socketpair()
@@ -79,7 +80,7 @@ def main() -> NoReturn:
                 status = 1
                 try:
                     _become_rank(json.loads(data), fds[0], parent)
-                except SystemExit as end:  # a run of a single rank has no process group to leave
+                except SystemExit as end:  # from a rank without a process group
                     status = end.code if isinstance(end.code, int) else 1
                 except Exception:
                     traceback.print_exc()
@@ -102,8 +103,8 @@ def _single_blas_thread() -> Iterator[None]:
 
 
 def _import_all() -> None:
-    """Import the modules that a rank uses, also those that it imports late, so that a rank opens no
-    module file (tests/bench/test_supervision.py)."""
+    """Import the modules that a rank uses, including those that it imports late. A forked rank then
+    opens no module file (tests/bench/test_supervision.py)."""
     for name in _MODULES:
         importlib.import_module(name)
     with contextlib.suppress(ImportError):  # a run without TensorBoard needs no package for it
@@ -128,7 +129,7 @@ def _become_rank(request: dict[str, Any], output: int, parent: int) -> NoReturn:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    # The objects that exist know positions in the files that they had.
+    # The present stream objects keep positions in the earlier files.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()

@@ -61,7 +61,7 @@ class JobRank:
 ALONE = JobRank(0, 1)
 
 ATTEMPT = "OPTIMUS_ATTEMPT"
-"""Number of the attempt, for the ranks of a supervised run."""
+"""Environment variable of the ranks of a supervised run. It contains the number of the attempt."""
 RENDEZVOUS = "OPTIMUS_RENDEZVOUS"
 """Environment variable that contains the rendezvous address of the ranks that `--nproc` starts. The
 address begins with `file://`."""
@@ -205,7 +205,7 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_started_by_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if srun or mpiexec has started this process: torchrun and `--nproc` set RANK."""
+    """Return True if srun or mpiexec has started this process. torchrun and `--nproc` set RANK."""
     return "RANK" not in environ and is_launched(environ)
 
 

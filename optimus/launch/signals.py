@@ -39,7 +39,7 @@ def _start_new_line(number: int) -> None:
     progress bar of another process."""
     if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
         with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), b"\n")  # a stream cannot be used again in its handler
+            os.write(sys.stderr.fileno(), b"\n")  # the signal may have interrupted sys.stderr
 
 
 def report_early_stop(number: int) -> int:
@@ -61,7 +61,7 @@ def report_interrupt(number: int = signal.SIGINT) -> int:
 
 
 def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> None:
-    """Make those signals that still have the default handler end this process.
+    """Let each signal in `numbers` that still has its default handler end this process.
 
     Args:
         numbers: The signals.
@@ -81,7 +81,7 @@ def exit_on_signals(numbers: Iterable[int], report: Callable[[int], int]) -> Non
 @contextlib.contextmanager
 def raising_keyboard_interrupt() -> Iterator[None]:
     """Return a context in which Ctrl-C raises KeyboardInterrupt, so that a command can remove its
-    incomplete files. If the process ignores Ctrl-C (nohup), this does not change."""
+    incomplete files. If the process ignores Ctrl-C (nohup), the context has no effect."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

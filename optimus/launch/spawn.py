@@ -83,7 +83,7 @@ def _start(arguments: Sequence[str], rank: int, nproc: int, directory: Path) -> 
     }
     # -P: the working directory, which another user may own, is not searched for modules.
     command = [sys.executable, "-P", "-m", "optimus.cli", *arguments]
-    # In a separate session, the terminal's Ctrl-C reaches only the spawner, not a rank in a step.
+    # A separate session: the terminal's Ctrl-C then reaches only the spawner, not a rank.
     return subprocess.Popen(
         command,
         env=environ,
@@ -114,8 +114,8 @@ def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
         passed.append(number)
         if passed.count(signal.SIGINT) > 1:
             return  # `_watch` kills the ranks
-        # The first signal is the reason that the ranks print. The SIGTERM that follows ends a rank
-        # that has not started its first step; other ranks ignore SIGTERM after the first signal.
+        # The ranks print the first signal as the reason of the stop. The SIGTERM after it ends each
+        # rank that has not started its first step. Other ranks ignore it after the first signal.
         for sent in (number, signal.SIGTERM):
             _send(ranks, sent)
 

@@ -1,4 +1,4 @@
-"""Checks that values are finite: of large buffers, and of the optimizer states of all ranks."""
+"""Checks for non-finite values in large buffers and in the optimizer states of all ranks."""
 
 from __future__ import annotations
 

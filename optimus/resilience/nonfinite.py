@@ -47,7 +47,7 @@ class ForwardWatch(Recorder):
     Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
     such a module, the rank with the smallest `when` computed the first non-finite value.
 
-    As the recorder of an executor, it also notes the microbatches.
+    If an executor records with it, it also finds the microbatch of each value.
     """
 
     records_actions = True
@@ -62,7 +62,7 @@ class ForwardWatch(Recorder):
         self.microbatch: int | None = None
         """Microbatch for which `module` computed the value; None if it is unknown."""
         self.outputs: dict[int, dict[str, dict[str, float | None]]] = {}
-        """For each microbatch, the figures of `measure` of each block's output, by the block's
+        """Result of `measure` for the output of each block, by microbatch and by the block's
         name."""
         self._measured: dict[str, dict[str, float | None]] = {}
         self._events = 0
@@ -117,8 +117,8 @@ class _GradientWatch(Recorder):
     """Finds the microbatch whose backward pass makes the first non-finite gradient of this rank.
 
     Args:
-        is_reduced_bad: returns True if a gradient that is about to be reduced was not finite.
-        gradients: the gradients of the rank.
+        is_reduced_bad: Returns True if a gradient was non-finite just before its reduction.
+        gradients: The gradients of the rank.
     """
 
     records_actions = True
@@ -139,8 +139,11 @@ class _GradientWatch(Recorder):
 
 
 def measure(values: Tensor) -> dict[str, float | None]:
-    """Return least, greatest and mean finite value of a tensor, None if no value is finite, and the
-    share of non-finite values: {"min", "max", "mean", "nonfinite"}."""
+    """Return figures of the values of a tensor: {"min", "max", "mean", "nonfinite"}.
+
+    The first three cover the finite values; they are None if no value is finite. "nonfinite" is the
+    share of non-finite values.
+    """
     is_value = values.isfinite()
     finite = values[is_value].double()
     share = 1.0 - len(finite) / max(1, values.numel())
@@ -164,8 +167,9 @@ def _floats(output: object) -> list[Tensor]:
 
 
 class Finding(NamedTuple):
-    """A non-finite value that a rank has found. Findings are compared as tuples. The smallest
-    Finding of all ranks is nearest to the cause.
+    """A non-finite value that a rank has found.
+
+    Findings are compared as tuples. The smallest Finding of all ranks is nearest to the cause.
 
     Attributes:
         distance: Distance of the value from the cause, by the kind of value: 0 for a parameter, 1
@@ -207,8 +211,9 @@ _ONCE = 3
 
 
 class Watch:
-    """Checks the losses and gradients of one rank. Before each update, the ranks find out if any of
-    them has a non-finite value.
+    """Checks the losses and gradients of one rank.
+
+    Before each update, the ranks find out if any of them has a non-finite value.
 
     A rank with a non-finite value still completes its pipeline schedule, because other ranks wait
     for its messages.
@@ -247,22 +252,22 @@ class Watch:
         """Discard the findings of the last update, and start to check update `step`."""
         self._step = step
         self._extremes: list[tuple[list[str], list[Tensor]]] = []
-        """For each buffer of gradients in the order of the backward pass: the names of its
-        parameters, last layers first, and for each a tensor [2] on the device with the least and
-        the greatest value of the gradient. Both are NaN if a value is NaN."""
+        """For each gradient buffer, in the order of the backward pass: the names of its parameters,
+        last layers first, and for each parameter a tensor [2] on the device with the least and the
+        greatest value of its gradient. Both are NaN if a value of the gradient is NaN."""
 
     def look_at(self, buffer: GradBuffer) -> None:
         """Check the gradients in `buffer` before they are reduced over ranks. The caller passes the
         buffers in the order of the backward pass, from the last layers to the first."""
-        # The results stay on the device: a copy of each to the host would stop the queue of kernels
-        # once for each chunk.
+        # The results stay on the device: copying them to the host here would make the host wait for
+        # the device once per chunk.
         names = [name for name, view in buffer.grad_views.items() if view.numel()][::-1]
         extremes = [torch.stack(torch.aminmax(buffer.grad_views[name])) for name in names]
         self._extremes.append((names, extremes))
 
     def any_rank_is_nonfinite(self) -> bool:
-        """Return True if any rank has a non-finite loss or gradient. All ranks must call this. It
-        waits for the device once."""
+        """Return True if any rank has a non-finite loss or gradient. All ranks must call this. The
+        call waits for the device once."""
         values = [pair for _, extremes in self._extremes for pair in extremes]
         values += [loss.reshape(-1) for loss in self._losses()]
         nonfinite = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -284,7 +289,7 @@ class Watch:
         )
 
     def _losses(self) -> list[Tensor]:
-        """Return the loss terms of this rank's microbatches that have values."""
+        """Return the loss terms of this rank's microbatches, without empty tensors."""
         return [value for _, value in self._losses_by_microbatch()]
 
     def _losses_by_microbatch(self) -> Iterator[tuple[int, Tensor]]:
@@ -331,8 +336,8 @@ class Watch:
     def _write_marker(self, finding: Finding, microbatches: list[Microbatch]) -> None:
         if self._workspace is None:
             return
-        # The hash covers all microbatches of the rank, so that it is the same for the same data
-        # also if the microbatch of one of the values is unknown.
+        # The hash covers all microbatches of the rank. Failures with the same data therefore have
+        # the same hash, even if the microbatch of a non-finite value is unknown.
         tokens = b"".join(batch.tokens.cpu().numpy().tobytes() for batch in microbatches)
         instances, layers = [], {}
         if finding.microbatch is not None:
@@ -361,8 +366,10 @@ class Watch:
         )
 
     def _findings(self, microbatches: list[Microbatch]) -> list[Finding]:
-        """Search for the cause on all ranks. Return the findings of all ranks; the first one is
-        nearest to the cause. A collective of all ranks."""
+        """Return the findings of all ranks. The first finding is nearest to the cause.
+
+        All ranks must call this.
+        """
         everyone = self._groups.everyone
         in_update, _ = self._bad_gradient()
         bad = [number for number, loss in self._losses_by_microbatch() if not is_finite(loss)]
@@ -432,7 +439,7 @@ class Watch:
         name, depth = self._bad_gradient()
         if not name:
             return None
-        # Collectives spread a non-finite gradient. Its origin is the first rank to send one.
+        # Collectives spread a non-finite gradient. Its origin is the rank that first sent one.
         when, stage = sent.index(False) if False in sent else math.inf, self._groups.coordinate.pp
         text = f"the gradient of {name} is non-finite, although the forward pass is finite"
         return self._finding(2, -stage, when, depth, text, name, "backward", watch.microbatch)

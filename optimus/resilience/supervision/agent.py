@@ -1,9 +1,10 @@
 """The agent of a node: starts the ranks of an attempt, observes them and reports to the supervisor.
 
-`python -P -m optimus.resilience.supervision.agent RUN_DIR NODE`. The launcher starts one agent on
-each node of the allocation, also on buffer nodes. An agent outlives its supervisor: ranks train on
-while no supervisor runs, and a new supervisor finds the agents connected again. If none returns
-within a time limit, the agents let their ranks save a checkpoint and end.
+The launcher starts one agent on each node of the allocation, including buffer nodes:
+`python -P -m optimus.resilience.supervision.agent RUN_DIR NODE`. An agent outlives its supervisor.
+While no supervisor runs, the ranks continue to train, and the agents try to connect to the next
+supervisor. If no supervisor answers within a time limit, each agent lets its ranks save a
+checkpoint and end.
 
 This module imports no torch.
 """
@@ -66,25 +67,28 @@ ADDRESS, SECRET = "address.json", "secret"
 BEATS_PER_LIMIT = 6
 """Number of reports that an agent sends within `resilience.heartbeat_s`."""
 _KILL_S = 2.0
-"""Time from SIGKILL to the end of a process, after which the agent no longer waits for it."""
+"""Longest time to wait for the end of processes after SIGKILL."""
 _SAVE_S = 600.0
-"""Longest time for which ranks without a supervisor may save."""
+"""Time limit for ranks without a supervisor to save a checkpoint and end."""
 _WARM_S = 10.0
-"""Time that the start of ranks waits for the imports of the warm process."""
+"""Longest time to wait for the imports of the warm process. Then ranks are started without it."""
 _OUTPUT_S = 1.0
-"""Time for which the output of an ended rank is read: a child process may keep the pipe open."""
+"""Longest time to read the output of a rank after its end. A limit is needed because a child
+process of the rank may keep the pipe open."""
 _RETRY_S = 0.1
 _CONNECT_S = 0.2, 2.0
-"""Shortest and longest time limit of a connection to the supervisor."""
+"""Bounds of the time limit for connecting to the supervisor."""
 _PAUSE_S = 0.1
 """Shortest time between two reports."""
 _ADDRESS_S = 0.5
-"""Time between two looks at the address of the supervisor."""
+"""Time between two reads of the supervisor's address file."""
 _LINES = 10_000
-"""Maximum number of output lines that wait for a supervisor. Further lines are counted only."""
+"""Maximum number of output lines to keep for a supervisor. Lines above this number are dropped and
+counted."""
 _LINE_BYTES = 16_384
 _REPORT_CHARS = 100_000
-"""Maximum length of the output lines in a report. JSON takes up to 6 bytes for a character."""
+"""Number of characters of output after which a report takes no more lines. JSON needs up to 6 bytes
+for a character."""
 
 
 @dataclass
@@ -124,14 +128,16 @@ class Agent:
     folder: Path
     """Folder for the files of this agent, on a disk of the node."""
     code: str = field(default_factory=lambda: hash_code())
-    """Hash of the files of Optimus at the start of this agent, which does not read later ones."""
+    """Hash of the Python files of Optimus when this agent started. Later changes of the files do
+    not change the hash."""
     attempt: int = 0
     """Number of the last attempt that this agent has started."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
     failure: str = ""
     """Reason why the ranks of the attempt cannot be started."""
     stop_signal: int = 0
-    """The signal that ranks which start later get, too; 0 without one."""
+    """Last signal that the supervisor has sent to the ranks of the attempt; 0 if none. Ranks that
+    start later also receive it."""
     starting: asyncio.Task[None] | None = None
     """Task that starts ranks."""
     watchers: list[asyncio.Task[None]] = field(default_factory=list)
@@ -144,24 +150,24 @@ class Agent:
     dropped: int = 0
     """Number of output lines that were not kept."""
     address: bytes = b""
-    """Address of the supervisor to which this agent is connected, as in its file."""
+    """Content of the address file of the supervisor to which this agent is connected."""
     staged: tuple[str, Path] | None = None
-    """Hash and parent folder of the copy of the ranks' environment on this node."""
+    """Hash and parent folder of this node's copy of the Python environment; None without a copy."""
     orphan_s: float = 60.0
     """Time without a supervisor after which the ranks save and end. Supervisors may change it."""
 
     async def run(self) -> None:
-        """Serve supervisors until one ends this agent, or none has returned for `orphan_s`."""
+        """Obey supervisors until one ends this agent, or none has answered for `orphan_s`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-            # The scheduler's signals before the end of a job. The ranks save a checkpoint.
+            # The scheduler sends these signals before the end of a job. The ranks then save.
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 loop.add_signal_handler(number, partial(self._signal_ranks, signal.SIGTERM))
         lost_at, is_connected = time.monotonic(), False
         while True:
             try:
-                # After a cut, TCP sends again after up to the length of the cut. Short trials find
-                # sooner that the network works again.
+                # After a network failure, TCP may wait as long as the failure lasted before it
+                # retransmits. A new connection with a short time limit succeeds earlier.
                 limit_s = min(max((time.monotonic() - lost_at) / 8, _CONNECT_S[0]), _CONNECT_S[1])
                 channel = await self._connect(limit_s)
                 is_connected = True
@@ -191,7 +197,7 @@ class Agent:
         """Connect to the present supervisor. Raises OSError or OptimusError.
 
         Args:
-            limit_s: Time limit of the connection to an address of the supervisor.
+            limit_s: Time limit for connecting to each address of the supervisor, in seconds.
         """
         folder = self.run_dir / SUPERVISOR
         secret = await asyncio.to_thread(read_secret, folder / SECRET)
@@ -211,8 +217,10 @@ class Agent:
         return files.read_regular(self.run_dir / SUPERVISOR / ADDRESS, 1 << 16)
 
     async def _check_supervisor(self) -> None:
-        """Raise OSError if another supervisor has taken over. The connections of a supervisor that
-        is suspended stay open."""
+        """Raise OSError if another supervisor has taken over.
+
+        The connection does not show this: if the earlier supervisor is suspended, it stays open.
+        """
         # In a thread: reports must continue while the shared file system does not answer.
         if await asyncio.to_thread(self._read_address) != self.address:
             raise OSError("another supervisor has taken over")
@@ -311,7 +319,7 @@ class Agent:
         return ""
 
     async def _start(self, message: Start) -> None:
-        """Start the ranks of an attempt on this node. If that fails, store the reason."""
+        """Start the ranks of an attempt on this node. If this fails, set `failure`."""
         try:
             folder = self.folder / f"attempt-{self.attempt:04d}"
             folder.mkdir(parents=True)
@@ -347,18 +355,18 @@ class Agent:
     async def _start_process(
         self, environ: Mapping[str, str], arguments: Sequence[str]
     ) -> asyncio.subprocess.Process | ForkedProcess:
-        """Start `optimus ARGUMENTS`, by a fork of the warm process if possible."""
+        """Start `optimus ARGUMENTS`. If possible, fork it from the warm process."""
         if await self.warm.wait_until_ready(_WARM_S):
             try:
                 return await self.warm.fork(environ, arguments)
             except (OSError, TimeoutError):
-                await self._replace_warm()  # this kills all ranks that it has forked
+                await self._replace_warm()  # kills all ranks that the warm process forked
                 if self.ranks:
                     raise OSError("the process that forks ranks does not answer") from None
             except ValueError:  # the environment is too large
                 pass
         return await asyncio.create_subprocess_exec(
-            # -P: the working directory, which may be another user's, is not searched.
+            # -P: do not search the working directory for modules: it may be another user's.
             *(sys.executable, "-P", "-m", "optimus.cli", *arguments),
             env=environ,
             stdin=asyncio.subprocess.DEVNULL,
@@ -370,7 +378,7 @@ class Agent:
         )
 
     async def _watch(self, rank: _Rank) -> None:
-        """Read the output of a rank until its end."""
+        """Read the output of a rank until the rank ends, then store its exit status."""
         stream = rank.process.stdout
         assert stream is not None, "the output is a pipe"
         reading = asyncio.create_task(self._read_output(rank, stream))
@@ -380,7 +388,7 @@ class Agent:
                 await reading
         if isinstance(rank.process, LaunchedProcess) and rank.process.was_lost:
             rank.was_ended = True  # its end is no evidence of a failure of this node
-        # Its child processes. Later, the number may belong to another process group.
+        # Kill its child processes now. Later, another process group may have the same ID.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
         rank.status = status
@@ -396,9 +404,12 @@ class Agent:
                 self.dropped += 1
 
     async def _report(self, channel: Channel, beat_s: float) -> None:
-        """Send a report at each beat, and soon after a rank has ended or printed a line. Raises
-        OSError if the connection is lost, or if the other machine acknowledges nothing for the
-        time of a beat."""
+        """Send a report every `beat_s` seconds, and soon after a rank has ended or printed a line.
+
+        Raises:
+            OSError: The connection is lost, or some sent bytes have been unacknowledged for more
+                than 2 * `beat_s` seconds.
+        """
         sent: set[int] = set()
         acknowledged_at = time.monotonic()
         while True:
@@ -444,7 +455,7 @@ class Agent:
                         os.kill(rank.process.pid, number)
 
     async def _kill(self) -> None:
-        """Kill all ranks with their child processes, and wait for their ends."""
+        """Kill all ranks and their child processes, and wait until they have ended."""
         if self.starting is not None:
             self.starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -462,7 +473,7 @@ class Agent:
         try:
             async with asyncio.timeout(_KILL_S):
                 await asyncio.gather(*(rank.process.wait() for rank in self.ranks.values()))
-        except TimeoutError:  # the warm process does not report ends, so it may be suspended
+        except TimeoutError:  # the warm process reports no ends: it may be suspended
             await self._replace_warm()
         for rank in self.ranks.values():
             if isinstance(rank.process, LaunchedProcess):
@@ -477,7 +488,10 @@ class Agent:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Return the next line, at most _LINE_BYTES of it at a time; b"" at the end."""
+    """Return the next line; b"" at the end of the stream.
+
+    If a line is longer than _LINE_BYTES, each call returns the next piece of it.
+    """
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:
@@ -498,7 +512,7 @@ def parse_address(content: bytes) -> tuple[list[str], int]:
 
 
 def hash_code() -> str:
-    """Return a hash of all Python files of Optimus, which must be the same on all nodes."""
+    """Return a hash of all Python files of Optimus. All nodes must have the same files."""
     root = Path(__file__).resolve().parents[2]
     content = b""
     for path in sorted(root.rglob("*.py")):

@@ -53,20 +53,22 @@ _A = TypeVar("_A", bound=Message)
 CONFIG = "run.toml"
 """Name of the copy of the configuration in the supervisor's folder."""
 LOOK_S = 0.1
-"""Longest time between two looks at the observations on an attempt."""
+"""Interval at which the supervisor checks the observations on an attempt."""
 _RECONNECT_S = 5.0
-"""Time for which a supervisor that takes over waits for agents, in addition to the heartbeat."""
+"""Time that a supervisor which takes over waits for agents to connect, in addition to
+`heartbeat_s`."""
 KILLED_S = 5.0
-"""Time to wait for agents to kill their ranks, and for agents to end."""
+"""Longest time to wait until agents have killed their ranks, or until agents have ended."""
 _MOST_UNAUTHENTICATED = 64
 """Maximum number of connections that are not authenticated yet."""
 _CLOCK_S = 60.0
 """Maximum difference between the clocks of two nodes."""
 MIN_OPEN_FILES = 1024
 """Minimum number of files that a process on a node must be allowed to open. The supervisor opens
-about 30, one for each node, and three times _MOST_UNAUTHENTICATED in a flood of connections."""
+about 30 files and one more for each node. In a flood of connections, it opens three times
+_MOST_UNAUTHENTICATED more."""
 _LOG_BYTES = 1 << 28
-"""Maximum size of the output of an attempt in `log/`. Further lines are counted only."""
+"""Maximum size of the output of an attempt in `log/`. Lines above this size are not written."""
 _MAX_PROBLEMS = 4
 """Maximum number of nodes whose problems an error message states."""
 
@@ -80,7 +82,7 @@ class Job:
     """The resolved configuration of the run, in TOML. The ranks of all attempts read a copy of it,
     so that a change of the user's file does not change a later attempt."""
     nodes: tuple[str, ...]
-    """Nodes of the allocation, in its order."""
+    """Nodes, in the order of the allocation."""
     ranks_per_node: int
     policy: Policy
     heartbeat_s: float
@@ -91,7 +93,7 @@ class Job:
     settings: str
     """Hash of the settings that must not change in later jobs of the run."""
     frozen: tuple[str, ...] = ()
-    """Names of these settings. The name of a section means all of its settings."""
+    """Names of the settings that `settings` covers. A section's name means all of its settings."""
     name: str = ""
     """Name of the scheduler's job."""
     ends_at: float = math.inf
@@ -99,13 +101,13 @@ class Job:
     margin_s: float = 120.0
     """Time before the end of the job at which ranks begin to save."""
     pardoned: tuple[str, ...] = ()
-    """Nodes that are no longer excluded."""
+    """Excluded nodes that the user permits again (`--pardon`)."""
     stage: Path | None = None
-    """Folder on a disk of each node to which the environment of the ranks is copied."""
+    """Folder on a disk of each node for a copy of the Python environment; None to copy nothing."""
     chain: Chain | None = None
     """Submits the job that continues the run after this one; None: no job continues it."""
     start_limit_s: float = 120.0
-    """Time within which the agents must answer."""
+    """Time limit for agents to answer after their start, and for mpiexec to start ranks."""
 
     def workspace_of(self, attempt: AttemptStarted) -> Workspace:
         """Return the workspace of an attempt."""
@@ -122,10 +124,10 @@ class Node:
     heard_at: float = -math.inf
     """Time of the agent's last message, by the supervisor's clock."""
     attempt: int = 0
-    """The attempt of the ranks in `ranks`."""
+    """Number of the attempt to which `ranks` belongs."""
     ranks: dict[int, RankReport] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
-    """For each ended rank, the number of ranks that had ended before it on all nodes."""
+    """For each ended rank, its position in the order in which the ranks of all nodes ended."""
     kill_sent_at: float = -math.inf
     """Time of the last request to kill ranks, by the supervisor's clock."""
     asked: type[Message] = Message
@@ -145,25 +147,26 @@ class Agents:
     """The agents of the nodes of a job. They authenticate with the launch secret."""
 
     def __init__(self, job: Job, history: History, secret: bytes) -> None:
-        """Start nothing.
+        """Store the arguments; start no agent.
 
         Args:
             job: The job.
-            history: History of the run, which the supervisor extends.
+            history: History of the run. The supervisor adds events to it.
             secret: The launch secret.
         """
         self._job, self._history, self._secret = job, history, secret
         self._folder = job.run_dir / SUPERVISOR
         self.nodes = {name: Node(name) for name in job.nodes}
         self.clock_s = 0.0
-        """Time for which this process has run. Silence of agents is measured with it, so that a
-        process that was suspended, or waited for a disk, does not blame them."""
+        """Time in seconds for which this process has run, by which the silence of agents is
+        measured. The clock stops while this process is suspended or waits for a disk. Otherwise,
+        all agents would seem to be silent after that."""
         self.commands: list[subprocess.Popen[bytes]] = []
-        """Commands that started agents or ranks. Their exit statuses are not used. asyncio would
-        kill the processes of a supervisor that ends, although another supervisor uses its
-        agents."""
+        """Launcher commands that started agents or ranks. They are not started by asyncio, which
+        would kill them when this supervisor ends, although the next supervisor uses the agents."""
         self.staged: Path | None = None
-        """Folder with the environment of the ranks on each node; None: this environment."""
+        """Folder of the copy of the Python environment on each node; None if ranks use the
+        environment of this process."""
         self._code = hash_code()
         self._problems: set[str] = set()
         """Reasons for which agents were refused."""
@@ -208,7 +211,7 @@ class Agents:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def wait_for_known(self) -> None:
-        """Wait until the agents of the last supervisor have connected again."""
+        """Wait a limited time until the agents of the last supervisor have connected again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._job.heartbeat_s + _RECONNECT_S):
                 while any(node.channel is None for node in self.nodes.values()):
@@ -217,7 +220,7 @@ class Agents:
     async def start(self) -> None:
         """Start the agents that are not connected, and wait until they answer."""
         job = self._job
-        # A node whose ranks run may be cut off. Another agent there would not have its ranks.
+        # A node with running ranks may be cut off. A second agent could not control these ranks.
         busy = self._history.running.nodes if self._history.running is not None else ()
         wanted = [
             node.name
@@ -251,7 +254,7 @@ class Agents:
     def run(
         self, command: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a command of the launcher, with more environment variables. Raises OSError."""
+        """Start a launcher command with `variables` added to the environment. Raises OSError."""
         environ = {**os.environ, **(variables or {})}
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
@@ -285,7 +288,7 @@ class Agents:
             )
 
     async def start_ranks(self, attempt: AttemptStarted, name: str) -> None:
-        """Let the agent of a node start its ranks of an attempt."""
+        """Let the agent of the node `name` start the ranks of an attempt on this node."""
         job, node = self._job, self.nodes[name]
         per_node, index = attempt.ranks_per_node, attempt.nodes.index(name)
         first = self.nodes[attempt.nodes[0]]
@@ -312,8 +315,12 @@ class Agents:
         )
 
     def rank_command(self, nodes: Sequence[str], workspace: str) -> list[str] | None:
-        """Return the command that starts the ranks of an attempt on `nodes`, in the workspace with
-        this name; None if the agents start them."""
+        """Return the command that starts the ranks of an attempt; None if the agents start them.
+
+        Args:
+            nodes: The nodes of the attempt, in the order of their ranks.
+            workspace: Name of the attempt's workspace.
+        """
         job, secret = self._job, self._folder / SECRET
         python = staged_python(self.staged) if self.staged is not None else sys.executable
         return job.launcher.rank_command(nodes, job.ranks_per_node, secret, workspace, python)
@@ -334,7 +341,7 @@ class Agents:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
-            # An agent authenticates at once. A flood therefore closes connections of the flood.
+            # Close the oldest one: agents authenticate at once, so it is hardly an agent's.
             self._unauthenticated.pop(0).close()
         self._unauthenticated.append(writer)
         try:
@@ -352,7 +359,7 @@ class Agents:
             hello = await channel.receive(Hello)
             node = self._welcome(channel, hello)
             if node is None:
-                if not hello.attempt:  # else its ranks may save when the agent gives up
+                if not hello.attempt:  # else its ranks may still run and save
                     await channel.send(End())
                 return
             await channel.send(
@@ -367,7 +374,7 @@ class Agents:
                 message = await channel.receive(Message)
                 if node.channel is channel:
                     self._receive(node, message)
-                elif isinstance(message, Report):  # the agent has connected again after a cut
+                elif isinstance(message, Report):  # the agent has a newer connection
                     self._receive(node, message.model_copy(update={"ranks": ()}))
         except (OSError, EOFError):
             pass  # the connection is lost
@@ -382,7 +389,7 @@ class Agents:
             await channel.close()
 
     def _welcome(self, channel: Channel, hello: Hello) -> Node | None:
-        """Return the node of an agent that has connected; None to refuse it, with a warning."""
+        """Return the node of an agent that has connected; warn and return None to refuse it."""
         node, problem = self.nodes.get(hello.node), ""
         if node is None:
             problem = f"{hello.node!r} is not a node of the allocation"
@@ -409,18 +416,18 @@ class Agents:
         running = self._history.running
         was_asked = running is not None and node.attempt == running.attempt
         if running and is_same_agent and was_asked and hello.attempt < running.attempt:
-            self.spawn(self.start_ranks(running, node.name))  # a cut has lost the request
+            self.spawn(self.start_ranks(running, node.name))  # the request did not arrive
         return node
 
     def _receive(self, node: Node, message: Message) -> None:
-        """Take note of a message of an agent."""
+        """Process a message from an agent."""
         node.heard_at = self.clock_s
         if isinstance(message, Report):
             running, number = self._history.running, message.attempt
             present = running is not None and node.name in running.nodes and running.attempt
             has_ranks = any(report.status is None for report in message.ranks)
             if has_ranks and number != present and self.clock_s - node.kill_sent_at > KILLED_S:
-                # The node was suspended and continues now, or a cut has lost the request.
+                # The node was suspended and continues now, or the request to kill did not arrive.
                 node.kill_sent_at = self.clock_s
                 self.spawn(self.say(node, Kill(attempt=number)))
             if number == node.attempt:
@@ -432,7 +439,7 @@ class Agents:
                         self._num_ended += 1
             try:
                 self._write_log(number, message.lines, message.dropped)
-            except OSError as error:  # the output of ranks is not worth the run
+            except OSError as error:  # lost output must not end the run
                 self._log_dropped += len(message.lines)
                 if self._log_dropped < 1000:
                     logger.warning("output of ranks is not kept: %s", error.strerror)
@@ -464,7 +471,7 @@ class Agents:
             self._log.write(f"{counted(dropped, 'line')} of output were not kept\n".encode())
 
     async def say(self, node: Node, message: Message) -> None:
-        """Send a message to an agent. If the connection is lost, the agent becomes silent."""
+        """Send a message to an agent. Do nothing if its connection is lost."""
         if node.channel is not None:
             with contextlib.suppress(OSError):
                 await node.channel.send(message)
@@ -476,8 +483,12 @@ class Agents:
     async def ask(
         self, node: Node, message: Message, answer: type[_A], limit_s: float | None = None
     ) -> _A:
-        """Send a message to an agent and return its answer, which has the type `answer`. Raises
-        OSError or TimeoutError."""
+        """Send a message to an agent and return its answer, which has the type `answer`.
+
+        Raises:
+            OSError: The connection is lost.
+            TimeoutError: The agent does not answer in time.
+        """
         if node.channel is None:
             raise OSError(f"the agent of {node.name} is gone")
         node.asked, node.answer = answer, asyncio.get_running_loop().create_future()
@@ -487,7 +498,7 @@ class Agents:
             return received
 
     async def wait_for_ends(self, commands: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait until commands of the launcher have ended. Terminate those that remain."""
+        """Wait until launcher commands have ended. After KILLED_S, terminate the others."""
         end = time.monotonic() + KILLED_S
         while any(process.poll() is None for process in commands) and time.monotonic() < end:
             await asyncio.sleep(LOOK_S)
@@ -496,26 +507,32 @@ class Agents:
                 process.terminate()
 
     def spawn(self, coroutine: Any) -> None:
-        """Run a coroutine in a task of its own, and keep the task until it ends."""
+        """Run a coroutine in a new task, and keep a reference to the task until it ends."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def heard(self) -> list[Node]:
-        """Return the nodes whose agent was heard within the heartbeat's limit. An agent without a
-        channel is about to connect again, or will be silent."""
+        """Return the nodes whose agent has sent a message in the last `heartbeat_s` seconds.
+
+        The connection of such an agent may be lost. The agent then connects again, or it becomes
+        silent.
+        """
         limit_s, now = self._job.heartbeat_s, self.clock_s
         return [node for node in self.nodes.values() if now - node.heard_at <= limit_s]
 
     def is_cut_off(self, now: float) -> bool:
-        """Return True if the agents of all other machines, at least two, have become silent at the
-        same time, while those of this machine answer."""
+        """Return True if this machine seems to be cut off from all other machines.
+
+        The agents of the other machines, at least two, have then become silent at the same time,
+        while the agents of this machine answer.
+        """
         limit_s, host = self._job.heartbeat_s, socket.gethostname()
         heard = [(node.hello.host, node.heard_at) for node in self.nodes.values() if node.hello]
         others = [heard_at for name, heard_at in heard if name != host]
         local = [heard_at for name, heard_at in heard if name == host]
         last = max(others, default=now)
-        silent = [heard_at for heard_at in others if last - heard_at <= limit_s]  # else lost before
+        silent = [heard_at for heard_at in others if last - heard_at <= limit_s]  # not lost earlier
         if len(silent) < 2 or now - last <= limit_s:
             return False
         return all(now - heard_at <= limit_s for heard_at in local)

@@ -1,8 +1,8 @@
 """Interface between a rank of a supervised run, its agent and the supervisor.
 
-The agent sets environment variables when it starts a rank, and reads the rank's progress from a
-small file on the node, which the rank writes through a memory map. The supervisor names the updates
-to skip in a file of the run directory. This module imports no torch.
+The agent sets environment variables when it starts a rank. The rank writes its progress through a
+memory map to a small file on the node, which the agent reads. The supervisor lists the updates to
+skip in a file of the run directory. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODE, WORKSPACE, PROGRESS, JOB_END = (
     f"OPTIMUS_{name}" for name in ("NODE", "WORKSPACE", "PROGRESS", "JOB_END")
 )
 RankPhase: TypeAlias = Literal["start", "load", "update", "evaluation", "save"]
-"""What a rank does. start: everything before the first update, except loading the states."""
+"""Phase of a rank. start: everything before the first update, except loading the states."""
 _PHASES = get_args(RankPhase)
 _COLLECTIVES, _STEP, _PHASE, _BEGAN, _UPDATES, _FAILURE, _TOTALS = range(7)
 """Indices of the words of a page. From _TOTALS on, there is a word for each phase."""
@@ -118,14 +118,14 @@ class Progress(NamedTuple):
     updates: int
     """Number of completed updates of the attempt."""
     failure: int
-    """Exit status of the error that the rank has raised, also if the ranks have then agreed on the
-    error of another rank; 0 without an error."""
+    """Exit status of the first error that this rank has raised; 0 without an error. It does not
+    change if the ranks then agree on the error of another rank."""
     seconds: dict[str, float]
-    """Time in each phase, without the time since the present phase began."""
+    """Time in each kind of phase, without the phase in progress."""
 
 
 class ProgressPage(Recorder):
-    """A page of memory in which a rank counts its collectives and states its phase.
+    """A page of memory in which a rank counts its collectives and records its phase.
 
     Writing takes no system call. The words are int64: number of collectives, step, index of the
     phase, time at which the phase began in ns of the node's monotonic clock, number of completed
@@ -146,14 +146,14 @@ class ProgressPage(Recorder):
         self._words[_COLLECTIVES] += 1
 
     def enter(self, phase: RankPhase, step: int) -> None:
-        """State that the last phase is complete, and that a phase of the update `step` begins."""
+        """Record that the last phase is complete, and that a phase of the update `step` begins."""
         words, now = self._words, time.monotonic_ns()
         words[_TOTALS + words[_PHASE]] += now - words[_BEGAN]
         words[_UPDATES] += _PHASES[words[_PHASE]] == "update"
         words[_STEP], words[_PHASE], words[_BEGAN] = step, _PHASES.index(phase), now
 
     def fail(self, status: int) -> None:
-        """State the exit status of the first error that this rank has raised."""
+        """Record the exit status of the first error of this rank; do nothing at later errors."""
         self._words[_FAILURE] = self._words[_FAILURE] or status
 
 

@@ -13,27 +13,29 @@ from collections.abc import Mapping
 from optimus.errors import one_line
 
 _LIMIT_S = 120.0
-"""Longest time of a command of the scheduler."""
+"""Time limit for a command of the scheduler."""
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
-"""Variables of Slurm that also apply outside of a job."""
+"""Variables of Slurm that are kept, because they are also valid outside of a job."""
 
 
 class Chain:
     """Submits and removes the job that continues a run after the present job.
 
-    The next job depends on the end of the present job, whatever its exit status. It is submitted
-    before ranks start, because the present job can end at any time without another command.
+    The next job starts after the end of the present job, whatever the exit status of the present
+    job. It is submitted before ranks start, because the scheduler can end the present job at any
+    time.
     """
 
     def __init__(self, command: str, environ: Mapping[str, str] = os.environ) -> None:
         """Prepare the chain. Starts no process.
 
         Args:
-            command: Command of bash that submits the next job and prints its name last.
+            command: Bash command that submits the next job. The last word that it prints is this
+                job's name.
             environ: Environment variables of the present job.
         """
         self.command = command
-        # Variables of this job would change the request of the next one.
+        # The variables that Slurm sets in this job would change the request for the next one.
         self._environ = {
             k: v for k, v in environ.items() if not k.startswith("SLURM_") or k in _KEPT
         }

@@ -33,15 +33,15 @@ _MOST_BYTES = 1 << 22
 """Maximum length of a message. A report on 16 ranks takes about 4 kB; one on 256 ranks that have
 all printed a long error in non-ASCII characters, with as much output as possible, takes 2.7 MB."""
 _PROOF_BYTES = 64
-"""Maximum length of a message of a side that has not proven yet that it knows the secret."""
+"""Maximum length of a message from a side that has not yet proved that it knows the secret."""
 _SECRET_BYTES = 64
 HANDSHAKE_S = 5.0
 """Time limit of the first messages of a connection."""
 _CLOSE_S = 1.0
-"""Time to send the last messages of a connection. A suspended process does not read them."""
+"""Time limit for sending the last messages of a connection: a suspended process reads none."""
 _LENGTH = struct.Struct(">I")
 _SIOCOUTQNSD = 0x894B
-"""Linux: request for the number of bytes in the send buffer that were not sent yet."""
+"""Linux: request for the number of bytes in the send buffer that have not been sent."""
 
 Side = Literal["agent", "supervisor"]
 _OTHER: dict[Side, Side] = {"agent": "supervisor", "supervisor": "agent"}
@@ -153,8 +153,10 @@ class Channel:
         return body
 
     def unacknowledged_bytes(self) -> int:
-        """Return the number of bytes on the network that the other machine has not acknowledged.
-        Its kernel acknowledges them even if the process there is suspended."""
+        """Return the number of sent bytes that the other machine has not acknowledged.
+
+        The kernel of that machine acknowledges bytes even if the process there is suspended.
+        """
         try:
             fd = self._writer.get_extra_info("socket").fileno()
             waiting, unsent = (
@@ -166,7 +168,7 @@ class Channel:
         return int(waiting - unsent)
 
     def abort(self) -> None:
-        """Close the connection without sending the bytes that wait."""
+        """Close the connection, and discard the bytes that have not been sent."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
@@ -175,7 +177,7 @@ class Channel:
         with contextlib.suppress(OSError):  # also TimeoutError
             async with asyncio.timeout(_CLOSE_S):
                 await self._writer.wait_closed()
-        self._writer.transport.abort()  # drops what the other side has not read
+        self._writer.transport.abort()  # discards what was not sent in time
 
     def _mac(self, sender: Side, number: int, body: bytes) -> bytes:
         about = f"{sender} {number} ".encode()

@@ -1,6 +1,6 @@
 """Decisions of the supervisor: which node caused a failure, and how the run continues.
 
-Both functions are pure: the same ledger and the same evidence give the same decision. Time is an
+The functions `find_cause` and `decide` are pure: equal arguments give equal results. Time is an
 argument.
 """
 
@@ -32,13 +32,13 @@ _SILENT = "silent"
 """Signature of the failure of a node whose agent is silent."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _STATE = "nonfinite state"
-"""Signature of a non-finite value that no data has caused, such as a damaged optimizer state."""
+"""Signature of a non-finite value that data cannot cause, such as in a damaged optimizer state."""
 _NO_EVIDENCE = {
     *(0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status),
     _NONFINITE,  # only a marker attributes a non-finite value to a node
     *(-number for number in STOP_SIGNALS),  # the scheduler also sends them directly to ranks
 }
-"""Exit statuses of ranks that do not name the cause of a failure."""
+"""Exit statuses that do not show on which rank a failure began."""
 
 
 # -- Cause of a failure ---------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class RankEnd(NamedTuple):
     message: str = ""
     """The error that the rank printed, one line."""
     was_adopted: bool = False
-    """True if the status is that of another rank's error, on which the ranks have agreed."""
+    """True if the rank ended with the status of another rank's error, on which the ranks agreed."""
 
 
 class RankProgress(NamedTuple):
@@ -70,13 +70,13 @@ class RankProgress(NamedTuple):
     phase_s: float
     """Time since the rank entered its present phase."""
     failure: int = 0
-    """Exit status of the error that the rank has raised and has not ended with yet."""
+    """Exit status of an error that the rank has raised, while its process still runs; 0 if none."""
     phase: RankPhase = "update"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Observations on an attempt that has ended or does not continue."""
+    """Observations on an attempt, from which the cause of its end is found."""
 
     attempt: int
     step: int
@@ -87,23 +87,23 @@ class Evidence:
     nodes: tuple[str, ...] = ()
     """All nodes with ranks of the attempt."""
     unreachable: tuple[str, ...] = ()
-    """Nodes with ranks whose agent is silent, the longest silence first."""
+    """Nodes of the attempt whose agent is silent, the longest silence first."""
     restarted: tuple[str, ...] = ()
     """Nodes whose agent was started again while no supervisor ran, so that the ranks are gone."""
     progress: tuple[RankProgress, ...] = ()
     stalled_s: float = 0.0
-    """Time for which no rank has started a collective, if this is too long; else 0."""
+    """Time for which no rank has started a collective; 0 if it is below the limit."""
     has_progressed: bool = False
-    """True if an attempt of the job has done an update, so that its settings are right."""
+    """True if an attempt of the job has started an update, so that the settings are valid."""
     launch_problem: str = ""
     """The reason why mpiexec has not started all ranks; "" if it has, or may still do so."""
     is_cut_off: bool = False
-    """True if all other nodes have become silent at the same time, so that the network of the
-    supervisor's node is the cause."""
+    """True if all other nodes became silent at the same time, so that the network of the
+    supervisor's node is probably the cause."""
 
 
 class _Cause(NamedTuple):
-    """The cause of the end of an attempt, as a kind of evidence shows it."""
+    """The cause of the end of an attempt, found in one kind of evidence."""
 
     outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
     failure: FailureKind | None = None
@@ -118,9 +118,10 @@ class _Cause(NamedTuple):
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     """Return the event for the end of an attempt of `ranks` ranks.
 
-    A marker is the strongest evidence, followed by a silent agent, an mpiexec that has not started
-    all ranks, the first exit status or signal of a rank that is not the result of another rank's
-    failure, and the rank with the fewest collectives or the oldest phase, which is ambiguous.
+    The strongest evidence shows the cause. From the strongest to the weakest, it is: a marker; a
+    silent agent; an mpiexec that has not started all ranks; ranks that refused their configuration;
+    the first exit status or signal that is not the result of another rank's failure; the rank with
+    the fewest collectives or, among several, the longest time in its phase. The last is ambiguous.
     """
     markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
@@ -162,7 +163,7 @@ def _cause_in_silence(evidence: Evidence) -> _Cause | None:
         return _Cause("interrupted", lines=[line])
     gone = {*evidence.unreachable, *evidence.restarted}
     if gone == {*evidence.nodes} and (len(gone) > 1 or evidence.restarted):
-        return _Cause("interrupted")  # the network of the supervisor, or the whole job
+        return _Cause("interrupted")  # the supervisor's network or the whole job failed
     if evidence.unreachable:
         return _Cause("failed", "hard", evidence.unreachable, _SILENT)
     if evidence.restarted:
@@ -178,8 +179,11 @@ def _cause_in_launch(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
-    """Return the cause if ranks have refused their configuration. After an update with the same
-    configuration, a refusal is a failure, such as a file system that does not answer."""
+    """Return the cause if ranks have refused their configuration.
+
+    After an update, the configuration is known to be valid. A refusal then has another cause, such
+    as a file system that does not answer.
+    """
     if evidence.has_progressed:
         return None
     usage = OutcomeKind.USAGE.exit_status
@@ -229,8 +233,10 @@ def _cause_in_progress(evidence: Evidence) -> _Cause:
 
 
 def names_cause(evidence: Evidence) -> bool:
-    """Return True if a rank has ended with its own error, and no running rank has raised an error,
-    which might be the same one."""
+    """Return True if a rank has ended with its own error, and no running rank has raised an error.
+
+    If a running rank has, it may soon end with the same error, which is then not of one node.
+    """
     has_ended = any(_is_cause(rank_end) for rank_end in evidence.ends)
     return has_ended and all(rank.failure in _NO_EVIDENCE for rank in evidence.progress)
 
@@ -240,8 +246,8 @@ def _is_cause(end: RankEnd) -> bool:
 
 
 def _signature(end: RankEnd) -> str:
-    # Without the message: only one rank prints an error on which all ranks agree, and a message may
-    # contain a temporary name.
+    # The message is not in the signature: it may contain a temporary name, and only one rank prints
+    # an error on which all ranks agree.
     return f"signal {-end.status}" if end.status < 0 else f"status {end.status}"
 
 
@@ -311,8 +317,8 @@ class Decision:
     """The next action of the supervisor. Marks are stored before any process is ended."""
 
     action: Literal["start", "done", "continue", "stop"]
-    """start: launch an attempt. The others end the job: done: the run is complete. continue: a
-    later job continues it. stop: the run needs the user."""
+    """start: launch an attempt. The other actions end the job. done: the run is complete. continue:
+    a later job continues the run. stop: the run waits for the user."""
     reason: str
     status: int = 0
     """Exit status of `optimus launch`, unless `action` is "start"."""
@@ -329,7 +335,7 @@ def decide(
     """Decide how a run without a running attempt continues.
 
     Args:
-        history: The state of the run. If an attempt has failed, its end is the last one.
+        history: The state of the run, including the end of the last attempt.
         policy: Settings.
         reachable: Nodes of the allocation whose agents answer, in the order of the allocation.
         remaining_s: Time until the end of the job; infinity without a limit.
@@ -356,13 +362,13 @@ def decide(
     load: Literal["newest", "older"] = "newest"
     earlier = _repeated(history, last, end)
     if earlier is not None:
-        # The second node repeats the failure of the first, so neither is its cause.
+        # A second node repeats the failure of the first, so neither node is the cause.
         names = earlier.nodes[:1] + end.nodes[:1] or ("all ranks",)
         shared = f"{' and '.join(names)} failed in the same way at step {end.step}: {reason}"
         accused = [node for node in earlier.nodes if history.standing(node) != "good"]
         marks.update(dict.fromkeys(accused, ("good", shared)))
         if end.failure == "soft" and not end.updates and last.load == "newest":
-            load = "older"  # the weights may be bad, since no attempt has updated them
+            load = "older"  # the loaded weights may be bad: the attempt has not updated them
         elif end.failure == "soft":
             if policy.on_repeat_nan == "stop" or end.signature == _STATE:
                 prefix = "two nodes have" if end.signature == _STATE else "the same data gives"
@@ -401,13 +407,16 @@ def decide(
 
 
 def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> AttemptEnded | None:
-    """Return the last failure of another node, or of all ranks as `end`, with the same signature at
-    the same step. After a start from the older checkpoint, it may also be of the same node, since
-    two nodes have failed before.
+    """Return the last earlier failure that `end` repeats on another node; None if there is none.
 
-    Non-finite values from the same data are compared in the whole run. Another failure counts only
-    if it came directly before, after the first update: otherwise, unrelated failures would agree.
-    Return None if the node was silent: neither the data nor the program of a run can cause this.
+    Both failures have the same signature and step. If `end` is attributed to no node, the earlier
+    failure must be attributed to no node, too. After a start from the older checkpoint, both may be
+    of the same node, since the failure has already occurred on two nodes.
+
+    Non-finite values are compared with all earlier failures of the run. Any other failure is
+    compared only with the failure directly before it in this job, and only after the first update,
+    since unrelated failures could otherwise be equal by chance. A silent node repeats no failure,
+    because neither the data nor the program of a run can make a node silent.
     """
     is_nonfinite = end.failure == "soft"
     if end.outcome != "failed" or end.signature == _SILENT or (not end.step and not is_nonfinite):
@@ -425,7 +434,7 @@ def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> Atte
 
 
 def _attempts_without_progress(history: History) -> int:
-    """Return the number of last attempts of this job that failed and committed no checkpoint."""
+    """Return how many attempts in a row, up to the last of this job, committed no checkpoint."""
     number = 0
     for attempt in reversed(history.attempts[history.first_of_job :]):
         if attempt.attempt in history.checkpoints:
@@ -447,7 +456,7 @@ def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[st
 def _assign(before: Sequence[str], usable: Sequence[str], policy: Policy) -> tuple[str, ...] | None:
     """Return the nodes of the next attempt; None if there are too few.
 
-    Each node that can be used again keeps its ranks. A free node takes the ranks of a failed node.
+    Each node that is still usable keeps its ranks. A free node takes the ranks of a failed node.
 
     Args:
         before: Nodes of the last attempt, () if there was none.

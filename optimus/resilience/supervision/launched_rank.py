@@ -1,11 +1,12 @@
-"""Ranks that mpiexec starts, in the place of the agent.
+"""Ranks that mpiexec starts instead of the agent.
 
-Some transports need the launcher as parent of the ranks: oneCCL over MPI gets addresses from its
-process manager. A single mpiexec per attempt then starts `python -P -m
+Some transports need ranks that the launcher starts. For example, oneCCL over MPI gets addresses
+from MPI's process manager. A single mpiexec per attempt then starts `python -P -m
 optimus.resilience.supervision.launched_rank SECRET WORKSPACE` for each rank. This process connects
-to the agent of its node, starts the rank as its child process, and passes its exit status to the
-agent. It then waits until the agent closes the connection, since mpiexec ends all processes as soon
-as it notices the end of the first. The exit statuses of mpiexec therefore decide nothing.
+to the agent of its node, starts the rank as its child process, and reports the exit status of the
+rank to the agent. It then waits until the agent closes the connection, because mpiexec ends all
+processes as soon as it notices that one of them has ended. The exit status of mpiexec therefore
+says nothing about a single rank.
 
 This module imports no torch.
 """
@@ -47,12 +48,12 @@ _RETRY_S = 0.05
 _ANSWER_S = 30.0
 """Longest time to wait for an answer of the process at the other end of a connection."""
 _CREDENTIALS = struct.Struct("3i")
-"""struct ucred of SO_PEERCRED: process, user and group."""
+"""Layout of struct ucred, which SO_PEERCRED returns: process ID, user ID and group ID."""
 
 
 def _socket_path(secret: bytes, workspace: str, rank: int) -> str:
-    """Return the path of the socket of a rank, on a disk of its node. Other users cannot guess it,
-    and a process of an earlier attempt has another path."""
+    """Return the path of the socket of a rank, on a disk of its node. Other users cannot guess the
+    path, and each attempt has other paths."""
     text = f"rank {rank} of {workspace}"
     name = hmac.new(secret, text.encode(), "sha256").hexdigest()[:32]
     return os.path.join(tempfile.gettempdir(), f"optimus-{name}")
@@ -91,14 +92,14 @@ class LaunchedProcess(ForkedProcess):
                 else:
                     self.end(answer["status"])
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # a process of this user that has another version
+            pass  # an answer of another version of Optimus
         if self.returncode is None:
             self.was_lost = True
             self.end(-signal.SIGKILL)  # the kernel kills the rank with its parent process
         self.has_pid.set()
 
     def close(self) -> None:
-        """Let the parent process of the rank kill it, if it runs, and end."""
+        """Close the connection. The parent process of the rank then kills the rank and ends."""
         self._observer.cancel()
         self._connection.close()
         if self.returncode is None:
@@ -172,7 +173,7 @@ async def receive_rank(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start a rank for the agent of this node. Return 0; only a failure to connect gives 1."""
+    """Start a rank for the agent of this node. Return 1 if no agent can be reached, else 0."""
     secret_file, workspace = argv
     for number in STOP_SIGNALS:  # mpiexec passes on signals; the agent ends the rank
         signal.signal(number, lambda number, frame: None)
@@ -224,8 +225,8 @@ def _connect(path: str) -> socket.socket:
 
 
 def _wait(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Pass the end of the rank to the agent. Return when the agent closes the connection, after the
-    rank has been killed."""
+    """Report the end of the rank to the agent. When the agent closes the connection, kill the rank
+    and return."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     ended = os.pidfd_open(process.pid)

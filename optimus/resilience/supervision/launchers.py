@@ -28,7 +28,7 @@ from optimus.resilience.supervision.launched_rank import MODULE
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 60.0
-"""Longest time of a command of the scheduler."""
+"""Time limit for a command of the scheduler."""
 _AGENT = ("-P", "-m", "optimus.resilience.supervision.agent")
 
 
@@ -36,7 +36,7 @@ class Launcher(ABC):
     """A way to start one agent on each node.
 
     Args:
-        machine: The machine; None if no definition applies.
+        machine: Definition of the machine; None if there is none.
         nodes: Number of nodes with ranks.
     """
 
@@ -48,13 +48,14 @@ class Launcher(ABC):
 
     @abstractmethod
     def agent_commands(self, nodes: Sequence[str], run_dir: Path) -> list[list[str]]:
-        """Return the commands that start the agents of some nodes, one for each node. Each command
+        """Return the commands that start agents, one command for each node in `nodes`. Each command
         runs until its agent ends."""
 
     def addresses(self) -> list[str]:
         """Return the addresses of this machine at which the supervisor listens.
 
-        The name of the machine is no help: some systems map it to a loopback address.
+        They are those of its interfaces, since some systems map the host name to a loopback
+        address.
         """
         addresses = [
             entry.address
@@ -69,7 +70,11 @@ class Launcher(ABC):
         return self._machine.address(host)
 
     def variables(self, ranks: int) -> dict[str, str]:
-        """Return environment variables for `ranks` ranks, that of buffer nodes included."""
+        """Return environment variables for the ranks.
+
+        Args:
+            ranks: Number of ranks if all nodes had ranks, including buffer nodes.
+        """
         return self._variables
 
     def rank_command(
@@ -107,8 +112,11 @@ class Local(Launcher):
 
 
 class Srun(Launcher):
-    """Slurm: one job step for each node, since Slurm cancels a step as a whole if one of its nodes
-    does not answer at the start, or resets its connections later."""
+    """Slurm: one job step for each node.
+
+    A step of several nodes would be cancelled as a whole if one of its nodes did not answer at the
+    start, or reset its connections later.
+    """
 
     name = "srun"
 
@@ -136,11 +144,12 @@ class Ssh(Launcher):
 
 
 class Mpiexec(Launcher):
-    """PALS or Hydra: one mpiexec for each node, since a lost node ends the whole application.
+    """PALS or Hydra: one mpiexec for each node, since mpiexec ends on all nodes if one is lost.
 
     Args:
         machine, nodes: As for all launchers.
-        starts_ranks: A further mpiexec per attempt starts the ranks, as transports over MPI need.
+        starts_ranks: True if another mpiexec per attempt starts the ranks instead of the agents.
+            Transports over MPI need this.
     """
 
     name = "mpiexec"
@@ -178,7 +187,7 @@ def read_nodes(
 
     Args:
         launcher: Name of the launcher. For "local", `number` nodes are emulated.
-        number: Number of nodes, with buffer nodes.
+        number: Number of nodes, including buffer nodes.
         hosts: File with a host name in each line, or None.
         environ: Environment variables.
 
@@ -247,7 +256,7 @@ def read_job_end(environ: Mapping[str, str] = os.environ) -> float:
             return datetime.fromisoformat(text).timestamp()
     elif "PBS_JOBID" in environ:
         text = _output_of("qstat", "-f", "-F", "json", environ["PBS_JOBID"])
-        # The answer of a scheduler may have any type.
+        # The output of a scheduler may be any JSON value.
         wrong = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
         with contextlib.suppress(*wrong):
             (job,) = json.loads(text)["Jobs"].values()

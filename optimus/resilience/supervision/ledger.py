@@ -1,8 +1,8 @@
-"""The ledger of a supervised run, `events.jsonl`, and the states that follow from it.
+"""The ledger of a supervised run, `events.jsonl`, and the state of the run that its events define.
 
-The ledger is the only source of truth. A line is a JSON object with one event. `hash` covers the
-line and, through the hash of the previous line, all lines before it. A supervisor that is started
-again replays the events and continues with the same state.
+The ledger is the only source of truth. Each line is a JSON object with one event. Its key `hash`
+covers the line and, through the hash of the previous line, all lines before it. A new supervisor
+replays the events and continues with the same state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LEDGER = "events.jsonl"
 NODES = "nodes.json"
 FORMAT: Literal[1] = 1
-"""Version of the ledger's format, in each event that starts a supervisor."""
+"""Version of the ledger's format. Each SupervisorStarted contains it."""
 _HASH = ', "hash": "'
 _MOST_BYTES = 1 << 28
 """Maximum size of the ledger. An event takes about 300 bytes."""
@@ -37,7 +37,7 @@ FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
 evidence does not name a node with certainty. shared: the failure is not attributed to a node,
 because all ranks agreed on it or another node repeated it."""
 Standing = Literal["good", "suspect", "excluded"]
-"""Standing of a node. Excluded nodes get no ranks, also in later jobs of the run."""
+"""Standing of a node. Excluded nodes get no ranks, neither in this nor in later jobs of the run."""
 
 
 _Number = Annotated[int, Field(ge=1)]
@@ -54,33 +54,33 @@ class SupervisorStarted(_Record):
 
     kind: Literal["supervisor_started"] = "supervisor_started"
     time: float
-    """Unix time in seconds, of this and all other events."""
+    """Unix time of the event in seconds. All events have it."""
     host: str
     pid: int
     job: str
     """Name of the scheduler's job; "" without a scheduler."""
     nodes: _Nodes
-    """Nodes of the allocation, in its order."""
+    """Nodes, in the order of the allocation."""
     settings: str
     """Hash of the settings that must not change in later jobs of the run."""
     format: Literal[1] = FORMAT
 
 
 class AttemptStarted(_Record):
-    """The ranks of an attempt have been launched."""
+    """The supervisor is about to launch the ranks of an attempt."""
 
     kind: Literal["attempt_started"] = "attempt_started"
     time: float
     attempt: _Number
     nodes: _Nodes
-    """Nodes with ranks. Node i has `ranks_per_node` ranks, from rank i * ranks_per_node on."""
+    """Nodes with ranks. The first rank of nodes[i] is rank i * ranks_per_node."""
     ranks_per_node: _Number
     port: Annotated[int, Field(ge=1, lt=1 << 16)]
     workspace: Annotated[str, Field(pattern="^[a-z0-9-]*$")] = ""
-    """Unique name of the attempt's workspace and of the folder of its markers. After a user has
-    moved the ledger away, numbers of attempts repeat."""
+    """Unique name of the attempt's workspace and of the folder of its markers. The number of the
+    attempt is not unique: numbers repeat after a user has moved the ledger away."""
     load: Literal["newest", "older"] = "newest"
-    """The slot of dual checkpointing from which the attempt starts."""
+    """Checkpoint from which the attempt starts: the newest, or the one before it."""
     skipped_steps: tuple[_Count, ...] = ()
     """Steps whose update is skipped, because their data gives non-finite values."""
 
@@ -96,26 +96,26 @@ class Progress(_Record):
 
 
 class AttemptEnded(_Record):
-    """An attempt has ended. Its processes that can be reached are killed next."""
+    """An attempt has ended. Next, the supervisor kills those of its processes that it can reach."""
 
     kind: Literal["attempt_ended"] = "attempt_ended"
     time: float
     attempt: _Number
     outcome: Literal["done", "stopped", "failed", "usage", "interrupted"]
-    """interrupted: its ranks ended together with their agents or their job."""
+    """interrupted: the ranks ended together with their agents or their job."""
     step: _Count
     """Last step that the attempt has reached."""
     failure: FailureKind | None = None
     nodes: tuple[str, ...] = ()
     """Nodes to which the failure is attributed, the first cause first."""
     signature: str = ""
-    """The same for failures with the same cause, such as "nonfinite 1a2b" or "signal 11"."""
+    """Equal texts mean the same cause of failure, for example "nonfinite 1a2b" or "signal 11"."""
     evidence: tuple[str, ...] = ()
-    """Observations in the order of their weight, one line each."""
+    """Observations, one line each, the strongest evidence first."""
     updates: _Count = 0
     """Number of updates that the first rank has completed in the attempt."""
     seconds: dict[str, float] = {}
-    """Time of the first rank in each of its complete phases."""
+    """Time that the first rank spent in each kind of phase, without its last, incomplete phase."""
 
 
 class NodeMarked(_Record):
@@ -189,7 +189,7 @@ class History:
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """Change the state by an event."""
+        """Apply an event to the state."""
         self.events.append(event)
         match event:
             case SupervisorStarted():
@@ -227,7 +227,11 @@ class History:
         return any(isinstance(e, Progress) and e.attempt == attempt.attempt for e in events)
 
     def failures(self, of_job: bool = False) -> list[AttemptEnded]:
-        """Return the ends of failed attempts, in their order. `of_job`: only of the present job."""
+        """Return the ends of failed attempts, in the order of the attempts.
+
+        Args:
+            of_job: Return only the ends of attempts of the present job.
+        """
         attempts = self.attempts[self.first_of_job if of_job else 0 :]
         ends = [self.ends[a.attempt] for a in attempts if a.attempt in self.ends]
         return [end for end in ends if end.outcome == "failed"]
@@ -254,15 +258,16 @@ class History:
 
 
 class Ledger:
-    """Appends events to the ledger of a run, as its only supervisor."""
+    """Appends events to the ledger of a run. Only the run's present supervisor has a Ledger."""
 
     def __init__(self, run_dir: Path, workspace: Workspace) -> None:
-        """Read the ledger, and replace it by a new file.
+        """Read the ledger, and replace it by a new file with the same events.
+
+        Supervisors that were started earlier can no longer write to the ledger.
 
         Args:
             run_dir: The run directory.
-            workspace: The workspace of this supervisor. Supervisors that were started earlier can
-                no longer write to the ledger.
+            workspace: The workspace of this supervisor.
 
         Raises:
             ConfigError: The ledger is damaged.
@@ -271,7 +276,7 @@ class Ledger:
         self._path, self._workspace = run_dir / LEDGER, workspace
         self.history, lines = _load(run_dir)
         self._last_hash = _hash_of(lines[-1]) if lines else ""
-        self._write_summary()  # first, since it must not name an event that the ledger lacks
+        self._write_summary()  # first: nodes.json must not name an event that the ledger lacks
         content = "".join(f"{line}\n" for line in lines)
         self._fd = workspace.open_append(self._path, content.encode())
 
@@ -322,8 +327,9 @@ def read_history(run_dir: Path) -> History:
 def _load(run_dir: Path) -> tuple[History, list[str]]:
     """Return the state of a run, and the lines of its ledger.
 
-    `nodes.json` is written after each event and names the last one, so that lines that are missing
-    at the end of the ledger are noticed. It is read first, since a supervisor may add an event.
+    `nodes.json` is written after each event and contains the number of events and the last hash.
+    They show whether lines are missing at the end of the ledger. `nodes.json` is read before the
+    ledger, since a supervisor may add events in the meantime.
 
     Raises:
         ConfigError: The ledger is damaged or cannot be read.
@@ -353,9 +359,14 @@ def _damage(path: Path, reason: str) -> ConfigError:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the complete lines of the ledger. A last line without a newline was cut short by a
-    crash while it was written; it is left out, because nobody has acted on its event. Raises
-    ConfigError if the file cannot be read."""
+    """Return the complete lines of the ledger.
+
+    A last line without a newline is left out: a crash cut it short while it was written, so no
+    supervisor has acted on its event.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     try:
         data = files.read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
@@ -370,7 +381,7 @@ def parse(path: Path, lines: Sequence[str]) -> list[Event]:
     """Parse the lines of a ledger. `path` is for the message.
 
     Raises:
-        ConfigError: A line is damaged, missing, or in another order, or another version of Optimus
+        ConfigError: A line is damaged, missing or in the wrong order, or another version of Optimus
             has written it.
     """
     events: list[Event] = []
@@ -393,7 +404,7 @@ def parse(path: Path, lines: Sequence[str]) -> list[Event]:
 
 
 def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
-    """Return the number of the attempt that runs after an event, or 0, and of the last attempt.
+    """Return (number of the running attempt or 0, number of the last attempt) after an event.
 
     Args:
         event: The event.
@@ -401,7 +412,7 @@ def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
         last: Number of the last attempt before the event.
 
     Raises:
-        ValueError: No supervisor stores this event after the events before it.
+        ValueError: The event cannot follow the events before it.
     """
     match event:
         case AttemptStarted() if not running and event.attempt > last:
@@ -416,7 +427,7 @@ def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
 
 
 def _hash_of(line: str) -> str:
-    """Return the hash at the end of a line."""
+    """Return the hash that a line contains at its end."""
     return line[-_TAIL_CHARS:][len(_HASH) : -2]
 
 

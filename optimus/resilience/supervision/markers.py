@@ -1,4 +1,4 @@
-"""Markers: the files in which a rank states the non-finite value that it has computed.
+"""Markers: files in which a rank describes the non-finite value that it has computed.
 
 The supervisor reads them to find the node that failed, and users read them to find the cause. This
 module imports no torch.
@@ -79,15 +79,15 @@ class Marker(_Record):
     layers: dict[_Text, LayerOutput] = {}
     """Outputs of the rank's blocks for the microbatch, in order."""
     state: _Text = ""
-    """Name of the optimizer state with the value; "" if it is in none."""
+    """Name of the optimizer state that contains the value; "" if it is not in one."""
     parameter: _Text = ""
-    """Parameter of the state."""
+    """Name of the parameter to which the state belongs."""
     element: tuple[int, ...] = ()
     """Index of the value along each dim of the rank's slice of the parameter."""
     value: _Text = ""
     """The value as text, such as "nan"."""
     path: str = Field(default="", exclude=True)
-    """The file of the marker. It is not in the file."""
+    """Path of the marker's file. The file does not contain this attribute."""
 
 
 def marker_dir(run_dir: str | os.PathLike, workspace: str) -> Path:
@@ -106,7 +106,7 @@ def write_marker(
     """Write the marker of a rank. If this fails, log a warning.
 
     The file is `log/nonfinite-rank{rank}.json` in the run directory. In a supervised run, it is in
-    the directory of `marker_dir`. It contains the keys that are given here.
+    the directory of `marker_dir`. It contains only attributes that have been set.
 
     Args:
         workspace: The workspace of the run.
@@ -130,8 +130,9 @@ def write_marker(
 
 
 def read_markers(run_dir: str | os.PathLike, workspace: str) -> list[Marker]:
-    """Return the markers of an attempt, in the order of their names. Files that are damaged or
-    cannot be read are ignored.
+    """Return the markers of an attempt, in the order of their file names.
+
+    Files that are damaged or cannot be read are ignored.
 
     Args:
         run_dir: The run directory.

@@ -36,15 +36,15 @@ _Seconds = Annotated[float, Field(ge=0)]
 class Hello(Message):
     """The first message of an agent."""
 
-    # Fields that another version has in addition are no error: `code` then differs, which gives a
-    # clearer message.
+    # Additional fields of another version are ignored here: the supervisor then refuses the agent
+    # because `code` differs, with a clearer message.
     model_config = ConfigDict(extra="ignore")
 
     kind: Literal["hello"] = "hello"
     node: str
     """Name of the node in the allocation."""
     host: str
-    """Name of the machine. Nodes that are emulated on a machine have the same."""
+    """Host name of the machine. Nodes that are emulated on one machine have the same host name."""
     pid: _Number
     code: str
     """Hash of the Python files of Optimus on the node."""
@@ -53,7 +53,7 @@ class Hello(Message):
     open_files: int
     """Number of files that a process on the node may open; -1 without a limit."""
     attempt: _Count
-    """The last attempt of which the agent has started ranks; 0 if there is none."""
+    """Number of the last attempt whose ranks the agent has started; 0 if there is none."""
 
 
 class RankReport(Message):
@@ -71,7 +71,7 @@ class RankReport(Message):
 
 
 class Report(Message):
-    """The regular report of an agent. Without it, the node is regarded as lost."""
+    """The regular report of an agent. If reports are missing, the node is regarded as lost."""
 
     kind: Literal["report"] = "report"
     attempt: _Count
@@ -81,7 +81,7 @@ class Report(Message):
     dropped: _Count = 0
     """Number of lines of output that the agent has not kept."""
     failure: str = ""
-    """Reason why the ranks of the attempt cannot be started; "" if there is none."""
+    """Reason why the ranks of the attempt cannot be started; "" if they can."""
 
 
 class FreePort(Message):
@@ -127,7 +127,7 @@ class Welcome(Message):
     variables: dict[str, str]
     """Environment variables of the process from which ranks are forked."""
     forks_ranks: bool
-    """False if mpiexec starts the ranks."""
+    """True if the agent forks ranks from a warm process; False if mpiexec starts the ranks."""
 
 
 class FindPort(Message):

@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 _SAME_TIME_S = 0.3
 """Time to wait for further observations after a rank was ended by a signal or wrote a marker."""
 _AGREE_S = 6.0
-"""Time to wait for the other ranks after a rank has ended, if its end does not name the cause:
-ranks agree on the cause, and then end within this time."""
+"""Time to wait for the other ranks after a rank has ended, if its end does not show the cause.
+Within this time, the ranks agree on the cause and end."""
 _SAVE_S = 600.0
 """Longest time from a stop signal to the end of all ranks."""
 _STALL_FACTOR = 1.2
-"""Factor on `parallel.timeout_s`, after which ranks that do not wait for each other are stopped. If
-they waited, they would end by themselves before."""
+"""Factor on `parallel.timeout_s`: time after which an attempt without a new collective has failed.
+Ranks that wait for each other have ended before, since their own limit is `parallel.timeout_s`."""
 _STOP_S = 60.0
 """Time to wait for the other ranks after a rank has ended because the run stops."""
 _CANNOT_START = 127
@@ -49,9 +49,9 @@ class Observer:
         self._job, self._agents = job, agents
         self._ledger, self._history = ledger, ledger.history
         self.stopped_at_s = math.inf
-        """Time at which the ranks got a stop signal, by the supervisor's clock."""
+        """Time of the stop signal to the ranks, by the supervisor's clock; infinity without one."""
         self._cut_off_at_s = -math.inf
-        """Last time at which this node was cut off from all others."""
+        """Last time by the supervisor's clock at which this node was cut off from all others."""
 
     async def observe(
         self,
@@ -92,7 +92,8 @@ class Observer:
                 return replace(evidence, stalled_s=now - changed_at)
             if problem := _launch_problem(mpiexec, world, nodes):
                 launch_ended = min(launch_ended, now)
-                if now - launch_ended > 1.5 * self._job.heartbeat_s:  # else a node may be lost
+                # Until then, the agent of a lost node may still become silent.
+                if now - launch_ended > 1.5 * self._job.heartbeat_s:
                     return replace(evidence, launch_problem=problem)
             if evidence.ends:
                 first_end = min(first_end, now)
@@ -107,7 +108,7 @@ class Observer:
         event = Progress(time=time.time(), attempt=attempt.attempt, milestone=milestone, step=step)
         try:
             self._ledger.add(event)
-        except OSError as error:  # the next one states the progress, too
+        except OSError as error:  # the next event also shows this progress
             logger.warning("%s: %s", LEDGER, error.strerror)
 
     def _newest_checkpoint(self) -> int:
@@ -130,8 +131,8 @@ class Observer:
             silent = []  # after a cut, agents do not connect again at the same time
         restarted = [node.name for node in nodes if node.has_lost_ranks and node not in silent]
         if all(math.isinf(node.heard_at) for node in nodes):
-            # The agents ended together with the last supervisor, for example when the machine was
-            # started again. No node is the cause.
+            # The agents and the last supervisor ended at the same time, for example because the
+            # machine was rebooted. No node is the cause.
             silent, restarted = [], [*attempt.nodes]
         ends = [
             RankEnd(per_node * index, node.name, _CANNOT_START, message=node.failure)
@@ -177,7 +178,7 @@ class Observer:
     def _is_conclusive(
         self, evidence: Evidence, world: int, since_s: float, silence_s: float, by_mpiexec: bool
     ) -> bool:
-        """Return True if further observations cannot name the cause better.
+        """Return True if further observations cannot show the cause more clearly.
 
         Args:
             evidence: The observations.
@@ -186,15 +187,15 @@ class Observer:
             silence_s: Longest silence of an agent.
             by_mpiexec: True if an mpiexec has started the ranks.
         """
-        if evidence.is_cut_off:  # if the others come back, no node is to be blamed
+        if evidence.is_cut_off:  # if the others come back, no node has failed
             return silence_s > self._job.supervisor_timeout_s
-        # mpiexec ends all ranks if a node is lost, whose agent then becomes silent.
+        # If a node is lost, mpiexec ends all ranks, and the agent of this node becomes silent.
         by_mpiexec = by_mpiexec and all(end.was_ended for end in evidence.ends)
         if by_mpiexec and math.isinf(self.stopped_at_s) and not evidence.unreachable:
             return bool(evidence.ends) and since_s > 1.5 * self._job.heartbeat_s
         if evidence.restarted or len(evidence.ends) >= world:
             return True
-        if evidence.unreachable:  # a cut of the network also silences the other agents by now
+        if evidence.unreachable:  # after a network failure, other agents are silent by now
             return silence_s > (1 + 1.5 / BEATS_PER_LIMIT) * self._job.heartbeat_s
         if self._agents.clock_s - self.stopped_at_s > _SAVE_S:
             return True  # the ranks do not obey the signal
@@ -205,7 +206,8 @@ class Observer:
         if evidence.markers or any(status < 0 for status in statuses):
             return since_s > _SAME_TIME_S
         if names_cause(evidence):
-            return since_s > 1.2 / BEATS_PER_LIMIT * self._job.heartbeat_s  # all have reported
+            # Within this time, all agents send a report.
+            return since_s > 1.2 / BEATS_PER_LIMIT * self._job.heartbeat_s
         return since_s > (_STOP_S if statuses <= stopped else _AGREE_S)
 
 

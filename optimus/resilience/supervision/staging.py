@@ -76,12 +76,12 @@ def staged_folder(parent: Path, digest: str) -> Path:
 
 
 def staged_python(folder: Path) -> str:
-    """Return the interpreter of a copy."""
+    """Return the path of the Python interpreter in a copy."""
     return str(folder / _PREFIX / "bin" / "python")
 
 
 def staged_variables(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables with which the interpreter of a copy imports its files."""
+    """Return the environment variables that make the interpreter of a copy import from the copy."""
     paths = [str(folder / _PACKAGES), *filter(None, [environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
@@ -107,7 +107,7 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
         if files.xxh3_file(local) != digest:
             raise OSError(f"{archive} has changed since it was packed")
         with tarfile.open(local) as packed:
-            packed.extractall(copy, filter="fully_trusted")  # its links point to the base Python
+            packed.extractall(copy, filter="fully_trusted")  # has links to the base Python
         local.unlink()
         try:
             os.rename(copy, folder)

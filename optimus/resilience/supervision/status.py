@@ -1,6 +1,7 @@
-"""The state of a supervised run, from its files only (`optimus status`).
+"""`optimus status`: the state of a supervised run, read from the files of the run.
 
-It works on a login node, with or without a running supervisor. This module imports no torch.
+The command works on a login node, with or without a running supervisor. This module imports no
+torch.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from optimus.resilience.supervision.ledger import (
 )
 
 CATEGORIES = ("step", "repeated", "save", "start", "load", "detection", "queue")
-"""Uses of time. step: updates and evaluations that count. repeated: updates that a later attempt
-did again. start: launch of an attempt up to its first update, without load. detection: from the end
-of the last complete phase to the end of the attempt. queue: between two jobs. Of an attempt that
-ended together with its job, only the milestones in the ledger are known: the time after the last
-milestone counts as queue."""
+"""Categories of the time of a run. step: evaluations, and updates whose results were kept.
+repeated: updates that a later attempt computed again. start: from the launch of an attempt to its
+first update, without load. detection: from the end of the last complete phase to the end of the
+attempt. queue: between two jobs. If an attempt ended together with its job, the time after its last
+milestone in the ledger counts as queue, since no later time is known."""
 
 
 _QUIET_S = 3600.0
-"""Age of the last event after which the status states it: the job may have ended."""
+"""If the last event is older than this, the status contains the event's age, since the job may have
+ended."""
 
 
 def goodput(history: History, now: float) -> dict[str, float]:
-    """Return the seconds of each use of time; they add up to the time since the run began.
+    """Return the seconds in each category. Their sum is the time from the first event to `now`.
 
     Args:
         history: The state of the run.
-        now: Unix time, for a run without a verdict.
+        now: Unix time. After a verdict, the time of the verdict is used instead.
     """
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     events = history.events
@@ -57,7 +59,8 @@ def goodput(history: History, now: float) -> dict[str, float]:
                 _add_interrupted(seconds, milestones, at, event.time)
             else:
                 newest = max(committed, history.checkpoints.get(event.attempt, 0))
-                kept = event.step if event.outcome == "done" else newest  # no later attempt does it
+                # No later attempt repeats the updates of an attempt that is done.
+                kept = event.step if event.outcome == "done" else newest
                 _add_attempt(seconds, event, event.time - at, kept)
             milestones = []
             committed = max(committed, history.checkpoints.get(event.attempt, 0))
@@ -77,8 +80,10 @@ def goodput(history: History, now: float) -> dict[str, float]:
 def _add_interrupted(
     seconds: dict[str, float], milestones: Sequence[Progress], began: float, ended: float
 ) -> None:
-    """Add the time of an attempt whose ranks ended without a report. A later supervisor has stored
-    its end, perhaps days after it."""
+    """Add the time of an attempt whose ranks ended without a report to `seconds`.
+
+    A later supervisor, perhaps days later, has stored the end of the attempt.
+    """
     times = [began, *(milestone.time for milestone in milestones)]
     first = times[1] if milestones else began
     seconds["start"] += first - began
@@ -89,7 +94,7 @@ def _add_interrupted(
 def _add_attempt(
     seconds: dict[str, float], end: AttemptEnded, wall_s: float, kept_step: int
 ) -> None:
-    """Add the time `wall_s` of an attempt to its uses."""
+    """Divide the time `wall_s` of an attempt into categories, and add them to `seconds`."""
     phases = dict(end.seconds)
     updates = phases.get("update", 0.0)
     repeated = min(end.updates, max(0, end.step - kept_step))
@@ -110,7 +115,7 @@ def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
     """Return the state of a run as a JSON object.
 
     Raises:
-        ConfigError: The run has no ledger, or it is damaged.
+        ConfigError: The run has no ledger, or the ledger is damaged.
     """
     if not (run_dir / LEDGER).exists():
         raise ConfigError(

@@ -1,7 +1,8 @@
 """The supervisor of a run: starts attempts, notices failures, replaces nodes and restarts.
 
-It is a process on the first node, outside of torch.distributed. All of its knowledge is in the
-ledger, so that another supervisor can take over at any time. This module imports no torch.
+An attempt is one launch of the ranks of a run. The supervisor is a process on the first node,
+outside of torch.distributed. Its state is in the ledger, so that another supervisor can take over
+at any time. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ logger = logging.getLogger(__name__)
 _LOCK_OWNER = b"supervisor"
 """Content of a lock file that a supervisor has locked."""
 _RETRY_S = 2.0
-"""Time until the supervisor writes to a full disk again."""
+"""Time after which the supervisor repeats a write that has failed, such as to a full disk."""
 _STAGE_S = 600.0
-"""Longest time to unpack the environment of ranks on a node."""
+"""Longest time to unpack the Python environment on a node."""
 _SUBMIT_S = 600.0
-"""Time until the supervisor submits the next job again, after the scheduler has refused it."""
+"""Time after which the supervisor submits the next job again if the scheduler has refused it."""
 _MAX_DOCUMENTS = 8
 """Maximum number of documents in the report on data that gives non-finite values."""
 
@@ -119,8 +120,8 @@ class Supervisor:
                 "the same configuration, or another train.run_dir"
             )
         self._skipped_steps = read_skipped_steps(job.run_dir)
-        """Steps that were in the file at the start of this supervisor: the user may have added
-        steps to those of the ledger."""
+        """Steps in the file SKIPPED_STEPS when this supervisor started. The user may have added
+        steps that are not in the ledger."""
         files.make_dirs(job.run_dir / "log")
         _make_private(self._folder)
         self._workspace = Workspace.open(self._folder)
@@ -133,7 +134,7 @@ class Supervisor:
         self._stop_signal = 0
         self._observer = Observer(job, self._agents, self._ledger)
         self._digest = ""
-        """Hash of the archive of the environment; "" if it is not packed."""
+        """Hash of the archive of the Python environment; "" if there is no archive yet."""
         self._mpiexec: subprocess.Popen[bytes] | OSError | None = None
         """The command that started the ranks of the last attempt, or the reason why it could not be
         started; None if agents or an earlier supervisor have started them."""
@@ -145,7 +146,7 @@ class Supervisor:
         history, running = self._history, self._history.running
         is_same = history.job == self._job.name and bool(history.supervisors)
         if running is not None and not {*running.nodes} <= {*self._job.nodes}:
-            return False  # the user has given up this attempt
+            return False  # the job has other nodes: the attempt is given up
         return is_same and history.verdict is None and (self._folder / SECRET).exists()
 
     def _changed_settings(self) -> str:
@@ -195,7 +196,7 @@ class Supervisor:
                 await self._add(_interrupted(history.running))
             for node in job.pardoned:
                 await self._add(_mark(node, "good", "pardoned by the user"))
-            # Before ranks start: this job may end at any time without another command.
+            # Before ranks start, because the scheduler may end this job at any time.
             if not await self._submit_next_job():
                 self._submitter = asyncio.create_task(self._submit_again())
             if takeover:
@@ -207,7 +208,7 @@ class Supervisor:
                 if (running := history.running) is not None:
                     await self._finish_attempt(running)
                     if history.ends[running.attempt].outcome == "interrupted":
-                        await self._agents.start()  # those of the attempt may have ended, too
+                        await self._agents.start()  # the agents of the attempt may have ended, too
                 decision = await self._decide()
                 if decision.action != "start":
                     return await self._end(decision)
@@ -226,12 +227,17 @@ class Supervisor:
             self._lock.close()
 
     async def _add(self, event: Event) -> None:
-        """Store an event."""
+        """Add an event to the ledger."""
         await self._store(LEDGER, lambda: self._ledger.add(event))
 
     async def _store(self, name: str, write: Callable[[], None]) -> None:
-        """Call `write`, which changes a file. If the disk is full, wait while the ranks train, and
-        call it again."""
+        """Call `write`, which changes the file `name`, until it raises no OSError.
+
+        A write may fail because the disk is full, for example. The ranks train meanwhile.
+
+        Raises:
+            OptimusError: Another supervisor has taken over.
+        """
         while True:
             try:
                 write()
@@ -245,7 +251,7 @@ class Supervisor:
                 await asyncio.sleep(_RETRY_S)
 
     async def _decide(self) -> Decision:
-        """Decide how the run continues, and store the marks of nodes."""
+        """Decide how the run continues, and add the new standings of nodes to the ledger."""
         job = self._job
         remaining_s = job.ends_at - job.margin_s - time.time()
         while True:
@@ -266,7 +272,7 @@ class Supervisor:
         return decision
 
     async def _end(self, decision: Decision) -> int:
-        """Store the verdict, and return the exit status."""
+        """Add the verdict to the ledger, and return the exit status."""
         assert decision.action != "start"
         reason = decision.reason
         if decision.action == "stop" and (documents := self._bad_documents()):
@@ -287,8 +293,11 @@ class Supervisor:
         return decision.status
 
     async def _submit_next_job(self) -> bool:
-        """Submit the job that continues the run, unless there is none or it is submitted. Return
-        False if the scheduler refuses it."""
+        """Submit the job that continues the run. Return False if the scheduler refuses it.
+
+        If the run has no chain of jobs, or the next job is already submitted, submit nothing and
+        return True.
+        """
         chain, last = self._job.chain, self._history.next_job
         if chain is None or (last is not None and last.job):
             return True
@@ -326,12 +335,14 @@ class Supervisor:
         try:
             await self._job.chain.remove(next_job.job)
             logger.info("job %s is removed from the queue", next_job.job)
-        except OSError as error:  # it ends at once when it starts (--unless-ended)
+        except OSError as error:  # the next job then ends at its start (--unless-ended)
             logger.error("job %s is not removed: %s; remove it", next_job.job, one_line(error))
 
     def _bad_documents(self) -> list[str]:
-        """Return the documents, as FILE:LINE, of the instances that gave non-finite values in the
-        last attempt; at most _MAX_DOCUMENTS."""
+        """Return the documents whose instances gave non-finite values in the last attempt.
+
+        Each document is FILE:LINE. If there are more than _MAX_DOCUMENTS, return the first ones.
+        """
         attempts = self._history.attempts
         end = self._history.ends.get(attempts[-1].attempt) if attempts else None
         documents: list[str] = []
@@ -364,7 +375,7 @@ class Supervisor:
         except (OSError, TimeoutError) as error:
             logger.warning("node %s does not answer: %s", first.name, error)
             if first.channel is not None:
-                await first.channel.close()  # it is not reachable for the next decision
+                await first.channel.close()  # the next decision does not use this node
             return
         if answer.problem:
             refuse_if(
@@ -377,7 +388,7 @@ class Supervisor:
         if not await self._stage(decision.nodes):
             return
         skipped = tuple(sorted({*decision.skipped_steps, *self._skipped_steps}))
-        if skipped:  # before the event: a supervisor that takes over then starts the ranks
+        if skipped:  # first: after the event, a supervisor that takes over starts the ranks
             path, content = job.run_dir / SKIPPED_STEPS, encode_skipped_steps(skipped)
             await self._store(SKIPPED_STEPS, lambda: self._workspace.write_bytes(path, content))
         name = f"attempt-{number:04d}-{secrets.token_hex(3)}"
@@ -409,8 +420,10 @@ class Supervisor:
             await self._agents.say_to_all(Signal(number=signal.SIGTERM))
 
     async def _stage(self, names: Sequence[str]) -> bool:
-        """Let the agents of nodes unpack the environment of their ranks, once per job. Exclude the
-        nodes that cannot. Return True if all nodes have it."""
+        """Let each agent unpack the Python environment on its node, once per job.
+
+        Exclude the nodes on which this fails. Return False if there are such nodes.
+        """
         job = self._job
         if job.stage is None:
             return True
@@ -439,16 +452,17 @@ class Supervisor:
         return not any(problems)
 
     async def _finish_attempt(self, attempt: AttemptStarted) -> None:
-        """Wait for the end of an attempt, store its cause, and kill its processes."""
+        """Wait for the end of an attempt, store the cause of the end, and kill the processes."""
         has_updated = self._history.has_updated(attempt)
         by_mpiexec = self._agents.rank_command(attempt.nodes, attempt.workspace) is not None
         if by_mpiexec and self._mpiexec is None and not has_updated:
             # An earlier supervisor may have ended before it started mpiexec. A second mpiexec for
-            # the same attempt could start some of its ranks, so that ranks are of two applications.
+            # the same attempt could start only some of its ranks. They would belong to two MPI
+            # applications.
             await self._kill(attempt)
             await self._add(_interrupted(attempt))
             return
-        for name in attempt.nodes:  # an earlier supervisor may have started some nodes only
+        for name in attempt.nodes:  # an earlier supervisor may have started ranks on some of them
             node = self._agents.nodes[name]
             if node.attempt == attempt.attempt:
                 continue
@@ -468,11 +482,11 @@ class Supervisor:
         if end.outcome == "failed":
             logger.error("attempt %d failed: %s", attempt.attempt, "; ".join(end.evidence))
         await self._kill(attempt)
-        if end.outcome in ("done", "stopped"):  # no rank that cannot be reached uses the workspace
+        if end.outcome in ("done", "stopped"):  # else a rank that cannot be reached may use it
             self._job.workspace_of(attempt).close()
 
     async def _kill(self, attempt: AttemptStarted) -> None:
-        """Kill all ranks that can be reached."""
+        """Kill the ranks of an attempt on all nodes that can be reached."""
         now = self._agents.clock_s
         nodes = [node for node in self._agents.heard() if node.name in attempt.nodes]
         for node in nodes:
@@ -499,8 +513,11 @@ def _mark(node: str, standing: Any, reason: str) -> NodeMarked:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the supervisor's folder if it does not exist. Raises ConfigError if it is not a folder
-    in which only this user can write."""
+    """Create the supervisor's folder if it does not exist.
+
+    Raises:
+        ConfigError: The path is not a folder in which only this user can write.
+    """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
@@ -515,7 +532,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _take_lock(run_dir: Path) -> BinaryIO:
-    """Lock the run directory, also if a supervisor that does not answer has the lock.
+    """Lock the run directory. Replace the lock of a supervisor that does not answer.
 
     Raises:
         ConfigError: Another supervisor answers, or an unsupervised run uses the directory.

@@ -34,7 +34,7 @@ class ForkedProcess:
         self.has_pid, self._has_ended = asyncio.Event(), asyncio.Event()
 
     def end(self, status: int) -> None:
-        """Take note of the end of the process."""
+        """Record that the process has ended with the exit status `status`."""
         self.returncode = status
         self._has_ended.set()
 
@@ -94,8 +94,8 @@ class WarmProcess:
 
         Raises:
             ValueError: The environment is too large.
-            OSError, TimeoutError: The warm process is lost or does not answer. It must be ended,
-                since it may still fork the rank.
+            OSError, TimeoutError: The warm process is lost or does not answer. The caller
+                must end it, since it may still fork the rank.
         """
         assert self._socket is not None and self.is_ready
         request = json.dumps({"environ": dict(environ), "arguments": list(arguments)}).encode()
@@ -140,7 +140,7 @@ class WarmProcess:
                 self._running.pop(answer["pid"]).end(answer["status"])
 
     def _on_loss(self) -> None:
-        """The warm process has ended; the kernel has killed its ranks."""
+        """Record that the warm process has ended and that the kernel has killed its ranks."""
         assert self._socket is not None
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
