@@ -42,8 +42,8 @@ def main() -> NoReturn:
     from optimus.cli import set_library_variables
     from optimus.resilience.supervision.warm_process import MAX_BYTES
 
-    # Slurm sends SIGTERM to all processes of a job. If this one ended, the
-    # kernel would kill its ranks before they could save.
+    # Slurm sends SIGTERM to all processes of a job. If the warm process ended, the kernel would
+    # kill its ranks before they could save.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

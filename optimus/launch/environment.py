@@ -205,7 +205,10 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_started_by_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if srun or mpiexec has started this process. torchrun and `--nproc` set RANK."""
+    """Return True if srun or mpiexec has started this process.
+
+    If RANK is set, torchrun or `--nproc` has started it.
+    """
     return "RANK" not in environ and is_launched(environ)
 
 

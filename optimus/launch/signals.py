@@ -39,7 +39,8 @@ def _start_new_line(number: int) -> None:
     progress bar of another process."""
     if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
         with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), b"\n")  # the signal may have interrupted sys.stderr
+            # Not sys.stderr.write: the signal may have interrupted another call of it.
+            os.write(sys.stderr.fileno(), b"\n")
 
 
 def report_early_stop(number: int) -> int:

@@ -115,7 +115,8 @@ def _passing_signals(ranks: list[subprocess.Popen]) -> Iterator[list[int]]:
         if passed.count(signal.SIGINT) > 1:
             return  # `_watch` kills the ranks
         # The ranks print the first signal as the reason of the stop. The SIGTERM after it ends each
-        # rank that has not started its first step. Other ranks ignore it after the first signal.
+        # rank that has not started its first step. After the first signal, other ranks ignore
+        # SIGTERM.
         for sent in (number, signal.SIGTERM):
             _send(ranks, sent)
 

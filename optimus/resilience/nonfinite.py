@@ -47,7 +47,7 @@ class ForwardWatch(Recorder):
     Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
     such a module, the rank with the smallest `when` computed the first non-finite value.
 
-    If an executor records with it, it also finds the microbatch of each value.
+    As the recorder of an executor, it also finds the microbatch of each value.
     """
 
     records_actions = True

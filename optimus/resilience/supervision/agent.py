@@ -1,6 +1,6 @@
 """The agent of a node: starts the ranks of an attempt, observes them and reports to the supervisor.
 
-The launcher starts one agent on each node of the allocation, including buffer nodes:
+The launcher starts one agent on each node of the allocation, including buffer nodes, with
 `python -P -m optimus.resilience.supervision.agent RUN_DIR NODE`. An agent outlives its supervisor.
 While no supervisor runs, the ranks continue to train, and the agents try to connect to the next
 supervisor. If no supervisor answers within a time limit, each agent lets its ranks save a
@@ -83,7 +83,7 @@ _PAUSE_S = 0.1
 _ADDRESS_S = 0.5
 """Time between two reads of the supervisor's address file."""
 _LINES = 10_000
-"""Maximum number of output lines to keep for a supervisor. Lines above this number are dropped and
+"""Maximum number of output lines to keep for a supervisor. Additional lines are dropped and
 counted."""
 _LINE_BYTES = 16_384
 _REPORT_CHARS = 100_000

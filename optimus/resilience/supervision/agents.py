@@ -68,7 +68,7 @@ MIN_OPEN_FILES = 1024
 about 30 files and one more for each node. In a flood of connections, it opens three times
 _MOST_UNAUTHENTICATED more."""
 _LOG_BYTES = 1 << 28
-"""Maximum size of the output of an attempt in `log/`. Lines above this size are not written."""
+"""Maximum size of the output of an attempt in `log/`. Additional lines are not written."""
 _MAX_PROBLEMS = 4
 """Maximum number of nodes whose problems an error message states."""
 
@@ -160,7 +160,7 @@ class Agents:
         self.clock_s = 0.0
         """Time in seconds for which this process has run, by which the silence of agents is
         measured. The clock stops while this process is suspended or waits for a disk. Otherwise,
-        all agents would seem to be silent after that."""
+        all agents would then seem to be silent."""
         self.commands: list[subprocess.Popen[bytes]] = []
         """Launcher commands that started agents or ranks. They are not started by asyncio, which
         would kill them when this supervisor ends, although the next supervisor uses the agents."""
@@ -498,7 +498,7 @@ class Agents:
             return received
 
     async def wait_for_ends(self, commands: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait until launcher commands have ended. After KILLED_S, terminate the others."""
+        """Wait for launcher commands to end. After KILLED_S, terminate those that still run."""
         end = time.monotonic() + KILLED_S
         while any(process.poll() is None for process in commands) and time.monotonic() < end:
             await asyncio.sleep(LOOK_S)

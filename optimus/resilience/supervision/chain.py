@@ -30,8 +30,8 @@ class Chain:
         """Prepare the chain. Starts no process.
 
         Args:
-            command: Bash command that submits the next job. The last word that it prints is this
-                job's name.
+            command: Bash command that submits the next job. The last word of its output must be
+                the name of the next job.
             environ: Environment variables of the present job.
         """
         self.command = command

@@ -32,7 +32,7 @@ _SILENT = "silent"
 """Signature of the failure of a node whose agent is silent."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _STATE = "nonfinite state"
-"""Signature of a non-finite value that data cannot cause, such as in a damaged optimizer state."""
+"""Signature of a non-finite value that is not due to data, as in a damaged optimizer state."""
 _NO_EVIDENCE = {
     *(0, OutcomeKind.STOPPED.exit_status, OutcomeKind.LOST_PEER.exit_status),
     _NONFINITE,  # only a marker attributes a non-finite value to a node
@@ -94,7 +94,7 @@ class Evidence:
     stalled_s: float = 0.0
     """Time for which no rank has started a collective; 0 if it is below the limit."""
     has_progressed: bool = False
-    """True if an attempt of the job has started an update, so that the settings are valid."""
+    """True if an attempt of the job has started an update, so its settings must be valid."""
     launch_problem: str = ""
     """The reason why mpiexec has not started all ranks; "" if it has, or may still do so."""
     is_cut_off: bool = False
@@ -118,10 +118,11 @@ class _Cause(NamedTuple):
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     """Return the event for the end of an attempt of `ranks` ranks.
 
-    The strongest evidence shows the cause. From the strongest to the weakest, it is: a marker; a
-    silent agent; an mpiexec that has not started all ranks; ranks that refused their configuration;
-    the first exit status or signal that is not the result of another rank's failure; the rank with
-    the fewest collectives or, among several, the longest time in its phase. The last is ambiguous.
+    The strongest evidence shows the cause. From strongest to weakest, the kinds of evidence are: a
+    marker; a silent agent; an mpiexec that has not started all ranks; ranks that refused their
+    configuration; the first exit status or signal that is not the result of another rank's failure;
+    the rank with the fewest collectives or, among several, with the longest time in its phase. The
+    last kind is ambiguous.
     """
     markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
@@ -235,7 +236,7 @@ def _cause_in_progress(evidence: Evidence) -> _Cause:
 def names_cause(evidence: Evidence) -> bool:
     """Return True if a rank has ended with its own error, and no running rank has raised an error.
 
-    If a running rank has, it may soon end with the same error, which is then not of one node.
+    A running rank that has raised an error may end with the same error, which is then shared.
     """
     has_ended = any(_is_cause(rank_end) for rank_end in evidence.ends)
     return has_ended and all(rank.failure in _NO_EVIDENCE for rank in evidence.progress)

@@ -37,7 +37,7 @@ FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
 evidence does not name a node with certainty. shared: the failure is not attributed to a node,
 because all ranks agreed on it or another node repeated it."""
 Standing = Literal["good", "suspect", "excluded"]
-"""Standing of a node. Excluded nodes get no ranks, neither in this nor in later jobs of the run."""
+"""Standing of a node. Excluded nodes get no ranks in the present and later jobs of the run."""
 
 
 _Number = Annotated[int, Field(ge=1)]
@@ -54,7 +54,7 @@ class SupervisorStarted(_Record):
 
     kind: Literal["supervisor_started"] = "supervisor_started"
     time: float
-    """Unix time of the event in seconds. All events have it."""
+    """Unix time of the event in seconds. All events have this attribute."""
     host: str
     pid: int
     job: str
@@ -230,7 +230,7 @@ class History:
         """Return the ends of failed attempts, in the order of the attempts.
 
         Args:
-            of_job: Return only the ends of attempts of the present job.
+            of_job: If True, return only the ends of attempts of the present job.
         """
         attempts = self.attempts[self.first_of_job if of_job else 0 :]
         ends = [self.ends[a.attempt] for a in attempts if a.attempt in self.ends]

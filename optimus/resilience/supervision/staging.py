@@ -107,7 +107,7 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
         if files.xxh3_file(local) != digest:
             raise OSError(f"{archive} has changed since it was packed")
         with tarfile.open(local) as packed:
-            packed.extractall(copy, filter="fully_trusted")  # has links to the base Python
+            packed.extractall(copy, filter="fully_trusted")  # links point to the base Python
         local.unlink()
         try:
             os.rename(copy, folder)

@@ -80,7 +80,7 @@ def goodput(history: History, now: float) -> dict[str, float]:
 def _add_interrupted(
     seconds: dict[str, float], milestones: Sequence[Progress], began: float, ended: float
 ) -> None:
-    """Add the time of an attempt whose ranks ended without a report to `seconds`.
+    """Add to `seconds` the time of an attempt whose ranks ended without a report.
 
     A later supervisor, perhaps days later, has stored the end of the attempt.
     """
@@ -94,7 +94,7 @@ def _add_interrupted(
 def _add_attempt(
     seconds: dict[str, float], end: AttemptEnded, wall_s: float, kept_step: int
 ) -> None:
-    """Divide the time `wall_s` of an attempt into categories, and add them to `seconds`."""
+    """Add the time `wall_s` of an attempt, divided into categories, to `seconds`."""
     phases = dict(end.seconds)
     updates = phases.get("update", 0.0)
     repeated = min(end.updates, max(0, end.step - kept_step))
