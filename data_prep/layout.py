@@ -1,6 +1,8 @@
-"""Names, dtypes, array headers and self-checking JSON of the files of a data set.
+"""File names, dtypes, array headers and checksummed JSON of a data set.
 
-docs/formats/dataset.md has the list of files.
+A unit is a range of input files that are tokenized together, to one token array per split. The
+sidecar of a unit or of a shard is a JSON file with the sizes and hashes of its files.
+docs/formats/dataset.md lists all files.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-"""Version of all file formats, except that plans and sidecars of units may have PLAN_VERSION.
+"""Version of all file formats, except that a plan or the sidecar of a unit may have PLAN_VERSION.
 Readers refuse later versions."""
 PLAN_VERSION = 2
 """Version of a plan, or of the sidecar of a unit, if it has keys that version 1 lacks."""
@@ -37,37 +39,38 @@ SHARDS_DIR = "shards"
 EVAL_DIR = "eval"
 
 SPLITS = ("train", "held-out")
-"""The splits of the documents. Each split is a data set."""
+"""The splits of the documents. Each split is stored as a separate data set."""
 DTYPES = ("uint16", "uint32")
 """The dtypes of stored token ids."""
 MAX_CONTEXT = 1 << 31
-"""Largest number of tokens of an instance."""
+"""Largest number of tokens in an instance."""
 MAX_COUNT = 1 << 56
-"""Counts of tokens, bytes or instances are below this, so that 64 times a count fits into int64."""
+"""Bound of counts of tokens, bytes or instances: 64 times a smaller count fits into int64."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
-"""Largest sizes in bytes of files that are read whole: a table of a unit, a tokenizer, and JSON,
-which may list a million inputs."""
+"""Largest sizes in bytes of files that are read whole: the table of a unit's documents, a
+tokenizer, and a JSON file, which may list a million inputs."""
 HEADER_BYTES = 128
-"""Length of the .npy headers that are written here, so that data is aligned to 64 bytes."""
+"""Length in bytes of the headers of `npy_header`. It aligns the data to 64 bytes."""
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Return the path of the tokenizer of a data set. The kind of the tokenizer decides its name.
+    """Return the path of the tokenizer of a data set.
 
-    A data set of an earlier version may have a sentencepiece model named `tokenizer.json`.
+    The name is `tokenizer.model` for a sentencepiece model, else `tokenizer.json`. A data set of an
+    earlier version may have a sentencepiece model named `tokenizer.json`.
     """
     file, model = folder / TOKENIZER, folder / SENTENCEPIECE
     return model if model.exists() and not file.exists() else file
 
 
 def unit_name(unit: int) -> str:
-    """Return the stem of the names of the files of a unit, such as "unit-00000"."""
+    """Return the stem of the file names of a unit, such as "unit-00000"."""
     return f"unit-{unit:05d}"
 
 
 def shard_name(shard: int) -> str:
-    """Return the stem of the names of the files of a shard, such as "shard-00000"."""
+    """Return the stem of the file names of a shard, such as "shard-00000"."""
     return f"shard-{shard:05d}"
 
 
@@ -91,7 +94,7 @@ def little_endian(dtype: str) -> np.dtype:
 def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     """Return the header (version 1.0) of a C-ordered little-endian .npy file, HEADER_BYTES long.
 
-    It is not written with numpy, whose padding may change with its version: the bytes of a data set
+    numpy is not used, because its padding may change with its version, and the bytes of a data set
     must not change.
     """
     code = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8", "uint8": "|u1"}[dtype]
@@ -106,7 +109,7 @@ def require_npy(path: Path, size: int, *headers: bytes) -> None:
 
     Args:
         path: The file.
-        size: Its size in bytes.
+        size: The size in bytes that the file must have.
         headers: The allowed headers.
 
     Raises:
@@ -142,7 +145,7 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int = ARRAY_BYTES) -> bytes
 
 
 def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
-    """Atomically write `value` and its hash. `read_checked_json` checks the hash."""
+    """Atomically write `value` as JSON with its hash, which `read_checked_json` checks."""
     files.write_bytes(path, files.checked_json(value))
 
 
@@ -153,8 +156,8 @@ def read_checked_json(
 
     Args:
         path: The file.
-        forms: The formats that it may have.
-        newest: The largest version that it may have.
+        forms: The allowed values of the key `format`.
+        newest: The largest allowed value of the key `version`.
         xxh3: The hash that the file must have, from order.json. None: any hash.
 
     Raises:
@@ -171,7 +174,7 @@ def read_checked_json(
     except RecursionError:
         raise foreign(path, "its objects are nested too deep") from None
     version = value.get("version")
-    known = type(version) is int and 1 <= version <= newest  # True and 1.0 are not written
+    known = type(version) is int and 1 <= version <= newest  # not True or 1.0, which equal 1
     if value.get("format") not in forms or not known:
         raise DataError(
             f"{path}: is {value.get('format')} version {value.get('version')}; "
@@ -181,7 +184,7 @@ def read_checked_json(
 
 
 class FileRecord(TypedDict):
-    """Size and hash of a file, in a sidecar."""
+    """Record in a sidecar: the size in bytes and the hash of a file."""
 
     size: int
     xxh3: str
@@ -199,26 +202,27 @@ def read_record(
     newest: int = VERSION,
     xxh3: str | None = None,
 ) -> _Record:
-    """Read a file that `write_checked_json` wrote, and return its object as a `kind`.
+    """Read a file that `write_checked_json` wrote, and convert its JSON object to type `kind`.
 
-    Arguments and errors are those of `read_checked_json` and `as_record`.
+    The arguments and errors are those of `read_checked_json` and `as_record`.
     """
     return as_record(kind, read_checked_json(path, *forms, newest=newest, xxh3=xxh3), path)
 
 
 def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLike) -> _Record:
-    """Convert `value`, an object of a JSON file, to a `kind`, and check the type of each field.
+    """Convert a JSON object to type `kind`, and check the type of each field.
 
     Args:
-        kind: A dataclass or TypedDict. Its fields are str, int, float, bool, lists, tuples or such
-            classes, or one of these or None. A field with a default may be missing in `value`.
-            Keys of `value` that are not fields are ignored.
-        value: The object, from `read_checked_json`.
-        path: The file, for the message.
+        kind: A dataclass or TypedDict. The type of a field is str, int, float, bool, a list, a
+            tuple or again a dataclass or TypedDict, or the union of one of these and None. A field
+            with a default may be missing in `value`. Keys of `value` that are not fields are
+            ignored.
+        value: The JSON object, from `read_checked_json`.
+        path: The file, for the error message.
 
     Raises:
-        DataError: a key is missing or of another type. A correct hash in the file does not exclude
-            this: another program may have written the file.
+        DataError: a key is missing, or its value has another type. The hash of the file may still
+            be correct, because another program may have written the file.
     """
     try:
         return _column(kind, [value], "")[0]
@@ -227,14 +231,14 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
 
 
 def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
-    """Raise DataError with the text of the first check (condition, text) that is False."""
+    """Raise DataError with the text of the first (condition, text) pair whose condition is False."""
     for holds, problem in checks:
         if not holds:
             raise foreign(path, problem)
 
 
 def are_hashes(texts: Sequence[str]) -> bool:
-    """Return whether all texts are xxh3-64 in hexadecimal, as data_prep writes them."""
+    """Return whether all texts are xxh3-64 hashes in hexadecimal, as data_prep writes them."""
     return set(map(len, texts)) <= {16} and not "".join(texts).strip("0123456789abcdef")
 
 
@@ -257,26 +261,26 @@ def is_relative_path(text: str) -> bool:
 
 
 def foreign(path: str | os.PathLike, problem: object) -> DataError:
-    """Return the error for a file that has a correct hash and content that is never written."""
+    """Return the error for a file that another program wrote, although its hash is correct."""
     return DataError(
         f"{path}: {problem}; optimus-data did not write this file: copy it again or make it again"
     )
 
 
 def _column(kind: Any, values: list[Any], key: str) -> list[Any]:
-    """Convert `values`, the values of `key` in a list of objects, to objects of type `kind`.
+    """Convert the values that `key` has in several JSON objects to type `kind`.
 
-    One call checks all values, because a data set may list a million files. Raises ValueError if a
-    value has another type.
+    One call converts the values of all objects, because a data set may list a million files. Raises
+    ValueError if a value has another type.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:  # of a type and None
+    if origin is types.UnionType:  # `kind` is "type | None"
         items = iter(_column(arguments[0], [value for value in values if value is not None], key))
         return [None if value is None else next(items) for value in values]
     elif kind in _CALLED:
         if not set(map(type, values)) <= ({int, float} if kind is float else {kind}):
             raise ValueError(f"{key} is not {_CALLED[kind]}")
-        # NaN is refused, too: it is not within bounds.
+        # This also refuses NaN, which fails each comparison.
         ends = (min(values), max(values)) if values and kind is int else values
         if kind in (int, float) and not all(-_LARGEST < value < _LARGEST for value in ends):
             raise ValueError(f"{key} is not a number between -2^64 and 2^64")
@@ -314,7 +318,8 @@ def _objects(kind: Any, values: list[Any], key: str) -> list[Any]:
         return values
     if len(values) == 1:
         return [kind(*next(zip(*columns, strict=True)))]
-    # A frozen dataclass sets each field through object.__setattr__; this takes half as long.
+    # The constructor of a frozen dataclass calls object.__setattr__ for each field. An update of
+    # __dict__ takes half as long.
     names, objects = [name for name, *_ in _fields(kind)], []
     for row in zip(*columns, strict=True):
         made = object.__new__(kind)

@@ -1,7 +1,7 @@
 """Entry point of `optimus-data`: handles stop signals, a closed output pipe and the exit status.
 
-`main` sets the handlers of signals before it imports other modules. Without the handlers, Python
-prints a traceback for an interrupt.
+`main` sets the signal handlers before it imports other modules, because Python prints a traceback
+for Ctrl-C until they are set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 """Exit status after Ctrl-C and after SIGTERM."""
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-"""Exit status that a shell reports for a program that SIGPIPE ended."""
+"""Exit status if the output pipe is closed: a shell reports it for a program that SIGPIPE kills."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -28,14 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Args:
-        argv: The arguments. None: use those of this process, and let Ctrl-C or SIGTERM end this
-            process with a message of one line.
+        argv: The arguments. None: use the command line of this process, and set handlers, so that
+            Ctrl-C or SIGTERM ends this process with a message of one line.
 
     Returns:
-        The exit status. docs/formats/dataset.md lists them.
+        The exit status. docs/formats/dataset.md lists the values.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed before the start
+        if getattr(sys, name) is None:  # the stream was closed before the process started
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         if argv is None:  # a path may have bytes that no encoding can print
             getattr(sys, name).reconfigure(errors="backslashreplace")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return _PIPE_CLOSED
     finally:
-        if argv is None:  # the exit status is known: a signal does not change it
+        if argv is None:  # the exit status is known: a late signal must not change it
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
@@ -75,14 +75,16 @@ def _main(argv: Sequence[str] | None) -> int:
         shown = as_optimus_error(error)
         print(f"optimus-data: error: {one_line(shown)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # only with `argv`
+    except KeyboardInterrupt:  # if `argv` is not None; else a handler ends the process
         print(_stop_line(signal.SIGINT), file=sys.stderr)
         return _INTERRUPTED
 
 
 def _discard_output() -> None:
-    """Flush stdout and stderr. If a pipe is closed, discard its output, so that Python's flush at
-    exit does not fail."""
+    """Flush stdout and stderr, and discard the output of a closed pipe.
+
+    Otherwise, Python's flush at exit would fail.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -104,15 +106,17 @@ class _StopSignals:
     """Handler that ends the process at the first Ctrl-C or SIGTERM.
 
     It kills the workers, removes temporary files, prints one line and exits. It raises no
-    exception, because imports, destructors and exit functions would ignore an exception or print a
-    traceback. No incomplete output remains: a file gets its final name when it is complete.
+    exception, because an exception during an import, a destructor or an exit function would be
+    ignored or printed as a traceback. No incomplete output remains, because a file gets its final
+    name only when it is complete.
     """
 
     def take_over(self) -> None:
-        """Set the handlers. A signal that the parent ignores (nohup, `&`) is still ignored.
+        """Set the handlers. A signal that this process ignores at its start stays ignored.
 
-        A second thread also handles the signals. The main thread runs no handler until a call of a
-        library returns, and the call that trains a tokenizer takes minutes.
+        nohup and `&` start a process that ignores signals. A second thread also waits for the
+        signals, because Python runs no handler while the main thread is inside a library call. The
+        call that trains a tokenizer takes minutes.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
         self._read, write = os.pipe()
@@ -127,7 +131,7 @@ class _StopSignals:
         self._end(os.read(self._read, 1)[0])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:  # else a worker that was just forked
+        if os.getpid() == self._pid:  # a newly forked worker inherits this handler
             self._end(number)
 
     def _end(self, number: int) -> None:
@@ -136,7 +140,7 @@ class _StopSignals:
                 time.sleep(60)
         try:
             kept = _kill_and_clean()
-            start = "\n" if os.isatty(2) else ""  # the line may have a progress bar or ^C
+            start = "\n" if os.isatty(2) else ""  # the line may show a progress bar or ^C
             line = f"{start}{_stop_line(number, kept)}\n"
             os.write(2, line.encode(errors="backslashreplace"))
         finally:
@@ -146,7 +150,8 @@ class _StopSignals:
 def _kill_and_clean() -> list[object]:
     """Kill the workers, remove the temporary files, and return the directories with output.
 
-    No module is imported here: a module that is not yet imported has no workers and no files.
+    No module is imported here, because a module that is not yet imported has started no workers
+    and written no files.
     """
     pids = {os.getpid()}
     module = sys.modules.get("multiprocessing.process")

@@ -24,7 +24,7 @@ def run_command(argv: Sequence[str] | None) -> int:
     """Run a subcommand and return its exit status.
 
     Args:
-        argv: The arguments, None for those of this process.
+        argv: The arguments. None: those of this process.
 
     Raises:
         OptimusError: The arguments are wrong, or the command fails.
@@ -33,7 +33,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         args = _parser().parse_args(argv)
         return args.run(args)
     finally:
-        sys.stdout.flush()  # the caller handles a closed pipe, which an exit does not
+        sys.stdout.flush()  # here, because the caller handles a closed pipe
 
 
 _Group = Callable[[argparse.ArgumentParser], None]
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_makers(commands: Any) -> None:
-    """Add the commands that make a whole data set or a tokenizer."""
+    """Add the commands that make a tokenizer or a whole data set, or estimate a run."""
     text = "Train a byte-level BPE tokenizer."
     add = _add(commands, "train-tokenizer", _train_tokenizer, text, options.add_inputs)
     add.add_argument(
@@ -249,8 +249,11 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 
 def _token_arrays(out: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Return a dict from the name of each split in `out` to its numbers of tokens and documents,
-    and a line of text for each split."""
+    """Count the tokens and documents of each split in `out`.
+
+    Returns:
+        The counts by the name of the split, and a line of text for each split.
+    """
     from data_prep.pipeline.shuffle import data_sets
     from data_prep.tokenize.token_set import read_token_set
 
@@ -349,7 +352,7 @@ def _report(
     start: float,
     group: WorkerGroup,
 ) -> int:
-    """Print a report on a finished data set, as text or JSON, on rank 0."""
+    """Print a report on a finished data set as text or JSON. Ranks above 0 print nothing."""
     if group.rank > 0:
         return 0
     from data_prep.dataset.describe import report
@@ -396,7 +399,7 @@ def _inspect(args: argparse.Namespace) -> int:
             f"from its token {source['document_token']}"
         )
     lines += ["", value["text"]]
-    if sys.stdout.isatty():  # a terminal would execute escape sequences of a name or a text
+    if sys.stdout.isatty():  # a terminal would execute escape sequences in a name or a text
         lines = [printable_lines(line) for line in lines]
     return _answer(args, value, lines)
 

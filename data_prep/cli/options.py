@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low` to `high`. None: no upper limit."""
+    """Return a parser of whole numbers from `low` to `high`. `high` None: no upper limit."""
 
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() else low - 1
@@ -47,8 +47,10 @@ def fraction(text: str) -> float:
 
 
 def folder(text: str) -> str:
-    """Return `text`, the name of a directory. An empty name, which pathlib reads as the working
-    directory, is refused."""
+    """Return `text`, the path of an output. Refuse a path that is empty or not UTF-8.
+
+    pathlib would read an empty path as the working directory.
+    """
     if not text:
         raise argparse.ArgumentTypeError("'' is no name; use . for the working directory")
     try:
@@ -61,7 +63,7 @@ def folder(text: str) -> str:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as `2GB`, `512MiB` or `4096`."""
+    """Return the number of bytes that a text such as `2GB`, `512MiB` or `4096` represents."""
     upper = text.strip().upper()
     digits = upper.rstrip("KMGTIB")
     factor = (_DECIMAL | _BINARY).get(upper[len(digits) :])
@@ -75,7 +77,7 @@ def size(text: str) -> int:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options for input text, and for text that cannot be read."""
+    """Add the options for input text, and for the handling of text that cannot be read."""
     _add_patterns(
         parser,
         "files, directories or quoted globs (** matches any folders): text and source files "
@@ -166,7 +168,7 @@ def add_dataset(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shuffle(parser: argparse.ArgumentParser) -> None:
-    """Add the options for instances, their order and their shards."""
+    """Add the options for the length and order of instances, and for the size of shards."""
     parser.add_argument(
         "--context", type=whole(2), required=True, metavar="C", help="tokens per instance"
     )
@@ -286,7 +288,7 @@ def worker_group_of(args: argparse.Namespace) -> WorkerGroup:
         args: Values of the options of `add_ranks`.
 
     Raises:
-        ConfigError: The rank is too large.
+        ConfigError: The rank is not below the number of ranks.
         LaunchError: The launcher's variables are missing or contradict each other.
     """
     from data_prep.runtime.ranks import WorkerGroup

@@ -27,17 +27,18 @@ from data_prep.tokenizer.tokenizer import library_errors, open_tokenizer, sha256
 from optimus.errors import ConfigError, DamageError, DataError, counted
 
 MAX_EPOCHS = 4
-"""Epochs of a blend source above which a report warns. Up to four epochs of a text are nearly as
-good as new text (arXiv 2305.16264)."""
+"""A report warns about a blend source that is repeated for more epochs than this. Up to four epochs
+of a text are nearly as good as new text (arXiv 2305.16264)."""
 MIN_HELD_OUT_DOCUMENTS = 20
 MIN_HELD_OUT_TOKENS = 10_000
-"""A report warns of smaller held-out splits, whose loss is mostly noise:
-docs/formats/dataset.md, "Documents"."""
+"""A report warns about a held-out split below one of these minimums, because its loss is mostly
+noise: docs/formats/dataset.md, "Documents and tokens"."""
 _MIN_LONG_DOCUMENTS = 10
 _MIN_TOKENS_OF_LONG_DOCUMENTS = 200_000
-"""A report does not warn of fewer documents, either, if they are long."""
+"""A split that reaches both of these minimums causes no warning either: its documents are long."""
 _EXAMPLE_BATCH_TOKENS = 4096
-"""Tokens of a training step in reports: `train.global_batch_tokens` of configs/run/demo.toml."""
+"""Tokens per training step that reports assume: `train.global_batch_tokens` of
+configs/run/demo.toml."""
 _MAX_SUGGESTED_FRACTION = 0.2
 
 
@@ -94,7 +95,7 @@ def report(
 
 
 def for_training(manifest: Manifest) -> str:
-    """Return a line of text: settings for training on a data set, and the length of an epoch."""
+    """Return a line of text with training settings for a data set and the length of an epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
     steps = counted(number_steps, "step") if number_steps else "less than one step"
@@ -115,7 +116,7 @@ def _epochs(source: BlendEntry) -> float:
 
 
 def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
-    """Return warnings about blend sources that repeat too often and small held-out splits."""
+    """Return warnings about small held-out splits and blend sources that repeat too often."""
     warnings = []
     for source in train.blend:
         if _epochs(source) > MAX_EPOCHS:
@@ -147,19 +148,18 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
 
 
 def _is_large_enough(documents: int, tokens: int) -> bool:
-    """Return whether a held-out split is large enough for its loss to mean much."""
+    """Return whether a held-out split is large enough for a meaningful loss."""
     if documents >= _MIN_LONG_DOCUMENTS and tokens >= _MIN_TOKENS_OF_LONG_DOCUMENTS:
         return True
     return documents >= MIN_HELD_OUT_DOCUMENTS and tokens >= MIN_HELD_OUT_TOKENS
 
 
 MAX_BIGRAM_CELLS = 64_000_000
-"""Largest number of possible bigrams, vocabulary^2, for which bigrams are counted. The counts take
-up to 256 MB."""
+"""Bigrams are counted if vocab_size^2 is at most this. The counts then take up to 256 MB."""
 
 MAX_IDS = 1 << 22
-"""`stats` refuses larger and equal ids, which no tokenizer has. The counts therefore take at most
-34 MB, even if a manifest permits ids up to 2^32."""
+"""`stats` refuses ids from this number on, which no tokenizer has. The counts therefore take at
+most 34 MB, even if a manifest permits ids up to 2^32."""
 
 _BLOCK_TOKENS = 1 << 20
 
@@ -224,8 +224,8 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 def _blocks(dataset: Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, int]]:
     """Yield blocks of the ids of all instances.
 
-    An instance that is longer than a block is divided into several blocks. Such blocks overlap by a
-    column, so that each pair of adjacent tokens is in a block.
+    An instance that is longer than a block is divided into several blocks. Consecutive blocks of an
+    instance overlap by one column, so that each pair of adjacent tokens is in a block.
 
     Yields:
         A block, int64 [instances, columns] with at most _BLOCK_TOKENS ids, and 1 if its first
@@ -253,7 +253,7 @@ def _count(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the counts of ids, int64 [largest id + 1], and of bigrams, uint32 [V*V].
 
-    No bigram spans two instances. The second value is None without `with_pairs`, or if the
+    No bigram spans two instances. The second value is None if `with_pairs` is False, or if the
     vocabulary size V is too large. Raises DamageError for an id that no tokenizer has.
     """
     size = manifest.vocab_size
@@ -281,7 +281,7 @@ def _losses(
     targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
         return {"unigram_loss": None, "bigram_loss": None}
-    # The last value is that of all ids that were not counted.
+    # The last value is the log-probability of each id that `dataset` does not contain.
     unigram_log = np.log((np.append(counts, 0) + 1) / (counts.sum() + size))
     totals = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
     unigram = bigram = 0.0
@@ -311,8 +311,10 @@ MAX_CHARACTERS = 16 * MAX_TOKENS
 
 
 def documents_of(dataset: Path, number: int) -> list[str]:
-    """Return the documents in an instance, in order, as FILE:LINE or FILE. Arguments and errors are
-    those of `inspect`."""
+    """Return the documents in an instance, in order, as FILE:LINE or FILE.
+
+    The arguments and errors are those of `inspect`.
+    """
     manifest, order = read_manifest(dataset), read_any_order(dataset)
     if not 0 <= number < manifest.num_instances * (MAX_SEED + 1):
         raise ConfigError(f"instance {number} does not exist in {dataset}; give another number")
@@ -324,7 +326,7 @@ def documents_of(dataset: Path, number: int) -> list[str]:
 
 
 def _row(manifest: Manifest, number: int) -> int:
-    """Return the row of an instance in the stored order. `number` is as for `inspect`."""
+    """Return the row of an instance, counted over all shards. `number` is as for `inspect`."""
     epoch, position = divmod(number, manifest.num_instances)
     if epoch == 0:
         return position
@@ -387,8 +389,11 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
 
 
 def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
-    """Return the text of an instance. Raise DataError if it has more than MAX_CHARACTERS: the text
-    of a token may be as long as the file of the tokenizer."""
+    """Return the text of an instance.
+
+    Raises DataError if the text has more than MAX_CHARACTERS characters. A few ids can have such a
+    text, because the text of a token may be as long as the file of the tokenizer.
+    """
     tokenizer = open_tokenizer(tokenizer_path)
     if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
         raise DamageError(f"{tokenizer_path}: has no piece with id {ids.max()}")
@@ -408,11 +413,11 @@ def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
 
 
 def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dict[str, Any]]:
-    """Return the documents in an instance, in order. `source` is the number of the instance before
-    the shuffle.
+    """Return the documents in an instance, in order.
 
-    The tokens [first, stop) of the instance come from the document in line `line` (0: the whole
-    file) of `input`. Token `first` of the instance is token `document_token` of that document.
+    `source` is the number of the instance before the shuffle. In the result, tokens [first, stop)
+    of the instance come from the document in line `line` (0: the whole file) of `input`. Token
+    `first` of the instance is token `document_token` of that document.
     """
     if isinstance(order, BlendOrder):
         number, _, numbers = next(order.split(np.array([source])))

@@ -1,4 +1,7 @@
-"""The manifest of a data set, which is written last, and rules for held-out documents."""
+"""The manifest of a data set, and the rules that select held-out documents.
+
+The manifest is the last file that is written. A data set with a manifest is complete.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ FORM = "optimus-dataset"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """Shard in a manifest. `name` is a path relative to the data set."""
+    """Entry of a shard. `name` is its path relative to the data set."""
 
     name: str
     instances: int
@@ -31,7 +34,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class InputEntry:
-    """Input file and the hash of its bytes."""
+    """Entry of an input file, with the hash of its bytes."""
 
     name: str
     size: int
@@ -40,7 +43,7 @@ class InputEntry:
 
 @dataclass(frozen=True)
 class QuarantineEntry:
-    """Number of quarantined documents and files, and size and hash of quarantine.jsonl."""
+    """Number of quarantined documents and files, and the size and hash of quarantine.jsonl."""
 
     count: int
     size: int = 0
@@ -49,14 +52,14 @@ class QuarantineEntry:
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """Source of a blend."""
+    """Entry of a source of a blend."""
 
     tokens_dir: str
     weight: str
     quota: int
-    """Instances of the blend that come from this source."""
+    """Number of instances of the blend that come from this source."""
     instances: int
-    """Instances of the source in one epoch."""
+    """Number of instances of the source, which is the length of one epoch."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...]
     inputs: tuple[InputEntry, ...]
     blend: tuple[BlendEntry, ...] = ()
-    """Sources of a blend. Empty for other data sets, whose manifest.json omits this key."""
+    """Sources of a blend. Empty if the data set is no blend; manifest.json then omits this key."""
 
     @property
     def identity(self) -> str:
@@ -135,7 +138,7 @@ def held_out_problem(manifest: Manifest, dataset: Path, held_out: Manifest) -> s
     Args:
         manifest: Manifest of the data set.
         dataset: Directory of the data set, for the message.
-        held_out: Manifest in the directory for the held-out split.
+        held_out: Manifest that was read from the directory of the held-out split.
 
     Returns:
         The reason, or "" if `held_out` is the manifest of the held-out split.
@@ -255,7 +258,7 @@ class HeldOutRule:
 
 
 def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
-    """Return the rule of a plan, or of the manifest of a data set that is not a blend."""
+    """Return the held-out rule of a plan, or of the manifest of a data set that is no blend."""
     return HeldOutRule(rules.eval_fraction, is_import(rules.text_field))
 
 

@@ -1,4 +1,4 @@
-"""Reading of rows of a finished data set from memory-mapped shards."""
+"""Reader of the rows of a finished data set, which are in memory-mapped shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAT_THREADS = 16
 
 
 class ShardReader:
-    """Reader of rows of the shards in their stored order. Threads may share it.
+    """Reader of rows of the shards, numbered in their stored order. Threads may share it.
 
     A shard is mapped at the first read of one of its rows. At most 64 shards are mapped at a time,
     so that the number of descriptors and the mapped memory do not grow with the number of shards.
@@ -33,26 +33,31 @@ class ShardReader:
         manifest: Its manifest.
 
     Raises:
-        DataError: On a read: a shard cannot be read, or its size is not that of the manifest.
+        DataError: On a read: a shard cannot be read, or its size differs from the manifest.
     """
 
     def __init__(self, dataset: Path, manifest: Manifest):
         self._dataset, self._manifest = dataset, manifest
         self._dtype = layout.little_endian(manifest.dtype)
-        self._open: OrderedDict[int, np.ndarray] = OrderedDict()  # shard -> [n, C], oldest first
+        # shard -> [n, C], the least recently used shard first
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
     def rows(self, first: int, stop: int, left: int = 0, right: int | None = None) -> np.ndarray:
-        """Return columns [left, right) of rows [first, stop) as a new array in the data set's
-        dtype. `right` None: the end of the rows."""
+        """Return columns [left, right) of rows [first, stop) as a new array in the stored dtype.
+
+        `right` None: the end of the rows.
+        """
         right = self._manifest.context if right is None else right
         out = np.empty((stop - first, right - left), self._dtype)
         self.rows_into(out, first, left)
         return out
 
     def rows_into(self, out: np.ndarray, first: int, left: int = 0) -> None:
-        """Copy columns [left, left + c) of rows [first, first + n) to `out` [n, c], of any dtype
-        that can represent the ids."""
+        """Copy columns [left, left + c) of rows [first, first + n) to `out` [n, c].
+
+        `out` has any dtype that can represent the ids.
+        """
         right = left + out.shape[1]
         length = self._manifest.instances_per_shard
         row = 0
@@ -65,14 +70,14 @@ class ShardReader:
     def pick_into(
         self, out: np.ndarray, rows: np.ndarray, targets: np.ndarray | None = None
     ) -> None:
-        """Copy row `rows[i]` to `out[targets[i]]`, or to `out[i]` without `targets`, for each i.
+        """Copy row `rows[i]` to `out[targets[i]]` for each i.
 
         Rows are read in ascending order.
 
         Args:
             out: The target [_, C], of any dtype that can represent the ids.
             rows: Numbers of the rows, int64 [n].
-            targets: Indices of `out`, int64 [n].
+            targets: Indices of `out`, int64 [n]. None: row `rows[i]` is copied to `out[i]`.
         """
         order = np.argsort(rows)
         shards, offsets = np.divmod(rows[order], self._manifest.instances_per_shard)
@@ -113,7 +118,8 @@ class ShardReader:
             with self._readable(path):
                 return os.stat(path).st_size
 
-        with ThreadPoolExecutor(_STAT_THREADS) as pool:  # a network file system takes ms for each
+        # In parallel, because a network file system takes milliseconds per call.
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:
             for path, size, entry in zip(
                 paths, pool.map(size_of, paths), self._manifest.shards, strict=True
             ):

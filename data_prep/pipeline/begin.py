@@ -1,4 +1,4 @@
-"""The start of an output directory: its plan and tokenizer, and checks of its previous content."""
+"""The start of work in an output directory: check its content, and write its plan and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begin(
     quarantine: bool,
     limits: Limits = NO_LIMITS,
 ) -> TokenizeWork:
-    """Write the plan and a copy of the tokenizer to each split, and return the work of the workers.
+    """Write the plan and a copy of the tokenizer to each split, and return the work for workers.
 
     Files that exist already are checked and not written again.
 
@@ -35,11 +35,12 @@ def begin(
         out: The output directory.
         tokenizer_file: The tokenizer.
         plan: The plan of tokenization.
-        quarantine: Leave out documents that cannot be used, instead of raising an error.
-        limits: The largest memory and size of a document, passed to the workers.
+        quarantine: True: leave out documents that cannot be used. False: raise an error.
+        limits: The limits of a document (memory and size) for the workers.
 
     Raises:
-        DataError: `out` has another plan, order or tokenizer. The message names the difference.
+        DataError: `out` already has another plan, order.json or tokenizer. The message names the
+            difference.
     """
     content = files.checked_json(plan.to_json())
     folders = tokens_dirs(out, plan).values()
@@ -56,7 +57,7 @@ def begin(
 def _check_output(
     out: Path, tokens_dir: Path, tokenizer_file: Path, plan: TokenPlan, plan_xxh3: str
 ) -> None:
-    """Raise DataError if the data set with `tokens_dir` has another plan, order or tokenizer."""
+    """Raise DataError if the data set of `tokens_dir` has another plan, order.json or tokenizer."""
     if (tokens_dir / layout.PLAN).exists():
         for difference in differences(read_plan(tokens_dir), plan):
             raise DataError(
@@ -76,25 +77,25 @@ def _check_output(
 
 
 def require_tokens(tokens_dir: Path) -> None:
-    """Raise DataError unless the token arrays exist and tokenization reached its end."""
+    """Raise DataError unless the token arrays exist and tokenization is complete."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 
 
 def check_tokenizer(source: Path, folder: Path) -> None:
-    """Raise DataError if a folder has a tokenizer other than `source`, but no order."""
+    """Raise DataError if `folder` has no order.json, but a tokenizer that differs from `source`."""
     if (folder / layout.ORDER).exists():
-        return  # the order names its tokenizer; a damaged copy is written again
+        return  # order.json determines the tokenizer, so a different copy is damaged and is written again
     copy = layout.tokenizer_file(folder)
     if copy.exists() and _read(copy) != _read(source):
         raise DataError(f"{copy} and {source} are different tokenizers; choose another output")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a tokenizer into a data set, unless the copy exists.
+    """Copy a tokenizer into a data set, unless an identical copy exists.
 
-    The copy of a sentencepiece model is tokenizer.model, unless an earlier version of Optimus has
-    copied it as tokenizer.json. The copy of any other tokenizer is tokenizer.json.
+    The copy of a sentencepiece model is named tokenizer.model, unless an earlier version of Optimus
+    has copied it as tokenizer.json. The copy of any other tokenizer is named tokenizer.json.
     """
     content, name = _read(source), layout.TOKENIZER
     if is_sentencepiece(source):

@@ -1,6 +1,6 @@
-"""`optimus-data import`: token files of other programs become token arrays.
+"""`optimus-data import`: convert token files of other programs to token arrays.
 
-docs/formats/dataset.md, "Token files of other programs".
+See docs/formats/dataset.md, "Token files of other programs".
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from optimus.io import files
 
 _BLOCK_TOKENS = 1 << 20
 _AS_DESCRIBED = "as described"
-_SIDECARS = (".idx", ".csv.gz")  # index of .bin; list of dolma's documents: EOS ends them
+# .idx is read with its .bin. .csv.gz, dolma's list of documents, is not needed: EOS ends each one.
+_SIDECARS = (".idx", ".csv.gz")
 
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """The parameters of `import`."""
+    """The parameters of `optimus-data import`: the values of its options."""
 
     inputs: Sequence[str]
     tokenizer: str
@@ -55,10 +56,11 @@ class ImportRequest:
 
 
 def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[str, int]:
-    """Write token arrays of all inputs under request.out.
+    """Convert all input token files to token arrays in the directory `request.out`.
 
     Returns:
-        The number of repairs by kind: `eos_added` and `empty_documents`.
+        The numbers of repaired documents: `eos_added`, which had no EOS, and `empty_documents`,
+        which were left out.
 
     Raises:
         DataError: a file is not a token file, or contains an id outside the vocabulary.
@@ -80,7 +82,7 @@ def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[st
 def _make_plan(
     token_files: Sequence[InputFile], facts: TokenizerFacts, request: ImportRequest
 ) -> TokenPlan:
-    """Return the plan. A unit is a .bin file with its .idx, or a .npy file."""
+    """Return the plan of the import. A unit is a .bin file with its .idx, or a .npy file."""
     inputs: list[InputFile] = []
     units: list[tuple[int, int]] = []
     for file in token_files:
@@ -101,16 +103,16 @@ def _make_plan(
         inputs += unit
     if not units:
         raise DataError("--input matches no .bin or .npy file; check the path")
-    how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)  # another dtype is another plan
+    how = IMPORT_FIELD + (request.dtype or _AS_DESCRIBED)  # plans for different dtypes differ
     return TokenPlan(facts, how, float(request.eval_fraction), tuple(inputs), tuple(units))
 
 
 class _ImportTask(UnitTask):
-    """The import of units, each of which is a token file."""
+    """Task that imports units. Each unit is one token file."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Import a token file."""
+        """Import a token file, unless its unit is complete."""
         if (record := complete_and_whole(work, unit)) is None:
             _import_unit(work, unit)
             advance(work.plan.unit_bytes(unit))
@@ -144,7 +146,7 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Map each split to the indices of its documents in `block`. Empty splits are left out.
+    """Return the indices in `block` of the documents of each split that has any.
 
     A document is held out if the hash of its ids is less than `below`.
     """
@@ -161,7 +163,7 @@ def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
 def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list[np.ndarray]]:
     """Yield blocks of documents. Each document is a uint32 array without EOS.
 
-    A document ends at EOS, and at each end that the token file lists.
+    A document ends at each EOS token, and at each document end that the token file lists.
     """
     ids, seen_eos = foreign.ids, len(foreign.ends) > 0 or len(foreign.ids) == 0
     unfinished: list[np.ndarray] = []
@@ -190,7 +192,7 @@ def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list
 
 
 def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndarray:
-    """Return a block of ids as uint32. Ids outside the vocabulary are refused before the cast."""
+    """Return the block at `start` as uint32. Raises DataError for an id outside the vocabulary."""
     block = ids[start : start + _BLOCK_TOKENS]
     wrong = (block < 0) | (block >= vocab_size)
     if wrong.any():

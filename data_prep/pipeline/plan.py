@@ -34,19 +34,19 @@ from optimus.io import files
 
 _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
-"""Bytes of each sampled file that are tokenized."""
+"""Bytes of text to tokenize of each sampled file."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Bytes of each sampled file that are read, to measure the ratio of its text to its size."""
+"""Bytes to read of each sampled file, to measure the ratio of its text to its size."""
 _LARGEST_WHOLE = 64 << 20
 """Text files above this size are not sampled, because a text file is read whole."""
 _DOC_BYTES = 40
-"""Bytes of a document without its tokens: 24 for its row in the table and 16 for its id."""
+"""Bytes of a document on disk in addition to its tokens: 24 in the table of documents, 16 of id."""
 _PROBE_BYTES = 32 << 20
 
 
 @dataclass
 class Sample:
-    """Sums over the inputs, estimated from one sampled file of each stratum of similar files."""
+    """Estimated sums over all inputs, from one sampled file of each stratum of similar files."""
 
     text_bytes: float = 0.0
     documents: float = 0.0
@@ -54,7 +54,7 @@ class Sample:
     """Number of tokens without EOS."""
     encoded_bytes: int = 0
     encode_s: float = 0.0
-    """CPU seconds of encoding `encoded_bytes`."""
+    """CPU seconds to encode `encoded_bytes` bytes of text."""
     ids: list[np.ndarray] = field(default_factory=list)
     """Ids of some of the encoded text, uint32."""
     problem: str = ""
@@ -70,21 +70,21 @@ def estimate(
     fused: bool,
     strategy: str,
 ) -> dict[str, Any]:
-    """Estimate a run.
+    """Estimate the counts, disk space, memory and time of a run.
 
     Args:
-        request: The parameters of tokenization.
-        shuffle: The parameters of the order.
-        memory_bytes: `--memory` of the run.
+        request: The inputs and the parameters of tokenization.
+        shuffle: The length and order of the instances, and the size of the shards.
+        memory_bytes: The memory limit of a rank while it writes shards.
         world: The number of ranks.
-        fused: `--fused` of the run.
-        strategy: `--strategy` of the run.
+        fused: True: the run has `--fused`, which removes the token arrays at its end.
+        strategy: `--strategy` of the run: "auto", "gather" or "bucket".
 
     Returns:
         Counts, bytes and seconds, and `fits`: whether the disk has enough free space.
 
     Raises:
-        DataError, ConfigError: as the run would.
+        DataError, ConfigError: the run would fail with the same error.
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     dtype = layout.dtype_name(read_facts(tokenizer, request.eos).vocab_size)
@@ -100,9 +100,9 @@ def estimate(
     rows = rows_of_shard(counts["instances"], row_bytes, shuffle.shard_bytes)
     shard_bytes = (counts["instances"] + counts["eval_instances"]) * row_bytes
     docs_bytes = counts["documents"] * _DOC_BYTES
-    if strategy == "auto":  # the one that the run probably selects
+    if strategy == "auto":  # use the strategy that the run probably selects
         strategy = "gather" if world > 1 or shard_bytes < usable_memory() // 2 else "bucket"
-    writes = 2 if strategy == "bucket" else 1  # of each row
+    writes = 2 if strategy == "bucket" else 1  # number of times that each row is written
     waiting = token_bytes
     if fused:
         require_zstd()
@@ -156,11 +156,11 @@ def _counts(
 def take_sample(
     inputs: Sequence[InputFile], text_field: str, tokenizer: str, limits: Limits
 ) -> Sample:
-    """Estimate the text, documents and tokens of the inputs from a sample of them.
+    """Estimate the bytes of text, documents and tokens of the inputs from a sample of the files.
 
-    Inputs of similar suffix and size are a stratum. The start of one file per stratum is read.
-    Documents that cannot be used are left out. Raises DataError if no text can be sampled, or a
-    document exceeds `limits`.
+    Inputs with the same suffix and similar sizes form a stratum. The start of one file per stratum
+    is read. Documents that cannot be used are left out. Raises DataError if no text can be sampled,
+    or a document exceeds `limits`.
     """
     known = [file for file in inputs if file.size <= _LARGEST_WHOLE or kind_of(file.name) != "text"]
     by_suffix: dict[str, list[InputFile]] = {}
@@ -190,7 +190,7 @@ def take_sample(
 def _sample_stratum(
     stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample, limits: Limits
 ) -> None:
-    """Read the middle file of a stratum, and add an estimate of the whole stratum to `sample`."""
+    """Sample the file of median size of a stratum, and add an estimate of the stratum to `sample`."""
     file = stratum[len(stratum) // 2]
     encoder = shared_encoder(tokenizer)
     read = text = documents = encoded = tokens = 0
@@ -208,7 +208,7 @@ def _sample_stratum(
             size = document.size if isinstance(document, LongText) else len(document.data)
             if (
                 encoder.cutter is None and size > _SAMPLE_TEXT_BYTES
-            ):  # the run has to encode it whole
+            ):  # the run has to encode the whole document at once
                 needs, where = size * encoder.bytes_per_byte, f"{file.name}:{document.line}"
                 limits.refuse(where, f"a document of {size} bytes", needs)
             documents += 1
