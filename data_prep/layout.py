@@ -231,7 +231,7 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
 
 
 def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
-    """Raise DataError with the text of the first (condition, text) pair whose condition is False."""
+    """Raise DataError with the text of the first check (condition, text) with a False condition."""
     for holds, problem in checks:
         if not holds:
             raise foreign(path, problem)

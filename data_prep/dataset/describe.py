@@ -281,7 +281,7 @@ def _losses(
     targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
         return {"unigram_loss": None, "bigram_loss": None}
-    # The last value is the log-probability of each id that `dataset` does not contain.
+    # The last value is the log-probability of each id that `counts` does not contain.
     unigram_log = np.log((np.append(counts, 0) + 1) / (counts.sum() + size))
     totals = pairs.reshape(size, size).sum(1, dtype=np.int64) if pairs is not None else None
     unigram = bigram = 0.0

@@ -85,7 +85,7 @@ def require_tokens(tokens_dir: Path) -> None:
 def check_tokenizer(source: Path, folder: Path) -> None:
     """Raise DataError if `folder` has no order.json, but a tokenizer that differs from `source`."""
     if (folder / layout.ORDER).exists():
-        return  # order.json determines the tokenizer, so a different copy is damaged and is written again
+        return  # order.json determines the tokenizer; a damaged copy is written again
     copy = layout.tokenizer_file(folder)
     if copy.exists() and _read(copy) != _read(source):
         raise DataError(f"{copy} and {source} are different tokenizers; choose another output")

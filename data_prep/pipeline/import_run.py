@@ -37,7 +37,8 @@ from optimus.io import files
 
 _BLOCK_TOKENS = 1 << 20
 _AS_DESCRIBED = "as described"
-# .idx is read with its .bin. .csv.gz, dolma's list of documents, is not needed: EOS ends each one.
+# An .idx file is read with its .bin file. dolma's lists of documents (.csv.gz) are not needed,
+# because each document ends with EOS.
 _SIDECARS = (".idx", ".csv.gz")
 
 
@@ -146,7 +147,7 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Return the indices in `block` of the documents of each split that has any.
+    """Return, by split, the indices of its documents in `block`. Empty splits are left out.
 
     A document is held out if the hash of its ids is less than `below`.
     """

@@ -190,7 +190,7 @@ def take_sample(
 def _sample_stratum(
     stratum: Sequence[InputFile], text_field: str, tokenizer: str, sample: Sample, limits: Limits
 ) -> None:
-    """Sample the file of median size of a stratum, and add an estimate of the stratum to `sample`."""
+    """Sample the middle file of a stratum, and add an estimate of all its files to `sample`."""
     file = stratum[len(stratum) // 2]
     encoder = shared_encoder(tokenizer)
     read = text = documents = encoded = tokens = 0

@@ -70,10 +70,10 @@ class TokenizeRequest:
     unit_bytes: int = UNIT_BYTES
     quarantine: bool = False
     memory_bytes: int | None = None
-    """None: half of the memory of the machine."""
+    """Memory limit of this rank. None: half of the usable memory, but at least 2 GB."""
     max_document: int | None = None
     id_field: str | None = None
-    """Field of the document ids. "": no ids. None: "id", or "" if `out` has a plan without ids."""
+    """Field with the id of a document. "": no ids. None: "id", or "" if `out` has a plan without ids."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,21 @@ def prepare(
     fused: bool = False,
     group: WorkerGroup = ALONE,
 ) -> list[Manifest]:
-    """Make a data set from text in request.out.
+    """Tokenize, shuffle and shard the inputs, and write the data set to `request.out`.
 
     Args:
-        request: The parameters of tokenization.
-        shuffle_request: The parameters of the order.
-        shard_request: The parameters of sharding.
-        fused: Write packed token arrays, and remove them when the shards are complete.
-        group: The ranks.
+        request: The inputs, the output directory, and the parameters of tokenization.
+        shuffle_request: The length and order of the instances, and the size of the shards.
+        shard_request: The workers, the memory and the strategy to write shards.
+        fused: True: compress the token arrays, and remove them when the shards are complete.
+        group: The ranks that share the work.
 
     Returns:
-        The manifests, that of the training split first.
+        The manifest of each split, the training split first.
 
     Raises:
         ConfigError: a parameter is wrong, or the memory is not enough.
-        DataError: an input cannot be used, or request.out has another data set.
+        DataError: an input cannot be used, or `request.out` contains another data set.
     """
     divide_memory(shard_request.memory_bytes, shard_request.workers)  # before hours of tokenizing
     memory_of(request, require_file(request.tokenizer, "--tokenizer"))
@@ -120,29 +120,29 @@ def prepare(
                 tokenize(request, group, packed=fused)
                 shuffle(request.out, request.out, shuffle_request, group)
                 manifests = shard(request.out, shard_request, group)
-            except DataError:  # the others may have finished and removed files that were read
+            except DataError:  # other ranks may have finished and removed files in use here
                 manifests = (
                     find_finished(request, shuffle_request, group) if group.world > 1 else []
                 )
                 if not manifests:
                     raise
         if fused and group.rank == 0:
-            with working_in(request.out):  # so that no rank that ends removes temporary files
+            with working_in(request.out):  # its lock stops other ranks from removing its files
                 drop_arrays(request.out)
         return manifests
 
 
 def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool = False) -> None:
-    """Write the token arrays of all inputs under request.out.
+    """Tokenize all inputs, and write their token arrays to the directory `request.out`.
 
     Args:
-        request: The parameters of tokenization.
-        group: The ranks.
-        packed: Write packed arrays, for a run with `--fused`, which removes them at its end.
+        request: The inputs, the output directory, and the parameters of tokenization.
+        group: The ranks that share the work.
+        packed: True: compress the arrays, for a run with `--fused`, which removes them at its end.
 
     Raises:
         ConfigError: a parameter is wrong, or the memory is not enough.
-        DataError: an input cannot be used, or request.out has another plan.
+        DataError: an input cannot be used, or `request.out` contains another plan.
     """
     tokenizer = require_file(request.tokenizer, "--tokenizer")
     facts = read_facts(tokenizer, request.eos)
@@ -167,7 +167,7 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
 
 
 def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
-    """Return the number of workers that the memory allows, and the limits of a document.
+    """Return the number of workers that the memory allows, and the limits for a document.
 
     Raises ConfigError if the memory is not enough for one worker.
     """
@@ -197,19 +197,19 @@ def plan_of(
 
 
 def shard(out: Path, request: ShardRequest, group: WorkerGroup = ALONE) -> list[Manifest]:
-    """Write shards and manifest of each split that has an order. The held-out split is done first.
+    """Write the shards and the manifest of each split that has an order.json, held-out split first.
 
     Args:
-        out: The data set.
-        request: The parameters of sharding.
-        group: The ranks.
+        out: The directory of the data set.
+        request: The workers, the memory and the strategy to write shards.
+        group: The ranks that share the work.
 
     Returns:
-        The manifests, that of the training split first.
+        The manifest of each split, the training split first.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
-        DataError: an order or token array is missing or damaged.
+        DataError: an order.json or a token array is missing or damaged.
     """
     manifests: list[Manifest] = []
     with working_in(out, group.rank), failure_scope(group, out) as group:
@@ -223,7 +223,7 @@ def _shard_split(dataset: Path, request: ShardRequest, group: WorkerGroup) -> Ma
     order = read_any_order(dataset)
     for source in order.sources:
         tokens_dir = dataset / source.tokens_dir
-        read_plan(tokens_dir, source.plan)  # first: no other file of another folder is read
+        read_plan(tokens_dir, source.plan)  # first, because order.json may name a wrong folder
         require_tokens(tokens_dir)
     shard_all(dataset, order, request.workers, request.memory_bytes, request.strategy, group)
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
@@ -242,9 +242,9 @@ def _shard_split(dataset: Path, request: ShardRequest, group: WorkerGroup) -> Ma
 def drop_arrays(out: Path) -> None:
     """Remove the token arrays of a finished data set, for `--fused`.
 
-    A mark file in each folder records the removal. All mark files are written before any array is
-    removed. The mark file of the training split is written first, because `find_finished` reads
-    only this file. Raises DataError if an array is damaged.
+    A mark file in each folder of arrays records the removal. All mark files are written before any
+    array is removed. The mark file of the training split is written first, because `find_finished`
+    reads no other mark file. Raises DataError if an array is damaged.
     """
     folders = [dataset / layout.TOKENS_DIR for dataset in data_sets(out)]
     for folder in folders:
@@ -259,11 +259,11 @@ def drop_arrays(out: Path) -> None:
 def find_finished(
     request: TokenizeRequest, shuffle_request: ShuffleRequest, group: WorkerGroup = ALONE
 ) -> list[Manifest]:
-    """Return the manifests of request.out if a run with `--fused` has finished it, else [].
+    """Return the manifests of the data set if a run with `--fused` has finished it, else [].
 
-    The inputs are hashed again; each rank hashes its share. If a file of the data set is missing or
-    damaged, the result is [], and the marks of removed arrays are deleted: the run then makes the
-    arrays again. Raises the errors of `tokenize` and `shuffle`.
+    The ranks share the work of hashing the inputs again. If a file of the data set is missing or
+    damaged, the mark files of the removed arrays are deleted, so that the run makes the arrays
+    again, and the result is []. Raises the errors of `tokenize` and `shuffle`.
     """
     out = request.out
     if not removed(out / layout.TOKENS_DIR):
@@ -289,13 +289,13 @@ def find_finished(
 
 
 def _check_finished(dataset: Path) -> Manifest:
-    """Return the manifest. Raises DataError if a shard or a file of a unit is not complete."""
+    """Return the manifest of a split. Raises DataError if a file of it is missing or damaged."""
     manifest, order = read_manifest(dataset), read_order(dataset)
     for number in range(order.num_shards):
         read_shard_record(dataset, order, manifest.order_xxh3, number)
     for unit in range(len(order.units)):
         read_unit(dataset / layout.TOKENS_DIR, unit, order.plan, has_array=False)
-    # All ranks check the same sample of shards, so that all decide the same.
+    # All ranks check the same sample of shards, so that all reach the same result.
     chosen = sample([shard.size for shard in manifest.shards], seed=manifest.identity)
     if damaged := [shard for shard in sorted(chosen) if not is_whole(dataset, shard)]:
         raise DataError(f"{dataset}: {counted(len(damaged), 'damaged shard')}")

@@ -1,4 +1,4 @@
-"""The third step: shards in the permuted order, and the manifest that completes a data set."""
+"""The third step: write shards in permuted order, and the manifest that completes a data set."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ from optimus.io import files
 
 FORM = "optimus-shard"
 PROCESS_BYTES = 100 << 20
-"""Memory of a process without data: the interpreter, numpy and indices of arrays."""
+"""Bytes of memory of a process without data: the interpreter, numpy and indices of arrays."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""Copies in memory of a row that is larger than the block: as read, as gathered and as written."""
+"""Number of copies in memory of a row larger than the block: for reading, gathering and writing."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that are free for copies of large rows."""
 _GOOD_BLOCK_BYTES = 28 << 20
-"""Bytes for the rows of a worker that `memory_for` plans, if the machine has enough memory."""
+"""Bytes that `memory_for` plans for the rows of each worker if the machine has enough memory."""
 
 
 @dataclass(frozen=True)
 class ShardWork:
-    """The values with which a worker can write any shard of a data set."""
+    """The values that a worker needs to write any shard of a data set."""
 
     dataset: Path
     order: Order | BlendOrder
     order_xxh3: str
     block_bytes: int
-    """Memory of a worker for rows, their indices, and the window of tokens read at a time."""
+    """Bytes of memory of a worker for rows, their indices, and the window of tokens that it reads."""
     spill: Spill | None = None
     """The sorted runs to read. None: read the token arrays."""
     sample: frozenset[int] = frozenset()
@@ -95,7 +95,7 @@ def shard_path(dataset: Path, shard: int) -> Path:
 
 
 def sidecar_path(dataset: Path, shard: int) -> Path:
-    """Return the path of the completion mark of a shard."""
+    """Return the path of the sidecar of a shard, which is written when the shard is complete."""
     return shard_path(dataset, shard).with_suffix(".json")
 
 
@@ -103,12 +103,12 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
     """Divide memory between the workers and, if there are several, the parent process.
 
     Args:
-        memory_bytes: Memory of all processes.
-        workers: The largest number of workers.
+        memory_bytes: Memory of all processes together.
+        workers: The number of workers if the memory is enough.
         row_bytes: Bytes of a row, which is an instance.
 
     Returns:
-        The number of workers that can run at once, and the bytes of memory for rows of each worker.
+        The number of workers that can run at once, and the bytes of memory of each for its rows.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
@@ -127,7 +127,7 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
 
 
 def memory_for(workers: int) -> int:
-    """Return the default of `--memory` of sharding, in bytes.
+    """Return the default of `--memory` for sharding, in bytes.
 
     The default is the memory that the workers need, but at most half of the memory of the machine
     and at least 2 GB. It depends only on `workers` and the machine. Ranks on equal machines
@@ -138,8 +138,10 @@ def memory_for(workers: int) -> int:
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
-    """Return a line of text: only `workers` of `asked` workers fit in `memory_bytes`, and all fit
-    in `enough` bytes."""
+    """Return a message that only `workers` of the `asked` workers fit in `memory_bytes`.
+
+    All of them fit in `enough` bytes.
+    """
     return (
         f"{step}: {workers} of {counted(asked, 'worker')}, because more do not fit in --memory "
         f"{memory_bytes / 1e6:.0f}MB; --memory {enough / 1e6:.0f}MB is enough for all"
@@ -157,12 +159,12 @@ def shard_all(
     """Write the shards that are not complete. Ranks share the work.
 
     Args:
-        dataset: The data set.
+        dataset: The directory of the data set.
         order: Its order.
-        workers: Processes of this rank.
-        memory_bytes: Memory of this rank.
+        workers: Number of worker processes of this rank, if the memory is enough.
+        memory_bytes: Memory limit of this rank.
         strategy: "auto", "gather" or "bucket".
-        group: The ranks.
+        group: The ranks that share the work.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
@@ -181,7 +183,7 @@ def shard_all(
     except (
         OSError,
         DataError,
-    ):  # other ranks may have finished and removed the files that were read
+    ):  # other ranks may have finished and removed files that this rank reads
         task = ShardTask(work, workers, label)
         if group.world == 1 or task.missing() or task.verify():
             raise
@@ -214,7 +216,7 @@ def _shard_together(
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The task to write the shards of a data set. Each item is a shard."""
+    """Task that writes the shards of a data set. Each work item is a shard."""
 
     work: ShardWork
     workers: int
@@ -236,13 +238,13 @@ class ShardTask:
         return [shard for shard in shards if f"{layout.shard_name(shard)}.json" not in names]
 
     def do(self, shards: list[int]) -> None:
-        """Write these shards, unless they are complete and not damaged."""
+        """Write each of these shards, unless it is complete and no damage is detected."""
         rows = self.plan()
         with Progress(self.label, sum(rows[shard] for shard in shards), " instances") as progress:
             run_jobs(_do_shard, self.work, sorted(shards), self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return the shards whose sidecar is of another order, or whose file has a wrong size."""
+        """Return the shards that `read_shard_record` refuses: incomplete or of another order."""
         incorrect, work = [], self.work
         for shard in range(work.order.num_shards):
             try:
@@ -253,7 +255,7 @@ class ShardTask:
 
 
 def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
-    """Hash a sample of the token arrays of the order. Raise DamageError if one is damaged."""
+    """Hash a sample of the token arrays of `order`. Raise DamageError if one is damaged."""
     for source in order.sources:
         paths = plain_arrays(dataset / source.tokens_dir, range(len(source.units)))
         chosen = sample([path.stat().st_size for path in paths.values()])
@@ -271,13 +273,13 @@ def read_shard_record(
     """Read the sidecar of a shard, and check the size and header of the shard.
 
     Args:
-        dataset: The data set.
+        dataset: The directory of the data set.
         order: Its order.
-        order_xxh3: The hash of the file of the order.
+        order_xxh3: The hash of order.json.
         shard: The number of the shard.
 
     Raises:
-        DataError: a file is missing, damaged or of another order.
+        DataError: the shard or its sidecar is missing, damaged or of another order.
     """
     record = layout.read_record(sidecar_path(dataset, shard), ShardRecord, FORM)
     path = shard_path(dataset, shard)
@@ -303,9 +305,9 @@ def is_whole(dataset: Path, shard: int) -> bool:
 
 
 def _promised_hash(work: ShardWork, shard: int) -> str | None:
-    """Return the hash that an earlier run wrote for a shard to its sidecar or to the manifest.
+    """Return the hash of a shard that an earlier run wrote to its sidecar or to the manifest.
 
-    None if neither exists for this order.
+    None if no sidecar or manifest of this order has one.
     """
     with contextlib.suppress(DataError):
         record = layout.read_record(sidecar_path(work.dataset, shard), ShardRecord, FORM)
@@ -342,7 +344,8 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
     with contextlib.closing(source), files.atomic_writer(path) as file:
         file.write(header)
         permutation = order.epoch_zero()
-        # Three quarters of the memory of the block; window and selection take a quarter.
+        # Rows and indices take three quarters of `block_bytes`. The rest is for the window of
+        # tokens that is read and the rows selected from it.
         step = max(1, work.block_bytes * 3 // 4 // (order.row_bytes + INDEX_BYTES))
         buffer = _buffer(min(step, order.instances_per_shard), order.context, order.dtype)
         for begin in range(first, stop, step):
@@ -371,7 +374,7 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
 
 @functools.lru_cache(maxsize=1)
 def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
-    """Return the array [rows, context] that this process uses again for each shard."""
+    """Return the array [rows, context], which this process reuses for each shard."""
     return np.empty((rows, context), layout.little_endian(dtype))
 
 
@@ -385,7 +388,10 @@ class Source:
 
 
 def finish(dataset: Path, order: Order | BlendOrder) -> Manifest:
-    """Write and return the manifest of a data set whose shards are complete. Raises DataError."""
+    """Write and return the manifest of a data set whose shards are complete.
+
+    Raises DataError as `read_source` and `read_shard_record` do.
+    """
     sources = [read_source(dataset, source) for source in order.sources]
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     if content := _list_quarantined(sources):
@@ -410,9 +416,9 @@ def make_manifest(
 
     Args:
         order: Its order.
-        order_xxh3: The hash of the file of the order.
+        order_xxh3: The hash of order.json.
         sources: The token arrays of each source of the order.
-        shards: Its shards.
+        shards: The entries of its shards.
     """
     plan, blended, quarantined = sources[0].plan, isinstance(order, BlendOrder), QuarantineEntry(0)
     if content := _list_quarantined(sources):
@@ -456,9 +462,9 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
     """Read the plan and the sidecars of the token arrays of an order.
 
     Args:
-        dataset: The data set of the order.
-        order: The order.
-        has_arrays: False if the arrays may be missing, because `--fused` removed them.
+        dataset: The directory of the data set.
+        order: The order of the data set, or of one source of a blend.
+        has_arrays: False: the arrays may be missing, because `--fused` removed them.
 
     Raises:
         DataError: a file is missing, damaged or of another plan.

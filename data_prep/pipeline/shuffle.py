@@ -1,4 +1,4 @@
-"""The second step: write the order of a data set or of a blend, or check an existing one."""
+"""The second step: write the order.json of a data set or a blend, or check an existing one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from optimus.io import files
 
 @dataclass(frozen=True)
 class ShuffleRequest:
-    """The parameters of the order, for `shuffle`, `blend` and `run`."""
+    """The parameters of instances and shards, for `shuffle`, `blend` and `run`."""
 
     context: int
+    """Tokens of an instance."""
     seed: int = 0
     carry_tails: bool = False
+    """True: an instance may continue in the next unit, so that only the last unit has a tail."""
     shard_bytes: int = 0
+    """Bytes of a shard. 0: the default of `order.rows_of_shard`."""
 
 
 def data_sets(out: Path) -> list[Path]:
@@ -41,19 +44,19 @@ def data_sets(out: Path) -> list[Path]:
 def shuffle(
     source: Path, target: Path, request: ShuffleRequest, group: WorkerGroup = ALONE
 ) -> list[Order]:
-    """Write the orders of the token arrays of both splits. Rank 0 does it for all ranks.
+    """Write an order.json for the token arrays of each split. Rank 0 does this for all ranks.
 
-    Held-out instances always continue in the next unit (`carry_tails`): a unit has few held-out
-    documents, and most of their tokens could otherwise be in its tail.
+    Instances of the held-out split always continue in the next unit (`carry_tails`), because a unit
+    has few held-out documents: without this, most of their tokens could be in tails.
 
     Args:
-        source: The output directory with the token arrays.
-        target: The data set that gets the order. It may be `source`.
-        request: The parameters of the order.
-        group: The ranks.
+        source: The directory that contains the token arrays.
+        target: The directory of the data set, to which order.json is written. It may be `source`.
+        request: The parameters of instances and shards.
+        group: The ranks that share the work.
 
     Returns:
-        The orders, that of the training split first.
+        The order of each split, the training split first.
 
     Raises:
         DataError: the training split has no instance, or `target` has another order.
@@ -110,13 +113,14 @@ def _order_of(split: Path, dataset: Path, request: ShuffleRequest, held_out: boo
 
 
 def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool) -> Order:
-    """Read the order that rank 0 made, and check that it is the order of `request`. The check finds
-    ranks that were started with different parameters.
+    """Read the order that rank 0 made, and check that it has the parameters of `request`.
+
+    The check detects ranks that were started with different parameters.
 
     Args:
-        dataset: The data set.
-        request: The parameters of the order.
-        held_out: Whether the data set is of the held-out split.
+        dataset: The directory of the data set.
+        request: The parameters of instances and shards.
+        held_out: True: the data set is the held-out split, in which tails are always carried.
 
     Raises:
         DataError: the order is missing or was made for another request.
@@ -188,12 +192,12 @@ def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 
 
 def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Write an order that `check_order` allows, and a copy of the tokenizer."""
+    """Write order.json, unless it exists, and a copy of the tokenizer. Call `check_order` first."""
     dataset.mkdir(exist_ok=True)
     if not (dataset / layout.ORDER).exists():
         content = files.checked_json(order.to_json())
         with contextlib.suppress(DataError):  # the manifest is missing or cannot be read
-            # A manifest of another order lists other shards.
+            # Remove a manifest of another order, because it lists other shards.
             if read_manifest(dataset).order_xxh3 != files.xxh3_bytes(content):
                 (dataset / layout.MANIFEST).unlink()
         files.write_bytes(dataset / layout.ORDER, content)
@@ -203,18 +207,21 @@ def write_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> No
 def blend(
     sources: Sequence[str], out: Path, ask: ShuffleRequest, instances: int, group: WorkerGroup
 ) -> BlendOrder:
-    """Write the order of a blend, unless it exists. Rank 0 does it for all ranks.
+    """Write the order.json of a blend, unless it exists, and return the order.
+
+    Rank 0 writes for all ranks.
 
     Args:
-        sources: `DIR=WEIGHT` of each source. DIR has token arrays.
-        out: The data set that gets the order.
-        ask: The parameters of the order.
+        sources: `DIR=WEIGHT` of each source. DIR contains token arrays.
+        out: The directory of the data set, to which order.json is written.
+        ask: The parameters of instances and shards.
         instances: The number of instances. 0: the largest number that repeats no instance.
-        group: The ranks.
+        group: The ranks that share the work.
 
     Raises:
         ConfigError: a source or weight is malformed.
-        DataError: sources differ in tokenizer or held-out documents, or `out` has another order.
+        DataError: the sources have different tokenizers or held-out rules, or `out` has another
+            order.
     """
     folders, weights = _parse(sources, out)
     plans = _check_together(folders)
@@ -239,7 +246,7 @@ def blend(
         available = [source.num_instances for source in order.sources]
         most = mixing_of(weights).before_repeating(available)
         more = {"weights": weights, "num_instances": instances or most}
-        # Another rank may have another request.
+        # Rank 0 may have been started with another request.
         _check_request(out, order, ask, ask.carry_tails, **more)
         return order
 
@@ -263,11 +270,11 @@ def _parse(sources: Sequence[str], out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _check_together(folders: Sequence[Path]) -> list[str]:
-    """Return the hash of the plan of each source.
+    """Check that the sources can be blended, and return the hash of the plan of each source.
 
-    Raises DataError if the sources have different tokenizers or rules of held-out documents, or if
-    a source is a held-out split. These checks ensure that no source contains a held-out document of
-    another source.
+    Raises DataError if the sources have different tokenizers or held-out rules, or if a source is a
+    held-out split. These checks ensure that no source contains a held-out document of another
+    source.
     """
     plans = []
     first = None
@@ -298,23 +305,23 @@ def _write(
             ask.context,
             ask.seed,
             carry_tails=ask.carry_tails,
-            shard_bytes=1,  # without effect: the order of the blend has the length of shards
+            shard_bytes=1,  # without effect: `make_blend` sets the length of shards
         )
         for folder in folders
     ]
     order = make_blend(orders, weights, ask.seed, instances, ask.shard_bytes)
     tokenizer = layout.tokenizer_file(folders[0])
-    if not (out / layout.ORDER).exists():  # else some of its shards are on the disk
+    if not (out / layout.ORDER).exists():  # else some of its shards may already be on the disk
         _check_disk(out, order)
     check_order(out, order, tokenizer)
     write_order(out, order, tokenizer)
 
 
 def _check_disk(out: Path, order: BlendOrder) -> None:
-    """Raise ConfigError if the disk has not enough free space for a blend."""
+    """Raise ConfigError if the disk does not have enough free space for a blend."""
     needs, free = order.num_instances * order.row_bytes, shutil.disk_usage(out).free
     if needs > free:
-        fit = free // order.row_bytes  # of --instances, 0 means the most
+        fit = free // order.row_bytes  # 0 is not suggested: it means the largest blend
         raise ConfigError(
             f"{counted(order.num_instances, 'instance')} of {order.context} tokens take "
             f"{needs / 1e9:,.1f} GB, and "

@@ -33,14 +33,14 @@ def train_tokenizer(
     """Train a tokenizer with the pre-tokenizer and the byte alphabet of GPT-2, and write it.
 
     Args:
-        inputs: The text.
+        inputs: The files with the text.
         vocab_size: The largest number of ids.
-        out: The path of the tokenizer.json.
-        text_field: The field or column of the text.
-        quarantine: Leave out documents that cannot be used, instead of raising an error.
+        out: The path of the tokenizer.json to write.
+        text_field: The JSON field or table column that contains the text.
+        quarantine: True: leave out documents that cannot be used. False: raise an error.
 
     Returns:
-        The number of ids, and a line for each document that was left out.
+        The number of ids, and a line for each document or file that was left out.
 
     Raises:
         ConfigError: `vocab_size` is too small.
@@ -83,7 +83,7 @@ def _batches(
     size = 0
     for file in inputs:
         if quarantine:
-            try:  # no text of a damaged file is used
+            try:  # read it first: no text of a damaged file is used
                 for _ in InputReader(file, text_field, lambda count: None):
                     pass
             except DamagedFile as error:

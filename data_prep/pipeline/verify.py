@@ -1,4 +1,4 @@
-"""The check of a data set: all its files are read and compared with their hashes."""
+"""`optimus-data verify`: read all files of a data set, and compare them with their hashes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verify(dataset: Path) -> Iterator[str]:
     """Check a data set and its held-out split.
 
     Yields:
-        A line for each damage: the file, the problem, and the commands that repair it. The repair
+        A line for each problem: the file, the problem, and the commands that repair it. The repair
         makes the same bytes again (tests/data_prep/test_repair.py).
     """
     manifest, problem = None, ""
@@ -87,11 +87,11 @@ def verify(dataset: Path) -> Iterator[str]:
 
 
 class Repairs:
-    """The commands that make damaged files of a data set again, with the same bytes."""
+    """Commands for the user that write damaged files of a data set again, with the same bytes."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
         self._dataset, self._order = dataset, order
-        # The output directory of the command that made the data set or its held-out split.
+        # The --out of the command that made the data set: for a held-out split, the parent directory.
         self._out = Path(os.path.normpath(dataset))
         above = self._out.parent
         whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
@@ -99,7 +99,7 @@ class Repairs:
             self._out = above
 
     def of_shards(self, *paths: Path) -> str:
-        """Return the repair of files that `shard` writes: shards, manifest, quarantine.jsonl."""
+        """Return commands that repair files of the step `shard`: shards, manifest, quarantine.jsonl."""
         assert self._order is not None
         has_tokens = any(map(self._is_inside, self._order.sources))
         if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):
@@ -107,21 +107,21 @@ class Repairs:
         return _repair(paths, shlex.join(["optimus-data", "shard", str(self._out)]))
 
     def of_order(self) -> str:
-        """Return the repair of order.json."""
+        """Return commands that repair order.json."""
         tokens_dir = self._dataset / layout.TOKENS_DIR
         makers = "run or shuffle" if tokens_dir.is_dir() else "shuffle --to or blend"
         makers = "run --fused" if _is_fused(tokens_dir) else makers
         return _repair([self._dataset / layout.ORDER], self._again(makers))
 
     def of_tokenizer(self, path: Path) -> str:
-        """Return the repair of the copy of the tokenizer."""
+        """Return commands that repair the copy of the tokenizer."""
         if isinstance(self._order, BlendOrder):
             return _repair([path], self._again("blend"))
         foreign = self._order is not None and not self._is_inside(self._order)
         return _repair([path], self._again("shuffle" if foreign else _makers(self._dataset)))
 
     def of_tokens(self, source: Order, *paths: Path) -> str:
-        """Return commands that repair token arrays and the other files of their folder.
+        """Return commands that repair files in the folder of token arrays of `source`.
 
         The commands remove no file outside the data set, because order.json may name any folder of
         the user.
@@ -138,14 +138,14 @@ class Repairs:
         return _again(makers, self._out)
 
     def _is_inside(self, source: Order | BlendOrder) -> bool:
-        """Return whether the token arrays are in the data set, and not in the target of a link."""
+        """Return whether the data set contains the token arrays itself, not by a symbolic link."""
         if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
             return False
         return not (self._dataset / layout.TOKENS_DIR).is_symlink()
 
 
 def _makers(dataset: Path) -> str:
-    """Return the commands that may have made the token arrays of a data set."""
+    """Return the names of the commands that may have made the token arrays of a data set."""
     if _is_fused(dataset / layout.TOKENS_DIR):
         return "run --fused"
     try:
@@ -172,7 +172,7 @@ def _repair(paths: Iterable[Path], command: str) -> str:
 
 
 def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
-    """Compare the manifest with its order and with the plan and the sidecars of its tokens."""
+    """Compare the manifest with order.json, and with the plans and sidecars of the token arrays."""
     path = dataset / layout.MANIFEST
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     if manifest.order_xxh3 != order_xxh3:
@@ -182,7 +182,7 @@ def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder
     try:
         for source in order.sources:
             tokens_dir = dataset / source.tokens_dir
-            read_plan(tokens_dir, source.plan)  # no other file is read from any other folder
+            read_plan(tokens_dir, source.plan)  # first, because order.json may name a wrong folder
             sources.append(read_source(dataset, source, not removed(tokens_dir)))
     except DataError:
         return  # _check_tokens reports it
@@ -291,8 +291,10 @@ def _check_docs(tokens_dir: Path, number: int, unit: Unit, plan: TokenPlan) -> I
 
 
 def _check_sidecar(path: Path, manifest: Manifest, shard: ShardEntry, first: int) -> str:
-    """Compare the sidecar of a shard with the manifest. Return the problem, "" if there is none.
-    `first` is the number of the shard's first instance."""
+    """Compare the sidecar of a shard with the manifest, and return the problem or "".
+
+    `first` is the number of the shard's first instance.
+    """
     try:
         record: Mapping[str, object] = layout.read_record(path, ShardRecord, SHARD_FORM)
     except DataError as error:

@@ -1,1 +1,1 @@
-"""The order of instances, blends, and the collection of instances in that order."""
+"""The order of instances, blends of several sources, and reads of instances in their order."""

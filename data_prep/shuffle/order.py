@@ -1,7 +1,7 @@
 """The order of instances: how token arrays divide into instances, and their permutation.
 
-docs/formats/dataset.md, "Instances and their order". An `Order` describes the shards, and the shard
-step writes them.
+See docs/formats/dataset.md, "Instances and their order". An `Order` describes the shards. The step
+`shard` writes them.
 
 The permutation is an exactly specified bijection on [0, N), keyed with (seed, epoch): a Feistel
 network on b bits, N <= 2^b < 2N, which is applied again to its output until the output is below N
@@ -33,7 +33,7 @@ PERMUTATION_ALGORITHM = "feistel8-splitmix64"
 MAX_SEED = (1 << 64) - 1
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK = 1 << 15  # indices at a time: temporaries stay in the second-level cache
+_CHUNK = 1 << 15  # indices per chunk, so that temporaries fit into the L2 cache
 
 
 class Permutation:
@@ -108,20 +108,20 @@ FORM = "optimus-order"
 
 @dataclass(frozen=True)
 class Unit:
-    """A token array in an order: the tokens of one unit, which is a range of input files."""
+    """A token array in an order. It has the tokens of one unit, which is a range of input files."""
 
     tokens: int
     documents: int
     kept: int
-    """Number of tokens, from the start, that go to instances. The other tokens are the tail."""
+    """Number of tokens, from the start, that instances can contain. The other tokens are the tail."""
     xxh3: str
     """Hash of the file of the array."""
     docs_xxh3: str
-    """Hash of the file that holds the ends of the array's documents."""
+    """Hash of the file that contains the table of the array's documents."""
 
 
 class InShards(ABC):
-    """Division of a number of instances into shards of `instances_per_shard` rows."""
+    """Base class of orders: the division of instances into shards."""
 
     part: str
     context: int
@@ -148,17 +148,17 @@ class InShards(ABC):
         return first, min(first + self.instances_per_shard, self.num_instances)
 
     def epoch_zero(self) -> Permutation:
-        """Return the permutation from a row of the shards to the instance in that row."""
+        """Return the permutation that maps each row of the shards to the instance in that row."""
         return Permutation(self.num_instances, self.seed)
 
 
 @dataclass(frozen=True)
 class Order(InShards):
-    """Everything that decides the bytes of the shards of given token arrays."""
+    """Order of the instances of a set of token arrays. Both determine the bytes of all shards."""
 
     part: str
     plan: str
-    """Hash of the plan of tokenization."""
+    """Hash of the plan.json of tokenization."""
     tokens_dir: str
     """The folder of token arrays, relative to the data set."""
     context: int
@@ -179,7 +179,7 @@ class Order(InShards):
         return (self,)
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield all instances for source 0. `BlendOrder.split` yields those of several sources."""
+        """Yield all instances as those of source 0, in the form of `BlendOrder.split`."""
         yield 0, np.arange(len(instances)), instances
 
     @property
@@ -188,7 +188,7 @@ class Order(InShards):
         return sum(unit.tokens for unit in self.units) - self.num_instances * self.context
 
     def tails(self) -> tuple[int, ...]:
-        """Return the number of tokens at the end of each unit that are in no instance."""
+        """Return, for each unit, the number of tokens at its end that are in no instance."""
         tails = [unit.tokens - unit.kept for unit in self.units]
         left = sum(unit.kept for unit in self.units) % self.context
         # With carried tails, the dropped tokens are at the end of the concatenated units.
@@ -199,8 +199,10 @@ class Order(InShards):
         return tuple(tails)
 
     def starts(self) -> np.ndarray:
-        """Return int64 [U + 1]: for each of U units, the number of kept tokens before it; last, the
-        number of kept tokens in all units."""
+        """Return the position of each unit in the concatenated kept tokens, int64 [U + 1].
+
+        The last value is the number of kept tokens of all U units.
+        """
         return np.concatenate([[0], np.cumsum([unit.kept for unit in self.units], dtype=np.int64)])
 
     def to_json(self) -> dict[str, Any]:
@@ -243,7 +245,7 @@ def check_order_values(order: Order, path: Path) -> None:
 
 
 def check_in_shards(order: InShards, path: Path) -> None:
-    """Raise DataError if split, context, dtype, seed or length of shards is impossible."""
+    """Raise DataError if the split, context, dtype, seed or length of shards is impossible."""
     layout.require(
         path,
         (order.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
@@ -281,14 +283,15 @@ def make_order(
     carry_tails: bool,
     shard_bytes: int,
 ) -> Order:
-    """Return the order of token arrays.
+    """Return an order for the instances of a set of token arrays.
 
     Args:
         tokens_dir: The folder of token arrays.
-        dataset: The data set that gets the order.
+        dataset: The directory of the data set for which the order is.
         context: Tokens of an instance.
         seed: Seed of the permutation.
-        carry_tails: Let instances continue in the next unit, so that only the last unit has a tail.
+        carry_tails: True: instances may continue in the next unit, so that only the last unit has a
+            tail.
         shard_bytes: As in `rows_of_shard`.
 
     Raises:
