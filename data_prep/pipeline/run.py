@@ -73,7 +73,7 @@ class TokenizeRequest:
     """Memory limit of this rank. None: half of the usable memory, but at least 2 GB."""
     max_document: int | None = None
     id_field: str | None = None
-    """Field with the id of a document. "": no ids. None: "id", or "" if `out` has a plan without ids."""
+    """Field with document ids. "": no ids. None: "id", or "" if `out` has a plan without ids."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class ShardWork:
     order: Order | BlendOrder
     order_xxh3: str
     block_bytes: int
-    """Bytes of memory of a worker for rows, their indices, and the window of tokens that it reads."""
+    """Bytes of memory of a worker for rows, their indices and the window of tokens of a read."""
     spill: Spill | None = None
     """The sorted runs to read. None: read the token arrays."""
     sample: frozenset[int] = frozenset()

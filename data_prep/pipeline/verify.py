@@ -91,7 +91,7 @@ class Repairs:
 
     def __init__(self, dataset: Path, order: Order | BlendOrder | None = None):
         self._dataset, self._order = dataset, order
-        # The --out of the command that made the data set: for a held-out split, the parent directory.
+        # The --out of the command that made the data set. For a held-out split: its parent.
         self._out = Path(os.path.normpath(dataset))
         above = self._out.parent
         whole = any((above / name).exists() for name in (layout.TOKENS_DIR, layout.ORDER))
@@ -99,7 +99,7 @@ class Repairs:
             self._out = above
 
     def of_shards(self, *paths: Path) -> str:
-        """Return commands that repair files of the step `shard`: shards, manifest, quarantine.jsonl."""
+        """Return commands that repair files of `shard`: shards, manifest.json, quarantine.jsonl."""
         assert self._order is not None
         has_tokens = any(map(self._is_inside, self._order.sources))
         if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):

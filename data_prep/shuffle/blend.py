@@ -1,7 +1,8 @@
-"""Blends: several sets of token arrays in one data set, each with an exact share of instances.
+"""Blends: data sets of several sources, each with an exact share of the instances.
 
-`Mixing` divides a stream over sources by exact integer quotas. Specification, proof and test
-vectors: docs/formats/dataset.md, "Mixing" and "Blends". Shapes: n instances, W sum of the weights.
+A source is a set of token arrays. `Mixing` decides the source of each instance, so that each source
+gets an exact integer quota. Specification, proof and test vectors: docs/formats/dataset.md,
+"Mixing" and "Blends". Shapes: n and R are numbers of instances.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from data_prep.shuffle.order import (
 from optimus.errors import ConfigError
 
 MIXING_ALGORITHM = "largest-deficit"
-"""Name of the algorithm. A change of the algorithm needs another name."""
+"""Name of the algorithm in `Mixing`. A changed algorithm needs another name."""
 
 MAX_PERIOD = 1 << 20
-"""Largest sum of the weights, which is the period of a mix. A period is computed in 2 s or less."""
+"""Largest period of a `Mixing`: the sum of its weights. A period is computed in at most 2 s."""
 
 
 def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[int, ...]:
-    """Return the smallest whole numbers with the ratios of the weights.
+    """Return the smallest whole numbers that have the same ratios as the weights.
 
     Args:
-        weights: Numbers, or texts of numbers or fractions. A float is the decimal that `repr`
-            prints: 0.7 and 0.3 become 7 and 3.
+        weights: Numbers, or strings such as "0.7" or "7/10". A float is read as the decimal that
+            `repr` prints: 0.7 and 0.3 become 7 and 3.
 
     Raises:
         ConfigError: a weight is not a positive number, or the sum of the result exceeds MAX_PERIOD.
@@ -69,7 +70,7 @@ def integer_weights(weights: Sequence[int | float | str | Fraction]) -> tuple[in
 
 
 class Mixing:
-    """An infinite, periodic sequence of sources, for weights that are whole numbers. Immutable."""
+    """An infinite, periodic sequence of sources in the ratios of integer weights. Immutable."""
 
     def __init__(self, weights: Sequence[int]):
         """Compute one period of the sequence. Source i occurs weights[i] times in the period.
@@ -82,7 +83,7 @@ class Mixing:
         self.period = sum(weights)
         self._weights = np.array(weights, np.int64)
         self._picks = self._first_period()
-        self._before = np.empty(self.period, np.int64)  # earlier picks of the same source
+        self._before = np.empty(self.period, np.int64)  # number of earlier picks of the same source
         for source in range(len(weights)):
             positions = np.flatnonzero(self._picks == source)
             assert len(positions) == weights[source]
@@ -93,18 +94,18 @@ class Mixing:
         deficit = np.zeros(len(self.weights), np.int64)
         for n in range(self.period):
             deficit += self._weights
-            source = int(deficit.argmax())  # the first of equals
+            source = int(deficit.argmax())  # the first of equal maxima
             deficit[source] -= self.period
             picks[n] = source
         return picks
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each instance in [start, stop), and its number in that source.
+        """Return the source of each instance in [start, stop), and its number within the source.
 
         The instances of a source have consecutive numbers, which continue in its next epoch.
 
         Returns:
-            Sources and numbers, both int64 [n].
+            Sources, and numbers within the sources, both int64 [n].
         """
         assert 0 <= start <= stop < 1 << 62, (start, stop)
         rounds, positions = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
@@ -112,7 +113,7 @@ class Mixing:
         return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """Return the largest length of a mix that repeats no instance.
+        """Return the largest number of instances of a mix that repeats no instance.
 
         Source i has available[i] instances.
         """
@@ -124,7 +125,7 @@ class Mixing:
         return min(ends)
 
     def quotas(self, instances: int) -> tuple[int, ...]:
-        """Return the number of instances of each source among the first `instances`."""
+        """Return the number of instances of each source among the first `instances` of the mix."""
         rounds, rest = divmod(instances, self.period)
         counts = np.bincount(self._picks[:rest], minlength=len(self.weights)).tolist()
         return tuple(
@@ -135,25 +136,28 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _PASS_KEYS = 1 << 32
-"""A pass is one use of all instances of a source. If the last pass p of source s is partial, its
-permutation has epoch (s + 1) * 2^32 + p. Training reaches no such epoch."""
+"""A pass uses each instance of a source once. If the last pass p of source s is partial, it has the
+permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
 
 
 def parse_weight(text: str) -> Fraction:
-    """Return the exact value of a decimal: 3/10 for "0.3". Raises ConfigError unless above 0."""
+    """Return the exact value of a decimal number: 3/10 for "0.3".
+
+    Raises ConfigError if `text` is not a decimal number above 0.
+    """
     if not _WEIGHT.fullmatch(text) or Fraction(text) == 0:
         raise ConfigError(f"weight {text!r} is not a decimal number above 0, such as 2 or 0.35")
     return Fraction(text)
 
 
 def mixing_of(weights: Sequence[str]) -> Mixing:
-    """Return the mix of sources with these decimals as weights. Raises ConfigError."""
+    """Return the mix for decimal weights, such as "0.3". Raises ConfigError if one is wrong."""
     return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend. `order` defines its instances. The permutation of `order` is unused."""
+    """A source of a blend. `order` defines its instances, but the permutation is not used."""
 
     weight: str
     quota: int
@@ -163,7 +167,7 @@ class BlendSource:
 
 @dataclass(frozen=True)
 class BlendOrder(InShards):
-    """Everything that decides the bytes of the shards of a blend of given token arrays."""
+    """Order of the instances of a blend. With the token arrays, it determines all shards."""
 
     part: str
     context: int
@@ -179,7 +183,7 @@ class BlendOrder(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """Return the order of each source, in the order of the command line."""
+        """Return the `Order` of each source, in the sequence of the command line."""
         return tuple(source.order for source in self.blended)
 
     @property
@@ -192,22 +196,22 @@ class BlendOrder(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens that are in no instance of their source."""
+        """Return the number of tokens of all sources that are in no instance."""
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
-        """Return the number of tokens in no instance, for each unit of each source."""
+        """Return, for each unit of each source, the number of tokens that are in no instance."""
         return tuple(tail for order in self.sources for tail in order.tails())
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Divide instances of the blend over the sources.
+        """Group instances of the blend by source.
 
         Args:
-            instances: int64 [R].
+            instances: Numbers of instances before the shuffle, int64 [R].
 
         Yields:
-            The number of a source, the positions of its instances in `instances`, and the numbers
-            of these instances in the source.
+            The index of a source, the positions of its instances in `instances`, and the numbers of
+            these instances within the source.
         """
         starts = np.concatenate([[0], np.cumsum([source.quota for source in self.blended])])
         owner = np.searchsorted(starts, instances, side="right") - 1
@@ -218,8 +222,8 @@ class BlendOrder(InShards):
     def _of_source(self, number: int, indices: np.ndarray) -> np.ndarray:
         """Return the instances of source `number` at these indices of its quota.
 
-        The quota is one or more passes over the source. Complete passes keep the order of the
-        source. If the last pass is partial, it is permuted, so that it is a random sample.
+        The quota consists of passes over the source. A complete pass keeps the order of the source.
+        If the last pass is partial, it is permuted, so that it is a random sample.
         """
         source = self.blended[number]
         size = source.order.num_instances
@@ -280,7 +284,7 @@ def make_blend(
 
     Args:
         orders: The order of each source, with the same context and dtype.
-        weights: The weight of each source, a decimal.
+        weights: The weight of each source, a decimal number.
         seed: Seed of the permutations.
         total: The number of instances. 0: the largest number that repeats no instance.
         shard_bytes: As in `order.rows_of_shard`.

@@ -1,13 +1,17 @@
-"""Instances collected from token arrays in a given order, in bounded memory.
+"""Reads of instances from token arrays in the order of the shards, in bounded memory.
 
-Legend: R requested rows, C context, U units. Two strategies return the same bytes. `gather` reads
-random rows. `bucket` first writes runs. A run contains consecutive instances of the token arrays,
-sorted by their position in the shards. The rows that a shard needs from a run are adjacent and form
-a piece of the run, so that all reads are long (docs/formats/dataset.md, "Strategies").
+A row is an instance. Legend: R requested rows, C tokens of a row (context). Two strategies produce
+the same bytes. `gather` reads rows at random positions. `bucket` first writes runs. A run contains
+consecutive instances of the token arrays, sorted by their row in the shards. The rows of a run that
+belong to the same shard are therefore adjacent. They are a piece of the run. A shard is made of one
+piece of each run, so that all reads are long (docs/formats/dataset.md, "Strategies").
 
-OUT/spill/ORDER-ROWS-2/unit-00000.npy         run 0: [ROWS * C] tokens; exists only when complete
-OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  its pieces: int64 [shards + 1, 2], first row and xxh3
-of the piece of each shard, then the number of rows; the hash is compared when the piece was read
+Files of run 0, where ORDER is the hash of order.json and ROWS is the number of rows of a run:
+
+OUT/spill/ORDER-ROWS-2/unit-00000.npy         [ROWS * C] tokens; exists only when complete
+OUT/spill/ORDER-ROWS-2/unit-00000.pieces.npy  int64 [shards + 1, 2]; row s is (first row, xxh3) of
+the piece of shard s, and the last row has the number of rows of the run. The reader compares the
+hash of a piece when it has read the whole piece.
 """
 
 from __future__ import annotations
@@ -40,15 +44,15 @@ INDEX_BYTES = 80
 """Bytes of memory per row, in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
 
 _DENSE = 4
-"""A range is read whole if the requested rows are at least a quarter of it: one sequential read
-costs less than the random reads that it replaces."""
+"""A range is read whole if the requested rows are at least a quarter of it, because one sequential
+read costs less than the random reads that it replaces."""
 
 
 class Gatherer:
-    """Reads instances of a data set or a blend. Threads must not share it."""
+    """Reader of instances of a data set or a blend. Threads must not share it."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder, window_bytes: int):
-        """Open the token arrays of an order, to be read in windows of `window_bytes`."""
+        """Open the token arrays of an order. A sequential read has about `window_bytes` bytes."""
         self._order = order
         self._sources = [_SourceReader(dataset, source, window_bytes) for source in order.sources]
 
@@ -59,7 +63,8 @@ class Gatherer:
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the tokens of instance instances[i] to out[i], for all i, and return `out`.
 
-        Callers reuse `out`, which saves a tenth of the time: the kernel has to clear no new pages.
+        Callers reuse `out`. This saves a tenth of the time, because the kernel does not have to
+        clear new pages.
 
         Args:
             instances: int64 [R], numbers of instances before the shuffle.
@@ -71,7 +76,7 @@ class Gatherer:
 
 
 class _SourceReader:
-    """Reads instances of a source."""
+    """Reader of instances of a source."""
 
     def __init__(self, dataset: Path, order: Order, window_bytes: int):
         self._context = order.context
@@ -84,7 +89,7 @@ class _SourceReader:
         self._reader.close()
 
     def fill(self, out: np.ndarray, at: np.ndarray, instances: np.ndarray) -> None:
-        """Set out[at[i]] to the tokens of source instance instances[i], for all i."""
+        """Copy the tokens of instance instances[i] of the source to out[at[i]], for all i."""
         order = np.argsort(instances)
         rows = at[order]
         begins = instances[order] * self._context
@@ -114,7 +119,7 @@ class _SourceReader:
     def _read_within(
         self, out: np.ndarray, unit: int, offsets: np.ndarray, rows: np.ndarray
     ) -> None:
-        """Fill out[rows] with the instances at ascending `offsets` of a unit."""
+        """Fill out[rows[i]] with the instance at token offsets[i] of a unit. `offsets` ascend."""
         context, first = self._context, 0
         while first < len(offsets):
             begin = int(offsets[first])
@@ -136,7 +141,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Spill:
-    """The task to write the sorted runs of one order. Each item is a run."""
+    """Task that writes the sorted runs of one order. Each work item is a run."""
 
     dataset: Path
     order: Order | BlendOrder
@@ -159,7 +164,7 @@ class Spill:
         return array_path(self.folder, run).with_suffix(".pieces.npy")
 
     def plan(self) -> list[int]:
-        """Return the number of rows of each run, a group of consecutive rows."""
+        """Return the number of rows of each run."""
         return [stop - first for first, stop in map(self.rows, range(self.num_runs))]
 
     def missing(self) -> list[int]:
@@ -168,7 +173,7 @@ class Spill:
         return [run for run in range(self.num_runs) if f"{layout.unit_name(run)}.npy" not in names]
 
     def do(self, runs: list[int]) -> None:
-        """Write these runs, unless they are complete."""
+        """Write each of these runs, unless it is complete."""
         total = sum(stop - first for first, stop in map(self.rows, runs))
         with Progress(self.label, total, " instances") as progress:
             run_jobs(_do_run, self, runs, self.workers, progress)
@@ -186,15 +191,15 @@ def open_spill(
     workers: int,
     label: str,
 ) -> Spill:
-    """Create the directory of the runs of an order.
+    """Create the directory of the runs of an order, and return the task that writes the runs.
 
     Args:
-        dataset: The data set.
+        dataset: The directory of the data set.
         order: Its order.
-        order_xxh3: The hash of the file of the order.
-        block_bytes: Memory of a block, which decides the length of runs.
-        workers: Processes of this rank.
-        label: Name of the step in lines of progress.
+        order_xxh3: The hash of order.json.
+        block_bytes: Memory of a worker for rows, in bytes. It decides the length of runs.
+        workers: Number of worker processes of this rank.
+        label: Name of the step in progress messages.
     """
     run_rows = rows_of_run(order, block_bytes)
     folder = dataset / SPILL_DIR / f"{order_xxh3}-{run_rows}-{_VERSION}"
@@ -205,14 +210,14 @@ def open_spill(
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
     """Return the number of rows of a run.
 
-    It is a power of two, so that small differences of memory do not change it.
+    The number is a power of two, so that small differences in memory do not change it.
     """
     fit = max(1, block_bytes * 3 // 4 // (order.row_bytes + 2 * INDEX_BYTES))
     return 1 << (fit.bit_length() - 1)
 
 
 def remove_spill(dataset: Path) -> None:
-    """Remove all runs."""
+    """Remove all runs of a data set."""
     shutil.rmtree(dataset / SPILL_DIR, ignore_errors=True)
 
 
@@ -245,12 +250,12 @@ def _do_run(spill: Spill, run: int, advance: Callable[[int], None]) -> None:
 
 
 def _signed(value: int) -> int:
-    """Return a hash of 64 bits as an int64."""
+    """Return the int64 that has the same bits as a 64-bit hash."""
     return value - (1 << 64) if value >> 63 else value
 
 
 class SpillReader:
-    """Reads the rows of a shard from the runs, in order."""
+    """Reader of the rows of a shard, in order, from the runs."""
 
     def __init__(self, spill: Spill, shard: int):
         self._context, self._run_rows = spill.order.context, spill.run_rows
@@ -259,9 +264,9 @@ class SpillReader:
         offset = layout.HEADER_BYTES + 16 * shard
         self._folder = spill.folder
         self._next = np.empty(spill.num_runs, np.int64)  # the next row to be read of each run
-        self._stop = np.empty(spill.num_runs, np.int64)  # the end of this shard's piece of it
+        self._stop = np.empty(spill.num_runs, np.int64)  # the end of this shard's piece of each run
         self._xxh3 = np.empty(spill.num_runs, np.int64)
-        self._digests: dict[int, xxhash.xxh3_64] = {}  # of unfinished pieces
+        self._digests: dict[int, xxhash.xxh3_64] = {}  # of pieces that are partly read, by run
         for run in range(spill.num_runs):
             with open(spill.pieces_path(run), "rb", buffering=0) as file:
                 values = np.frombuffer(os.pread(file.fileno(), 24, offset), "<i8")
@@ -273,7 +278,7 @@ class SpillReader:
     def rows(self, instances: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Copy the next R rows of the shard to `out` [R, C], and return `out`.
 
-        `instances`, int64 [R], are the numbers of the instances in these rows before the shuffle.
+        `instances`, int64 [R], are the numbers before the shuffle of the instances in these rows.
         """
         runs = instances // self._run_rows
         rows = np.argsort(runs, kind="stable")
@@ -290,7 +295,10 @@ class SpillReader:
         return out
 
     def _check(self, run: int, piece: np.ndarray) -> None:
-        """Raise DamageError if a piece was read to its end and its hash is wrong."""
+        """Add the tokens in `piece` to the hash of this shard's piece of a run.
+
+        Raises DamageError if this is the end of that piece and the hash is wrong.
+        """
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece.data)
         if self._next[run] < self._stop[run]:
@@ -304,13 +312,12 @@ class SpillReader:
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
-"""`bucket` is faster than `gather` only if its pieces, which are read at once, have at least this
-number of rows. Reads of smaller pieces are as slow as random reads, and `bucket` writes twice as
-much as `gather`."""
+"""`bucket` is faster than `gather` only if its pieces have at least this number of rows. Reads of
+smaller pieces are as slow as random reads, and `bucket` writes twice as much as `gather`."""
 _WORTH_IT = 3.0
 """For V bytes of tokens, `gather` reads V in random reads and writes V. `bucket` moves 4 V in long
-reads and writes. It is faster if a random read takes more than three times as long as a sequential
-read of as many bytes."""
+reads and writes. `bucket` is faster if random reads take more than three times as long as a
+sequential read of as many bytes."""
 
 
 def choose_strategy(
@@ -318,15 +325,15 @@ def choose_strategy(
 ) -> str:
     """Return "gather" or "bucket".
 
-    "auto" measures the disk if this can change the result. On several machines it is "gather":
-    ranks have to agree, and parallel file systems serve many readers.
+    With several ranks, "auto" selects "gather", because ranks have to agree, and parallel file
+    systems serve many readers. Otherwise, it measures the disk if this can change the result.
 
     Args:
-        dataset: The data set.
+        dataset: The directory of the data set.
         order: Its order.
         strategy: "gather", "bucket" or "auto".
-        group: The ranks.
-        run_rows: Rows of a run of `bucket`.
+        group: The ranks that share the work.
+        run_rows: Number of rows of a run of `bucket`.
     """
     piece_rows = run_rows * order.instances_per_shard / max(1, order.num_instances)
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS
@@ -345,13 +352,16 @@ def choose_strategy(
 
 
 def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
-    """Return the time to read rows at random positions, divided by the time of one read of as many
-    consecutive bytes."""
+    """Return the ratio of the time of random reads to the time of a sequential read.
+
+    Both read the same number of bytes of the largest token array. The ratio is 1 if the array is
+    too small to measure, or compressed.
+    """
     row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)
     size = _PROBE_ROWS * row_bytes
     path = plain_arrays(dataset / source.tokens_dir, [unit]).get(unit)
-    if path is None:  # packed: `bucket` would write the array unpacked, which packing avoids
+    if path is None:  # compressed: `bucket` would write its tokens uncompressed
         return 1.0
     fd = os.open(path, os.O_RDONLY)
     try:

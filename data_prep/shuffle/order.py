@@ -113,7 +113,7 @@ class Unit:
     tokens: int
     documents: int
     kept: int
-    """Number of tokens, from the start, that instances can contain. The other tokens are the tail."""
+    """Number of tokens, from the start, that instances can contain. The others are the tail."""
     xxh3: str
     """Hash of the file of the array."""
     docs_xxh3: str
