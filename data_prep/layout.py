@@ -45,13 +45,13 @@ DTYPES = ("uint16", "uint32")
 MAX_CONTEXT = 1 << 31
 """Largest number of tokens in an instance."""
 MAX_COUNT = 1 << 56
-"""Bound of counts of tokens, bytes or instances: 64 times a smaller count fits into int64."""
+"""Counts of tokens, bytes or instances are below this, so that 64 * count fits into int64."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
 """Largest sizes in bytes of files that are read whole: the table of a unit's documents, a
 tokenizer, and a JSON file, which may list a million inputs."""
 HEADER_BYTES = 128
-"""Length in bytes of the headers of `npy_header`. It aligns the data to 64 bytes."""
+"""Length in bytes of the headers that `npy_header` makes. It aligns the data to 64 bytes."""
 
 
 def tokenizer_file(folder: Path) -> Path:

@@ -34,13 +34,13 @@ from optimus.io import files
 
 _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
-"""Bytes of text to tokenize of each sampled file."""
+"""Bytes of text of each sampled file to tokenize."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Bytes to read of each sampled file, to measure the ratio of its text to its size."""
+"""Bytes of each sampled file to read, to measure the ratio of its text to its size."""
 _LARGEST_WHOLE = 64 << 20
 """Text files above this size are not sampled, because a text file is read whole."""
 _DOC_BYTES = 40
-"""Bytes of a document on disk in addition to its tokens: 24 in the table of documents, 16 of id."""
+"""Bytes of a document in addition to its tokens: 24 for its table row, 16 for its hashed id."""
 _PROBE_BYTES = 32 << 20
 
 

@@ -151,7 +151,7 @@ def parse_weight(text: str) -> Fraction:
 
 
 def mixing_of(weights: Sequence[str]) -> Mixing:
-    """Return the mix for decimal weights, such as "0.3". Raises ConfigError if one is wrong."""
+    """Return the `Mixing` for decimal weights such as "0.3". Raises ConfigError if one is wrong."""
     return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
 
 
