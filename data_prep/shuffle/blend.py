@@ -196,11 +196,11 @@ class BlendOrder(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens of all sources that are in no instance."""
+        """Return the number of tokens that are in no instance of their source, over all sources."""
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
-        """Return, for each unit of each source, the number of tokens that are in no instance."""
+        """Return the number of tokens in no instance of a source, for each unit of each source."""
         return tuple(tail for order in self.sources for tail in order.tails())
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
