@@ -16,9 +16,9 @@ from data_prep.dataset.manifest import Manifest, ShardEntry, held_out_problem, r
 from data_prep.pipeline.shard import FORM as SHARD_FORM
 from data_prep.pipeline.shard import ShardRecord, make_manifest, read_source
 from data_prep.runtime.progress import Progress
-from data_prep.shuffle.blend import BlendOrder, read_any_order
+from data_prep.shuffle.blend import BlendOrder, quota_problem, read_any_order
 from data_prep.shuffle.order import Order, Unit
-from data_prep.tokenize.duplicates import duplicates_files, read_duplicates
+from data_prep.tokenize.duplicates import duplicates_files, read_duplicates, require_distinct
 from data_prep.tokenize.plan import TokenPlan, is_import, read_plan
 from data_prep.tokenize.store import (
     array_path,
@@ -26,7 +26,9 @@ from data_prep.tokenize.store import (
     docs_path,
     has_any_array,
     ids_path,
+    problem_of_rows,
     read_docs,
+    sidecar_path,
     unit_files,
 )
 from data_prep.tokenize.token_set import MARK, read_unit, removed
@@ -62,6 +64,8 @@ def verify(dataset: Path) -> Iterator[str]:
     for line in _check_manifest(dataset, manifest, order):
         yield f"{line}; {repairs.of_shards(dataset / layout.MANIFEST)}"
     yield from _check_small_files(dataset, manifest, repairs)
+    if isinstance(order, BlendOrder) and (problem := quota_problem(order)):
+        yield f"{dataset / layout.ORDER}: {problem}; {repairs.of_order()}"
     for source in order.sources:
         yield from _check_tokens(dataset, source, repairs)
     with Progress(f"verify {dataset}", sum(shard.size for shard in manifest.shards), "B") as bar:
@@ -77,6 +81,11 @@ def verify(dataset: Path) -> Iterator[str]:
         held_out = dataset / layout.EVAL_DIR
         try:
             problem = held_out_problem(manifest, dataset, read_manifest(held_out))
+            held_out_order = read_any_order(held_out)
+            plans = [o.plan for o in (order, held_out_order) if isinstance(o, Order)]
+            if not problem and len({*plans}) > 1:
+                path = held_out / layout.ORDER
+                problem = f"{path}: has another plan than {dataset}, so it is not its held-out part"
         except DataError:
             problem = ""  # the check of the held-out split reports it
         if problem:
@@ -209,11 +218,12 @@ def _check_small_files(dataset: Path, manifest: Manifest, repairs: Repairs) -> I
             problem = f"{path}: is not the tokenizer that made this data set (its SHA-256 differs)"
     if problem:
         yield f"{problem}; {repairs.of_tokenizer(path)}"
-    aside = manifest.quarantined
+    aside, path = manifest.quarantined, dataset / layout.SET_ASIDE
     if aside.count:
-        path = dataset / layout.SET_ASIDE
         for line in _check_file(path, aside.size, aside.xxh3):
             yield f"{line}; {repairs.of_shards(path)}"
+    elif path.exists():
+        yield f"{path}: {layout.MANIFEST} does not list it; remove it"
 
 
 def _check_file(path: Path, size: int, xxh3: str) -> Iterator[str]:
@@ -241,7 +251,8 @@ def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str
         return
     if plan.id_field and order.part == layout.SPLITS[0]:
         try:
-            read_duplicates(tokens_dir, order.plan)
+            read_duplicates(tokens_dir, plan, order.plan)
+            require_distinct(tokens_dir)
         except DataError as error:
             yield f"{error}; {repairs.of_tokens(order, *duplicates_files(tokens_dir))}"
     for number in range(len(order.units)):
@@ -250,12 +261,19 @@ def _check_tokens(dataset: Path, order: Order, repairs: Repairs) -> Iterator[str
 
 
 def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) -> Iterator[str]:
-    unit, has_array = order.units[number], not removed(tokens_dir)
+    unit = order.units[number]
+    paths = [array_path(tokens_dir, number, packed) for packed in (False, True)]
+    has_array = not removed(tokens_dir) or any(path.exists() for path in paths)
     try:
         record = read_unit(tokens_dir, number, order.plan, has_array)
     except DataError as error:
         yield str(error)
         return
+    expected = {"part": order.part, "tokens": unit.tokens, "documents": unit.documents}
+    for key, value in expected.items():
+        if record.get(key) != value:
+            path = sidecar_path(tokens_dir, number)
+            yield f"{path}: {key} = {record.get(key)}, {layout.ORDER} says {value}"
     array = array_path(tokens_dir, number)
     if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
         yield f"{array}: the hashes in its sidecar are not those in {layout.ORDER}"
@@ -263,31 +281,38 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
     if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
         size = counted(record["array"]["size"], "byte")
         yield f"{array}: cannot hold {counted(unit.tokens, 'token')} in {size}"
-    if has_array:
-        try:
-            check_array(tokens_dir, number, plan.dtype, record["array"]["size"], unit.xxh3)
-        except DataError as error:
-            yield str(error)
-    yield from _check_docs(tokens_dir, number, unit, plan)
-    if ids := record.get("ids"):
-        yield from _check_file(ids_path(tokens_dir, number), ids["size"], ids["xxh3"])
-
-
-def _check_docs(tokens_dir: Path, number: int, unit: Unit, plan: TokenPlan) -> Iterator[str]:
-    """Check the table of documents of a unit."""
+    ends = None
     try:
         table = read_docs(tokens_dir, number, unit.docs_xxh3)
+        if problem := _problem_of_docs(table, unit, range(*plan.units[number])):
+            yield f"{docs_path(tokens_dir, number)}: {problem}"
+        ends = table[:, 0]
     except DataError as error:
         yield str(error)
-        return
-    (first, stop), (inputs, lines) = plan.units[number], table[:, 1:].T
+    if has_array:
+        try:
+            num_bytes, facts = record["array"]["size"], plan.tokenizer
+            check_array(
+                *(tokens_dir, number, plan.dtype, num_bytes, unit.xxh3),
+                *(facts.vocab_size, facts.eos_id, ends),
+            )
+        except DataError as error:
+            yield str(error)
+    path = ids_path(tokens_dir, number)
+    if ids := record.get("ids"):
+        yield from _check_file(path, ids["size"], ids["xxh3"])
+    elif path.exists():
+        yield f"{path}: its sidecar does not list it"
+
+
+def _problem_of_docs(table: np.ndarray, unit: Unit, inputs: range) -> str:
+    """Return the problem of the table of documents of a unit, or ""."""
     tokens = int(table[-1, 0]) if len(table) else 0
     if (len(table), tokens) != (unit.documents, unit.tokens):
         actual = f"{counted(len(table), 'document')} with {counted(tokens, 'token')}"
         expected = f"{counted(unit.documents, 'document')} with {counted(unit.tokens, 'token')}"
-        yield f"{docs_path(tokens_dir, number)}: has {actual} instead of {expected}"
-    elif len(table) and not (first <= inputs.min() and inputs.max() < stop and lines.min() >= 0):
-        yield f"{docs_path(tokens_dir, number)}: names an input or a line outside its unit"
+        return f"has {actual} instead of {expected}"
+    return problem_of_rows(table, inputs)
 
 
 def _check_sidecar(path: Path, manifest: Manifest, shard: ShardEntry, first: int) -> str:

@@ -270,11 +270,22 @@ def read_any_order(dataset: Path) -> Order | BlendOrder:
             "the quota of a source is negative, too large or of a source without instances",
         ),
         (
-            {(o.context, o.dtype) for o in blend.sources} == {(blend.context, blend.dtype)},
-            "its sources have another context or dtype",
+            {(o.context, o.dtype, o.part) for o in blend.sources}
+            == {(blend.context, blend.dtype, blend.part)},
+            "its sources have another context, dtype or part",
         ),
     )
     return blend
+
+
+def quota_problem(blend: BlendOrder) -> str:
+    """Return the reason why the quotas of a blend do not follow from its weights, or ""."""
+    try:
+        expected = mixing_of(blend.weights).quotas(blend.num_instances)
+    except ConfigError as error:
+        return str(error)
+    quotas = tuple(source.quota for source in blend.blended)
+    return "" if quotas == expected else f"quotas {quotas}, but the weights give {expected}"
 
 
 def make_blend(

@@ -128,6 +128,7 @@ class InShards(ABC):
     dtype: str
     instances_per_shard: int
     seed: int
+    permutation: str
 
     @property
     @abstractmethod
@@ -224,7 +225,7 @@ def read_order(dataset: Path) -> Order:
 def check_order_values(order: Order, path: Path) -> None:
     """Raise DataError if the values of an order, read from `path`, are impossible."""
     check_in_shards(order, path)
-    units = order.units
+    units, size = order.units, order.context
     kept, tokens = ([getattr(unit, key) for unit in units] for key in ("kept", "tokens"))
     hashes = [text for unit in units for text in (unit.xxh3, unit.docs_xxh3)]
     layout.require(
@@ -235,6 +236,10 @@ def check_order_values(order: Order, path: Path) -> None:
             and sum(tokens) < layout.MAX_COUNT
             and all(map(operator.le, kept, tokens)),
             "a count of units is negative, too large or above the tokens of its unit",
+        ),
+        (
+            kept == (tokens if order.carry_tails else [n // size * size for n in tokens]),
+            "the kept tokens of a unit do not follow from carry_tails and context",
         ),
         (layout.are_hashes([order.plan, *hashes]), "a hash is not 16 hexadecimal digits"),
         (
@@ -255,6 +260,11 @@ def check_in_shards(order: InShards, path: Path) -> None:
             f"context = {order.context} is not from 1 to {layout.MAX_CONTEXT}",
         ),
         (0 <= order.seed < 1 << 64, f"seed = {order.seed} is not below 2^64"),
+        (
+            order.permutation == PERMUTATION_ALGORITHM,
+            f"permutation = {order.permutation!r:.80}, this version supports only "
+            f"{PERMUTATION_ALGORITHM}",
+        ),
         (
             0 < order.instances_per_shard < layout.MAX_COUNT,
             f"instances_per_shard = {order.instances_per_shard} is not above 0",

@@ -120,7 +120,7 @@ class Position:
 
     def is_possible(self) -> bool:
         """Return whether `InputReader.position` could have returned this position."""
-        counts = [self.offset, self.line, self.raw_bytes - 1]
+        counts = [self.offset, self.line, self.raw_bytes - 1, self.offset - self.line]
         return layout.are_counts(counts) and layout.are_hashes([self.raw_xxh3])
 
 
@@ -218,7 +218,7 @@ class InputReader:
             if kind_of(name) == "text":
                 yield self._text(stream)
                 return
-            _skip(stream, self._offset)
+            self._skip(stream)
             yield from self._lines(stream)
         except DamagedStream as error:
             line, reason = self._line + 1, str(error)
@@ -249,10 +249,21 @@ class InputReader:
         if checked.problem:
             return Problem(*checked.problem)
         if self._start:
-            _skip(stream, self._offset)
+            self._skip(stream)
             data = b""
         blocks = itertools.chain([data], iter(functools.partial(stream.read, BLOCK_BYTES), b""))
         return LongText(checked.size, checked.xxh3, codecs.iterdecode(blocks, "utf-8"))
+
+    def _skip(self, stream: IO[bytes]) -> None:
+        """Read up to the position at which a checkpoint of an earlier run ended."""
+        left = self._offset
+        while left and (block := stream.read(min(left, READ_BYTES))):
+            left -= len(block)
+        if left:
+            raise DataError(
+                f"{self._file.name}: ends before the position of its checkpoint; remove the output "
+                "and start again"
+            )
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
         limits = self._limits
@@ -315,11 +326,6 @@ class InputReader:
         except (ValueError, OverflowError) as error:  # text that is not UTF-8; a time out of range
             return Problem(self._line, f"column {self._id_field!r}: {one_line(error)}")
         return Document(text, text.encode(), self._line, document_id)
-
-
-def _skip(stream: IO[bytes], size: int) -> None:
-    while size and (block := stream.read(min(size, READ_BYTES))):
-        size -= len(block)
 
 
 def _too_deep(data: bytes) -> bool:

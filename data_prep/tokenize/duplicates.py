@@ -241,7 +241,7 @@ def duplicates_files(tokens_dir: Path) -> list[Path]:
     return [tokens_dir / _MARK, tokens_dir / _TABLE]
 
 
-def read_duplicates(tokens_dir: Path, plan_xxh3: str) -> np.ndarray:
+def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.ndarray:
     """Read the list of duplicates of a folder of token arrays.
 
     Returns:
@@ -255,21 +255,40 @@ def read_duplicates(tokens_dir: Path, plan_xxh3: str) -> np.ndarray:
     if mark["plan"] != plan_xxh3:
         raise DataError(f"{tokens_dir / _MARK}: was not made with the plan in {layout.PLAN}")
     if not mark["count"]:
+        empty = layout.npy_header((0, 4), "int64")
+        is_empty = mark["xxh3"] == files.xxh3_bytes(empty)
+        layout.require(tokens_dir / _MARK, (is_empty, "its hash is not that of an empty list"))
         return np.empty((0, 4), np.int64)
     path = tokens_dir / _TABLE
     data = layout.read_bytes(path)
     if files.xxh3_bytes(data) != mark["xxh3"]:
         raise DamageError(f"{path}: its content is damaged (hash differs)")
-    rows, rest = divmod(len(data) - layout.HEADER_BYTES, 4 * 8)
-    layout.require(path, (rows >= 0 and not rest, "it does not hold rows of four numbers"))
+    shape = (mark["count"], 4)
+    size = layout.HEADER_BYTES + 4 * 8 * mark["count"]
+    is_whole = size == len(data) and data.startswith(layout.npy_header(shape, "int64"))
+    layout.require(path, (is_whole, "it does not hold the number of rows of its mark"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
-    return table.reshape(-1, 4)
+    table = table.reshape(shape)
+    # In the order of the documents, and each after the document that it repeats.
+    inputs, lines, first_inputs, first_lines = table.T
+    steps = np.diff(inputs)
+    is_sorted = (steps > 0) | ((steps == 0) & (np.diff(lines) > 0))
+    is_later = (first_inputs < inputs) | ((first_inputs == inputs) & (first_lines < lines))
+    is_possible = (table >= 0).all() and (inputs < len(plan.inputs)).all()
+    layout.require(
+        path,
+        (bool(is_possible), "it names a document that does not exist"),
+        (bool(is_sorted.all() and is_later.all()), "its documents are not in their order"),
+    )
+    return table
 
 
 def _read(work: TokenizeWork) -> np.ndarray | None:
     """Return the list of duplicates, or None if this plan has no valid list."""
     try:
-        return read_duplicates(work.tokens_dir, work.plan_xxh3) if work.plan.id_field else None
+        if not work.plan.id_field:
+            return None
+        return read_duplicates(work.tokens_dir, work.plan, work.plan_xxh3)
     except DataError:
         return None
 
@@ -294,19 +313,16 @@ def require_distinct(tokens_dir: Path) -> None:
         return
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     try:
-        rows = read_duplicates(tokens_dir, plan_xxh3)
+        rows = read_duplicates(tokens_dir, plan, plan_xxh3)
     except DamageError:
         raise
     except DataError:  # there is no list, or it is of another plan
         rows = None
     if rows is not None:
-        dropped = {
-            unit: len(documents)
-            for unit, inputs in enumerate(plan.units)
-            if (documents := _of_inputs(rows, inputs))
-        }
-        records = (read_unit(tokens_dir, unit, plan_xxh3, has_array=False) for unit in dropped)
-        if [record.get("dropped", 0) for record in records] == list(dropped.values()):
+        dropped = [len(_of_inputs(rows, inputs)) for inputs in plan.units]
+        units = range(len(plan.units))
+        records = (read_unit(tokens_dir, unit, plan_xxh3, has_array=False) for unit in units)
+        if [record.get("dropped", 0) for record in records] == dropped:
             return
     raise DataError(
         f"{tokens_dir}: tokenization is not complete: document ids were not compared, or documents "

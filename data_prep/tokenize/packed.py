@@ -235,10 +235,15 @@ class PackedArray:
                 raise self._damaged(str(error)) from None
         return self._last[1]
 
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all ids in blocks. Raises DamageError."""
+        for frame in range(len(self._starts) - 1):
+            yield self._frame(frame)
+
     def describe(self) -> dict[str, Any]:
         """Return the size and hash of a .npy file with the same ids. Raises DamageError."""
         digest = xxhash.xxh3_64(npy_header((self.tokens,), self._name))
-        for frame in range(len(self._starts) - 1):
-            digest.update(self._frame(frame).data)
+        for ids in self.blocks():
+            digest.update(ids.data)
         size = HEADER_BYTES + self.tokens * self._dtype.itemsize
         return {"size": size, "xxh3": digest.hexdigest()}

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 
 from data_prep.layout import (
     DTYPES,
     HEADER_BYTES,
+    MAX_COUNT,
     little_endian,
     npy_header,
     read_bytes,
@@ -39,6 +41,7 @@ from optimus.io import files
 ID_BYTES = 16
 """Bytes of the hash of a document id."""
 _OPEN_FILES = 256
+_READ_BYTES = 4 << 20
 _ARRAY = re.compile(r"unit-[0-9]+\.(npy|packed)")
 _EOS_IN_TEXT = "the tokenizer returned the EOS id for plain text; name another EOS token with --eos"
 
@@ -99,31 +102,86 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
     require_npy(path, size, *(npy_header((tokens,), dtype) for dtype in DTYPES))
 
 
-def check_array(tokens_dir: Path, unit: int, dtype: str, size: int, xxh3: str) -> None:
+def problem_of_rows(table: np.ndarray, inputs: range) -> str:
+    """Return the problem of a table of documents, int64 [D, 3], or "".
+
+    Documents are in the order of their inputs and, in an input, of their lines.
+    """
+    sources, lines = table[:, 1], table[:, 2]
+    if len(table) and not (inputs[0] <= sources.min() and sources.max() <= inputs[-1]):
+        return "names an input outside its unit"
+    if len(table) and not (lines.min() >= 0 and lines.max() < MAX_COUNT):
+        return "names an impossible line of an input"
+    steps = np.diff(sources)
+    if (steps < 0).any() or (np.diff(lines)[steps == 0] < 0).any():
+        return "its documents are not in the order of their inputs and lines"
+    return ""
+
+
+def check_array(
+    tokens_dir: Path,
+    unit: int,
+    dtype: str,
+    size: int,
+    xxh3: str,
+    vocab_size: int,
+    eos_id: int,
+    ends: np.ndarray | None,
+) -> None:
     """Read the token array of a unit, packed or not, and check it.
 
-    `size` (in bytes) and `xxh3` are those of the array as a .npy file, even if it is packed.
+    Args:
+        tokens_dir: The folder of token arrays.
+        unit: The number of the unit.
+        dtype: The dtype of the ids.
+        size: The size of the .npy file in bytes, also if the array is packed.
+        xxh3: The hash of the .npy file, also if the array is packed.
+        vocab_size: The number of ids of the tokenizer.
+        eos_id: The id that ends each document, and that is nowhere else.
+        ends: The offset after the last id of each document, int64 [D]; None: not known.
 
     Raises:
         DataError: the array cannot be read.
-        DamageError: the array is damaged.
+        DamageError: the array is damaged, or its ids contradict the other arguments.
     """
     path = array_path(tokens_dir, unit)
     packed = array_path(tokens_dir, unit, packed=True)
+    tokens = (size - HEADER_BYTES) // little_endian(dtype).itemsize
+    digest, start, documents, problem = xxhash.xxh3_64(), 0, 0, ""
+    blocks: Iterator[np.ndarray]
     try:
-        if path.exists() or not packed.exists():
-            actual = os.path.getsize(path)
-            if actual != size:
-                raise DamageError(f"{path}: has {actual} bytes instead of {size}")
-            is_whole = files.xxh3_file(path) == xxh3
-        else:
-            path = packed
-            with PackedArray(packed, dtype) as array:
-                is_whole = array.describe() == {"size": size, "xxh3": xxh3}
+        with contextlib.ExitStack() as stack:
+            if path.exists() or not packed.exists():
+                actual = os.path.getsize(path)
+                if actual != size:
+                    raise DamageError(f"{path}: has {actual} bytes instead of {size}")
+                file = stack.enter_context(files.open_regular(path))
+                digest.update(file.read(HEADER_BYTES))
+                blocks = (
+                    np.frombuffer(data, little_endian(dtype))
+                    for data in iter(lambda: file.read(_READ_BYTES), b"")
+                )
+            else:
+                path = packed
+                array = stack.enter_context(PackedArray(packed, dtype))
+                digest.update(npy_header((array.tokens,), dtype))
+                blocks = array.blocks()
+            for ids in blocks:
+                digest.update(ids.data)
+                after_eos = np.flatnonzero(ids == eos_id) + start + 1
+                if int(ids.max()) >= vocab_size:
+                    problem = f"contains id {ids.max()}, outside the vocabulary of {vocab_size}"
+                elif ends is not None:
+                    expected = ends[documents : documents + len(after_eos)]
+                    if not np.array_equal(after_eos, expected):
+                        problem = "its documents do not end where its table of documents says"
+                documents, start = documents + len(after_eos), start + len(ids)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    if not is_whole:
+    if digest.hexdigest() != xxh3 or start != tokens:
         raise DamageError(f"{path}: its content is damaged (hash differs)")
+    if problem:
+        raise DamageError(f"{path}: {problem}")
 
 
 class PlainStore:
@@ -263,9 +321,13 @@ class TokenArrayWriter:
         return [ids, rows, bytes(self._id_hashes[values // 3 * ID_BYTES :])]
 
     def restore(
-        self, ids: bytes | memoryview, rows: bytes | memoryview, id_hashes: bytes | memoryview
+        self,
+        inputs: range,
+        ids: bytes | memoryview,
+        rows: bytes | memoryview,
+        id_hashes: bytes | memoryview,
     ) -> None:
-        """Append the content of a checkpoint.
+        """Append the content of a checkpoint, whose documents may come from `inputs`.
 
         Raises:
             ValueError: this class did not write the content.
@@ -273,6 +335,9 @@ class TokenArrayWriter:
         table = np.frombuffer(rows, little_endian("int64")).reshape(-1, 3)
         if len(id_hashes) != len(table) * ID_BYTES:
             raise ValueError("has another number of id hashes than of documents")
+        last = np.array([[0, *self._docs[-2:]]]) if self._docs else np.array([[0, inputs[0], 0]])
+        if problem := problem_of_rows(np.concatenate([last, table]), inputs):
+            raise ValueError(problem)
         documents = 0
         for block in self._store.saved_ids(ids):
             if len(block) and int(block.max()) >= self._vocab_size:

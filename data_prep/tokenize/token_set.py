@@ -212,6 +212,10 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
             layout.are_counts([record["tokens"], record["documents"]]),
             "a count is negative or too large",
         ),
+        (
+            layout.are_counts([record.get("dropped", 0), *_counts_of(record.get("mended"))]),
+            "a count of documents or of EOS ids is negative or too large",
+        ),
         (record["part"] in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
     )
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
@@ -225,6 +229,10 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
         header = layout.npy_header((documents, ID_BYTES), "uint8")
         layout.require_npy(ids_path(tokens_dir, unit), ids["size"], header)
     return record
+
+
+def _counts_of(repairs: _Repairs | None) -> list[int]:
+    return [] if repairs is None else [value for value in repairs.values() if type(value) is int]
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Path, str]:
@@ -265,6 +273,7 @@ def read_token_set(
     for unit, ((first, stop), record) in enumerate(zip(plan.units, records, strict=True)):
         layout.require(
             sidecar_path(tokens_dir, unit),
+            (record["part"] == records[0]["part"], "its part is not that of the other units"),
             (
                 len(record["inputs"]) == stop - first
                 and all(first <= entry["input"] < stop for entry in record["set_aside"]),

@@ -165,7 +165,8 @@ def make_unit(
     """
     # Checkpoints of runs with other exclusions have another hash: they are ignored.
     values = json.dumps([work.plan_xxh3, work.packed, sorted(exclusions.documents.items())])
-    checkpoints = Segments(work.tokens_dir, unit, files.xxh3_bytes(values.encode()))
+    hash_of_work = files.xxh3_bytes(values.encode())
+    checkpoints = Segments(work.tokens_dir, unit, hash_of_work, work.limits)
     if (record := complete_and_whole(work, unit, len(exclusions.documents))) is None:
         _tokenize_unit(work, unit, exclusions, checkpoints, advance)
     else:

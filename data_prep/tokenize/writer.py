@@ -19,7 +19,14 @@ import xxhash
 
 from data_prep import layout
 from data_prep.runtime.memory import Limits
-from data_prep.sources.documents import Document, InputReader, LongText, Position, Problem
+from data_prep.sources.documents import (
+    NO_LIMITS,
+    Document,
+    InputReader,
+    LongText,
+    Position,
+    Problem,
+)
 from data_prep.tokenize.store import TokenArrayWriter, hash_of_id
 from data_prep.tokenize.token_set import Quarantined
 from data_prep.tokenizer.encoder import SECTION_CHARS, NoCut
@@ -33,6 +40,8 @@ _VERSION = 2
 """Version of checkpoints. Checkpoints of another version are ignored. Version 1 has no hashes of
 document ids."""
 _HASH_BYTES = 16
+_REASON_CHARS = 1 << 16
+_REMOVE = "remove it: its documents are then tokenized again"
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,13 @@ class _Head:
 class Segments:
     """The checkpoints of one unit."""
 
-    def __init__(self, tokens_dir: Path, unit: int, work: str):
+    def __init__(self, tokens_dir: Path, unit: int, work: str, limits: Limits = NO_LIMITS):
         """Initialize the object without reading a checkpoint.
 
         `work` is a hash of everything that decides the content of the checkpoints. `read` ignores
         checkpoints with another hash.
         """
-        self._dir, self._unit = tokens_dir, unit
+        self._dir, self._unit, self._limits = tokens_dir, unit, limits
         self._identity = {"version": _VERSION, "work": work, "unit": unit}
         self._next = 0
 
@@ -86,11 +95,15 @@ class Segments:
     def _read(self, number: int) -> tuple[Path, State, list[memoryview]] | None:
         path = self._path(number)
         try:
+            size = os.stat(path).st_size
+            self._limits.refuse(str(path), f"a checkpoint of {size} bytes", size, _REMOVE)
             data = files.read_regular(path, layout.ARRAY_BYTES)
         except FileNotFoundError:  # also if another run has just removed it
             return None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        except MemoryError:
+            raise DataError(f"{path}: is larger than the free memory; {_REMOVE}") from None
         body = memoryview(data)[:-_HASH_BYTES]
         if data[-_HASH_BYTES:] != files.xxh3_bytes(body).encode():
             return None
@@ -100,7 +113,8 @@ class Segments:
             value = json.loads(bytes(body[8 : 8 + size]))
         if not isinstance(value, dict):
             raise layout.foreign(path, "does not begin with an object")
-        if value.get("identity") != {**self._identity, "number": number}:
+        # Compared as text, because true equals 1.
+        if json.dumps(value.get("identity")) != json.dumps({**self._identity, "number": number}):
             return None
         head = layout.as_record(_Head, value, path)
         sizes = head.blobs
@@ -201,12 +215,17 @@ class UnitWriter:
                 and layout.are_counts([entry["line"] for entry in self.set_aside]),
                 "a quarantined document is not in an input before the next one",
             ),
+            (
+                all(len(entry["reason"]) <= _REASON_CHARS for entry in self.set_aside),
+                "the reason for a quarantined document is too long",
+            ),
             (self.start is None or self.start.is_possible(), "its position is impossible"),
             (len(blobs) == 3 * len(self._writers), "has another number of blobs"),
         )
         for index, writer in enumerate(self._writers):
             try:
-                writer.restore(*blobs[3 * index : 3 * index + 3])
+                allowed = range(inputs[0], self.source + 1)
+                writer.restore(allowed, *blobs[3 * index : 3 * index + 3])
             except ValueError as error:
                 raise layout.foreign(path, error) from None
 

@@ -394,6 +394,9 @@ def _check_dependent(fields: _Fields) -> None:
     for key, kind in _READ_SETTINGS.items():
         if not isinstance(fields.settings.get(key), kind | None):
             raise ValueError(f"settings: {key} = {fields.settings[key]!r:.80} has a wrong type")
+        value = fields.settings.get(key)
+        if isinstance(value, bool) or (isinstance(value, (int, float)) and not -2 < value < 1e300):
+            raise ValueError(f"settings: {key} = {value!r:.80} is not a possible value")
     if unknown := next((key for key in fields.settings if not _SETTING.fullmatch(key)), ""):
         raise ValueError(f"settings: {unknown!r:.80} is not a key of a configuration")
     step, tokens, updates, first = fields.step, fields.tokens, fields.updates, fields.first_step

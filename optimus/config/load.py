@@ -448,7 +448,7 @@ def _merge(tree: Tree, over: Mapping[str, Any], path: Path, section: str = "") -
             kind, before = ("section", "value") if is_section else ("value", "section")
             raise ConfigError(
                 f"{path}: {section}{key} is a {kind} here and a {before} in another file of the "
-                "configuration; make both a section"
+                "configuration; give the key one of the two kinds in all files"
             )
         if is_section and key in tree:
             _merge(tree[key], value, path, f"{section}{key}.")

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from data_prep.cli import main
-from data_prep.layout import write_checked_json
+from data_prep.layout import npy_header, write_checked_json
 from data_prep.pipeline.verify import verify
 from data_prep.tokenize import duplicates
 from data_prep.tokenize.duplicates import find
 from data_prep.tokenize.store import hash_of_id
+from optimus.io import files
 from tests.data_prep.corpus import killed_until_done, refused, tree
 from tests.data_prep.test_bad_input import arguments
 from tests.data_prep.test_ranks import start_rank, statuses
@@ -104,6 +105,39 @@ def test_quarantine_lists_later_duplicates_and_keeps_the_first(
     assert any("duplicates.json" in line for line in verify(out))
     assert main(arguments(made, tmp_path, *more)) == 0
     assert tree(out) == before, "duplicates are found again, after the documents were removed"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda rows: np.add(rows, [99, 0, 0, 0]), "names a document that does not exist"),
+        (lambda rows: np.subtract(rows, [99, 0, 0, 0]), "names a document that does not exist"),
+        (lambda rows: np.add(rows, [0, 0, 99, 0]), "are not in their order"),
+        (lambda rows: rows[[0, 0, 1, 2]], "are not in their order"),
+        (lambda rows: rows[:, [0, 1, 0, 1]], "are not in their order"),
+        (lambda rows: rows[:0], "tokenization is not complete"),
+        (lambda rows: rows[:1], "tokenization is not complete"),
+        (lambda rows: rows[0], "does not hold the number of rows"),
+    ],
+)
+def test_forged_list_of_duplicates_is_refused(made, tmp_path, capsys, change, problem):
+    write(tmp_path / "text", **MANY)
+    more = ["--on-error", "quarantine"]
+    assert main(arguments(made, tmp_path, *more)) == 0
+    tokens = tmp_path / "out" / "tokens"
+    mark = json.loads((tokens / "duplicates.json").read_text())
+    rows = change(np.load(tokens / "duplicates.npy"))
+    data = npy_header(rows.shape, "int64") + rows.astype("<i8").tobytes()
+    (tokens / "duplicates.npy").write_bytes(data)
+    mark |= {"count": len(rows), "xxh3": files.xxh3_bytes(data)}
+    del mark["self_xxh3"]
+    write_checked_json(tokens / "duplicates.json", mark)
+    lines = list(verify(tmp_path / "out"))
+    assert any(problem in line and "duplicates" in line for line in lines), lines
+    if problem.startswith("tokenization"):  # a possible list, of other documents
+        return
+    assert main(arguments(made, tmp_path, *more)) == 0  # ids are compared again
+    assert list(verify(tmp_path / "out")) == []
 
 
 def test_kills_and_ranks_change_no_byte_of_a_quarantine(made, tmp_path):

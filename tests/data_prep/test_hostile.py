@@ -39,6 +39,7 @@ from optimus.data.dataset import TokenDataset
 from optimus.data.tokenizer import TextTokenizer
 from optimus.errors import DamageError, DataError, OptimusError
 from optimus.io import files
+from tests.data_prep.corpus import run_arguments
 from tests.data_prep.test_growth import growth
 from tests.kit.ranks.processes import python
 
@@ -205,8 +206,12 @@ def test_versions_that_are_not_written_are_refused(restored, version):
     ("changes", "problem"),
     [
         (lambda table: table[:-1], "unit-00000.ids.npy: its header is damaged"),
-        (lambda table: np.add(table, [0, 50, 0]), "names an input or a line outside its unit"),
-        (lambda table: np.subtract(table, [0, 0, 50]), "names an input or a line outside its unit"),
+        (lambda table: np.add(table, [0, 50, 0]), "names an input outside its unit"),
+        (lambda table: np.subtract(table, [0, 1, 0]), "names an input outside its unit"),
+        (lambda table: np.subtract(table, [0, 0, 50]), "names an impossible line of an input"),
+        (lambda table: np.add(table, [0, 0, 1 << 60]), "names an impossible line of an input"),
+        (lambda table: np.c_[table[:, :2], table[::-1, 2]], "not in the order of their inputs"),
+        (lambda table: table - [[1, 0, 0]] * (table == table[0])[:, :1], "do not end where its"),
         (
             lambda table: np.multiply(table, [-1, 1, 1]),
             "the document ends in column 0 do not increase",
@@ -243,6 +248,9 @@ def test_impossible_table_of_documents_with_correct_hashes_is_damage(restored, c
         ("order.json", {"units.0.tokens": "x"}, "units.tokens is not a whole number"),
         ("order.json", {"units.0.xxh3": None}, "units.xxh3 is missing"),
         ("order.json", {"units": f"raw:{DEEP}"}, "its objects are nested too deep"),
+        ("order.json", {"permutation": "x"}, "permutation = 'x', this version supports only"),
+        ("order.json", {"carry_tails": True}, "the kept tokens of a unit do not follow from"),
+        ("order.json", {"units.0.kept": 7}, "the kept tokens of a unit do not follow from"),
         ("order.json", {"tokens_dir": "\0"}, "tokens_dir is not a relative path"),
         ("order.json", {"tokens_dir": "/etc"}, "tokens_dir is not a relative path"),
         ("tokens/plan.json", {"units.0": [0]}, "units is not a list of 2 values"),
@@ -254,6 +262,7 @@ def test_impossible_table_of_documents_with_correct_hashes_is_damage(restored, c
         ("tokens/unit-00000.json", {"array.size": "x"}, "array.size is not a whole number"),
         ("tokens/unit-00000.json", {"tokens": -1}, "a count is negative or too large"),
         ("tokens/unit-00000.json", {"inputs": 5}, "inputs is not a list"),
+        ("tokens/unit-00000.json", {"dropped": -1}, "a count of documents or of EOS ids is"),
         ("shards/shard-00000.json", {"xxh3": None}, "xxh3 is missing"),
         ("shards/shard-00000.json", {"size": []}, "size is not a whole number"),
     ],
@@ -276,9 +285,84 @@ def test_other_json_with_impossible_values_is_damage(restored, name, changes, pr
     assert any(line.startswith(f"{restored / name}: ") and problem in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"part": "held-out"}, "part = held-out, order.json says train"),
+        ({"documents": 1}, "docs.npy: its header is damaged"),
+    ],
+)
+def test_sidecar_that_contradicts_the_order_is_damage(restored, changes, problem):
+    write(restored / "tokens/unit-00000.json", changes)
+    assert any(problem in line for line in verify(restored))
+
+
+def test_id_outside_the_vocabulary_with_correct_hashes_is_damage(restored):
+    path = restored / "tokens/unit-00000.npy"
+    before = path.read_bytes()
+    path.write_bytes(before[:-4] + b"\xff\xff" + before[-2:])
+    xxh3 = files.xxh3_file(path)
+    write(restored / "tokens/unit-00000.json", {"array.xxh3": xxh3})
+    write(restored / "order.json", {"units.0.xxh3": xxh3})
+    write(restored / "manifest.json", {"order_xxh3": files.xxh3_file(restored / "order.json")})
+    try:
+        lines = list(verify(restored))
+    finally:
+        path.write_bytes(before)
+    assert any("unit-00000.npy: contains id 65535, outside the voc" in line for line in lines)
+
+
+def test_damaged_array_is_damage_also_if_a_mark_says_that_arrays_are_removed(restored):
+    path, mark = restored / "tokens/unit-00000.npy", restored / "tokens/removed.json"
+    before = path.read_bytes()
+    plan = files.xxh3_file(restored / "tokens/plan.json")
+    value = {"format": "optimus-tokens-removed", "version": 1, "plan": plan}
+    mark.write_bytes(files.checked_json(value))
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    try:
+        lines = list(verify(restored))
+    finally:
+        mark.unlink()
+        path.write_bytes(before)
+    assert any("unit-00000.npy: its content is damaged" in line for line in lines)
+
+
+def test_stray_list_of_quarantined_documents_is_damage(restored):
+    path = restored / "quarantine.jsonl"
+    path.write_text("{}")
+    try:
+        assert any("manifest.json does not list it" in line for line in verify(restored))
+    finally:
+        path.unlink()
+
+
+def test_held_out_split_of_another_data_set_is_damage(made, restored, tmp_path):
+    """The other data set has the same tokenizer and another fraction of held-out documents."""
+    out = tmp_path / "out"
+    assert main(run_arguments(made.text, made.tokenizer, out, "--eval-fraction", "0.4")) == 0
+    shutil.move(restored / "eval", tmp_path / "eval")
+    try:
+        shutil.copytree(out / "eval", restored / "eval")
+        assert any("has another plan than" in line for line in verify(restored))
+    finally:
+        shutil.rmtree(restored / "eval")
+        shutil.move(tmp_path / "eval", restored / "eval")
+
+
+def test_quotas_of_a_blend_that_contradict_its_weights_are_damage(made, tmp_path):
+    blend = tmp_path / "blend"
+    shutil.copytree(made.data, tmp_path / "copy")
+    sources = [f"--source={made.data}=3", f"--source={tmp_path / 'copy'}=1"]
+    assert main(["blend", *sources, "--context", "64", "--out", str(blend)]) == 0
+    assert main(["shard", str(blend), "--workers", "1"]) == 0
+    assert list(verify(blend)) == []
+    write(blend / "order.json", {"blended.0.weight": "1"})
+    assert any("but the weights give (" in line for line in verify(blend))
+
+
 def test_an_order_of_another_length_is_refused_by_inspect(restored):
     """The permutation would not terminate for a position outside its range."""
-    write(restored / "order.json", {"units.0.kept": 0})
+    write(restored / "order.json", {"units.0.tokens": 0, "units.0.kept": 0})
     with pytest.raises(
         DataError, match=r"order.json: num_instances or context differs from manifest.json"
     ):

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from data_prep.cli import main
-from data_prep.sources.documents import NO_LIMITS, Document, Problem
+from data_prep.runtime.memory import Limits
+from data_prep.sources.documents import NO_LIMITS, Document, InputReader, Position, Problem
+from data_prep.sources.inputs import InputFile
 from data_prep.tokenize import writer
 from data_prep.tokenize.store import TokenArrayWriter
 from data_prep.tokenize.writer import Segments, State, UnitWriter
@@ -291,6 +293,12 @@ def two_checkpoints(made, tmp_path):
             {"offset": 1, "line": 1, "raw_bytes": 0, "raw_xxh3": "0" * 16},
             "its position is impossible",
         ),
+        (
+            "state.start",
+            {"offset": 1, "line": 2, "raw_bytes": 1, "raw_xxh3": "0" * 16},
+            "its position is impossible",
+        ),
+        ("state.set_aside", [{"input": 1, "line": 1, "reason": "x" * 99999}], "is too long"),
         ("blobs", [22, 24, -1], "has another size than its head states"),
         ("blobs", [1 << 60, 24, 16], "has another size than its head states"),
         ("blobs", [62], "has another number of blobs"),
@@ -330,6 +338,9 @@ def _rows(*rows):
         ((np.array([7, 8, 9], "<u2").tobytes(), _rows((13, 1, 1)), bytes(16)), "at an EOS id"),
         ((np.array([7, 8, 0], "<u2").tobytes(), _rows((12, 1, 1)), bytes(16)), "at an EOS id"),
         ((np.array([7, 8, 0], "<u2").tobytes(), b"", b""), "at an EOS id"),
+        ((np.array([7, 8, 0], "<u2").tobytes(), _rows((13, 3, 1)), bytes(16)), "outside its unit"),
+        ((np.array([7, 8, 0], "<u2").tobytes(), _rows((13, -1, 1)), bytes(16)), "outside its unit"),
+        ((np.array([7, 8, 0], "<u2").tobytes(), _rows((13, 1, -1)), bytes(16)), "impossible line"),
     ],
     ids=lambda value: str(value)[-12:],
 )
@@ -338,6 +349,25 @@ def test_forged_tokens_of_a_checkpoint_are_refused(two_checkpoints, blobs, probl
     _forge(path, blobs=blobs)
     with pytest.raises(DataError, match=problem):
         open_writer()
+
+
+def test_checkpoint_larger_than_the_memory_is_refused(two_checkpoints):
+    """The file is sparse, and is not read."""
+    path, _ = two_checkpoints
+    os.truncate(path, 3 << 30)
+    checkpoints = Segments(path.parent, 0, "plan", Limits(1 << 30))
+    with pytest.raises(DataError, match=r"a checkpoint of 3221225472 bytes needs .*remove it"):
+        list(checkpoints.read())
+
+
+def test_position_after_the_end_of_an_input_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    file = InputFile(str(path), path.stat().st_size)
+    raw = files.xxh3_file(path)
+    reader = InputReader(file, "text", lambda count: None, Position(1 << 50, 1, file.size, raw))
+    with pytest.raises(DataError, match="ends before the position of its checkpoint"):
+        list(reader)
 
 
 def test_packed_checkpoint_is_not_unpacked_at_once(two_checkpoints):

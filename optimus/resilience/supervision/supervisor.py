@@ -161,6 +161,8 @@ class Supervisor:
         for key in self._job.frozen:
             section, _, name = key.partition(".")
             old, new = before.get(section, {}), now.get(section, {})
+            if not isinstance(old, dict):
+                return ""
             keys = [name] if name else sorted({*old, *new})
             names += [f"{section}.{k}" for k in keys if old.get(k) != new.get(k)]
         return one_line(", ".join(names))

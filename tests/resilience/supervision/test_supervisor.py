@@ -273,9 +273,10 @@ def test_changed_frozen_settings_are_refused_by_name(tmp_path):
     job |= {"config": config.format(3, 2, 20), "settings": "1"}
     with pytest.raises(ConfigError, match=r"frozen settings \(model.num_layers, train.seed\); use"):
         supervisor.Supervisor(make_job(tmp_path, **job))
-    (tmp_path / ".supervisor" / "run.toml").write_text("[")
-    with pytest.raises(ConfigError, match=r"frozen settings \(model, data, seed, batch, dtype or"):
-        supervisor.Supervisor(make_job(tmp_path, **job))
+    for content in ("[", "model = 5", "[[model]]", "model = [1]", "train = 3", 'data = "x"'):
+        (tmp_path / ".supervisor" / "run.toml").write_text(content)
+        with pytest.raises(ConfigError, match=r"run was launched with other frozen settings \("):
+            supervisor.Supervisor(make_job(tmp_path, **job))
 
 
 def test_node_that_cannot_listen_ends_the_start_with_the_reason(tiny_data, tmp_path, monkeypatch):
