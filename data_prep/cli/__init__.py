@@ -68,7 +68,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except OptimusError as error:
         text = one_line(error)
         if isinstance(error, DamageError) and "verify" not in text:
-            text += "; run optimus-data verify on the data set's directory: it names the repair"
+            text += "; run optimus-data verify on the data set to see how to repair it"
         print(f"optimus-data: error: {text}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:

@@ -303,11 +303,12 @@ def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutR
     if other.fraction != rule.fraction:
         raise DataError(
             f"{second} holds out the fraction {other.fraction:g} of its documents and {first} the "
-            f"fraction {rule.fraction:g}, so that training may use held-out documents; make both "
-            "with the same --eval-fraction"
+            f"fraction {rule.fraction:g}: training could use documents that the other one holds "
+            "out; make both with the same --eval-fraction"
         )
     if other.fraction and other.by_ids != rule.by_ids:
         raise DataError(
             f"{first} and {second} select held-out documents differently, by text and by imported "
-            "ids, so that training may use held-out documents; make both without --eval-fraction"
+            "ids: training could use documents that the other one holds out; make both without "
+            "--eval-fraction"
         )

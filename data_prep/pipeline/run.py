@@ -261,9 +261,10 @@ def find_finished(
 ) -> list[Manifest]:
     """Return the manifests of the data set if a run with `--fused` has finished it, else [].
 
-    The ranks share the work of hashing the inputs again. If a file of the data set is missing or
-    damaged, the mark files of the removed arrays are deleted, so that the run makes the arrays
-    again, and the result is []. Raises the errors of `tokenize` and `shuffle`.
+    A run with `--fused` removes its token arrays at its end, and writes removed.json to their
+    folders. If a file of the data set is missing or damaged, this function deletes removed.json and
+    returns [], so that the present run makes the arrays again. The ranks share the work of hashing
+    the inputs. Raises the errors of `tokenize` and `shuffle`.
     """
     out = request.out
     if not removed(out / layout.TOKENS_DIR):

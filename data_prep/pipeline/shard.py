@@ -262,8 +262,8 @@ def _check_arrays(dataset: Path, order: Order | BlendOrder) -> None:
         units = [unit for index, unit in enumerate(paths) if index in chosen]
         if wrong := damaged({paths[unit]: source.units[unit].xxh3 for unit in units}):
             raise DamageError(
-                f"{wrong[0]}: its content is damaged (hash differs), and shards would be made of "
-                f"it; optimus-data verify {dataset} names the repair"
+                f"{wrong[0]}: its content is damaged (hash differs), so no shards are made from "
+                f"it; run optimus-data verify {dataset} to see how to repair it"
             )
 
 
@@ -357,8 +357,9 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
         size = file.tell()
         if (promised := _promised_hash(work, shard)) not in (None, digest.hexdigest()):
             raise DamageError(
-                f"{path}: made again, it differs from the earlier shard (hash {promised}), so a "
-                f"token array is damaged; optimus-data verify {work.dataset} names the repair"
+                f"{path}: written again, it differs from the earlier shard (hash {promised}), so a "
+                "token array is damaged; run optimus-data verify "
+                f"{work.dataset} to see how to repair it"
             )
     record = {
         "format": FORM,

@@ -208,8 +208,8 @@ def _check_metadata(name: str, metadata: Any) -> None:
         is_damaged = True
     except child.UnfinishedError as error:
         raise OptimusError(
-            f"{name}: cannot check the description of its columns: {error}; free memory or "
-            "processes and give the command again"
+            f"{name}: cannot check the description of its columns: {error}; make more memory "
+            "available or end other processes, and give the command again"
         ) from None
     if is_damaged:
         raise DamagedTable("the description of its columns cannot be read")

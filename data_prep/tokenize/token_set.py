@@ -206,6 +206,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
     """
     path = sidecar_path(tokens_dir, unit)
     record = layout.read_record(path, _UnitRecord, _FORM, newest=layout.PLAN_VERSION)
+    repairs: Mapping[str, Any] = record.get("mended", {})
     layout.require(
         path,
         (
@@ -213,7 +214,12 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
             "a count is negative or too large",
         ),
         (
-            layout.are_counts([record.get("dropped", 0), *_counts_of(record.get("mended"))]),
+            layout.are_counts(
+                [
+                    record.get("dropped", 0),
+                    *(repairs.get(key, 0) for key in _Repairs.__annotations__),
+                ]
+            ),
             "a count of documents or of EOS ids is negative or too large",
         ),
         (record["part"] in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
@@ -229,10 +235,6 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
         header = layout.npy_header((documents, ID_BYTES), "uint8")
         layout.require_npy(ids_path(tokens_dir, unit), ids["size"], header)
     return record
-
-
-def _counts_of(repairs: _Repairs | None) -> list[int]:
-    return [] if repairs is None else [value for value in repairs.values() if type(value) is int]
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Path, str]:

@@ -112,7 +112,7 @@ class Segments:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(bytes(body[8 : 8 + size]))
         if not isinstance(value, dict):
-            raise layout.foreign(path, "does not begin with an object")
+            raise layout.foreign(path, "does not begin with a JSON object")
         # Compared as text, because true equals 1.
         if json.dumps(value.get("identity")) != json.dumps({**self._identity, "number": number}):
             return None

@@ -4,9 +4,9 @@ On CPUs, this implementation is faster than experts_grouped. All experts use the
 memory, so the working set stays in the CPU's cache.
 
 oneDNN compiles a kernel for each new shape, and the compilation takes longer than a small product.
-Row counts of oneDNN products are therefore padded, so that few shapes occur. A product writes its
-padding rows over the first rows of the next expert. The product of the next expert then overwrites
-them.
+Row counts of oneDNN products are therefore padded, so that few shapes occur. The padding rows of
+the result of an expert fall on the first output rows of the next expert. The product of the next
+expert, computed afterwards, overwrites these rows with the correct values.
 """
 
 from __future__ import annotations

@@ -271,11 +271,12 @@ def _eos_of_tokenizer(file: Path) -> int | None:
 
 def complete_hf(directory: Path, config: ModelConfig) -> list[str]:
     """Add the tokenizer and generation configurations that a Hugging Face directory lacks. In the
-    existing configurations, replace tokens that are outside the vocabulary.
+    existing configurations, replace tokens outside the vocabulary by null or the end token.
 
     Args:
         directory: A directory with config.json and a tokenizer.
-        config: The model, with the result of `eos_token_ids()` in `config.eos_token_ids`.
+        config: The configuration of the model, whose `eos_token_ids` the caller has set to the
+            result of the function `eos_token_ids`.
 
     Returns:
         Warnings, one line each.

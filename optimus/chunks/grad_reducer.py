@@ -343,7 +343,8 @@ class GradReducer:
 
     @property
     def owner_of(self) -> dict[str, str]:
-        """Mapping from the name of each further use to the name of its parameter."""
+        """For a parameter that several modules share: mapping from each additional name of the
+        parameter to the name under which it is stored."""
         return {buffer.use.name: buffer.use.owner for buffer in self._uses}
 
     def state_tensors(self) -> Iterator[StateTensor]:

@@ -87,11 +87,11 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """Leave the agreement after the line has been printed. Rank 0 leaves last.
+        """Leave the agreement, so that this rank may exit.
 
-        If `prints` is True, the caller must print `line` before this call. On the other ranks, this
-        call waits until the line has been printed, because a launcher ends all ranks when the first
-        rank exits.
+        A rank whose `prints` is True must print `line` before this call. On the other ranks, the
+        call waits until that has happened, because a launcher ends all ranks when the first rank
+        exits. Rank 0 leaves last.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)

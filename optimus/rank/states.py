@@ -47,17 +47,17 @@ def make_states(
     initial: bool = False,
     poison: bool = False,
 ) -> ChunkEngine:
-    """Create the states of a rank's model, chunk by chunk.
+    """Create the parameters, gradients and optimizer states of a rank's model, chunk by chunk.
 
-    The parameters become views of chunks, the flat buffers of the states.
+    The parameters of `model` become views of the chunks. A chunk is a flat buffer.
 
     Args:
         optim, train: Sections of the run's configuration.
         layout: Layout of the rank.
         groups: Process groups of the rank.
         model: Model of the rank, from `build_model`.
-        initial: True to set the parameters to the initial values of `train.seed`. False to leave
-            them NaN; a load must then set all of them.
+        initial: True to initialize the parameters randomly from `train.seed`. False to leave them
+            NaN; a load must then set all of them.
         poison: True to fill freed chunks with NaN, for tests.
     """
     slices, seed = layout.placements, train.seed

@@ -127,7 +127,7 @@ def measure_ranks(world: World, folder: Path) -> dict[str, Any]:
 
 
 def measure_tokenize(folder: Path) -> list[str]:
-    """Return the files whose functions `optimus-data tokenize` calls for one document."""
+    """Tokenize a document, and return the source files of the Python functions that this calls."""
     text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
     text.write_text(_TEXT)
     source = ["--input", str(text)]

@@ -203,10 +203,10 @@ def test_shards_are_not_made_from_a_damaged_token_array(made, tmp_path, capsys, 
     for array in (out / "tokens").glob("unit-?????.npy"):
         flip(array, 0.5)
     shard.unlink()
-    for needle in ("unit-0000", "shard-00001.npy: made again, it differs"):
+    for needle in ("unit-0000", "shard-00001.npy: written again, it differs"):
         assert main(["shard", str(out), "--workers", "1"]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
-        assert needle in error and f"optimus-data verify {out} names the repair" in error
+        assert needle in error and f"run optimus-data verify {out} to see" in error
         assert not shard.exists()
         shard.with_suffix(".json").unlink(missing_ok=True)  # the manifest knows the hash too
         monkeypatch.setattr("data_prep.pipeline.shard.damaged", lambda promised: [])
