@@ -65,7 +65,7 @@ def test_files_that_a_page_names_exist(page):
 
 def test_a_name_that_is_gone_is_missed():
     names = defined_in(ROOT / "data_prep/sources/documents.py")
-    assert {"InputReader", "InputReader.position", "NO_LIMITS", "_skip"} <= names
+    assert {"InputReader", "InputReader.position", "NO_LIMITS", "_too_deep"} <= names
     assert not {"position", "InputReader.nobody"} & names
 
 

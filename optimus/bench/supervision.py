@@ -270,7 +270,10 @@ def _measure_fault(
     assert attempt is not None
     node = chance.choice(attempt.nodes)
     if cold:
-        kill([launch.warm(_next_node(history))])
+        # The warm process of the node that replaces the next failed node.
+        nodes = next(e.nodes for e in history.events if isinstance(e, SupervisorStarted))
+        unused = [n for n in nodes if n not in attempt.nodes and history.standing(n) == "good"]
+        kill([launch.warm(unused[0])])
     time.sleep(chance.random())
     launch.remember()
     at = _inject(launch, kind, node, chance.randrange(launch.shape.ranks_per_node))
@@ -299,13 +302,6 @@ def _measure_fault(
     starts = launch.plan.reports("imports")
     imports = [r["seconds"] for r in starts if r["attempt"] == attempt.attempt + 1]
     return FaultResult(kind, detection_s, is_right, phases, max(imports, default=0.0))
-
-
-def _next_node(history: History) -> str:
-    """Return the buffer node that will replace the next node that fails."""
-    nodes = next(e.nodes for e in history.events if isinstance(e, SupervisorStarted))
-    used = history.attempts[-1].nodes
-    return next(n for n in nodes if n not in used and history.standing(n) == "good")
 
 
 def _inject(launch: Launch, kind: str, node: str, local_rank: int) -> float | None:

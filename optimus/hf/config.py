@@ -372,7 +372,7 @@ def _tokens(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _is_token(value: int) -> bool:
-    return 0 <= value < 1 << 31
+    return value >= 0
 
 
 def _padding(fields: _Fields, source: str) -> int:

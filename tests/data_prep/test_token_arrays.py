@@ -76,6 +76,6 @@ def test_checkpoint_after_a_dropped_input_has_all_other_documents(array, tmp_pat
     packed = type(array._store).__name__ == "PackedStore"
     with open(tmp_path / "again", "wb") as file:
         again = TokenArrayWriter(file, VOCAB, "uint16", EOS, packed)
-        again.restore(tokens, rows, id_hashes)
+        again.restore(range(3), tokens, rows, id_hashes)
         assert (again.tokens, again.documents) == (array.tokens, array.documents) == (7, 3)
         assert again.finish() == array.finish()

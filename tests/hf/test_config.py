@@ -115,7 +115,7 @@ REFUSED = {
     "per_layer_config": ({"0": {"head_dim": 4}}, "head_dim"),
     "partial_rotary_factor": (0.5, "0.5"),
     "eos_token_id": ([3, -5], "[3, -5]"),
-    "bos_token_id": (1 << 31, "2147483648"),
+    "bos_token_id": (-5, "-5"),
     "head_dim": (48, "48"),
     "rope_theta": (0.0, "greater than 0"),
     "num_attention_heads": (0, "0"),

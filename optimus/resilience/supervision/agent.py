@@ -403,6 +403,15 @@ class Agent:
             else:
                 self.dropped += 1
 
+    def _take_lines(self) -> list[str]:
+        """Remove the output lines of the next report from the queue, and return them."""
+        lines: list[str] = []
+        length = 0
+        while self.lines and length < _REPORT_CHARS:
+            lines.append(self.lines.popleft())
+            length += len(lines[-1])
+        return lines
+
     async def _report(self, channel: Channel, beat_s: float) -> None:
         """Send a report every `beat_s` seconds, and soon after a rank has ended or printed a line.
 
@@ -414,11 +423,7 @@ class Agent:
         acknowledged_at = time.monotonic()
         while True:
             ranks = [rank.report() for rank in self.ranks.values()]
-            lines: list[str] = []
-            length = dropped = 0
-            while self.lines and length < _REPORT_CHARS:
-                lines.append(self.lines.popleft())
-                length += len(lines[-1])
+            lines, dropped = self._take_lines(), 0
             if not self.lines:
                 dropped, self.dropped = self.dropped, 0
             report = Report(
