@@ -135,6 +135,8 @@ class Mixing:
 
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+_MAX_PICKS = 1 << 28
+"""Largest product of the period of a blend and its sources for which quotas are checked."""
 _PASS_KEYS = 1 << 32
 """A pass uses each instance of a source once. If the last pass p of source s is partial, it has the
 permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
@@ -281,9 +283,12 @@ def read_any_order(dataset: Path) -> Order | BlendOrder:
 def quota_problem(blend: BlendOrder) -> str:
     """Return the reason why the quotas of a blend do not follow from its weights, or ""."""
     try:
-        expected = mixing_of(blend.weights).quotas(blend.num_instances)
+        weights = integer_weights([parse_weight(weight) for weight in blend.weights])
     except ConfigError as error:
         return str(error)
+    if sum(weights) * len(weights) > _MAX_PICKS:
+        return ""  # the exact quotas would take minutes
+    expected = Mixing(weights).quotas(blend.num_instances)
     quotas = tuple(source.quota for source in blend.blended)
     return "" if quotas == expected else f"quotas {quotas}, but the weights give {expected}"
 

@@ -156,7 +156,10 @@ def check_array(
                 if actual != size:
                     raise DamageError(f"{path}: has {actual} bytes instead of {size}")
                 file = stack.enter_context(files.open_regular(path))
-                digest.update(file.read(HEADER_BYTES))
+                header = file.read(HEADER_BYTES)
+                if header != npy_header((tokens,), dtype):
+                    raise DamageError(f"{path}: its header is not that of {tokens} {dtype} ids")
+                digest.update(header)
                 blocks = (
                     np.frombuffer(data, little_endian(dtype))
                     for data in iter(lambda: file.read(_READ_BYTES), b"")
@@ -180,6 +183,8 @@ def check_array(
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if digest.hexdigest() != xxh3 or start != tokens:
         raise DamageError(f"{path}: its content is damaged (hash differs)")
+    if ends is not None and documents != len(ends):
+        problem = problem or "its documents do not end where its table of documents says"
     if problem:
         raise DamageError(f"{path}: {problem}")
 

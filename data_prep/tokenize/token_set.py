@@ -168,6 +168,8 @@ def write_unit(
         files.write_bytes(docs_path(folder, unit), docs)
         if ids:
             files.write_bytes(ids_path(folder, unit), ids)
+        else:  # all documents with ids may be duplicates that are excluded now
+            ids_path(folder, unit).unlink(missing_ok=True)
         is_new = bool(ids) or "dropped" in extra
         record = {
             "format": _FORM,

@@ -40,6 +40,9 @@ _VERSION = 2
 """Version of checkpoints. Checkpoints of another version are ignored. Version 1 has no hashes of
 document ids."""
 _HASH_BYTES = 16
+_SOUND_BYTES = 1 << 30
+"""Size of a checkpoint above which it is compared with the memory of a worker. A checkpoint with
+many short documents is larger than the text since the checkpoint before."""
 _REASON_CHARS = 1 << 16
 _REMOVE = "remove it: its documents are then tokenized again"
 
@@ -96,7 +99,8 @@ class Segments:
         path = self._path(number)
         try:
             size = os.stat(path).st_size
-            self._limits.refuse(str(path), f"a checkpoint of {size} bytes", size, _REMOVE)
+            if size > _SOUND_BYTES:
+                self._limits.refuse(str(path), f"a checkpoint of {size} bytes", size, _REMOVE)
             data = files.read_regular(path, layout.ARRAY_BYTES)
         except FileNotFoundError:  # also if another run has just removed it
             return None

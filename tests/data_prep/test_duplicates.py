@@ -107,6 +107,14 @@ def test_quarantine_lists_later_duplicates_and_keeps_the_first(
     assert tree(out) == before, "duplicates are found again, after the documents were removed"
 
 
+@pytest.mark.parametrize("fraction", ["0", "0.5"])
+def test_unit_whose_ids_are_all_duplicates_is_whole(made, tmp_path, fraction):
+    write(tmp_path / "text", a=[*range(20)], b=[*range(20)], c=[1, 2, ..., ...])
+    more = ["--unit-size", "1", "--on-error", "quarantine", "--eval-fraction", fraction]
+    assert main(arguments(made, tmp_path, *more)) == 0
+    assert list(verify(tmp_path / "out")) == []
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -297,10 +297,17 @@ def test_sidecar_that_contradicts_the_order_is_damage(restored, changes, problem
     assert any(problem in line for line in verify(restored))
 
 
-def test_id_outside_the_vocabulary_with_correct_hashes_is_damage(restored):
+@pytest.mark.parametrize(
+    ("last_ids", "problem"),
+    [
+        ([65535, 0], "contains id 65535, outside the vocabulary of 400"),
+        ([1, 1], "its documents do not end where its table of documents says"),
+    ],
+)
+def test_impossible_ids_with_correct_hashes_are_damage(restored, last_ids, problem):
     path = restored / "tokens/unit-00000.npy"
     before = path.read_bytes()
-    path.write_bytes(before[:-4] + b"\xff\xff" + before[-2:])
+    path.write_bytes(before[:-4] + np.array(last_ids, "<u2").tobytes())
     xxh3 = files.xxh3_file(path)
     write(restored / "tokens/unit-00000.json", {"array.xxh3": xxh3})
     write(restored / "order.json", {"units.0.xxh3": xxh3})
@@ -309,7 +316,21 @@ def test_id_outside_the_vocabulary_with_correct_hashes_is_damage(restored):
         lines = list(verify(restored))
     finally:
         path.write_bytes(before)
-    assert any("unit-00000.npy: contains id 65535, outside the voc" in line for line in lines)
+    assert any(f"unit-00000.npy: {problem}" in line for line in lines)
+
+
+def test_dtype_of_a_plan_that_contradicts_its_arrays_is_damage(made, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(made.data, data)
+    for folder in (data, data / "eval"):
+        plan = folder / "tokens/plan.json"
+        write(plan, {"tokenizer.vocab_size": 70_000})
+        plan_xxh3 = files.xxh3_file(plan)
+        for sidecar in sorted((folder / "tokens").glob("unit-*.json")):
+            write(sidecar, {"plan": plan_xxh3})
+        write(folder / "order.json", {"plan": plan_xxh3})
+    lines = list(verify(data))
+    assert any("unit-00000.npy: its header is not that of" in line for line in lines)
 
 
 def test_damaged_array_is_damage_also_if_a_mark_says_that_arrays_are_removed(restored):
