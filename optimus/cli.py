@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from optimus.errors import (
@@ -225,6 +225,7 @@ def _end(error: OptimusError) -> int:
 def _parser() -> argparse.ArgumentParser:
     from optimus.bench.commands import add_to as add_bench
     from optimus.checkpoint.commands import add_to as add_checkpoint
+    from optimus.train.commands import add_command
     from optimus.train.commands import add_to as add_train
 
     parser = argparse.ArgumentParser(
@@ -240,12 +241,14 @@ def _parser() -> argparse.ArgumentParser:
         _add_generate,
     ):
         add(commands)
-    report = _add(commands, "report", _report, "Draw the curves of a run and print a summary.")
+    report = add_command(
+        commands, "report", _report, "Draw the curves of a run and print a summary."
+    )
     report.add_argument("run_dir", help="a run directory; the picture is written to it")
     add_bench(commands)
     _add_kernels(commands)
     text = "Report the devices, packages and kernels of this machine."
-    doctor = _add(commands, "doctor", _doctor, text)
+    doctor = add_command(commands, "doctor", _doctor, text)
     doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser
 
@@ -266,18 +269,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _add(
-    commands: argparse._SubParsersAction, name: str, run: Callable[..., int], text: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run)
-    return parser
-
-
 def _add_plan(commands: argparse._SubParsersAction) -> None:
-    from optimus.train.commands import add_config
+    from optimus.train.commands import add_command, add_config
 
-    parser = _add(
+    parser = add_command(
         commands, "plan", _plan, "Compute parameters, FLOPs and memory of a run in advance."
     )
     add_config(parser)
@@ -316,7 +311,9 @@ def _plan(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    parser = _add(
+    from optimus.train.commands import add_command
+
+    parser = add_command(
         commands, "convert", _convert, "Convert between Hugging Face directories and checkpoints."
     )
     parser.add_argument("direction", choices=("from-hf", "to-hf"))
@@ -344,7 +341,9 @@ def _convert(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "eval", _eval, "Compute the loss of a checkpoint on a data set.")
+    from optimus.train.commands import add_command
+
+    parser = add_command(commands, "eval", _eval, "Compute the loss of a checkpoint on a data set.")
     parser.add_argument(
         "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
     )
@@ -373,7 +372,9 @@ def _eval(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "generate", _generate, "Continue a text.")
+    from optimus.train.commands import add_command
+
+    parser = add_command(commands, "generate", _generate, "Continue a text.")
     parser.add_argument(
         "checkpoint", help="a checkpoint, a run directory or a Hugging Face directory"
     )
@@ -418,7 +419,9 @@ def _report(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_kernels(commands: argparse._SubParsersAction) -> None:
-    parser = _add(
+    from optimus.train.commands import add_command
+
+    parser = add_command(
         commands, "kernels", _kernels, "Compile kernels ahead of time, or list what is compiled."
     )
     parser.add_argument("action", choices=("build", "status"))

@@ -22,9 +22,10 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         add(commands)
 
 
-def _add(
+def add_command(
     commands: argparse._SubParsersAction, name: str, run: Callable[..., int], text: str
 ) -> argparse.ArgumentParser:
+    """Add a command that calls `run`, with `text` as its help, and return its parser."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     return parser
@@ -42,7 +43,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    parser = _add(commands, "train", _train, "Train a model as a configuration file says.")
+    parser = add_command(commands, "train", _train, "Train a model as a configuration file says.")
     add_config(parser)
     parser.add_argument("--settings", action=_PrintSettings, help="list all settings and exit")
     parser.add_argument(
@@ -155,7 +156,7 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 def _add_launch(commands: argparse._SubParsersAction) -> None:
     text = "Train in an allocation of nodes, and replace nodes that fail."
-    parser = _add(commands, "launch", _launch, text)
+    parser = add_command(commands, "launch", _launch, text)
     add_config(parser)
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="number of nodes with ranks (1)"
@@ -252,7 +253,7 @@ def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
 
 def _add_machine(commands: argparse._SubParsersAction) -> None:
     text = "Check a job against the queues of a machine, and print its settings for a job script."
-    parser = _add(commands, "machine", _machine, text)
+    parser = add_command(commands, "machine", _machine, text)
     parser.add_argument("machine", help="a name in configs/machine, or the path of a TOML file")
     parser.add_argument("--queue", default="", metavar="Q", help="queue of the job")
     parser.add_argument(
@@ -278,7 +279,7 @@ def _machine(args: argparse.Namespace, arguments: list[str]) -> int:
 
 def _add_status(commands: argparse._SubParsersAction) -> None:
     text = "Show the nodes, attempts and use of time of a supervised run."
-    parser = _add(commands, "status", _status, text)
+    parser = add_command(commands, "status", _status, text)
     parser.add_argument("run_dir", help="run directory of optimus launch")
     parser.add_argument("--watch", action="store_true", help="repeat every 2 s until the run ends")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
