@@ -359,8 +359,8 @@ class Agents:
             hello = await channel.receive(Hello)
             node = self._welcome(channel, hello)
             if node is None:
-                if not hello.attempt:  # else its ranks may still run and save
-                    await channel.send(End())
+                if not hello.attempt or hello.attempt in self._history.ends:
+                    await channel.send(End())  # it has no ranks that could still save
                 return
             await channel.send(
                 Welcome(
@@ -415,6 +415,9 @@ class Agents:
         node.channel, node.hello, node.heard_at = channel, hello, self.clock_s
         running = self._history.running
         was_asked = running is not None and node.attempt == running.attempt
+        if running is not None and hello.attempt == running.attempt:
+            # After a takeover: the agent may be lost before the supervisor observes the attempt.
+            node.attempt = running.attempt
         if running and is_same_agent and was_asked and hello.attempt < running.attempt:
             self.spawn(self.start_ranks(running, node.name))  # the request did not arrive
         return node

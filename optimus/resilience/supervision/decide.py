@@ -119,10 +119,10 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
     """Return the event for the end of an attempt of `ranks` ranks.
 
     The strongest evidence shows the cause. From strongest to weakest, the kinds of evidence are: a
-    marker; a silent agent; an mpiexec that has not started all ranks; ranks that refused their
-    configuration; the first exit status or signal that is not the result of another rank's failure;
-    the rank with the fewest collectives or, among several, with the longest time in its phase. The
-    last kind is ambiguous.
+    marker; all ranks that ended without an error; a silent agent; an mpiexec that has not started
+    all ranks; ranks that refused their configuration; the first exit status or signal that is not
+    the result of another rank's failure; the rank with the fewest collectives or, among several,
+    with the longest time in its phase. The last kind is ambiguous.
     """
     markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
@@ -139,10 +139,11 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         cause = _Cause("failed", "soft", [first.node], signature, step=first.step)
     cause = (
         cause
+        or _cause_in_success(evidence, ranks)
         or _cause_in_silence(evidence)
         or _cause_in_launch(evidence)
         or _cause_in_refusals(evidence)
-        or _cause_in_statuses(evidence, ranks)
+        or _cause_in_statuses(evidence)
         or _cause_in_progress(evidence)
     )
     return AttemptEnded(
@@ -155,6 +156,14 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
         signature=cause.signature,
         evidence=(*lines, *cause.lines),
     )
+
+
+def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
+    """Return the cause if all ranks have ended without an error, even if agents were lost later."""
+    statuses = {end.status for end in evidence.ends}
+    if len(evidence.ends) != ranks or not statuses <= {0, OutcomeKind.STOPPED.exit_status}:
+        return None
+    return _Cause("done" if statuses == {0} else "stopped")
 
 
 def _cause_in_silence(evidence: Evidence) -> _Cause | None:
@@ -196,7 +205,7 @@ def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
     return None
 
 
-def _cause_in_statuses(evidence: Evidence, ranks: int) -> _Cause | None:
+def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
     """Return the cause if exit statuses of ranks show it."""
     causes = [end for end in evidence.ends if _is_cause(end)]
     if causes:
@@ -208,9 +217,6 @@ def _cause_in_statuses(evidence: Evidence, ranks: int) -> _Cause | None:
             # All ranks agreed on this error.
             return _Cause("failed", "shared", signature=signature)
         return _Cause("failed", "hard", nodes[:1], signature)
-    statuses = {end.status for end in evidence.ends}
-    if len(evidence.ends) == ranks and statuses <= {0, OutcomeKind.STOPPED.exit_status}:
-        return _Cause("done" if statuses == {0} else "stopped")
     nonfinite = [end for end in evidence.ends if end.status == _NONFINITE and not end.was_ended]
     if nonfinite:
         line = f"{_describe(nonfinite[0])}; there is no marker"

@@ -196,6 +196,9 @@ class Observer:
         if evidence.restarted or len(evidence.ends) >= world:
             return True
         if evidence.unreachable:  # after a network failure, other agents are silent by now
+            others = [self._agents.nodes[name] for name in evidence.nodes]
+            if any(n.channel is None and n.name not in evidence.unreachable for n in others):
+                return False  # an agent without a connection connects again or becomes silent
             return silence_s > (1 + 1.5 / BEATS_PER_LIMIT) * self._job.heartbeat_s
         if self._agents.clock_s - self.stopped_at_s > _SAVE_S:
             return True  # the ranks do not obey the signal

@@ -26,6 +26,7 @@ from tests.kit.faults.supervised import (
     Expected,
     Launch,
     local_nodes,
+    progress_of,
     send,
 )
 from tests.kit.runs.tiny import CONTEXT
@@ -86,9 +87,19 @@ def _freeze_rank(launch: Launch, chance: random.Random) -> Expected:
 
 
 def _freeze_all_ranks(launch: Launch, chance: random.Random) -> Expected:
-    """Suspend all ranks, so that none notices that others do not answer."""
+    """Suspend all ranks during an update, so that none notices that others do not answer."""
     ended = len(launch.history().ends)
-    launch.freeze([process for node in launch.active() for process in launch.ranks(node)])
+    ranks = [process for node in launch.active() for process in launch.ranks(node)]
+
+    def are_updating() -> bool:
+        launch.freeze(ranks)
+        if all(progress_of(rank).phase == "update" for rank in ranks):
+            return True
+        launch.thaw()  # this limit does not cover saves
+        time.sleep(0.1 * chance.random())
+        return False
+
+    launch.wait_until(are_updating)
     launch.wait_until(lambda: len(launch.history().ends) > ended)
     end = [*launch.history().ends.values()][-1]
     assert "no rank has started a collective" in " ".join(end.evidence), end

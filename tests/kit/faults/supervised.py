@@ -27,6 +27,7 @@ from optimus.config import dump_toml
 from optimus.errors import ConfigError
 from optimus.io.workspace import Workspace
 from optimus.resilience.supervision.agents import Job
+from optimus.resilience.supervision.attempt import Progress, read_page
 from optimus.resilience.supervision.decide import Policy
 from optimus.resilience.supervision.launchers import Local
 from optimus.resilience.supervision.ledger import History, read_history
@@ -322,6 +323,12 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+def progress_of(rank: psutil.Process) -> Progress:
+    """Return the progress of the process of a rank, from the page that it has mapped."""
+    (page,) = (m.path for m in rank.memory_maps() if Path(m.path).match("attempt-*/rank-*"))
+    return read_page(Path(page))
 
 
 class Sleepers(Local):

@@ -109,6 +109,16 @@ def test_outcome_without_a_failure(statuses, outcome):
     assert find_cause(evidence, RANKS, 0.0).outcome == outcome
 
 
+@pytest.mark.parametrize("gone", [{"unreachable": ("a",)}, {"restarted": ("b", "a")}])
+@pytest.mark.parametrize(("last", "outcome"), [(0, "done"), (3, "stopped"), (LOST, None)])
+def test_loss_of_agents_after_the_end_of_all_ranks_is_no_failure(gone, last, outcome):
+    """Slurm cancels a job: the ranks save a checkpoint and end, then the agents are killed."""
+    statuses = {0: 0, 1: 0, 2: 0, 3: last}
+    evidence = Evidence(1, 9, ends(statuses), nodes=("a", "b"), **gone)
+    end = find_cause(evidence, RANKS, 0.0)
+    assert end.outcome == (outcome or ("failed" if len(*gone.values()) == 1 else "interrupted"))
+
+
 @pytest.mark.parametrize(("rank", "outcome"), [(0, "usage"), (3, "failed")])
 def test_error_of_a_single_rank_at_the_start(rank, outcome):
     """The first rank checks the settings; another rank may lack a file of the data set."""

@@ -13,17 +13,18 @@ import pytest
 from optimus.resilience.supervision import supervisor
 from optimus.resilience.supervision.agent import hash_code
 from optimus.resilience.supervision.attempt import Progress
+from optimus.resilience.supervision.channel import Channel
 from optimus.resilience.supervision.decide import find_cause
-from optimus.resilience.supervision.ledger import AttemptStarted
-from optimus.resilience.supervision.messages import Hello, RankReport, Report
+from optimus.resilience.supervision.ledger import AttemptEnded, AttemptStarted
+from optimus.resilience.supervision.messages import End, Hello, Message, RankReport, Report
 from tests.kit.faults.supervised import make_job
 
 
-def hello(name: str) -> Hello:
+def hello(name: str, attempt: int = 0, pid: int = 5) -> Hello:
     """Return the first message of an agent. The machine of node a is that of the supervisor."""
     host = socket.gethostname() if name == "a" else name
-    figures = {"pid": 5, "code": hash_code(), "time": time.time(), "open_files": 4096}
-    return Hello(node=name, host=host, attempt=0, **figures)
+    figures = {"code": hash_code(), "time": time.time(), "open_files": 4096}
+    return Hello(node=name, host=host, attempt=attempt, pid=pid, **figures)
 
 
 def test_agents_that_ended_with_their_supervisor_are_no_failure_of_their_node(tmp_path):
@@ -123,4 +124,72 @@ def test_no_node_is_blamed_if_it_connects_again_after_others(tmp_path):
     assert not watcher._observer.evidence(attempt, 10.5).unreachable
     watcher._agents.nodes["a"].heard_at = watcher._agents.nodes["c"].heard_at = 11.5
     assert watcher._observer.evidence(attempt, 11.5).unreachable == ("b",)
+    watcher._lock.close()
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "is_connected", "nodes"),
+    [(1.3, True, ("b",)), (1.3, False, None), (2.3, False, ("b", "a"))],
+)
+def test_agents_that_are_lost_shortly_after_each_other_are_lost_together(
+    tmp_path, silent_s, is_connected, nodes
+):
+    """`scancel` ends the steps of agents in turn."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    attempt = AttemptStarted(time=1, attempt=1, nodes=("a", "b"), ranks_per_node=1, port=1)
+    for node, heard_at in zip(watcher._agents.nodes.values(), (5.8, 5.0), strict=True):
+        node.hello, node.heard_at = hello(node.name), heard_at
+    connected: Any = object()
+    watcher._agents.nodes["a"].channel = connected if is_connected else None
+    now = 5.0 + silent_s
+    evidence = watcher._observer.evidence(attempt, now)
+    is_conclusive = watcher._observer._is_conclusive(evidence, 2, 0.0, silent_s, False)
+    watcher._lock.close()
+    assert is_conclusive == (nodes is not None)
+    if nodes is not None:
+        assert evidence.unreachable == nodes
+
+
+@pytest.mark.parametrize(("attempt", "is_known"), [(2, True), (1, False)])
+def test_reports_count_before_a_takeover_is_complete(tmp_path, attempt, is_known):
+    """Slurm ends a job while a supervisor takes over: the ranks end, and then the agents."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    started = AttemptStarted(time=1, attempt=2, nodes=("a", "b"), ranks_per_node=1, port=1)
+    watcher._history.add(started)
+    channel: Any = None
+    node = watcher._agents._welcome(channel, hello("b", attempt))
+    assert node is not None
+    report = RankReport(rank=1, pid=3, status=3)
+    watcher._agents._receive(node, Report(attempt=attempt, ranks=(report,), lines=()))
+    watcher._lock.close()
+    assert (1 in node.ended) == is_known
+
+
+@pytest.mark.parametrize(("attempt", "answer"), [(0, End), (1, End), (2, EOFError)])
+def test_second_agent_of_a_node_ends_unless_its_ranks_may_run(tmp_path, attempt, answer):
+    """A node was suspended while another job began. Attempt 1 has ended, attempt 2 runs."""
+    watcher = supervisor.Supervisor(make_job(tmp_path))
+    for number in (1, 2):
+        more = {"nodes": ("a", "b"), "ranks_per_node": 1, "port": 1}
+        watcher._history.add(AttemptStarted(time=1, attempt=number, **more))
+        if number == 1:
+            watcher._history.add(AttemptEnded(time=2, attempt=1, outcome="stopped", step=5))
+
+    async def receive() -> type:
+        (host, *_), port = await watcher._agents.listen()
+        channels = []
+        for pid in (5, 6):
+            connection = await asyncio.open_connection(host, port)
+            channels.append(await Channel.open(*connection, "agent", watcher._agents._secret))
+            await channels[-1].send(hello("b", attempt, pid))
+            try:
+                message: Any = await channels[-1].receive(Message)
+            except EOFError as error:
+                message = error
+        for channel in channels:
+            await channel.close()
+        await watcher._agents.close()
+        return type(message)
+
+    assert issubclass(asyncio.run(receive()), answer)
     watcher._lock.close()
