@@ -221,8 +221,8 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
         path: The file, for the error message.
 
     Raises:
-        DataError: a key is missing, or its value has another type. The hash of the file may still
-            be correct, because another program may have written the file.
+        DataError: A key is missing, or its value has another type. A correct hash does not exclude
+            this, because another program may have written the file.
     """
     try:
         return _column(kind, [value], "")[0]

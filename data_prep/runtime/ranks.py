@@ -42,7 +42,7 @@ class RankFiles:
     """
 
     def __init__(self, out: Path):
-        """Record which files of earlier runs are in `out`, which need not exist yet."""
+        """List the files that ranks of earlier runs left in `out`. `out` need not exist yet."""
         self._out = out
         self._old = self._names(_FAILED)
         self._old_signs: dict[str, int | None] = dict.fromkeys(self._names(_ALIVE))
@@ -262,7 +262,7 @@ class PrepTask(Protocol):
         """Do the items with these indices."""
 
     def verify(self) -> list[int]:
-        """Return the indices of incorrect items. It is called only if no item is missing."""
+        """Return the indices of incorrect items, if no item is missing."""
 
 
 def run_task(group: WorkerGroup, task: PrepTask) -> None:

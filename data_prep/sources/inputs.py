@@ -120,10 +120,12 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file: its name, as found from the command line, and its size on disk in bytes."""
+    """An input file."""
 
     name: str
+    """Path of the file, from the paths, patterns and lists of `--input`."""
     size: int
+    """Size on disk in bytes."""
 
 
 def find_inputs(

@@ -103,9 +103,13 @@ def require_array(tokens_dir: Path, unit: int, tokens: int, size: int) -> None:
 
 
 def problem_of_rows(table: np.ndarray, inputs: range) -> str:
-    """Return the problem of a table of documents, int64 [D, 3], or "".
+    """Check a table of documents, and describe its first problem; return "" if there is none.
 
-    Documents are in the order of their inputs and, in an input, of their lines.
+    The documents must be sorted by input and, within an input, by line.
+
+    Args:
+        table: int64 [D, 3]: end, input and line of each document.
+        inputs: The inputs that the table may name.
     """
     sources, lines = table[:, 1], table[:, 2]
     if len(table) and not (inputs[0] <= sources.min() and sources.max() <= inputs[-1]):

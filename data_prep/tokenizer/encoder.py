@@ -76,8 +76,10 @@ class Recipe:
 
 
 def recognise(config: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe of a tokenizer.json, or None if `re` and the library might divide a text
-    into different pieces."""
+    """Return the rules by which a tokenizer.json divides text into pieces.
+
+    Return None if Python's `re` might not find the same pieces as the tokenizers library.
+    """
     model, normalizer = config.get("model") or {}, config.get("normalizer")
     if model.get("type", "BPE") != "BPE" or model.get("dropout"):
         return None
@@ -188,7 +190,7 @@ def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _pattern_of(codes: set[int]) -> re.Pattern[str]:
-    """Return the pattern of a character that is in `codes`."""
+    """Return a regular expression that matches one character whose code point is in `codes`."""
     ordered = np.array(sorted(codes))
     runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
     return re.compile(f"[{_class_of((run[0], run[-1]) for run in runs)}]")

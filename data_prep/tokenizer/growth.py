@@ -231,7 +231,10 @@ class _Weights:
 
 
 def _pattern(pattern: dict[str, str]) -> tuple[str | None, int]:
-    """Return the characters of a pattern, None if unknown, and the fewest bytes that it matches."""
+    """Return the characters that a pattern matches, and the smallest size of a match in bytes.
+
+    The first value is None if the characters are not known.
+    """
     if text := pattern.get("String"):
         return text, len(text.encode())
     expression = pattern.get("Regex", "")

@@ -109,7 +109,7 @@ def _route(
         if wrong:
             token, k = wrong[0]
             raise ValueError(
-                f"chosen {list(chosen.shape)} has {len(wrong)} numbers outside 0 to {of - 1}; "
+                f"route: {len(wrong)} expert indices in chosen are outside 0 to {of - 1}; "
                 f"the first is {int(chosen[token, k])} for token {token}"
             )
     kernels = library.native(chosen, any_dtype=True)

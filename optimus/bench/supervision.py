@@ -433,8 +433,11 @@ def measure_files(folder: Path, data: Path, nodes: int) -> Files:
 
 
 def is_module(path: str) -> bool:
-    """Return True if a file contains a module. The file of the compiled kernels does not count: a
-    rank opens this file to check that the warm process has loaded the same file."""
+    """Return True if a path has the suffix of a Python module or an extension module.
+
+    The library of the compiled kernels (liboptimus*) is no module. A rank opens it even if the
+    process from which it was forked has loaded it, to check that it is still the same file.
+    """
     return path.endswith((".py", ".pyc", ".so")) and not Path(path).name.startswith("liboptimus")
 
 

@@ -82,7 +82,7 @@ def _plain_name(name: str) -> str:
     """Return `name` unchanged. Raises ValueError unless it is a relative path inside the directory
     of the checkpoint."""
     if "\0" in name or "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-        raise ValueError("must be a file of the checkpoint, named relative to its directory")
+        raise ValueError("must be a path within the checkpoint, without .., \\ and NUL")
     os.fsencode(name)
     return name
 

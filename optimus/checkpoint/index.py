@@ -278,7 +278,7 @@ def _check_head(
         raise ValueError(f"invalid generation = {generation!r:.40}")
     for writer, size, hashes in shards:
         if not (_is_count(writer) and _is_count(size, HEADER_BYTES) and type(hashes) is str):
-            raise ValueError(f"invalid shard file of writer {writer!r:.40} and size {size!r:.40}")
+            raise ValueError(f"invalid writer = {writer!r:.40}, size = {size!r:.40} or hashes")
         if len(hashes) != -(-size // block_bytes) * HASH_CHARS:
             raise ValueError(f"wrong number of hashes of shard file {writer} with {size} bytes")
     if len({shard.writer for shard in shards}) != len(shards):

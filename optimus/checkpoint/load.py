@@ -1,11 +1,12 @@
 """Loading of full checkpoints: ranks with the same states read one share each, and exchange them.
 
 If n ranks have the same shard, each of them reads an n-th of it. Then they exchange the shares in
-place, by the collective that `checkpoint.distribute` selects. With `broadcast`, each rank in turn
-sends its share, one mesh axis after the other. With `all_reduce`, each rank sets the other shares
-of its shard to zero, and an all-reduce adds the shards as integers, which changes no bits. If
-several pipeline stages have the same parameter, the first of these stages sends it to the others in
-stripes, which needs additional memory for one stripe.
+place, by the collective that `checkpoint.distribute` selects, along one mesh axis after the other.
+With `broadcast`, each of the ranks along an axis in turn sends all shares that it has so far. With
+`all_reduce`, each rank first sets the other shares of its shard to zero, and an all-reduce along
+each axis adds the shards as integers, which changes no bits. If several pipeline stages have the
+same parameter, the first of these stages sends it to the others in stripes, which needs additional
+memory for one stripe.
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ BATCH_ELEMENTS = 1 << 22
 
 
 class ParamSlice(NamedTuple):
-    """Elements [start, stop) of a flattened box. `box` is a box of parameter `name`."""
+    """Some of the elements of parameter `name` that a rank has.
+
+    `box` contains the index ranges of the rank's elements in each dim of the whole parameter. The
+    slice is [start, stop) of these elements, in row-major order.
+    """
 
     name: str
     box: Box

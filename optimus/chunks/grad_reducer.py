@@ -67,8 +67,9 @@ class _ReduceOnce:
     """Adds up the gradients of microbatches locally, and reduces each buffer once per step. With
     `overlap`, backward continues during the reductions, and `finish` waits for the last of them.
 
-    A reduction needs additional memory only to convert to another dtype, or if each rank of a
-    replica group first receives a piece of the shard.
+    A reduction needs additional memory in two cases: to convert the gradients to another dtype; or
+    if several ranks have the same shard, for the piece of the shard that each of them receives
+    before `finish` gathers the pieces.
     """
 
     def __init__(self, dtype: torch.dtype, overlap: bool) -> None:

@@ -210,8 +210,10 @@ class Agreement:
         return self._within(_OTHERS_S, ask, lambda: end_without_store(outcome, self.launch))
 
     def publish(self, outcome: Outcome) -> None:
-        """Publish an Outcome and return without waiting for the decision. Other ranks that fail
-        because this rank ends can then adopt the Outcome."""
+        """Write an Outcome to the store, without waiting until the ranks agree on one.
+
+        If the end of this rank lets other ranks fail, they find the cause in the store.
+        """
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:

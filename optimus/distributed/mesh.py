@@ -145,17 +145,17 @@ def make_mesh(parallel: ParallelConfig, world_size: int | None = None) -> Mesh:
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Distribution of a parameter over the ranks of a pipeline stage.
+    """Distribution of a parameter and its gradient over ranks.
 
     Attributes:
         divided: Axes along which each rank has a different slice of the parameter and the complete
             gradient of its slice. Example: ep for experts.
         partial: Axes along which each rank has the whole parameter, but computes only one summand
             of its gradient. Example: tp for norms under sequence parallelism.
-        stages: Key of the group of the pipeline stages that have a copy of the parameter; () for a
-            single stage. Example: ENDS for tied embeddings. Each stage computes one summand of the
-            gradient. The copies have identical states. The gradient norm includes only the first
-            stage's copy, and a checkpoint contains the states only once.
+        stages: If several pipeline stages have a copy of the parameter, the axes of their process
+            group, else (). Example: ENDS for tied embeddings. Each stage computes one summand of
+            the gradient. The copies have identical states. The gradient norm includes only the
+            first stage's copy, and a checkpoint contains the states only once.
     """
 
     divided: Axes = ()

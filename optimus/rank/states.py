@@ -158,7 +158,7 @@ def check_slots(config: Config, mesh: Mesh) -> None:
 
 
 class PlannedRank(NamedTuple):
-    """States of a rank on the meta device, with its layout and process groups."""
+    """A rank without memory: its model states on the meta device, layout and process groups."""
 
     engine: ChunkEngine
     layout: Layout

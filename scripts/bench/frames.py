@@ -147,8 +147,12 @@ def _run_data(command: list[str]) -> None:
 
 
 def format_result(result: dict[str, Any], lists_files: bool) -> str:
-    """Return the number of files of each operation and the stack frames, in Markdown. With
-    `lists_files`, add the names of the files."""
+    """Format a result as Markdown.
+
+    It has, for each operation, the number of source files whose functions the operation calls, and
+    the names of the functions on the stack between backward and a reduce-scatter. With
+    `lists_files`, it also has the names of the files.
+    """
     functions = result["reduce-scatter"]
     lines = ["| operation | files entered |", "|---|---|"]
     lines += [f"| {name} | {len(files)} |" for name, files in result["files"].items()]

@@ -275,7 +275,7 @@ def test_numbers_that_no_expert_has_add_nothing_and_are_refused_in_debug_mode(mo
     assert out[:2].abs().max() == 0
     assert out[2].abs().max() > 0
     monkeypatch.setenv("OPTIMUS_KERNELS_DEBUG", "1")
-    with pytest.raises(ValueError, match="2 numbers outside 0 to 4;"):
+    with pytest.raises(ValueError, match="2 expert indices in chosen are outside 0 to 4;"):
         experts(x, weights, wild)
 
 

@@ -127,9 +127,10 @@ class Progress(NamedTuple):
 class ProgressPage(Recorder):
     """A page of memory in which a rank counts its collectives and records its phase.
 
-    Writing takes no system call. The words are int64: number of collectives, step, index of the
-    phase, time at which the phase began in ns of the node's monotonic clock, number of completed
-    updates, exit status of the rank's error, and the ns of each phase.
+    Writing takes no system call. The page is an array of int64: number of collectives; step; index
+    of the current phase; time at which this phase began, in ns of the node's monotonic clock;
+    number of completed updates; exit status for the first error of this rank; and, for each kind
+    of phase, the total time in completed phases in ns.
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -253,7 +253,8 @@ class Supervisor:
                 await asyncio.sleep(_RETRY_S)
 
     async def _decide(self) -> Decision:
-        """Decide how the run continues, and add the new standings of nodes to the ledger."""
+        """Decide whether another attempt starts or the job ends. Record each node that the decision
+        marks as suspect or excluded in the ledger."""
         job = self._job
         remaining_s = job.ends_at - job.margin_s - time.time()
         while True:
