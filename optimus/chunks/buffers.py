@@ -7,12 +7,17 @@ Parameters and gradients are views of flat buffers, and autograd saves such view
 its storage is resized to 0 bytes, but the storage object stays: when the storage has memory again,
 all views are valid. An assignment to `.data` of the views would not reach the views that autograd
 or a recomputation has saved.
+
+A chunk has a home tier. The states of a chunk whose home is the host are in host memory; its
+parameters are on the device while a segment uses them, and its gradients from a backward to their
+reduction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,21 +44,52 @@ class StateTensor(NamedTuple):
     outside of chunks."""
 
 
+class Tier(Enum):
+    """Memory in which a buffer is."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 class Memory:
-    """Frees and allocates the memory of flat buffers.
+    """Allocates and frees flat buffers, and counts their bytes in each tier.
 
     A read of a freed buffer crashes the process. With `poison`, which tests set, a freed buffer
     keeps its memory and is filled with NaN. A read of it then causes NaN in the results.
+
+    Args:
+        device: Device of the tier DEVICE. On the meta device, the host buffers are meta tensors,
+            too.
+        poison: True to fill freed buffers with NaN.
     """
 
-    def __init__(self, poison: bool = False) -> None:
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
+        host = device if device.type == "meta" else torch.device("cpu")
+        self._devices = {Tier.DEVICE: device, Tier.HOST: host}
         self.poison = poison
+        self._tiers: dict[int, Tier] = {}
+        """Tier of each buffer that this object has made, by its storage."""
         self._freed: set[int] = set()
+        self.num_bytes = dict.fromkeys(Tier, 0)
+        """Bytes of the buffers that are not freed."""
+
+    def new(self, length: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE) -> Tensor:
+        """Return a new buffer of `length` zeros. This object keeps no reference to it."""
+        flat = torch.zeros(length, dtype=dtype, device=self._devices[tier])
+        self._tiers[flat.untyped_storage()._cdata] = tier
+        self.num_bytes[tier] += flat.nbytes
+        return flat
+
+    def tier_of(self, flat: Tensor) -> Tier | None:
+        """Return the tier of a buffer; None if it is freed."""
+        return self._tiers[flat.untyped_storage()._cdata] if self.has(flat) else None
 
     def free(self, flat: Tensor) -> None:
         """Free the memory of a buffer; its values are lost."""
         storage = flat.untyped_storage()
+        assert storage._cdata not in self._freed, "the buffer is freed already"
         self._freed.add(storage._cdata)
+        self.num_bytes[self._tiers[storage._cdata]] -= flat.nbytes
         if self.poison:
             flat.fill_(torch.nan)
         else:
@@ -62,37 +98,27 @@ class Memory:
     def allocate(self, flat: Tensor) -> None:
         """Allocate memory for a freed buffer; its values are undefined."""
         storage = flat.untyped_storage()
-        self._freed.discard(storage._cdata)
+        self._freed.remove(storage._cdata)
+        self.num_bytes[self._tiers[storage._cdata]] += flat.nbytes
         if not self.poison:
-            storage.resize_(flat.numel() * flat.itemsize)
+            storage.resize_(flat.nbytes)
 
     def has(self, flat: Tensor) -> bool:
         """Return False if a buffer is freed, even if it keeps its memory because of `poison`."""
         return flat.untyped_storage()._cdata not in self._freed
 
 
-class ZeroedMemory(Memory):
-    """Memory that is never freed. `free` sets a buffer to zero instead."""
-
-    def free(self, flat: Tensor) -> None:
-        flat.zero_()
-
-    def allocate(self, flat: Tensor) -> None:
-        """Do nothing: the buffer has memory."""
-
-    def has(self, flat: Tensor) -> bool:
-        return True
-
-
 class GradBuffer(Protocol):
     """Gradients that are reduced together: those of a chunk, or that of one `FurtherUse`."""
 
     groups: ParamProcessGroups
+    home: Tier
+    """Tier of `grad`."""
     grads: Tensor
-    """Flat buffer of L elements, to which backward adds."""
+    """Flat buffer of L elements on the device, to which backward adds."""
     grad: Tensor
     """Sum over microbatches and ranks for the update, fp32 [L / size of the shard group]. It is
-    `grads` itself if the states are not sharded."""
+    `grads` itself if the states are not sharded and their home is the device."""
     grad_views: dict[str, Tensor]
     """Views of `grads` by parameter, in order of first use. They are valid whenever `grads` has
     memory."""
@@ -104,17 +130,19 @@ class ChunkState:
     Attributes:
         chunk: The layout of the chunk.
         groups: Process groups of its parameters.
-        is_sharded: True if this rank keeps only its shard of the parameters between uses; `params`
-            then has memory only while the chunk is gathered.
+        home: Tier of `shard`, `master`, `moments` and `grad`.
+        is_transient: True if `params` has memory only while the parameters are used. This rank
+            keeps `shard` between uses.
         shard_range: The elements of the chunk that are this rank's shard.
-        params: [L] in the training dtype. Parameters are views of it.
-        grads: [L] in the dtype of gradients. Backward adds to it.
+        params: [L] in the training dtype, on the device. Parameters are views of it.
+        grads: [L] in the dtype of gradients, on the device. Backward adds to it.
         grad_views: Views of `grads` by parameter. They are valid whenever `grads` has memory.
-        shard: [L / shards], this rank's shard of the parameters: a separate tensor if `is_sharded`,
-            else a view of `params`.
+        shard: [L / shards], this rank's shard of the parameters: a separate tensor if
+            `is_transient`, else a view of `params`.
         master: fp32 [L / shards], the master weights; `shard` itself in fp32 training.
         moments: [L / shards] each, the moments of the optimizer by name.
-        grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded.
+        grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded
+            and their home is the device.
     """
 
     def __init__(
@@ -124,30 +152,31 @@ class ChunkState:
         moments: Mapping[str, torch.dtype],
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        device: torch.device,
+        memory: Memory,
+        home: Tier = Tier.DEVICE,
         shards_params: bool = False,
     ) -> None:
-        self.chunk, self.groups = chunk, groups
-        shards = groups.shard_group.size
-        self.is_sharded = shards_params and shards > 1
-        self.params = torch.zeros(chunk.length, dtype=dtype, device=device)
-        self.grads = torch.zeros(chunk.length, dtype=grad_dtype, device=device)
+        self.chunk, self.groups, self.home = chunk, groups, home
+        shards, length = groups.shard_group.size, chunk.shard_length
+        is_away = home is not Tier.DEVICE
+        self.is_transient = is_away or (shards_params and shards > 1)
+        self.params = memory.new(chunk.length, dtype)
+        self.grads = memory.new(chunk.length, grad_dtype)
         # Create the views now, because torch cannot create a view of freed memory.
         self.grad_views = {slot.name: self.view(self.grads, slot) for slot in chunk.slots}
         self.grad = self.grads
-        if shards > 1:
-            self.grad = torch.zeros(chunk.shard_length, dtype=torch.float32, device=device)
-        first = groups.shard_group.rank * chunk.shard_length
-        self.shard_range = slice(first, first + chunk.shard_length)
+        if shards > 1 or is_away:
+            self.grad = memory.new(length, torch.float32, home)
+        first = groups.shard_group.rank * length
+        self.shard_range = slice(first, first + length)
         self.shard = self.params[self.shard_range]
-        if self.is_sharded:
-            self.shard = torch.zeros(chunk.shard_length, dtype=dtype, device=device)
+        if self.is_transient:
+            self.shard = memory.new(length, dtype, home)
         self.master = self.shard
         if dtype is not torch.float32:
-            self.master = torch.zeros(chunk.shard_length, dtype=torch.float32, device=device)
+            self.master = memory.new(length, torch.float32, home)
         self.moments = {
-            name: torch.zeros(chunk.shard_length, dtype=moment_dtype, device=device)
-            for name, moment_dtype in moments.items()
+            name: memory.new(length, moment_dtype, home) for name, moment_dtype in moments.items()
         }
 
     @property
@@ -171,10 +200,13 @@ class ChunkState:
         return flat[slot.start : slot.stop].view(slot.shape)
 
     def gather(self, flat: Tensor) -> Tensor:
-        """Gather a [L / shards] buffer from the ranks of the shard group, and return all L values.
+        """Gather a [L / shards] buffer from the ranks of the shard group, and return all L values
+        on the device.
 
-        Return the buffer itself if the shard group has one rank. A collective of the shard group.
+        Return the buffer itself if it is on the device and the shard group has one rank. A
+        collective of the shard group.
         """
+        flat = flat.to(self.params.device)
         if self.groups.shard_group.size == 1:
             return flat
         out = flat.new_empty(self.chunk.length)
@@ -214,23 +246,34 @@ class FurtherUse:
 
 class UseGradBuffer:
     """Gradient of a further use of a parameter. It is reduced like the gradient of an unsharded
-    chunk, since every rank of the reduce group needs the whole sum."""
+    chunk, since every rank of the reduce group needs the whole sum. Its home is that of the
+    parameter's chunk."""
 
-    def __init__(self, use: FurtherUse, groups: ParamProcessGroups, dtype: torch.dtype) -> None:
-        self.use = use
+    def __init__(
+        self,
+        use: FurtherUse,
+        groups: ParamProcessGroups,
+        dtype: torch.dtype,
+        memory: Memory,
+        home: Tier = Tier.DEVICE,
+    ) -> None:
+        self.use, self.home = use, home
         copies = groups.reduce_group
         self.groups = replace(groups, stage=use.stage, shard_group=ALONE, replica_group=copies)
         shape = tuple(use.leaf.shape)
         (chunk,) = lay_out([Parameter(use.name, shape, None, copies.size)], 1).chunks
         (slot,) = chunk.slots
-        self.grads = self.grad = torch.zeros(chunk.length, dtype=dtype, device=use.leaf.device)
-        self.total = self.grads[slot.start : slot.stop].view(shape)
-        """View of `grads` with the shape of the leaf."""
-        self.grad_views = {use.name: self.total}
+        self.grads = self.grad = memory.new(chunk.length, dtype)
+        if home is not Tier.DEVICE:
+            self.grad = memory.new(chunk.length, torch.float32, home)
+        self.total = self.grad[slot.start : slot.stop].view(shape)
+        """View of `grad` with the shape of the leaf."""
+        self.grad_views = {use.name: self.grads[slot.start : slot.stop].view(shape)}
 
     def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield the tensor of this buffer."""
+        """Yield the tensors of this buffer."""
         yield StateTensor("tied", self.grads)
+        yield StateTensor("tied", self.grad)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from optimus.chunks.buffers import (
     Memory,
     ShardSlice,
     StateShard,
+    Tier,
     count_bytes,
 )
 from optimus.chunks.grad_reducer import GradReducer
@@ -96,19 +97,24 @@ class ChunkEngine:
             chunk_length,
         )
         self.slots = {slot.name: slot for slot in self.layout.slots}
-        self.residency, memory = residency, Memory(residency.poison)
+        self.residency, memory = residency, Memory(self.device, residency.poison)
+        self.memory = memory
+        position = {name: number for number, name in enumerate(named)}
+        by_first_use = sorted(self.layout.chunks, key=lambda c: position[c.slots[0].name])
+        away = len(by_first_use) - round(residency.host_share * len(by_first_use))
+        host = {chunk.number for chunk in by_first_use[away:]}
         self.chunks: list[ChunkState] = []
         for chunk in self.layout.chunks:
             assert isinstance(chunk.key, ParamProcessGroups)
             dtypes = (optimizer.moments, dtype, grad_dtype)
-            sharded = residency.divides_parameters
-            self.chunks.append(ChunkState(chunk, chunk.key, *dtypes, self.device, sharded))
+            home = Tier.HOST if chunk.number in host else Tier.DEVICE
+            shards = residency.divides_parameters
+            self.chunks.append(ChunkState(chunk, chunk.key, *dtypes, memory, home, shards))
             self._fill(self.chunks[-1], initial, memory)
-            if residency.divides_gradients and chunk.reduce_size > 1:
+            if residency.divides_gradients and (chunk.reduce_size > 1 or chunk.number in host):
                 memory.free(self.chunks[-1].grads)
         self.params = ParamStore(self.chunks, memory)
-        position = {name: number for number, name in enumerate(named)}
-        self._by_first_use = sorted(self.chunks, key=lambda s: position[s.chunk.slots[0].name])
+        self._by_first_use = [self.chunks[chunk.number] for chunk in by_first_use]
         self.gradients = GradReducer(
             named,
             self._by_first_use,
@@ -130,7 +136,7 @@ class ChunkEngine:
             view.copy_(value)
             del value  # free it before `initial` makes the next value
             self._named[slot.name].data = view
-        if state.is_sharded:
+        if state.is_transient:
             state.shard.copy_(state.params[state.shard_range])
             memory.free(state.params)
 
@@ -159,14 +165,14 @@ class ChunkEngine:
         """
         if overlap:
             self.params.overlap(self._needs(segments))
-        if any(state.is_sharded for state in self.chunks):
-            chunk_of, sharded = self._chunk_of(), self.sharded_needs(segments)
+        if any(state.is_transient for state in self.chunks):
+            chunk_of, transient = self._chunk_of(), self.transient_needs(segments)
             trains = [any(name in chunk_of for name in s.parameters) for s in segments]
             stages = [segment.stage for segment in segments]
             receives = [stage > 0 or any(trains[: n + 1]) for n, stage in enumerate(stages)]
-            uses = use_order(passes, stages, sharded, receives, regions)
-            slots = self.residency.slots or sum(state.is_sharded for state in self.chunks)
-            self.params.shard(self._needs(segments), uses, slots)
+            uses = use_order(passes, stages, transient, receives, regions)
+            slots = self.residency.slots or sum(state.is_transient for state in self.chunks)
+            self.params.cache(self._needs(segments), uses, slots)
         self.gradients.attach(segments, early)
         frees_early = early and self.residency.divides_gradients
         in_backward = frees_early or self.params.plan is not None
@@ -178,10 +184,10 @@ class ChunkEngine:
             self.gradients.before_segment_backward(segment)
         self.params.use(segment, backward)
 
-    def sharded_needs(self, segments: Iterable[ModelSegment]) -> list[frozenset[int]]:
-        """Return the numbers of the sharded chunks that each segment needs."""
+    def transient_needs(self, segments: Iterable[ModelSegment]) -> list[frozenset[int]]:
+        """Return the numbers of the transient chunks that each segment needs."""
         return [
-            frozenset(number for number in needs if self.chunks[number].is_sharded)
+            frozenset(number for number in needs if self.chunks[number].is_transient)
             for needs in self._needs(segments)
         ]
 
@@ -327,13 +333,13 @@ class ChunkEngine:
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
         """Return the name of the first parameter whose values are bad, or "" if none is.
 
-        If a chunk is sharded, this checks only the elements in this rank's shard. `is_bad` returns
-        True for values that are bad.
+        If a chunk is transient, this checks only the elements in this rank's shard. `is_bad`
+        returns True for values that are bad.
         """
         self.wait()
         for name, slot in self.slots.items():
             state = self.chunks[slot.chunk]
-            if state.is_sharded:
+            if state.is_transient:
                 local = state.local_slice(state.shard, slot)
                 values = local[0] if local is not None else None
             else:
@@ -344,15 +350,22 @@ class ChunkEngine:
         return next((name for name, values in frozen if is_bad(values)), "")
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of all model states of this rank, by the keys of `count_bytes`."""
+        """Count the bytes of this rank's model states between updates.
+
+        Returns:
+            The bytes of each of KINDS and "padding", in all tiers; "host", the bytes in host
+            memory; and "total", the bytes on the device.
+        """
         tensors = [tensor for state in self.chunks for tensor in state.state_tensors()]
-        return count_bytes(
+        sizes = count_bytes(
             [*tensors, *self.gradients.state_tensors(), *self.frozen.state_tensors()]
         )
+        host = self.memory.num_bytes[Tier.HOST]
+        return sizes | {"total": sizes["total"] - host, "host": host}
 
     @property
     def cache_bytes(self) -> int:
-        """Upper limit of the bytes in the cache of sharded parameters: the bytes of the largest
+        """Upper limit of the bytes in the cache of transient parameters: the bytes of the largest
         chunks, one for each slot."""
-        sizes = sorted(state.params.nbytes for state in self.chunks if state.is_sharded)
+        sizes = sorted(state.params.nbytes for state in self.chunks if state.is_transient)
         return sum(sizes[-self.residency.slots :])

@@ -28,8 +28,8 @@ from optimus.chunks.buffers import (
     GradBuffer,
     Memory,
     StateTensor,
+    Tier,
     UseGradBuffer,
-    ZeroedMemory,
 )
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
@@ -133,34 +133,43 @@ class _ReduceOnce:
 
 class _ReducePerMicrobatch:
     """Reduces the gradients of each backward as soon as they are complete. Each of n ranks keeps
-    1/n of the sum. After a reduction, `memory` either frees the buffer until the next backward
-    (ZeRO-2) or sets it to zero.
+    1/n of the sum, in the home tier of the buffer. After a reduction, the buffer is set to zero or,
+    with `frees`, freed until the next backward (ZeRO-2).
 
     With `is_ordered`, microbatches are added in the order of their numbers, so that the bits of the
     sum do not depend on the layout. With w ranks, microbatch i of rank d has the number i * w + d.
     Therefore, after each backward, every rank receives the contributions of ranks 0 to w-1 and adds
     them in rank order. Without `is_ordered`, the collective adds the contributions in `dtype`.
 
-    A buffer to which only one rank adds is not reduced.
+    A buffer on the device to which only one rank adds is not reduced.
     """
 
-    def __init__(self, is_ordered: bool, dtype: torch.dtype, memory: Memory) -> None:
-        self._is_ordered, self._dtype, self.memory = is_ordered, dtype, memory
+    def __init__(self, is_ordered: bool, dtype: torch.dtype, memory: Memory, frees: bool) -> None:
+        self._is_ordered, self._dtype = is_ordered, dtype
+        self.memory, self._frees = memory, frees
         self._buffers: list[GradBuffer] = []
         self._pieces: dict[GradBuffer, Tensor] = {}
 
     def add(self, buffer: GradBuffer) -> None:
         self._buffers.append(buffer)
-        if (count := buffer.groups.reduce_group.size) > 1:
+        if (count := buffer.groups.reduce_group.size) > 1 or buffer.home is not Tier.DEVICE:
             piece = buffer.grad
             if buffer.groups.replica_group.size > 1:
-                piece = buffer.grads.new_zeros(len(buffer.grads) // count)
+                piece = self.memory.new(len(buffer.grads) // count, buffer.grad.dtype, buffer.home)
             self._pieces[buffer] = piece
+            if self.memory.has(buffer.grads):
+                self._clear(buffer)
+
+    def _clear(self, buffer: GradBuffer) -> None:
+        """Free a buffer, or set it to zero."""
+        if self._frees:
             self.memory.free(buffer.grads)
+        else:
+            buffer.grads.zero_()
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """Yield this rank's pieces of the sums. They keep their memory between steps."""
-        kept = "deterministic" if isinstance(self.memory, ZeroedMemory) else "gradients"
+        kept = "gradients" if self._frees else "deterministic"
         for buffer, piece in self._pieces.items():
             chunk = buffer.chunk if isinstance(buffer, ChunkState) else None
             yield StateTensor("tied" if chunk is None else kept, piece, chunk)
@@ -182,33 +191,50 @@ class _ReducePerMicrobatch:
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
-        if self._is_ordered:
+        if group.size == 1:
+            piece.add_(buffer.grads.to(piece.device))
+        elif self._is_ordered:
             received = torch.empty_like(buffer.grads)
             # On Intel GPUs, all-to-all has killed processes under expert parallelism (autotune.py).
             # This use is not known to be safe there; check on the first run.
             all_to_all(received, buffer.grads, group)
-            for contribution in received.chunk(group.size):
+            for contribution in received.to(piece.device).chunk(group.size):
                 piece.add_(contribution)
         else:
             sent = buffer.grads.to(self._dtype)
             received = sent.new_empty(len(piece))
             reduce_scatter_sum(received, sent, group)
-            piece.add_(received)
-        self.memory.free(buffer.grads)
+            piece.add_(received.to(piece.device))
+        self._clear(buffer)
 
     def finish(self) -> None:
         for buffer in self._buffers:
+            groups, device = buffer.groups, buffer.grads.device
             if buffer in self._pieces:
-                if buffer.grad is buffer.grads:
+                if buffer.grad is buffer.grads and not self.memory.has(buffer.grads):
                     self.memory.allocate(buffer.grads)
-                all_gather(buffer.grad, self._pieces[buffer], buffer.groups.replica_group)
-            all_reduce_sum(buffer.grad, buffer.groups.partial_group)
+                if groups.replica_group.size > 1:
+                    # Collectives need the device. `.to` returns a tensor on the device itself.
+                    whole = buffer.grad.to(device)
+                    all_gather(whole, self._pieces[buffer].to(device), groups.replica_group)
+                    _copy_if_other(buffer.grad, whole)
+                else:
+                    _copy_if_other(buffer.grad, self._pieces[buffer])
+            if groups.partial_group.size > 1:
+                whole = buffer.grad.to(device)
+                all_reduce_sum(whole, groups.partial_group)
+                _copy_if_other(buffer.grad, whole)
 
     def release(self) -> None:
         """Free the buffers that `finish` has allocated for the update."""
         for buffer in self._pieces:
             if self.memory.has(buffer.grads):
-                self.memory.free(buffer.grads)
+                self._clear(buffer)
+
+
+def _copy_if_other(into: Tensor, values: Tensor) -> None:
+    if into.data_ptr() != values.data_ptr():
+        into.copy_(values)
 
 
 class GradReducer:
@@ -224,7 +250,7 @@ class GradReducer:
         chunk_states: The chunks in order of first use.
         stage_groups: For each parameter that several pipeline stages have, the ranks of these
             stages. Each stage computes the gradient of one use, and all receive the sum.
-        memory: Frees and allocates gradients if `frees_buffers`.
+        memory: Memory of the chunks.
         deterministic: `train.deterministic`.
         reduce_dtype: The dtype of reductions; deterministic mode always uses fp32.
         grad_dtype: The dtype of accumulation.
@@ -232,7 +258,8 @@ class GradReducer:
             the dtype of its parameter. Hooks then convert gradients to `grad_dtype`, as with torch
             before 2.9.
         overlap: `optim.overlap`.
-        frees_buffers: True if gradients have memory only between a backward and its reduction.
+        frees_buffers: True if gradients have memory only between a backward and its reduction. It
+            must be True if the home of a chunk is not the device.
     """
 
     def __init__(
@@ -257,15 +284,16 @@ class GradReducer:
         }
         self._stage_groups = {n: g for n, g in stage_groups.items() if n in self._by_name}
         self._uses: list[UseGradBuffer] = []
-        self._grad_dtype = grad_dtype
+        self._grad_dtype, self._memory = grad_dtype, memory
         same_dtype = all(parameter.dtype is grad_dtype for parameter in named.values())
         self._accumulates_natively = same_dtype or (_WIDENS_NATIVELY and not compiled)
         self._frees_buffers = frees_buffers
         several = any(state.groups.reduce_group.size > 1 for state in chunk_states)
         self._strategy: _ReduceOnce | _ReducePerMicrobatch
         if frees_buffers or (deterministic and several):
-            kept = memory if frees_buffers else ZeroedMemory()
-            self._strategy = _ReducePerMicrobatch(deterministic, reduce_dtype, kept)
+            self._strategy = _ReducePerMicrobatch(
+                deterministic, reduce_dtype, memory, frees_buffers
+            )
         else:
             self._strategy = _ReduceOnce(reduce_dtype, overlap)
         self._overlaps = overlap and several and not (deterministic or frees_buffers)
@@ -286,7 +314,8 @@ class GradReducer:
 
     def add_use(self, use: FurtherUse, groups: ParamProcessGroups) -> None:
         """Add a buffer for a further use of a parameter."""
-        buffer = UseGradBuffer(use, groups, self._grad_dtype)
+        home = self._by_name[use.owner][0].home
+        buffer = UseGradBuffer(use, groups, self._grad_dtype, self._memory, home)
         self._strategy.add(buffer)
         self._uses.append(buffer)
         self._add_bucket(buffer, {use.name: use.leaf})
@@ -511,7 +540,7 @@ class GradReducer:
         uses = [buffer.total for buffer in self._uses if buffer.use.owner == name]
         state, slot = self._by_name[name]
         gradient = uses[0] if uses else state.view(state.gather(state.grad), slot)
-        total = gradient.to(torch.float32, copy=True)
+        total = gradient.to(state.params.device, torch.float32, copy=True)
         all_reduce_sum(total, group)
         if (local := state.local_slice(state.grad, slot)) is not None:
             local[0].copy_(total.flatten()[local[1]])

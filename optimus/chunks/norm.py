@@ -16,16 +16,22 @@ _BLOCK = 1 << 16
 
 
 def fast_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> float:
-    """Return the 2-norm of 1-D tensors over the ranks of a group."""
+    """Return the 2-norm of 1-D tensors over the ranks of a group.
+
+    Args:
+        flats: The tensors of this rank, on the device or on the host.
+        device: Device of collectives.
+        group: The ranks.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     squares = []
     for flat in flats:
         # Norms of blocks in fp32 are fast. Their squares are added in fp64.
-        squares.append(_block_norms(flat).double().square().sum())
+        squares.append(_block_norms(flat).double().square().sum().to(device))
     # Finite values may have squares that overflow fp32. All tensors are checked at once, so that
     # the host waits for the device only once.
     if squares and not bool(torch.stack(squares).isfinite().all()):
-        squares = [flat.double().square().sum() for flat in flats]
+        squares = [flat.double().square().sum().to(device) for flat in flats]
     for square in squares:
         total += square
     all_reduce_sum(total, group)
@@ -51,8 +57,9 @@ def exact_norm(flats: Sequence[Tensor], device: torch.device, group: Group) -> f
     The result has the same bits for all ways to cut the tensors at multiples of 32 elements and to
     distribute them over ranks.
     """
-    bins = new_bins(device)
+    bins = {device: new_bins(device)}
     for flat in flats:
-        square_bins_(bins, flat)
-    all_reduce_sum(bins, group)
-    return math.sqrt(total_of(bins))
+        square_bins_(bins.setdefault(flat.device, new_bins(flat.device)), flat)
+    total = sum((of_tier.to(device) for of_tier in bins.values()), new_bins(device))
+    all_reduce_sum(total, group)
+    return math.sqrt(total_of(total))

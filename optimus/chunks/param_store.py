@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from optimus.chunks.buffers import ChunkState, Memory
+from optimus.chunks.buffers import ChunkState, Memory, Tier
 from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
 from optimus.distributed.collectives import Transfer, all_gather
 
@@ -13,19 +13,20 @@ class ParamStore:
     """Gathers the parameters of chunks from their shards before they are used.
 
     There are two cases. A chunk whose parameters stay whole is gathered once after each update.
-    After a call of `overlap`, this gather may continue until the first use. A sharded chunk is
-    gathered before a use that needs it, unless it is in the cache, and freed later. The cache has a
-    fixed number of chunks (the rCache of the Elixir papers).
+    After a call of `overlap`, this gather may continue until the first use. A transient chunk is
+    gathered before a use that needs it, unless it is in the cache, and freed later. If its home is
+    the host, its shard is first copied to the device. The cache has a fixed number of chunks (the
+    rCache of the Elixir papers).
 
-    With sharded chunks, a training step must use the model's segments in the order of `plan`.
-    Outside of a step, the plan does not apply. Then the store assumes that another forward pass
-    follows, and first frees the chunk whose next use is the latest. `use` is a collective of the
-    shard groups of the chunks that it gathers, so all ranks of a shard group must use segments in
-    the same order.
+    With transient chunks, a training step normally uses the model's segments in the order of
+    `plan`. From the first use in another order to the end of the step, and outside of a step, the
+    plan does not apply. Then the store assumes that another forward pass follows, and first frees
+    the chunk whose next use is the latest. `use` is a collective of the shard groups of the chunks
+    that it gathers, so all ranks of a shard group must use segments in the same order.
 
     Args:
         chunk_states: All chunks of this rank.
-        memory: Frees and allocates the parameters of sharded chunks.
+        memory: Frees and allocates the parameters of transient chunks.
     """
 
     def __init__(self, chunk_states: Sequence[ChunkState], memory: Memory) -> None:
@@ -36,10 +37,13 @@ class ParamStore:
         self._needs: Sequence[frozenset[int]] = ()
         """Chunks of each segment."""
         self.plan: ResidencyPlan | None = None
-        """Plan of a training step; None if no chunk is sharded."""
+        """Plan of a training step; None if no chunk is transient."""
         self._next = 0
-        """Index of the next planned use. Outside of a step, it is the number of planned uses."""
+        """Index of the next planned use. While the plan does not apply, it is the number of planned
+        uses."""
         self._cached: set[int] = set()
+        self.num_unplanned = 0
+        """Number of uses of the present step in another order than that of the plan."""
 
     def overlap(self, needs: Sequence[frozenset[int]]) -> None:
         """Let the gathers after each update run in the background until `use` or `wait`.
@@ -49,8 +53,8 @@ class ParamStore:
         """
         self._needs, self._overlaps = needs, True
 
-    def shard(self, needs: Sequence[frozenset[int]], uses: Sequence[Use], slots: int) -> None:
-        """Let `use` gather sharded chunks into a cache of `slots` chunks.
+    def cache(self, needs: Sequence[frozenset[int]], uses: Sequence[Use], slots: int) -> None:
+        """Let `use` gather transient chunks into a cache of `slots` chunks.
 
         Args:
             needs: For each segment, the numbers of all chunks that it reads.
@@ -59,14 +63,14 @@ class ParamStore:
         """
         self._needs, self.plan = needs, plan_residency(uses, slots)
         self._next = len(self.plan.steps)
-        sharded = (number for number, state in self._chunks.items() if state.is_sharded)
-        self._cached = {n for n in sharded if self._memory.has(self._chunks[n].params)}
+        transient = (number for number, state in self._chunks.items() if state.is_transient)
+        self._cached = {n for n in transient if self._memory.has(self._chunks[n].params)}
 
     def start_step(self) -> None:
         """Empty the cache and return to the first use of the plan. Call this before each training
         step."""
         self.invalidate()
-        self._next = 0
+        self._next = self.num_unplanned = 0
 
     def use(self, segment: int, backward: bool) -> None:
         """Gather the parameters of a segment, or wait for them. Call this before each forward and
@@ -76,11 +80,15 @@ class ParamStore:
                 self._wait_for(self._needs[segment])
             return
         if self._next == len(self.plan.steps):
+            self.num_unplanned += 1
             self.gather(self._needs[segment], segment)
             return
         step = self.plan.steps[self._next]
+        if step.use[:2] != (segment, backward):
+            self._next = len(self.plan.steps)
+            self.use(segment, backward)
+            return
         self._next += 1
-        assert step.use[:2] == (segment, backward), f"used {segment, backward}, not {step.use}"
         self._evict(step.evict)
         self._begin_gather(step.gather)
         self._wait_for(self._needs[segment])
@@ -89,14 +97,14 @@ class ParamStore:
         assert self._cached == step.resident, "the cache differs from its plan"
 
     def gather(self, numbers: Collection[int], segment: int = 0) -> None:
-        """Gather chunks outside of a training step. They stay whole until the next use.
+        """Gather chunks while the plan does not apply. They stay whole until the next use.
 
         Args:
             numbers: Numbers of the chunks.
             segment: Index of the segment that will use them. It determines which other chunks are
                 freed.
         """
-        needed = {number for number in numbers if self._chunks[number].is_sharded}
+        needed = {number for number in numbers if self._chunks[number].is_transient}
         if self.plan is not None:
             missing, others = sorted(needed - self._cached), self._cached - needed
             excess = len(self._cached) + len(missing) - self.plan.slots
@@ -111,9 +119,9 @@ class ParamStore:
         self._wait_for(numbers)
 
     def gather_updated(self, state: ChunkState) -> None:
-        """Gather a chunk after the update of its shards, unless its parameters are sharded. A
-        collective of the shard group; all ranks gather chunks in the same order."""
-        if state.is_sharded:
+        """Gather a chunk after the update of its shards, unless it is transient. A collective of
+        the shard group; all ranks gather chunks in the same order."""
+        if state.is_transient:
             return
         self._start_gather(state)
         if not self._overlaps:
@@ -146,11 +154,15 @@ class ParamStore:
 
     def _start_gather(self, state: ChunkState) -> None:
         """Start to gather the parameters of a chunk."""
-        transfer = all_gather(state.params, state.shard, state.groups.shard_group, async_op=True)
+        shard = state.shard
+        if state.home is not Tier.DEVICE:
+            shard = state.params[state.shard_range]
+            shard.copy_(state.shard)
+        transfer = all_gather(state.params, shard, state.groups.shard_group, async_op=True)
         self._in_flight[state.chunk.number] = transfer
 
     def _evict(self, numbers: Collection[int]) -> None:
+        self._wait_for(numbers)
         for number in numbers:
-            assert number not in self._in_flight, f"chunk {number} is still gathered"
             self._memory.free(self._chunks[number].params)
             self._cached.remove(number)

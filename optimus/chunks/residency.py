@@ -34,19 +34,24 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Residency:
-    """Settings that determine when a rank has whole gradients and whole parameters."""
+    """Settings that determine where a rank has its states, and when it has whole gradients and
+    whole parameters."""
 
     divides_gradients: bool = False
     """True if gradients are whole only during a backward (ZeRO-2)."""
     divides_parameters: bool = False
     """True if parameters are whole only in the cache (ZeRO-3). Requires `divides_gradients`."""
+    host_share: float = 0.0
+    """Share of the chunks whose home is the host: the last ones in the order of first use. They are
+    not on the device between uses. A share above 0 requires `divides_gradients`."""
     slots: int = 0
     """Size of the cache, in chunks; 0 for a cache of all chunks."""
     poison: bool = False
     """True to fill freed buffers with NaN, for tests."""
 
     def __post_init__(self) -> None:
-        assert self.divides_gradients or not self.divides_parameters, self
+        is_transient = self.divides_parameters or self.host_share > 0
+        assert self.divides_gradients or not is_transient, self
 
 
 ALL_RESIDENT = Residency()

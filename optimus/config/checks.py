@@ -15,6 +15,7 @@ from optimus.config.sections import (
     ROPE_FIELDS,
     Config,
     ModelConfig,
+    OffloadConfig,
     OptimConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -40,20 +41,19 @@ def check(config: Config) -> None:
     _schedule(optim, train)
     _patterns(optim)
     _determinism(config)
-    _residency(optim, train)
+    _residency(optim, train, config.offload)
     _loss_scale(optim, train)
     _kernels(config)
     _compile(config)
     _pipeline(config.parallel, model)
     _recompute(config.recompute, model)
-    checkpoint, mode = config.checkpoint, config.offload.mode
+    checkpoint = config.checkpoint
     refuse_if(
         checkpoint.keep_models_every and not checkpoint.keep_models,
         f"checkpoint.keep_models_every = {checkpoint.keep_models_every}: all model-only "
         "checkpoints are kept anyway, because checkpoint.keep_models = 0; set "
         "checkpoint.keep_models, or leave keep_models_every out",
     )
-    refuse_if(mode != "off", f"offload.mode = {mode!r} is not available in this version; use 'off'")
 
 
 def _sizes(model: ModelConfig) -> None:
@@ -317,6 +317,11 @@ def _determinism(config: Config) -> None:
             "over microbatches; train.deterministic needs 'fp32'",
         )
         refuse_if(
+            config.offload.host_share > 0,
+            f"optim.grad_dtype = {config.optim.grad_dtype!r}: offloading sums gradients in fp32; "
+            "leave optim.grad_dtype at 'fp32', or use offload.mode = 'off'",
+        )
+        refuse_if(
             config.optim.resident != "all",
             f"optim.grad_dtype = {config.optim.grad_dtype!r} needs optim.resident = 'all', "
             f"because {config.optim.resident!r} sums gradients in fp32; use "
@@ -334,9 +339,28 @@ def _determinism(config: Config) -> None:
     )
 
 
-def _residency(optim: OptimConfig, train: TrainConfig) -> None:
+def _residency(optim: OptimConfig, train: TrainConfig, offload: OffloadConfig) -> None:
     refuse_if(
-        optim.cache_chunks and optim.resident != "cache",
+        offload.mode == "auto",
+        "offload.mode = 'auto' is not available in this version; use 'manual' or 'off'",
+    )
+    refuse_if(
+        offload.host_share and offload.mode == "off",
+        f"offload.host_share = {offload.host_share} has no meaning with offload.mode = 'off'; "
+        "use offload.mode = 'manual'",
+    )
+    refuse_if(
+        offload.mode == "manual" and not offload.host_share,
+        "offload.mode = 'manual' needs offload.host_share above 0; set it, or use "
+        "offload.mode = 'off'",
+    )
+    refuse_if(
+        offload.host_share and train.compile,
+        "train.compile = true: offload.mode = 'manual' cannot copy parameters to the device "
+        "within compiled blocks; use train.compile = false, or offload.mode = 'off'",
+    )
+    refuse_if(
+        optim.cache_chunks and optim.resident != "cache" and not offload.host_share,
         f"optim.cache_chunks = {optim.cache_chunks} has no meaning with optim.resident = "
         f"{optim.resident!r}; leave it out, or use optim.resident = 'cache'",
     )

@@ -418,7 +418,8 @@ class OptimConfig(Section):
     `parameters`: only parameters (ZeRO-2). `cache`: neither; parameters are gathered when they are
     needed (ZeRO-3, the rCache of Elixir). `cache` needs sharding = `so` or `epso`."""
     cache_chunks: CountOrZero = 0
-    """With resident = `cache`, the maximum number of gathered chunks at a time; 0: no limit."""
+    """With resident = `cache` or with offloading, the maximum number of chunks at a time whose
+    parameters are gathered on the device; 0: no limit."""
     chunk_length: Count = 1 << 24
     """Approximate number of elements in a chunk, a flat buffer of model states. Each chunk is
     reduced, updated and gathered as a unit."""
@@ -546,7 +547,12 @@ class OffloadConfig(Section):
     """Offloading of chunks to host memory, as in Elixir."""
 
     mode: Literal["off", "auto", "manual"] = "off"
-    """Placement of chunks of model states; this version supports `off` only."""
+    """Placement of model states. `off`: all on the device. `manual`: as `host_share` states. `auto`
+    is not available in this version."""
+    host_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With mode = `manual`, the share of the chunks whose parameters and optimizer states are in
+    host memory. The host updates these chunks. Their parameters are copied to the device before
+    each use, unless they are still in the cache (`optim.cache_chunks`)."""
 
 
 class Config(Section):

@@ -25,8 +25,8 @@ def plan(config: Config) -> dict[str, Any]:
     - `total_params`, `active_params`: numbers of parameters.
     - `world`: number of ranks.
     - `ranks`: list with one entry for each pair of pp and tp coordinates. An entry has the bytes of
-      the model states on one rank with these coordinates. Its `total` excludes `staging`, which is
-      the host memory that checkpoint.async_save uses.
+      the model states on one rank with these coordinates. Its `total` excludes `host`, the states
+      in host memory, and `staging`, the host memory that checkpoint.async_save uses.
     - `memory`: the bytes from the entry of `ranks` with the largest `total`.
 
     The following keys are present only if settings of `[train]` are given. The FLOPs are those of
@@ -96,6 +96,8 @@ def _memory_lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     head = f"{_size_text(memory['total'])} of model states"
     lines = [("world", f"{ranks_of}, optim.sharding = {result['sharding']}")]
     lines.append(("on the fullest rank" if len(ranks) > 1 else "on each rank", head))
+    if memory["host"]:
+        lines.append(("in host memory in addition", _size_text(memory["host"])))
     lines += [(f"  {kind}", _size_text(memory[kind])) for kind in (*KINDS, "cache") if memory[kind]]
     lines.append(("  padding, included", _size_text(memory["padding"])))
     if memory["staging"]:

@@ -100,7 +100,14 @@ class RankModel:
         """
         config, schedule = self._config, self.layout.schedule
         engine = make_states(
-            config.optim, config.train, self.layout, self._groups, self.model, initial, poison
+            config.optim,
+            config.train,
+            config.offload,
+            self.layout,
+            self._groups,
+            self.model,
+            initial,
+            poison,
         )
         backward = {Kind.F: False, Kind.B: True, Kind.I: True}
         passes = [

@@ -23,7 +23,7 @@ from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import make_optimizer
 from optimus.chunks.options import check_patterns, options_of
 from optimus.chunks.residency import Residency, fewest_slots
-from optimus.config import Config, ModelConfig, OptimConfig, TrainConfig
+from optimus.config import Config, ModelConfig, OffloadConfig, OptimConfig, TrainConfig
 from optimus.config.axes import UNEQUAL
 from optimus.distributed.groups import Groups, plan_groups
 from optimus.distributed.mesh import Coordinate, Mesh
@@ -41,6 +41,7 @@ from optimus.rank.segments import segments_of
 def make_states(
     optim: OptimConfig,
     train: TrainConfig,
+    offload: OffloadConfig,
     layout: Layout,
     groups: Groups,
     model: Transformer,
@@ -52,7 +53,7 @@ def make_states(
     The parameters of `model` become views of the chunks. A chunk is a flat buffer.
 
     Args:
-        optim, train: Sections of the run's configuration.
+        optim, train, offload: Sections of the run's configuration.
         layout: Layout of the rank.
         groups: Process groups of the rank.
         model: Model of the rank, from `build_model`.
@@ -75,8 +76,9 @@ def make_states(
         compiled=train.compile,
         overlap=optim.overlap,
         residency=Residency(
-            divides_gradients=optim.resident != "all",
+            divides_gradients=optim.resident != "all" or offload.host_share > 0,
             divides_parameters=optim.resident == "cache",
+            host_share=offload.host_share,
             slots=optim.cache_chunks,
             poison=poison,
         ),
@@ -173,8 +175,8 @@ def plan_rank(config: Config, mesh: Mesh, coordinate: Coordinate) -> PlannedRank
     layout = make_layout(config, mesh, coordinate, num_microbatches=mesh.pp)
     groups = plan_groups(mesh, mesh.rank_at(coordinate))
     model = build_model(config, layout, groups, torch.device("meta"))
-    engine = make_states(config.optim, config.train, layout, groups, model)
-    fewest = fewest_slots(engine.sharded_needs(segments_of(model, layout)))
+    engine = make_states(config.optim, config.train, config.offload, layout, groups, model)
+    fewest = fewest_slots(engine.transient_needs(segments_of(model, layout)))
     return PlannedRank(engine, layout, groups, fewest)
 
 
@@ -192,9 +194,9 @@ def plan_ranks(config: Config, mesh: Mesh) -> Iterator[tuple[Coordinate, dict[st
 
     Yields:
         The coordinate of the rank, and a dict of sizes in bytes. Its keys are those of
-        `count_bytes`, "cache" and "staging". "cache" is the memory of gathered parameters with
-        optim.resident = "cache". "staging" is the host memory for checkpoint.async_save. "total" is
-        the sum of the states and "cache", without "staging".
+        `ChunkEngine.state_bytes`, "cache" and "staging". "cache" is the memory of gathered
+        parameters with optim.resident = "cache" or with offloading. "staging" is the host memory
+        for checkpoint.async_save. "total" is the memory of the device, with "cache".
 
     Raises:
         ConfigError: An axis does not divide a model dimension, a pattern matches no parameter, or

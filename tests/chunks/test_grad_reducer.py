@@ -44,12 +44,13 @@ def make_reducer(
     The reduce group has two ranks, but the reductions only record the number of the chunk.
     """
     named, states = dict(net.named_parameters()), []
+    memory = Memory(torch.device("cpu"))
     for number, layer in enumerate(net.layers):
         names = [f"layers.{number}.{name}" for name, _ in layer.named_parameters()]
         groups = ParamProcessGroups(reduce_group=Group(2, 0), replica_group=Group(2, 0))
         parameters = [Parameter(name, tuple(named[name].shape), groups, 2) for name in names]
         (chunk,) = lay_out(parameters, 1000).chunks
-        state = ChunkState(chunk, groups, {}, torch.float32, torch.float32, torch.device("cpu"))
+        state = ChunkState(chunk, groups, {}, torch.float32, torch.float32, memory)
         states.append(state)
         for slot in chunk.slots:
             view = state.view(state.params, slot)
@@ -59,7 +60,7 @@ def make_reducer(
         named,
         states,
         {},
-        Memory(),
+        memory,
         deterministic=False,
         reduce_dtype=torch.float32,
         grad_dtype=torch.float32,

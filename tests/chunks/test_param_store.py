@@ -16,6 +16,7 @@ from tests.kit.layouts.tower import (
     Outcome,
     count_gathers,
     run_with_missing_hooks,
+    train_in_order,
     train_towers,
 )
 
@@ -36,8 +37,9 @@ def train_on_two(ranks, *cases: Case) -> list[list[Outcome]]:
 def test_sharded_states_train_to_the_bits_of_whole_states(
     ranks, dtype, slots, microbatches, region
 ):
-    """Train with whole states, with sharded gradients, and also with sharded parameters. Sharded
-    training is repeated with NaN in freed buffers. Losses and masters have the same bits."""
+    """Train with whole states, with sharded gradients, also with sharded parameters, and with some
+    or all states on the host. Such training is repeated with NaN in freed buffers. Losses and
+    masters have the same bits."""
     case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
     changes = (
         WHOLE,
@@ -45,11 +47,46 @@ def test_sharded_states_train_to_the_bits_of_whole_states(
         {"poison": True},
         {"parameters": False},
         {"parameters": False, "poison": True},
+        {"host_share": 0.5},
+        {"parameters": False, "host_share": 1.0, "poison": True},
     )
     whole, *sharded = train_on_two(ranks, *(case._replace(**change) for change in changes))
     for outcomes in sharded:
         for outcome, expected in zip(outcomes, whole, strict=True):
             assert outcome.losses == expected.losses and outcome.weights == expected.weights
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("slots", "microbatches", "region"), [(1, 1, 0), (2, 3, 0), (0, 2, 0), (3, 2, 3)]
+)
+def test_a_single_rank_offloads_to_the_same_bits(ranks, dtype, slots, microbatches, region):
+    """Train without other ranks, with whole states and with some or all states on the host."""
+    case = Case(6, slots, microbatches, region, dtype=dtype, steps=3)
+    shares = ({"host_share": 0.34}, {"host_share": 1.0}, {"host_share": 1.0, "poison": True})
+    changes = (WHOLE, *({"parameters": False, **share} for share in shares))
+    cases = [case._replace(**change) for change in changes]
+    whole, *offloaded = ranks(1, train_towers, cases, start_world=False)[0]
+    for outcome in offloaded:
+        assert outcome.losses == whole.losses and outcome.weights == whole.weights
+    layer = CHUNK * dtype.itemsize
+    for outcome, on_device in zip(offloaded[:2], (4, 0), strict=True):
+        expected = [(*use, on_device * layer + resident) for *use, resident in outcome.plan]
+        assert outcome.planned and outcome.trace == expected
+        assert outcome.between == {"params": on_device * layer, "grads": on_device * 4 * CHUNK}
+
+
+@pytest.mark.parametrize("order", ["reverse", "twice", "skip"])
+def test_another_order_of_use_costs_time_and_changes_no_bit(order):
+    """Use the layers of a stack in an order that the plan does not have, with NaN in freed
+    buffers."""
+    case = Case(5, 2, 2, poison=True, parameters=False)
+    results = []
+    for share in (0.0, 1.0):
+        changes = {"host_share": share, "gradients": share > 0}
+        results.append(train_in_order(case._replace(**changes), order))
+    assert results[0][:2] == results[1][:2]
+    assert results[0][2] == 0 and results[1][2] > 0
 
 
 CASES = [

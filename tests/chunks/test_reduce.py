@@ -118,7 +118,7 @@ def sums() -> list[tuple[torch.Tensor, float]]:
             reduce_dtype=reduction.reduce_dtype,
             everyone=world,
             overlap=reduction.overlap,
-            residency=Residency(reduction.frees_buffers, False, 0, False),
+            residency=Residency(reduction.frees_buffers),
         )
         engine.attach([ModelSegment("layer", 0, ("weight",), partial(register_module, layer))], [])
         engine.start_step()

@@ -73,11 +73,21 @@ BF16 = {"train__dtype": "bf16"}
 SHORT = {"optim__chunk_length": 2000}
 
 
+def offload(share: float) -> dict:
+    return {"offload__mode": "manual", "offload__host_share": share}
+
+
 @pytest.mark.parametrize(
     ("size", "run"),
     [
         pytest.param(1, {}, id="one"),
         pytest.param(1, TIED | BF16 | SHORT, id="one-tied-bf16"),
+        pytest.param(
+            1,
+            TIED | BF16 | SHORT | {"optim__frozen": ["*attention.*_proj*"]} | offload(0.5),
+            id="one-tied-frozen-bf16-host",
+        ),
+        pytest.param(2, BF16 | {"optim__sharding": "so"} | offload(1.0), id="dp2-so-host"),
         pytest.param(2, BF16 | {"optim__sharding": "so"}, id="dp2-so"),
         pytest.param(2, FAST | BF16 | TIED | {"parallel__pp": 2}, id="pp2-tied"),
         pytest.param(
@@ -130,7 +140,8 @@ def test_planned_bytes_are_those_of_training(ranks, size, run):
         size, train_a_little, tiny_tree("d", "r", **run), start_world=False
     ):
         assert planned == reported
-        assert planned["total"] == in_memory
+        assert planned["total"] + planned["host"] == in_memory
+        assert (planned["host"] > 0) == ("offload__mode" in run)
 
 
 def share_of(config, mesh: Mesh) -> tuple[float, float]:

@@ -70,18 +70,21 @@ LAYOUTS = {
 
 
 def sharding_settings(so_slots: int, epso_slots: int) -> list[dict]:
-    """Return the tested settings of sharding and residency, the reference run first. The arguments
-    are cache sizes in chunks."""
+    """Return the tested settings of sharding, residency and offloading, the reference run first.
+    The arguments are cache sizes in chunks."""
     return [
         {"optim__sharding": sharding, "optim__resident": resident, "optim__cache_chunks": slots}
-        for sharding, resident, slots in (
-            ("none", "all", 0),
-            ("none", "parameters", 0),
-            ("so", "cache", so_slots),
-            ("epso", "cache", epso_slots),
-            ("epso", "parameters", 0),
-            ("so", "all", 0),
-            ("epso", "all", 0),
+        | ({"offload__mode": "manual", "offload__host_share": share} if share else {})
+        for sharding, resident, slots, share in (
+            ("none", "all", 0, 0),
+            ("none", "parameters", 0, 0),
+            ("so", "cache", so_slots, 0),
+            ("epso", "cache", epso_slots, 0),
+            ("epso", "parameters", 0, 0.5),
+            ("so", "all", 0, 0),
+            ("epso", "all", 0, 0),
+            ("none", "all", 0, 0.3),
+            ("so", "cache", so_slots, 1.0),
         )
     ]
 

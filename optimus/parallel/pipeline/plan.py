@@ -112,5 +112,7 @@ def schedule_of(config: Config, mesh: Mesh, num_microbatches: int) -> Schedule:
         mesh.pp,
         parallel.virtual_stages,
         num_microbatches,
-        reduce_each=config.train.deterministic or config.optim.resident != "all",
+        reduce_each=config.train.deterministic
+        or config.optim.resident != "all"
+        or config.offload.host_share > 0,
     )

@@ -77,6 +77,7 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
     "sharding": ("none", "so", "epso"),
     "resident": ("all", "parameters", "cache"),
     "cache_chunks": (0, 3, 8),
+    "host_share": (0.0, 0.0, 0.4, 1.0),
     "chunk_length": (1 << 24, 1 << 13, 5003),
     "overlap": (True, False),
     "recompute": ((), ("block",), ("norm",), ("attention", "moe"), ("experts",)),
@@ -285,6 +286,8 @@ def _set_layout(tree: dict[str, Any], layout: dict[str, Any]) -> None:
     for section, keys in sections.items():
         tree.setdefault(section, {}).update({key: layout[key] for key in keys})
     tree["recompute"] = {"modules": list(layout["recompute"])}
+    if layout["host_share"]:
+        tree["offload"] = {"mode": "manual", "host_share": layout["host_share"]}
 
 
 class CaseRunner:

@@ -21,7 +21,7 @@ from optimus.chunks.optimizer import AdamW
 from optimus.chunks.residency import Pass, Residency, ResidencyPlan
 from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
-from optimus.distributed.collectives import Group
+from optimus.distributed.collectives import ALONE, Group
 from optimus.distributed.world import start_world
 from optimus.observe.events import TrafficMeter
 from tests.kit.layouts.whole import whole_of
@@ -89,6 +89,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     steps: int = 2
     poison: bool = False
+    host_share: float = 0.0
+    """Share of the layers whose home is the host."""
 
 
 class Outcome(NamedTuple):
@@ -156,7 +158,9 @@ def make_engine(
         deterministic=case.deterministic,
         reduce_dtype=torch.float32 if case.deterministic else case.dtype,
         everyone=world,
-        residency=Residency(case.gradients, case.parameters, case.slots, case.poison),
+        residency=Residency(
+            case.gradients, case.parameters, case.host_share, case.slots, case.poison
+        ),
     )
     passes = [Pass(0, False), Pass(0, True)] * case.microbatches
     engine.attach(segments_of(tower, missing_hook), passes, regions=tower.regions)
@@ -235,6 +239,42 @@ def _train(case: Case, world: Group, meter: TrafficMeter) -> Outcome:
     masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
     digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
     return Outcome(losses, digest, traffic, planned, trace, plan, between, gradients)
+
+
+def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
+    """Train a tower on this rank, whose layers compute in another order than that of the plan.
+
+    Args:
+        case: Settings.
+        order: "reverse"; "twice": each layer computes twice; "skip": each second layer computes.
+
+    Returns:
+        The losses, the SHA-256 of the master parameters, and the number of unplanned uses in the
+        last step.
+    """
+    tower = Tower(case.n)
+    engine = make_engine(tower, case, ALONE)
+    layers = {
+        "reverse": range(case.n)[::-1],
+        "twice": [layer for layer in range(case.n) for _ in range(2)],
+        "skip": range(0, case.n, 2),
+    }
+    losses = []
+    for step in range(case.steps):
+        engine.start_step()
+        for microbatch in range(case.microbatches):
+            out = batch(step * case.microbatches + microbatch, case.dtype)
+            for layer in layers[order]:
+                out = tower.layers[layer](out)
+            loss = (out - 1).square().float().mean()
+            loss.backward()
+            losses.append(loss.item())
+            engine.gradients.reduce(0)
+        engine.gradients.finish()
+        engine.update(LR, 0.5)
+    masters = torch.cat([master.flatten() for master in whole_of(engine, "master").values()])
+    digest = hashlib.sha256(masters.numpy().tobytes()).hexdigest()
+    return losses, digest, engine.params.num_unplanned
 
 
 def count_gathers(cases: Sequence[Case], passes: int) -> list[int]:
