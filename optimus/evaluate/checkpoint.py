@@ -55,7 +55,10 @@ def load_model(
 def load_resolved(
     source: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """Load the model from a directory that `store.resolve` returned."""
+    """Load the model from `source`, a checkpoint or a Hugging Face directory.
+
+    `load_model` and the commands get this directory from `store.resolve`.
+    """
     config = model_config_of(source)
     with open_weights(config, source) as weights:  # refuses wrong sizes before memory is allocated
         with torch.device(device):
@@ -125,8 +128,8 @@ def evaluate_checkpoint(
 
 @contextlib.contextmanager
 def _progress(compute: CrossEntropies, instances: int) -> Iterator[CrossEntropies]:
-    """Yield a function that calls `compute` and advances a progress bar by the number of evaluated
-    instances. The bar ends at `instances` and is shown only on a terminal."""
+    """Yield a function that returns the results of `compute` and advances a progress bar by the
+    number of evaluated instances. The bar ends at `instances` and is shown only on a terminal."""
     with (
         tqdm(total=instances, unit="instance", disable=None, **bar_size()) as bar,
         contextlib.ExitStack() as stack,

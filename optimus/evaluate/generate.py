@@ -17,7 +17,7 @@ _LARGEST = 1e30
 
 NextLogits = Callable[[Tensor], Tensor | None]
 """Function that maps tokens, int64 [1, tokens], to logits [1, positions, vocabulary]. The last
-position predicts the next token. Ranks without the last pipeline stage get None."""
+position predicts the next token. On ranks without the last pipeline stage, it returns None."""
 
 
 @torch.no_grad()
@@ -81,7 +81,8 @@ def sample_text(
 
     Args:
         model: Function that computes logits.
-        dataset: Data set that has the prompt and the tokenizer.
+        dataset: Data set whose first instance begins with the prompt. Its tokenizer decodes the
+            text.
         new_tokens: Maximum number of tokens to sample.
         device: Device of the prompt.
         stop_tokens: Tokens that end the sampling, in addition to the end-of-document token.

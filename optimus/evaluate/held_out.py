@@ -26,7 +26,8 @@ class HeldOutLoss:
 
 CrossEntropies = Callable[[list[Microbatch]], list[Tensor]]
 """Function that returns the cross-entropy sum of each microbatch, an fp32 scalar in nats. All ranks
-of a model replica must make the same calls. One of them gets these sums, the others get []."""
+of a model replica must make the same calls. On one of these ranks, the function returns the sums;
+on the other ranks, it returns []."""
 
 
 def held_out_loss(
@@ -83,7 +84,7 @@ def held_out_loss(
 
 
 def by_model(model: Transformer, device: torch.device) -> CrossEntropies:
-    """Return the `CrossEntropies` function of a complete model on one device."""
+    """Return a `CrossEntropies` function that uses a complete model on one device."""
 
     @torch.no_grad()
     def run(batches: list[Microbatch]) -> list[Tensor]:

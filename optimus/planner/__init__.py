@@ -1,1 +1,1 @@
-"""Resources that a run needs, computed before it is launched."""
+"""Parameters, FLOPs and memory of a run, computed before the run is launched."""

@@ -1,9 +1,9 @@
-"""Checks and choices at the start of a run that need the device: fp16 operations, the kernel
-backend, the grouped GEMM and the expert dispatch.
+"""Start-up steps of a run that need the device: the check of fp16 operations, and the choices of
+kernel backend, grouped GEMM and expert dispatcher.
 
 The grouped GEMM has two implementations, called forms: "torch" is torch's op, "loop" is a loop over
 experts. Backends and forms add numbers in different orders, so their results differ in the last
-bits. A run therefore fails at its start if the choices of its ranks differ.
+bits. A run therefore fails at its start if its ranks have chosen different backends or forms.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ MEASURED = "measured at start"
 
 
 class KernelChoices(NamedTuple):
-    """Values of the settings in `[kernels]`, the same on all ranks. If the model has no experts, a
-    value may remain "auto"."""
+    """Chosen values of `kernels.backend` and `kernels.grouped_gemm`, the same on all ranks. If the
+    model has no experts, a value may still be "auto"."""
 
     backend: str
     grouped_gemm: str
@@ -61,7 +61,7 @@ class MeasuredChoices:
     kernels: KernelChoices
     ep_dispatch: str
     from_checkpoint: tuple[str, ...] = ()
-    """Names of the settings whose values come from the checkpoint."""
+    """Names ("section.key") of the settings whose values come from the checkpoint."""
 
     def as_settings(self) -> dict[str, str]:
         """Return the choices as a dict from "section.key" to the value."""
@@ -85,7 +85,7 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
         checkpoint: The full checkpoint from which the run resumes, or None.
 
     Raises:
-        ConfigError: OPTIMUS_KERNELS has an unknown value.
+        ConfigError: The environment variable OPTIMUS_KERNELS has an unknown value.
     """
     train, parallel = config.train, config.parallel
     sparse = any(config.model.experts_by_layer)
@@ -114,10 +114,10 @@ def choices_before_start(config: Config, checkpoint: Manifest | None) -> Measure
 
 
 def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) -> KernelChoices:
-    """Choose the kernel backend and the implementation of the grouped GEMM, and install them.
+    """Choose the kernel backend and the implementation of the grouped GEMM, and activate them.
 
     A collective of all ranks, with the same choices on every rank. If the model has no experts and
-    no rank selects a backend by name, return the settings unchanged and install nothing.
+    no rank selects a backend by name, return the configured values and activate nothing.
 
     Args:
         config: The run's configuration.
@@ -156,7 +156,8 @@ def autotune_kernels(config: Config, world: World, checkpoint: Manifest | None) 
 
 
 def _agree_on_backend(world: World) -> backend.Backend:
-    """Install the same backend on all ranks and return it. Raises ConfigError if this fails."""
+    """Activate the same kernel backend on all ranks and return it. Raises ConfigError if a rank
+    has no backend or the backends of ranks differ."""
     kind, builds = world.device.type, world.launch.local_rank == 0
     chosen, answer = backend.Backend("torch"), Answer()
     # The first rank of each machine may compile missing kernels; the others wait in the collective.
@@ -175,19 +176,19 @@ def _agree_on_backend(world: World) -> backend.Backend:
 
 
 class Answer(NamedTuple):
-    """The backend that one rank has chosen, or the reason why the rank has none."""
+    """The kernel backend that one rank requests or has chosen, or the reason why it has none."""
 
     name: str = ""
     key: str = ""
     why_not: str = ""
     """Reason why "auto" does not select the compiled kernels of this device, or ""."""
     failure: str = ""
-    """Error message about a backend that is selected by name but unavailable, or ""."""
+    """Error message if the requested backend is unknown or unavailable, else ""."""
 
 
 def _request(config: Config) -> Answer:
-    """Return an Answer with the name of the backend that this rank selects, which may be "auto". If
-    the selection is invalid, the Answer has only the error message."""
+    """Return an Answer with the name of the backend that this rank requests. The name may be
+    "auto". If the request is invalid, the Answer has only the error message."""
     try:  # the environment variable OPTIMUS_KERNELS has priority over the configuration
         backend.choose(config.kernels.backend)
         return Answer(backend.chosen()[0])
@@ -204,7 +205,8 @@ def _find(kind: str, may_build: bool, key: str = "") -> tuple[backend.Backend, A
 
 
 def disagreement(answers: Sequence[Answer]) -> str:
-    """Return an error message if a rank has no backend or the backends of ranks differ, else ""."""
+    """Return an error message if a rank has no backend or the ranks have different backends, else
+    ""."""
     if failure := _failure(answers):
         return failure
     by_choice = defaultdict(list)
@@ -224,7 +226,8 @@ def disagreement(answers: Sequence[Answer]) -> str:
 
 
 def _failure(answers: Sequence[Answer]) -> str:
-    """Return the numbers of all failed ranks and the error of the first one; "" if none failed."""
+    """Return an error message with all failed ranks and the error of the first of them; "" if no
+    rank has failed."""
     failed = [rank for rank, answer in enumerate(answers) if answer.failure]
     where = f"{_rank_ranges(failed)}: " if failed and len(answers) > 1 else ""
     return where + answers[failed[0]].failure if failed else ""
@@ -257,7 +260,7 @@ def _form_before_start(config: Config, stored: Mapping[str, Any]) -> str:
 
 
 def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> str:
-    """Install the same implementation of the grouped GEMM on all ranks and return its name."""
+    """Activate the same implementation of the grouped GEMM on all ranks and return its name."""
     requested = all_gather_objects(config.kernels.grouped_gemm, world.everyone, str)
     others = [rank for rank, form in enumerate(requested) if form != requested[0]]
     if others:
@@ -283,7 +286,7 @@ def _agree_on_form(config: Config, world: World, stored: Mapping[str, Any]) -> s
 
 def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> str:
     """Return the reason why the implementation `form` of the grouped GEMM does not support the
-    model with the dtype and device of `like`; "" if it does."""
+    model with the dtype and device of `like`; "" if it supports the model."""
     try:
         set_form(form)
         current_form(like, model.hidden_size, *_inner_sizes(model, tp))
@@ -295,8 +298,8 @@ def _unavailable(form: str, model: ModelConfig, tp: int, like: torch.Tensor) -> 
 
 
 def _inner_sizes(model: ModelConfig, tp: int) -> list[int]:
-    """Return the intermediate sizes that an expert has on the ranks of a tp group, in ascending
-    order and without duplicates."""
+    """Return the sizes of the slices into which tensor parallelism divides the intermediate size of
+    an expert, in ascending order and without duplicates."""
     ranges = (share(model.intermediate_size, index, tp) for index in range(tp))
     return sorted({stop - start for start, stop in ranges})
 
@@ -308,7 +311,7 @@ def measure_grouped_gemm(model: ModelConfig, tp: int, tokens: int, like: torch.T
     support the model or the device is not timed. The caller must first set the number of threads.
 
     Args:
-        model: The model's sizes.
+        model: The model's configuration.
         tp: Size of tensor parallelism.
         tokens: Tokens of a microbatch. The timing uses at most 4096 of them.
         like: A tensor with the dtype and device of the run.
@@ -364,7 +367,7 @@ class DispatchChoice(NamedTuple):
 
     name: str
     reason: str
-    """Empty if ep is 1 or the configuration names the dispatcher."""
+    """Reason for the choice; "" if `parallel.ep` is 1 or the configuration names the dispatcher."""
 
     def __str__(self) -> str:
         return f"{_DISPATCH}: {self.name} ({self.reason})"
@@ -377,7 +380,8 @@ def autotune_dispatch(
     states: ChunkEngine,
     checkpoint: Manifest | None,
 ) -> DispatchChoice:
-    """Choose the dispatcher if `parallel.ep_dispatch` is "auto", and install it in the model.
+    """Choose the dispatcher of expert parallelism if `parallel.ep_dispatch` is "auto", and make
+    `model` use this dispatcher.
 
     A collective of all ranks, with the same choice on every rank. The dispatchers are timed only if
     `choose_dispatch` returns None.
@@ -386,7 +390,8 @@ def autotune_dispatch(
         config: The run's configuration.
         groups: This rank's groups.
         model: This rank's local model, on its device.
-        states: The states of `model`, from which parameters are gathered for the timing.
+        states: The parameters and optimizer states of `model`. For the timing, the parameters of
+            one layer's experts are gathered.
         checkpoint: The full checkpoint from which the run resumes, or None.
     """
     train, ep_dispatch = config.train, config.parallel.ep_dispatch
@@ -421,7 +426,8 @@ def autotune_dispatch(
 
 
 def warn_of_alltoall(parallel: ParallelConfig, device_type: str) -> None:
-    """Log a warning if the configuration names all-to-all for Intel GPUs, where it may fail."""
+    """Log a warning if `parallel.ep_dispatch` is "alltoall" on Intel GPUs, where all-to-all may
+    kill the process."""
     # The setting may come from the config.toml of a run on another device.
     if parallel.ep > 1 and device_type == "xpu" and parallel.ep_dispatch == "alltoall":
         logger.warning(
@@ -450,7 +456,7 @@ def choose_dispatch(device_type: str, deterministic: bool, recorded: str) -> Dis
     """Return the dispatcher that "auto" selects without a timing; None if a timing is necessary.
 
     Args:
-        device_type: As in `torch.device.type`.
+        device_type: Type of the device, as in `torch.device.type`.
         deterministic: `train.deterministic`.
         recorded: The checkpoint's dispatcher, as `_recorded_dispatch` returns it, or "auto".
     """
@@ -478,7 +484,8 @@ def check_fp16(model: ModelConfig, device: torch.device) -> None:
     MoE or both.
 
     Raises:
-        ConfigError: The device lacks an operation, which the message names.
+        ConfigError: torch lacks an fp16 operation on this device. The message contains torch's
+            error.
     """
     sparse = tuple(dict.fromkeys(map(bool, model.experts_by_layer)))
     experts = 4 * max(1, model.num_experts_per_tok)

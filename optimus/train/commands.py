@@ -1,6 +1,6 @@
 """`optimus train`, and the commands of supervised runs: `launch`, `machine` and `status`.
 
-Only the functions that need torch import it.
+This module imports torch only in the functions that need it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def add_command(
     commands: argparse._SubParsersAction, name: str, run: Callable[..., int], text: str
 ) -> argparse.ArgumentParser:
-    """Add a command that calls `run`, with `text` as its help, and return its parser."""
+    """Add the command `name`, which calls `run` and has `text` as its help. Return its parser."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     return parser
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a configuration: its file and overrides."""
+    """Add the arguments of a configuration: a TOML file, and settings that replace those of the
+    file."""
     parser.add_argument("config", help="a TOML file; configs/run has examples")
     parser.add_argument(
         "overrides",
@@ -50,7 +51,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--nproc",
         type=int,
         metavar="N",
-        help="start N ranks here; without it, mpiexec, srun or torchrun set rank and world size",
+        help="start N ranks on this node; without --nproc, mpiexec, srun or torchrun sets rank and "
+        "world size",
     )
     parser.add_argument(
         "--dry-run",
@@ -59,7 +61,10 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "do, and create nothing",
     )
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="with --dry-run: for N nodes of --nproc ranks each"
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="with --dry-run: check a run on N nodes with --nproc ranks each",
     )
     _add_skips(parser)
 
@@ -162,26 +167,36 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         "--nodes", type=int, default=1, metavar="N", help="number of nodes with ranks (1)"
     )
     parser.add_argument(
-        "--buffer-nodes", type=int, default=0, metavar="K", help="nodes that replace others (0)"
+        "--buffer-nodes",
+        type=int,
+        default=0,
+        metavar="K",
+        help="number of further nodes, which replace nodes that fail (0)",
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (1)"
+        "--ranks-per-node",
+        type=int,
+        default=1,
+        metavar="R",
+        help="number of ranks on each node (1)",
     )
     parser.add_argument(
         "--launcher",
         choices=("local", "srun", "mpiexec", "ssh"),
-        help="how agents are started; default: srun in a Slurm job, mpiexec in a PBS job",
+        help="command that starts an agent, which supervises ranks, on each node; default: srun in "
+        "a Slurm job, mpiexec in a PBS job",
     )
     parser.add_argument("--hosts", metavar="FILE", help="file with a host name in each line")
     parser.add_argument(
         "--mpi-ranks",
         action="store_true",
-        help="start the ranks of an attempt with one mpiexec, as oneCCL over MPI needs",
+        help="start all ranks with one mpiexec, as oneCCL over MPI needs",
     )
     parser.add_argument(
         "--stage",
         metavar="DIR",
-        help="copy the Python environment of these ranks to DIR on each node, once per job",
+        help="with --mpi-ranks: copy the Python environment of the ranks to DIR on each node, once "
+        "per job",
     )
     parser.add_argument(
         "--machine",
@@ -194,17 +209,18 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="NODE",
-        help="use an excluded node again; may be repeated",
+        help="use node NODE again, although it was excluded after failures; may be repeated",
     )
     parser.add_argument(
         "--next-job",
         metavar="COMMAND",
-        help="submit the job that continues the run by this command of bash, which prints its name",
+        help="bash command that submits the job which continues the run, and prints the name of "
+        "that job",
     )
     parser.add_argument(
         "--unless-ended",
         action="store_true",
-        help="end at once if the run is done or was stopped, for the jobs of a chain",
+        help="end at once if an earlier job of a chain has completed or stopped the run",
     )
     parser.add_argument(
         "--dry-run",
@@ -252,7 +268,10 @@ def _launch(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_machine(commands: argparse._SubParsersAction) -> None:
-    text = "Check a job against the queues of a machine, and print its settings for a job script."
+    text = (
+        "Check that a queue of a machine accepts a job, and print the machine's settings for a job "
+        "script."
+    )
     parser = add_command(commands, "machine", _machine, text)
     parser.add_argument("machine", help="a name in configs/machine, or the path of a TOML file")
     parser.add_argument("--queue", default="", metavar="Q", help="queue of the job")
@@ -261,9 +280,9 @@ def _add_machine(commands: argparse._SubParsersAction) -> None:
     )
     for name, default, text in (
         ("nodes", 1, "number of nodes with ranks (1)"),
-        ("buffer-nodes", 0, "nodes that replace others (0)"),
-        ("ranks-per-node", 0, "ranks on each node (default: as the machine says)"),
-        ("chain", 0, "further jobs that continue the run (0)"),
+        ("buffer-nodes", 0, "number of further nodes, which replace nodes that fail (0)"),
+        ("ranks-per-node", 0, "number of ranks on each node (default: that of the machine)"),
+        ("chain", 0, "number of further jobs that continue the run (0)"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
@@ -278,7 +297,7 @@ def _machine(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _add_status(commands: argparse._SubParsersAction) -> None:
-    text = "Show the nodes, attempts and use of time of a supervised run."
+    text = "Show the nodes of a supervised run, its attempts, and how it has used its time."
     parser = add_command(commands, "status", _status, text)
     parser.add_argument("run_dir", help="run directory of optimus launch")
     parser.add_argument("--watch", action="store_true", help="repeat every 2 s until the run ends")

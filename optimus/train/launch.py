@@ -1,4 +1,7 @@
-"""`optimus launch`: plan of a supervised run in an allocation of nodes, and its start.
+"""Planning and start of supervised runs: `optimus launch`.
+
+In a supervised run, a supervisor starts the ranks on the nodes of an allocation. After a failure,
+it replaces failed nodes and starts the ranks again.
 
 This module imports no torch.
 """
@@ -61,30 +64,36 @@ class LaunchOptions:
     """Number of further nodes, which replace nodes that fail."""
     ranks_per_node: int = 1
     launcher: str | None = None
-    """Name of the launcher; None for the launcher of the scheduler."""
+    """Name of the launcher, which starts processes on the nodes: "local", "srun", "mpiexec" or
+    "ssh". None: "srun" in a Slurm job, otherwise "mpiexec"."""
     hosts: str | None = None
     """File with the names of the nodes; None for the nodes of the scheduler's job."""
     pardoned: tuple[str, ...] = ()
     """Excluded nodes that the run may use again."""
     mpi_ranks: bool = False
-    """True if one mpiexec starts all ranks of an attempt. If False, the agents start the ranks."""
+    """True to start all ranks with one mpiexec; False to let the agent on each node start the ranks
+    of the node."""
     stage: str | None = None
-    """Folder on a disk of each node. The Python environment for ranks that mpiexec starts is copied
-    to it. None: these ranks use the environment of this process."""
+    """Folder on a disk of each node, to which the Python environment of the ranks is copied if
+    mpiexec starts them. None: the ranks use the environment of this process."""
     machine: Machine | None = None
     """Definition of the machine, from `--machine`; None without this option."""
     next_job: str | None = None
-    """Command of bash that submits the job which continues the run, or None."""
+    """Bash command that submits the job which continues the run; None: no job continues it."""
     is_dry_run: bool = False
     """True for `--dry-run`. `plan_job` then leaves out its checks of the run and of this machine.
-    Without an allocation, it calls the nodes `node0`, `node1` and so on."""
+    Without an allocation, the nodes get the names `node0`, `node1` and so on."""
 
 
 def plan_job(config: Config, options: LaunchOptions) -> Job:
-    """Return the job of a supervised run in the present allocation of nodes. Starts no process.
+    """Return the Job of a supervised run: its nodes, launcher, settings and restart policy.
+
+    Starts no process.
 
     Raises:
-        ConfigError: The run, the allocation or the run directory does not permit the launch.
+        ConfigError: An option or a setting is invalid, the allocation has too few nodes, the
+            launcher cannot work on this machine, or the run's ledger is damaged.
+        DataError: A data set cannot be used.
     """
     for name, value, least in (
         ("--nodes", options.nodes, 1),
@@ -136,8 +145,8 @@ def plan_job(config: Config, options: LaunchOptions) -> Job:
 
 
 def _make_launcher(options: LaunchOptions) -> Launcher:
-    """Return the launcher of a run. Raises ConfigError if there is none, or if an option does not
-    fit it."""
+    """Return the launcher, which starts processes on the nodes of a run. Raises ConfigError if the
+    options and the environment select no launcher, or if an option does not fit the launcher."""
     name, machine = options.launcher, options.machine
     if name is None:
         name = "srun" if "SLURM_JOB_ID" in os.environ else "mpiexec"
@@ -155,13 +164,14 @@ def _make_launcher(options: LaunchOptions) -> Launcher:
         )
     refuse_if(
         machine is not None and machine.cpu_bind and not mpi_ranks,
-        "cpu_bind in the file of --machine binds ranks that mpiexec starts; add --mpi-ranks",
+        "cpu_bind in the file of --machine has an effect only on ranks that mpiexec starts; add "
+        "--mpi-ranks, or remove cpu_bind",
     )
     if (stage := options.stage) is not None:
         refuse_if(
             not mpi_ranks,
-            "--stage needs --mpi-ranks: agents import once per node and fork their ranks; remove "
-            "--stage",
+            "--stage has an effect only with --mpi-ranks; without --mpi-ranks, one process per "
+            "node imports the Python modules and forks the ranks; remove --stage",
         )
         refuse_if(not os.path.isabs(stage), f"--stage {stage!r} must be an absolute path")
         check_environment()
@@ -181,23 +191,27 @@ def _allocation(options: LaunchOptions, launcher: str) -> tuple[str, ...]:
 
 
 def _allow_open_files(number: int) -> None:
-    """Allow this process, which has a connection for each node, to open `number` files at the same
-    time. Raises ConfigError if the system does not permit it."""
+    """Raise the limit of open files of this process to `number`, because the supervisor has an open
+    connection for each node. Raises ConfigError if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft == unlimited or soft >= number:
         return
     refuse_if(
         hard != unlimited and hard < number,
-        f"ulimit -n {soft}: the supervisor needs {counted(number, 'open file')}, and the hard "
-        f"limit is {hard}; raise the limit",
+        f"ulimit -n {soft}: the supervisor needs {counted(number, 'open file')}, but the hard "
+        f"limit is {hard}; raise the hard limit",
     )
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir: Path) -> None:
-    """Raise ConfigError if a node of --pardon is in neither the allocation nor the ledger. A node
-    that is no longer excluded is accepted, because all jobs of a chain have the same options."""
+    """Raise ConfigError if a node of --pardon is neither in the allocation nor marked as excluded,
+    suspect or good in the ledger, the record of the run's earlier jobs.
+
+    A node that is not excluded any more is accepted, because all jobs of a chain have the same
+    options.
+    """
     history = read_history(run_dir) if pardoned else None
     for node in pardoned:
         assert history is not None
@@ -210,10 +224,11 @@ def _check_pardoned(pardoned: Sequence[str], allocation: Sequence[str], run_dir:
 
 
 def ended_status(run_dir: Path) -> int | None:
-    """Log that a run is done or was stopped, and return its exit status. Return None otherwise.
+    """Return the exit status of a run that is done or was stopped, and log a warning. Return None
+    if the run has not ended.
 
     Raises:
-        ConfigError: The ledger is damaged.
+        ConfigError: The ledger of the run, events.jsonl, is damaged or cannot be read.
     """
     verdict = read_history(run_dir).verdict
     if verdict is None or verdict.verdict == "continue":
@@ -231,17 +246,20 @@ def supervise(job: Job) -> int:
     """Supervise a run until the run or the job ends.
 
     Returns:
-        The exit status: 0 done, 2 usage, 3 a later job continues the run, 6 stopped.
+        The exit status of `optimus launch`. 0: the run is done. 2: the command or a setting is
+        invalid. 3: a later job continues the run. 6: the supervisor has stopped the run.
 
     Raises:
-        ConfigError: The nodes or the run directory do not permit the launch.
+        ConfigError: Too few nodes can be used, another process uses the run directory, a file of
+            the run is damaged, or frozen settings differ from those of an earlier job.
     """
     os.environ.update(job.launcher.variables(len(job.nodes) * job.ranks_per_node))
     return asyncio.run(Supervisor(job).run())
 
 
 def _valid_sizes(config: Config, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Return each number of nodes, up to `nodes`, with which the configuration is valid."""
+    """Return the numbers of nodes, from 1 to `nodes`, for which the configuration is valid. Raises
+    ConfigError if it is invalid for `nodes` nodes."""
     sizes = []
     for number in range(1, nodes + 1):
         try:
@@ -268,7 +286,8 @@ def _hash_frozen(config: Config) -> str:
 
 
 def describe(job: Job) -> str:
-    """Return the assignment of ranks, the environment and the commands of the agents as text."""
+    """Return the text that `optimus launch --dry-run` prints about a job: the ranks of each node,
+    the environment, and the commands that start agents and ranks."""
     per_node, nodes = job.ranks_per_node, job.policy.sizes[-1]
     lines = []
     for index, node in enumerate(job.nodes):

@@ -53,7 +53,8 @@ def load_start(
         result is the same on all ranks.
 
     Raises:
-        CheckpointError: No checkpoint can be loaded.
+        CheckpointError: The checkpoint of `plan.start` is damaged and no older checkpoint can be
+            loaded, or the weights cannot be used.
     """
     damaged: dict[Path, str] = {}
     distribute = config.checkpoint.distribute
@@ -110,8 +111,8 @@ def load_weights(
     """Read weights on the first rank and distribute them to all ranks. A collective of all ranks.
 
     Args:
-        layout: The placements of this rank's parameters.
-        put: Stores the values of this rank's slices.
+        layout: The slices of the parameters that this rank has.
+        put: Function that stores values of these slices.
         open_weights: Opens the weights on the first rank.
         world: All ranks.
         distribute: `checkpoint.distribute`.
@@ -216,8 +217,8 @@ def _nonfinite(batch: Sequence[ParamSlice], flat: Tensor, origin: object) -> Che
 
 
 def _raise_on_all(problem: OptimusError | None, everyone: Group) -> None:
-    """Raise rank 0's error `problem` on all ranks. Do nothing if rank 0 has no error. A collective
-    of all ranks."""
+    """Raise rank 0's error `problem` on all ranks; do nothing if rank 0's `problem` is None. A
+    collective of all ranks."""
     received = (type(problem).__name__, str(problem)) if problem else None
     if received := broadcast_object(received, everyone, tuple[str, str] | None):
         raise getattr(errors, received[0])(received[1])

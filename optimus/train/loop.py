@@ -86,13 +86,13 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
 
     Args:
         config: The run's configuration, the same on all ranks.
-        launch: Rank and world of this process.
+        launch: Rank and world size of this process.
         process: Value of `time.monotonic()` at the start of this process. The start-up is timed
             from this value, or from this call if the value is None.
 
     Raises:
         RunEnded: The run cannot start, fails, or is stopped by a signal or the deadline. All ranks
-            raise this error with the same Outcome.
+            raise this error with the same exit status and message.
     """
     start_up = StartUp(process)
     inputs: RunInputs | None = None
@@ -148,14 +148,17 @@ def train(config: Config, launch: LaunchEnv, process: float | None = None) -> No
             try:
                 directory.close(others_have_ended=True)
             except OSError as error:  # must not replace the error that ends the run
-                logger.warning("%s: %s", config.train.run_dir, error.strerror)
+                logger.warning(
+                    "cannot close the run directory %s: %s", config.train.run_dir, error.strerror
+                )
     end_world()
 
 
 def _record_failure(error: Exception) -> None:
-    """Report the exit status of this rank's own error to the agent that supervises the rank.
+    """Report the exit status for this rank's error to the agent that supervises the rank.
 
-    Call this before the ranks agree on one error for all. In a run without supervision, do nothing.
+    Call this before the ranks agree on one error, which all of them then raise. Does nothing in a
+    run without supervision.
     """
     attempt = read_attempt()
     if attempt is None:
@@ -176,7 +179,8 @@ def _set_up(
     directory: RunDirectory | None,
     start_up: StartUp,
 ) -> Run:
-    """Choose threads and kernels, print the plan of the run, and return the run."""
+    """Set the number of threads, choose the kernels, log the plan of the run, and create the Run,
+    which loads the states."""
     ranks_per_node = world.launch.local_world_size
     fix_arithmetic(config.train, ranks_per_node)
     kernels = autotune_kernels(config, world, plan.start.full)

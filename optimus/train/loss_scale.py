@@ -35,9 +35,10 @@ class LossScale:
         first = optim.loss_scale or _FIRST * 2.0 ** math.ceil(math.log2(num_microbatches))
         self.scale = max(first, self._least) if self._dynamic else 1.0
         self.good_steps = 0
-        """Updates since the scale was last halved or doubled."""
+        """Updates without overflow since the scale was last halved or doubled."""
         self.skipped = 0
-        """Updates skipped since the run started, including those before a resume."""
+        """Number of updates skipped since the run started or, if the dtype is not fp16, since the
+        last resume."""
 
     @property
     def can_fall(self) -> bool:

@@ -75,8 +75,8 @@ class RunData(NamedTuple):
     """Content of the tokenizer file of the training data. Every checkpoint contains a copy."""
 
     def check_shards(self) -> None:
-        """Check that all shards exist and have the right sizes. Raises DataError. Only one rank of
-        a run makes this check, since data sets may have many thousands of shards."""
+        """Raise DataError if a shard of a data set is missing or has the wrong size. Only one rank
+        of a run makes this check, since data sets may have many thousands of shards."""
         for source in (self.training, self.held_out):
             for dataset in getattr(source, "sources", (source,)):
                 if isinstance(dataset, TokenDataset):
@@ -85,7 +85,11 @@ class RunData(NamedTuple):
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """The plan of a run, made on a machine that may lack the data or the run directory."""
+    """The plan of a run: mesh, batch, data and start.
+
+    On a machine without the data, `data` is None. On a machine without the run directory, `start`
+    is that of a new run.
+    """
 
     mesh: Mesh
     batch: BatchPlan
@@ -107,7 +111,7 @@ class PartialPlan:
 
 @dataclass(frozen=True)
 class RunPlan(PartialPlan):
-    """The plan of a run, made on a machine that has the data."""
+    """The plan of a run whose data sets were opened: mesh, batch, data and start."""
 
     data: RunData
 
@@ -191,7 +195,10 @@ def check_settings(config: Config, world_size: int) -> tuple[Mesh, BatchPlan]:
         ("train.max_steps", config.train.max_steps),
     ):
         if not value:
-            raise ConfigError(f"{key} is missing; set it in the file or as {key}=VALUE")
+            raise ConfigError(
+                f"{key} is missing; set it in the configuration file, or add {key}=VALUE to the "
+                "command"
+            )
     for key in config.checkpoint.allow_change:
         if key not in CHANGEABLE:
             near = difflib.get_close_matches(key, CHANGEABLE, n=1)
@@ -237,7 +244,8 @@ def find_start(
     training: InstanceSource | None,
     damaged: Mapping[Path, str] = NOTHING,
 ) -> ResolvedStart:
-    """Return the start of a run, with log lines about settings that differ from the checkpoint's.
+    """Return the start of a run: the step and the checkpoint or weights from which it starts, log
+    lines about settings that differ from the checkpoint's, and the steps to skip.
 
     A run must lock the run directory before this call, so that no other run commits a checkpoint to
     the directory.
@@ -251,7 +259,7 @@ def find_start(
     Raises:
         CheckpointError: A checkpoint is unusable, or a frozen setting differs from the
             checkpoint's. The message is one line with the key, the value and the remedy.
-        ConfigError: SKIPPED_STEPS is damaged.
+        ConfigError: The file SKIPPED_STEPS of the run directory is damaged or cannot be read.
     """
     train, optim = config.train, config.optim
     start = decide_start(train.run_dir, config.checkpoint.load, damaged)
@@ -290,8 +298,8 @@ def flat_settings(
 def network_warnings(
     model: ModelConfig, train: TrainConfig, mesh: Mesh, ranks_per_node: int
 ) -> list[str]:
-    """Return the warnings about tp and ep: one for each of these axes whose groups span several
-    nodes."""
+    """Return a warning for each of the axes tp and ep whose groups span several nodes. A warning
+    contains the bytes that a layer sends over the network."""
     width = {"fp32": 4, "bf16": 2, "fp16": 2}[train.dtype]
     rows = train.microbatch_size * train.seq_len
     token_bytes = model.hidden_size * width
@@ -354,9 +362,9 @@ def _compare(settings: Mapping[str, Any], start: Start, allowed: Sequence[str]) 
 
 
 def _position_change(settings: Mapping[str, Any], stored: Mapping[str, Any], step: int) -> str:
-    """Return text for a log line that names the instances which a run skips or reads again because
-    it resumes with other data or another batch size. The text is "" if the checkpoint does not
-    record its data, batch size and sequence length."""
+    """Return the end of a log line about a change of the data or the batch size on resume: the
+    range of instances that the run skips or reads again because of the change. Return "" if the
+    checkpoint does not record its data, batch size and sequence length."""
     needed = ("train.seq_len", "train.batch_tokens", "data.identity")
     if not all(stored.get(key) for key in needed):
         return ""  # the settings are not from a run of Optimus
@@ -396,12 +404,12 @@ class _Opener(NamedTuple):
     vocab_size: int
 
     def open(self, key: str, path: str) -> TokenDataset:
-        """Open the data set at `path`, the value of setting `key`. Raises DataError if its context
-        or its vocabulary does not fit the model."""
+        """Open the data set at `path`, the value of setting `key`. Raises DataError if instances do
+        not have `seq_len` tokens, or if the data's vocabulary is larger than the model's."""
         dataset = TokenDataset(path)
         if dataset.context != self.seq_len:
             raise DataError(
-                f"train.seq_len = {self.seq_len}, but {key} = {path} was sharded with context "
+                f"train.seq_len = {self.seq_len}, but {key} = {path} was sharded with --context "
                 f"{dataset.context}; set train.seq_len={dataset.context} or shard the data again"
             )
         if dataset.vocab_size > self.vocab_size:
@@ -449,8 +457,8 @@ def _check_trainable(key: str, dataset: TokenDataset) -> None:
 
 
 def _evaluation_data(data: DataConfig, opener: _Opener) -> FiniteSource | None:
-    """Return the data set at data.eval_path, else the held-out part of the training data, else
-    None."""
+    """Return the data for the held-out loss: the data set at data.eval_path or, if this setting is
+    empty, the held-out part of the training data. Return None if there is no held-out data."""
     if data.eval_path or not data.mix:
         path = data.eval_path or _evaluation_path(data.path)
         return opener.open("data.eval_path", path) if path else None
@@ -472,7 +480,8 @@ def _evaluation_path(path: str) -> str:
 
 
 def _read_tokenizer(dataset: InstanceSource) -> bytes:
-    """Return the content of a data set's tokenizer file. Raises DamageError if it has changed."""
+    """Return the content of a data set's tokenizer file. Raises DamageError if the file cannot be
+    read or has changed."""
     file = Path(dataset.tokenizer_file)
     try:
         content = read_regular(file, _MAX_TOKENIZER_BYTES)

@@ -26,7 +26,8 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike) -> None:
         """Create the directory if it does not exist, lock it and open a workspace.
 
-        In a supervised run, the supervisor has the lock and has opened the workspace.
+        A workspace is a temporary directory from which files are renamed into the run directory.
+        In a supervised run, the supervisor has locked the run directory and opened the workspace.
 
         Args:
             path: `train.run_dir`.
@@ -74,8 +75,8 @@ class RunDirectory:
         return sinks
 
     def check_newest(self) -> None:
-        """Raise OptimusError if a later start of the run has taken over the directory. Nothing that
-        this process does can change the directory then."""
+        """Raise OptimusError if the run was started again and the later process has taken over the
+        directory. This process can then no longer change the directory."""
         if self.metrics.is_replaced() and not self.workspace.is_open():
             raise OptimusError(
                 f"train.run_dir = {str(self.path)!r}: another start of this run uses the directory "
@@ -96,11 +97,11 @@ class RunDirectory:
         """Close the files and unlock the directory.
 
         Args:
-            others_have_ended: True if no other rank uses the workspace any more. The workspace is
-                then removed if it is empty.
+            others_have_ended: True if no other rank uses the workspace any more. An empty workspace
+                is then removed.
 
         Raises:
-            OSError: Lines of metrics could not be written.
+            OSError: Lines of the metrics files could not be written.
         """
         self.end_progress()
         if self._board is not None:

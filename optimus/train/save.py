@@ -1,4 +1,5 @@
-"""Saves of a run: when they are due, what they contain, and how failures are handled."""
+"""Checkpoint saves of a run: when they are due, what they contain, and how failed saves are
+handled."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ from optimus.train.resolve import RunPlan, flat_settings
 logger = logging.getLogger(__name__)
 
 _FEW_SAVES = 4
-"""If the disk has space for fewer saves than this number, `Saves` repeats the warning about
-directories that cannot be removed whenever fewer saves fit than at the last warning."""
+"""Limit for repeated warnings about directories that cannot be removed. `Saves` repeats the warning
+if the disk has space for fewer saves than this limit, and for fewer than at the last warning."""
 
 
 def check_saves(model: ModelConfig, model_interval: int, start: store.Start) -> None:
@@ -71,7 +72,8 @@ class _PendingSave:
         Args:
             saver: Starts the saves; None if this kind of checkpoint is never due.
             path_of: Returns the path of the checkpoint for a run directory and a step.
-            write_sidecar_files: Writes the sidecar files to the directory of a checkpoint.
+            write_sidecar_files: Writes the sidecar files, such as the configuration and the
+                tokenizer, to the directory of a checkpoint.
         """
         self.saver, self.path_of, self.write_sidecar_files = saver, path_of, write_sidecar_files
         self.save: AsyncSave | None = None
@@ -108,14 +110,14 @@ class Saves:
         workspace: Workspace,
         sync_logs: Callable[[], None],
     ) -> None:
-        """Plan the files of all checkpoints. A collective of all ranks.
+        """Plan which values each rank writes to the checkpoints. A collective of all ranks.
 
         Args:
             config: The run's configuration, with the choices that ranks measured.
             world: All ranks.
             plan: The plan of the run.
-            states: This rank's states.
-            rank_states: The shards of the states and their layout over ranks.
+            states: The parameters and optimizer states of this rank.
+            rank_states: The shards of `states` and their layout over ranks.
             loss_scale: The loss scale, whose state each checkpoint contains.
             workspace: The workspace of the run.
             sync_logs: Syncs the metrics files to disk; the first rank calls it before a commit.
@@ -214,7 +216,8 @@ class Saves:
                 self._warn(outcome.failure.message)
 
     def give_up(self) -> None:
-        """Stop the writes of this rank. Not a collective, since other ranks may be lost."""
+        """Request this rank's saves in progress to stop. Not a collective, since other ranks may be
+        lost."""
         for pending in (self._fulls, self._models):
             if pending.save is not None:
                 pending.save.give_up()
@@ -222,7 +225,7 @@ class Saves:
     def _begin(
         self, pending: _PendingSave, step: int, reserve: Callable[[], int] = lambda: 0
     ) -> None:
-        """Wait until the previous save of this kind has ended, and start the save of `step`.
+        """Start the save of `step`, after the previous save of the same kind has ended.
 
         `reserve` returns the number of bytes that the full save of `step` must still write. The
         disk must have space for these bytes and for this save.
@@ -379,7 +382,8 @@ class Saves:
         }
 
     def _write_sidecar_files(self, directory: Path) -> None:
-        """Write the configuration and the tokenizer, which make the checkpoint usable by itself."""
+        """Write the configuration and the tokenizer to `directory`, so that the checkpoint can be
+        used without other files."""
         self._sync_logs()  # a resumed run needs the metrics
         (directory / CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         name = Path(self._plan.data.training.tokenizer_file).name

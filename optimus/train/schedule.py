@@ -26,11 +26,12 @@ def learning_rate(step: int, optim: OptimConfig, max_steps: int) -> float:
 
 
 def rate_change(step: int, optim: OptimConfig, max_steps: int, stored: Mapping[str, Any]) -> str:
-    """Return a log line about a learning rate that differs between the configuration and the
-    checkpoint's settings; "" if no rate differs from update `step` on.
+    """Compare the learning rates that follow from the configuration with those that follow from a
+    checkpoint's settings. Return a log line about a difference; "" if there is none.
 
     The line contains both rates and the settings that keep the checkpoint's rate. The comparison
-    ends at the smaller of the two values of `train.max_steps`, but always includes `step`.
+    starts at update `step` and ends at the smaller of the two values of `train.max_steps`, but
+    always includes `step`.
 
     Args:
         step: Number of the next update, from 1.

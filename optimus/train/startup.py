@@ -82,10 +82,10 @@ def dry_run(
 
 
 def refuse_together(launch: LaunchEnv, error: OptimusError) -> NoReturn:
-    """Raise `error`, so that a run with several ranks prints only one error.
+    """Raise `error`.
 
-    In such a run, this function first starts the process group, through which the ranks agree on
-    the error to print.
+    In a run with several ranks, first start the process group, through which the ranks agree on one
+    error. The run then prints only this error.
     """
     if launch.world_size > 1:
         prepare_meeting(launch)
@@ -151,6 +151,6 @@ class StartUp:
         self._last = now
 
     def record(self) -> StartUpRecord:
-        """Return the record of all phases that have ended."""
+        """Return the durations of all phases that have ended, and the processor time."""
         processor_s = time.process_time() - self._processor_start
         return StartUpRecord(tuple(self._phases), self._last - self._start, processor_s)

@@ -30,7 +30,7 @@ all ranks report the one with the highest priority."""
 
 
 class StopRequest:
-    """Records a stop signal or a passed deadline on this rank, and lets all ranks agree to stop."""
+    """Records a stop signal on this rank, checks the deadline, and lets all ranks agree to stop."""
 
     def __init__(self, deadline_s: float, job_end: float | None = None) -> None:
         """Install handlers for STOP_SIGNALS.

@@ -110,7 +110,7 @@ def print_end(
     loss: float | None,
     evaluation: EvalRecord | None,
 ) -> None:
-    """Log the results of a run that ends at `last_step`, and commands that use the results.
+    """Log the results of a run that ends at `last_step`, and commands to use next.
 
     Args:
         train, model: Sections of the run's configuration.
@@ -134,7 +134,8 @@ def print_end(
 
 
 def plan_facts(config: Config, plan: PartialPlan) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a plan as (name, text). A line without a name continues the line above."""
+    """Yield the lines of the log's summary of a plan as (name, text). A line whose name is ""
+    continues the previous line."""
     model, train, batch, mesh = config.model, config.train, plan.batch, plan.mesh
     total, active = count_parameters(model)
     size = f"{counted(total, 'parameter')}, {active:,} active per token"
@@ -192,7 +193,7 @@ def _data(
 
 
 def _where(dataset: InstanceSource) -> str:
-    """Return ": " and the path of the data set, which end a line of the plan; "" for a mixture."""
+    """Return the end of a log line about a data set: ": " and its path; "" for a mixture."""
     return f": {dataset.path}" if isinstance(dataset, TokenDataset) else ""
 
 
@@ -217,8 +218,9 @@ def _repeats(mix: Sequence[MixSource], max_steps: int, plan: PartialPlan) -> Ite
         if epochs > MAX_EPOCHS:
             steps = max(1, int(max_steps * MAX_EPOCHS / epochs))
             yield (
-                f"the run reads {dataset.path} {_short(epochs)} times, and more than about "
-                f"{MAX_EPOCHS} epochs add little; use more text, or set train.max_steps={steps}"
+                f"the run reads {dataset.path} {_short(epochs)} times, but more than about "
+                f"{MAX_EPOCHS} epochs improve a model little; use more text, or set "
+                f"train.max_steps={steps}"
             )
 
 
@@ -248,8 +250,8 @@ def _results(
 def _next_commands(
     run_dir: str, model: ModelConfig, held_out: InstanceSource | None, done: bool
 ) -> Iterator[str]:
-    """Yield commands that use the results of a run. If the run is not `done`, yield only
-    `optimus report`."""
+    """Yield commands that use the results of a run. If `done` is false, because the run continues
+    later, yield only `optimus report`."""
     run = shlex.quote(run_dir)
     yield f"optimus report {run}"
     if not done:

@@ -43,11 +43,11 @@ class UpdateResult:
     loss_scale: float = 1.0
     """Loss scale of this update."""
     skipped_steps: int = 0
-    """Updates skipped since the run started, up to and including this update."""
+    """`LossScale.skipped` after this update: the number of updates skipped so far."""
 
 
 class Updater:
-    """Runs updates of one rank's model."""
+    """Performs the updates of this rank's model: forward, backward and optimizer step."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Updater:
             plan: The batch sizes of an update.
             device: The device of the model.
             loss_scale: The loss scale of the run; None creates the loss scale of a new run.
-            workspace: The workspace of the run, for files about non-finite values; None writes no
-                files.
+            workspace: The workspace of the run, to write files about non-finite values; None: these
+                files are not written.
             skipped_steps: Steps whose update is skipped, because their data gives non-finite
                 values.
-            data: The training data, from which the file about non-finite values names instances;
-                None names no instances.
+            data: The training data, to name instances in files about non-finite values; None: these
+                files name no instances.
         """
         self._skipped_steps = skipped_steps
         self._loss_scale = loss_scale or LossScale(
@@ -147,15 +147,18 @@ class Updater:
         scaling.after_update()
 
     def _finite_norm(self, step: int) -> float:
-        """Return the gradient norm before clipping. If it is not finite but the loss scale can be
-        halved, return NaN: the update is then skipped. Otherwise raise NonFiniteError."""
+        """Return the gradient norm before clipping.
+
+        If the norm is not finite but the loss scale can be halved, return NaN; the update is then
+        skipped. If the loss scale cannot be halved, raise NonFiniteError.
+        """
         norm = self._states.grad_norm() / self._loss_scale.scale
         if not math.isfinite(norm):
             if self._loss_scale.can_fall:
                 return math.nan
             raise NonFiniteError(
-                f"step {step}: the gradient norm over all ranks is {norm} although every rank's "
-                "own gradients are finite: their sum overflows; lower the learning rate",
+                f"step {step}: the gradient norm over all ranks is {norm}, because the sum of the "
+                "ranks' finite gradients overflows; lower the learning rate",
             )
         return norm
 
@@ -201,7 +204,8 @@ class Updater:
         return [math.nan if trouble else total for total in sums]
 
     def _expert_rows(self, terms: dict[tuple[int, int], Terms]) -> Tensor:
-        """Return `UpdateResult.expert_rows`. A collective of all ranks."""
+        """Return the tokens routed to each expert by all ranks, as `UpdateResult.expert_rows`. A
+        collective of all ranks."""
         model = self._config.model
         sparse = model.sparse_layers
         if not sparse:

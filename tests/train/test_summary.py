@@ -68,7 +68,8 @@ def test_repeated_text_gives_a_warning(tiny_data, tmp_path, capsys, steps, warne
     print_start(config, plan, 1)
     text = capsys.readouterr().err
     assert (
-        f"more than about 4 epochs add little; use more text, or set train.max_steps={most}" in text
+        "more than about 4 epochs improve a model little; use more text, or set "
+        f"train.max_steps={most}" in text
     ) == warned
 
 
