@@ -15,16 +15,16 @@ reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus.chunks.groups import ParamProcessGroups
-from optimus.chunks.layout import Chunk, ChunkLayout, Parameter, Slot, lay_out
+from optimus.chunks.layout import Chunk, Parameter, Slot, lay_out
 from optimus.distributed.collectives import ALONE, all_gather
 
 KINDS = ("parameters", "gradients", "masters", "moments", "deterministic", "tied")
@@ -124,76 +124,44 @@ class GradBuffer(Protocol):
     memory."""
 
 
-class ChunkState:
-    """States of a chunk of L elements on one rank. `shards` is the size of the shard group.
+class ParamChunk:
+    """Parameters of a chunk of L elements on one rank. `shards` is the size of the shard group.
 
     Attributes:
         chunk: The layout of the chunk.
         groups: Process groups of its parameters.
-        home: Tier of `shard`, `master`, `moments` and `grad`.
+        home: Tier of `shard`.
         is_transient: True if `params` has memory only while the parameters are used. This rank
             keeps `shard` between uses.
         shard_range: The elements of the chunk that are this rank's shard.
-        params: [L] in the training dtype, on the device. Parameters are views of it.
-        grads: [L] in the dtype of gradients, on the device. Backward adds to it.
-        grad_views: Views of `grads` by parameter. They are valid whenever `grads` has memory.
+        params: [L] in the dtype of the parameters, on the device. Parameters are views of it.
         shard: [L / shards], this rank's shard of the parameters: a separate tensor if
             `is_transient`, else a view of `params`.
-        master: fp32 [L / shards], the master weights; `shard` itself in fp32 training.
-        moments: [L / shards] each, the moments of the optimizer by name.
-        grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded
-            and their home is the device.
     """
 
     def __init__(
         self,
         chunk: Chunk,
         groups: ParamProcessGroups,
-        moments: Mapping[str, torch.dtype],
         dtype: torch.dtype,
-        grad_dtype: torch.dtype,
         memory: Memory,
         home: Tier = Tier.DEVICE,
         shards_params: bool = False,
     ) -> None:
         self.chunk, self.groups, self.home = chunk, groups, home
-        shards, length = groups.shard_group.size, chunk.shard_length
-        is_away = home is not Tier.DEVICE
-        self.is_transient = is_away or (shards_params and shards > 1)
+        is_sharded = shards_params and groups.shard_group.size > 1
+        self.is_transient = is_sharded or home is not Tier.DEVICE
         self.params = memory.new(chunk.length, dtype)
-        self.grads = memory.new(chunk.length, grad_dtype)
-        # Create the views now, because torch cannot create a view of freed memory.
-        self.grad_views = {slot.name: self.view(self.grads, slot) for slot in chunk.slots}
-        self.grad = self.grads
-        if shards > 1 or is_away:
-            self.grad = memory.new(length, torch.float32, home)
-        first = groups.shard_group.rank * length
-        self.shard_range = slice(first, first + length)
+        first = groups.shard_group.rank * chunk.shard_length
+        self.shard_range = slice(first, first + chunk.shard_length)
         self.shard = self.params[self.shard_range]
         if self.is_transient:
-            self.shard = memory.new(length, dtype, home)
-        self.master = self.shard
-        if dtype is not torch.float32:
-            self.master = memory.new(length, torch.float32, home)
-        self.moments = {
-            name: memory.new(length, moment_dtype, home) for name, moment_dtype in moments.items()
-        }
-
-    @property
-    def states(self) -> dict[str, Tensor]:
-        """The master weights and the moments, by name."""
-        return {"master": self.master, **self.moments}
+            self.shard = memory.new(chunk.shard_length, dtype, home)
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """Yield all tensors of this chunk."""
-        tensors = {
-            "parameters": (self.params, self.shard),
-            "gradients": (self.grads, self.grad),
-            "masters": (self.master,),
-            "moments": self.moments.values(),
-        }
-        for kind, of_kind in tensors.items():
-            yield from (StateTensor(kind, tensor, self.chunk) for tensor in of_kind)
+        for tensor in (self.params, self.shard):
+            yield StateTensor("parameters", tensor, self.chunk)
 
     def view(self, flat: Tensor, slot: Slot) -> Tensor:
         """Return a parameter's view of a flat [L] buffer."""
@@ -229,6 +197,62 @@ class ChunkState:
         if start >= stop:
             return None
         return flat[start - first : stop - first], slice(start - slot.start, stop - slot.start)
+
+
+class ChunkState(ParamChunk):
+    """States of a chunk of L trained elements on one rank.
+
+    Attributes:
+        home: Tier of `shard`, `master`, `moments` and `grad`.
+        grads: [L] in the dtype of gradients, on the device. Backward adds to it.
+        grad_views: Views of `grads` by parameter. They are valid whenever `grads` has memory.
+        master: fp32 [L / shards], the master weights; `shard` itself for fp32 parameters.
+        moments: [L / shards] each, the moments of the optimizer by name.
+        grad: fp32 [L / shards], the summed gradient; `grads` itself if the states are not sharded
+            and their home is the device.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        groups: ParamProcessGroups,
+        moments: Mapping[str, torch.dtype],
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        memory: Memory,
+        home: Tier = Tier.DEVICE,
+        shards_params: bool = False,
+    ) -> None:
+        super().__init__(chunk, groups, dtype, memory, home, shards_params)
+        length = chunk.shard_length
+        self.grads = memory.new(chunk.length, torch.promote_types(grad_dtype, dtype))
+        # Create the views now, because torch cannot create a view of freed memory.
+        self.grad_views = {slot.name: self.view(self.grads, slot) for slot in chunk.slots}
+        self.grad = self.grads
+        if groups.shard_group.size > 1 or home is not Tier.DEVICE:
+            self.grad = memory.new(length, torch.float32, home)
+        self.master = self.shard
+        if dtype is not torch.float32:
+            self.master = memory.new(length, torch.float32, home)
+        self.moments = {
+            name: memory.new(length, moment_dtype, home) for name, moment_dtype in moments.items()
+        }
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """The master weights and the moments, by name."""
+        return {"master": self.master, **self.moments}
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """Yield all tensors of this chunk."""
+        yield from super().state_tensors()
+        tensors = {
+            "gradients": (self.grads, self.grad),
+            "masters": (self.master,),
+            "moments": self.moments.values(),
+        }
+        for kind, of_kind in tensors.items():
+            yield from (StateTensor(kind, tensor, self.chunk) for tensor in of_kind)
 
 
 @dataclass(frozen=True)
@@ -301,73 +325,60 @@ class ShardSlice(NamedTuple):
 
 
 class FrozenParams:
-    """Frozen parameters in flat chunks of the training dtype, whole on every rank. They have no
-    gradients and no separate master weights."""
+    """Chunks of parameters that are not trained. They have no gradients, and no masters except
+    while a checkpoint is saved or loaded."""
 
-    def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        groups_of: Mapping[str, ParamProcessGroups],
-        initial: Callable[[str], Tensor],
-        dtype: torch.dtype,
-        chunk_length: int,
-    ) -> None:
-        """Make the parameters views of chunks, with their initial values.
-
-        Args:
-            named: The frozen parameters in order of first use.
-            groups_of: Groups by name, which determine the ranks that have copies.
-            initial: Returns the initial value of a parameter.
-            dtype: The training dtype.
-            chunk_length: Target length of a chunk, in elements.
-        """
-        parameters = [Parameter(n, tuple(p.shape), groups_of[n].of_chunk) for n, p in named.items()]
-        self.layout: ChunkLayout = lay_out(parameters, chunk_length)
-        self._flats: list[Tensor] = []
+    def __init__(self, chunks: Sequence[ParamChunk]) -> None:
+        self.chunks = chunks
+        self._slots = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.chunk.slots}
         self._wide: list[Tensor] = []
-        self._views: dict[str, Tensor] = {}
-        for chunk in self.layout.chunks:
-            device = named[chunk.slots[0].name].device
-            flat = torch.zeros(chunk.length, dtype=dtype, device=device)
-            self._flats.append(flat)
-            for slot in chunk.slots:
-                parameter = named[slot.name]
-                view = flat[slot.start : slot.stop].view(slot.shape)
-                view.copy_(initial(slot.name))
-                parameter.data = self._views[slot.name] = view
-                parameter.requires_grad_(False)
+        """The fp32 tensors that `shards` has returned."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self._views
+        return name in self._slots
 
     def put(self, name: str, values: Tensor, start: int) -> None:
-        """Set elements of a flattened parameter, from index `start`."""
+        """Set elements of a flattened parameter, from index `start`, that are in this rank's
+        shard."""
         self.settle()  # otherwise a later `settle` would replace these values by older values
-        self._views[name].view(-1)[start : start + len(values)].copy_(values)
+        chunk, slot = self._slots[name]
+        write_slice(chunk.local_slice(chunk.shard, slot), values, start)
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters by name."""
-        return dict(self._views)
+    def slices(self) -> Iterator[ShardSlice]:
+        """Yield the elements of each parameter that are in this rank's shard."""
+        for name, (chunk, slot) in self._slots.items():
+            if (local := chunk.local_slice(chunk.shard, slot)) is not None:
+                yield ShardSlice(name, slot.shape, local[1].start, local[0])
 
     def shards(self) -> Iterator[StateShard]:
-        """Yield the parameters in fp32, for checkpoints. A load writes to these tensors, and
+        """Yield this rank's shards in fp32, for checkpoints. A load writes to these tensors, and
         `settle` copies them to the parameters."""
-        self._wide = [flat.float() for flat in self._flats]
-        for chunk, flat in zip(self.layout.chunks, self._wide, strict=True):
-            assert isinstance(chunk.key, ParamProcessGroups)
-            yield StateShard(chunk, 0, chunk.key, {"master": flat})
+        self._wide = [chunk.shard.float() for chunk in self.chunks]
+        for chunk, wide in zip(self.chunks, self._wide, strict=True):
+            yield StateShard(chunk.chunk, chunk.shard_range.start, chunk.groups, {"master": wide})
 
     def settle(self) -> None:
-        """Copy the tensors that `shards` has yielded to the parameters, and free these tensors."""
-        for flat, wide in zip(self._flats, self._wide, strict=False):
-            if wide is not flat:
-                flat.copy_(wide)
+        """Copy the tensors that `shards` has yielded to this rank's shards, and free them."""
+        for chunk, wide in zip(self.chunks, self._wide, strict=False):
+            if wide is not chunk.shard:
+                chunk.shard.copy_(wide)
         self._wide = []
 
-    def state_tensors(self) -> Iterator[StateTensor]:
-        """Yield the tensors of all frozen parameters."""
-        for chunk, flat in zip(self.layout.chunks, self._flats, strict=True):
-            yield StateTensor("parameters", flat, chunk)
+
+def write_slice(local: tuple[Tensor, slice] | None, values: Tensor, start: int) -> None:
+    """Write elements of a flattened parameter that are in a shard.
+
+    Args:
+        local: Result of `ParamChunk.local_slice`.
+        values: 1-D; elements of the flattened parameter.
+        start: Index of the first element of `values` in the flattened parameter.
+    """
+    if local is None:
+        return
+    shard, where = local
+    low, high = max(where.start, start), min(where.stop, start + len(values))
+    if low < high:
+        shard[low - where.start : high - where.start].copy_(values[low - start : high - start])
 
 
 def count_bytes(tensors: Iterable[StateTensor]) -> dict[str, int]:

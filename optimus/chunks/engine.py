@@ -17,10 +17,12 @@ from optimus.chunks.buffers import (
     FrozenParams,
     FurtherUse,
     Memory,
+    ParamChunk,
     ShardSlice,
     StateShard,
     Tier,
     count_bytes,
+    write_slice,
 )
 from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
@@ -83,9 +85,6 @@ class ChunkEngine:
         check_same_params(named, groups, everyone)
         self.device = next(iter(named.values())).device
         initial = initial or {name: p.data for name, p in named.items()}.__getitem__
-        frozen = {name: p for name, p in named.items() if groups[name].options.frozen}
-        self.frozen = FrozenParams(frozen, groups, initial, dtype, chunk_length)
-        named = {name: p for name, p in named.items() if name not in frozen}
         self._named, self._groups, self._everyone = dict(named), groups, everyone
         self._deterministic, self.optimizer = deterministic, optimizer
         self.layout = lay_out(
@@ -103,20 +102,37 @@ class ChunkEngine:
         by_first_use = sorted(self.layout.chunks, key=lambda c: position[c.slots[0].name])
         away = len(by_first_use) - round(residency.host_share * len(by_first_use))
         host = {chunk.number for chunk in by_first_use[away:]}
-        self.chunks: list[ChunkState] = []
+        self._all: list[ParamChunk] = []
+        """All chunks, by their numbers."""
         for chunk in self.layout.chunks:
-            assert isinstance(chunk.key, ParamProcessGroups)
-            dtypes = (optimizer.moments, dtype, grad_dtype)
-            home = Tier.HOST if chunk.number in host else Tier.DEVICE
-            shards = residency.divides_parameters
-            self.chunks.append(ChunkState(chunk, chunk.key, *dtypes, memory, home, shards))
-            self._fill(self.chunks[-1], initial, memory)
+            groups_of_chunk = chunk.key
+            assert isinstance(groups_of_chunk, ParamProcessGroups)
+            dtype_of_chunk = groups_of_chunk.options.dtype or dtype
+            place = (
+                memory,
+                Tier.HOST if chunk.number in host else Tier.DEVICE,
+                residency.divides_parameters,
+            )
+            if groups_of_chunk.options.frozen:
+                self._all.append(ParamChunk(chunk, groups_of_chunk, dtype_of_chunk, *place))
+                self._fill(self._all[-1], initial, memory)
+                continue
+            dtypes = optimizer.moments, dtype_of_chunk, grad_dtype
+            state = ChunkState(chunk, groups_of_chunk, *dtypes, *place)
+            self._all.append(state)
+            self._fill(state, initial, memory)
             if residency.divides_gradients and (chunk.reduce_size > 1 or chunk.number in host):
-                memory.free(self.chunks[-1].grads)
-        self.params = ParamStore(self.chunks, memory)
-        self._by_first_use = [self.chunks[chunk.number] for chunk in by_first_use]
+                memory.free(state.grads)
+        self.chunks = [chunk for chunk in self._all if isinstance(chunk, ChunkState)]
+        """The chunks of trained parameters."""
+        self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
+        self._frozen_uses: dict[str, str] = {}
+        """For each further use of a frozen parameter, the parameter."""
+        self.params = ParamStore(self._all, memory)
+        ordered = [self._all[chunk.number] for chunk in by_first_use]
+        self._by_first_use = [chunk for chunk in ordered if isinstance(chunk, ChunkState)]
         self.gradients = GradReducer(
-            named,
+            {name: p for name, p in named.items() if name not in self.frozen},
             self._by_first_use,
             self.stage_groups,
             memory,
@@ -128,11 +144,14 @@ class ChunkEngine:
             frees_buffers=residency.divides_gradients,
         )
 
-    def _fill(self, state: ChunkState, initial: Callable[[str], Tensor], memory: Memory) -> None:
+    def _fill(self, state: ParamChunk, initial: Callable[[str], Tensor], memory: Memory) -> None:
         """Set a chunk to the initial values of its parameters, which become views of the chunk."""
         for slot in state.chunk.slots:
             value, view = initial(slot.name), state.view(state.params, slot)
-            self.put("master", slot.name, value)
+            if isinstance(state, ChunkState):
+                write_slice(state.local_slice(state.master, slot), value.reshape(-1), 0)
+            else:
+                self._named[slot.name].requires_grad_(False)
             view.copy_(value)
             del value  # free it before `initial` makes the next value
             self._named[slot.name].data = view
@@ -165,13 +184,14 @@ class ChunkEngine:
         """
         if overlap:
             self.params.overlap(self._needs(segments))
-        if any(state.is_transient for state in self.chunks):
-            chunk_of, transient = self._chunk_of(), self.transient_needs(segments)
-            trains = [any(name in chunk_of for name in s.parameters) for s in segments]
+        if any(chunk.is_transient for chunk in self._all):
+            trained = {name for name in self._chunk_of() if name not in self.frozen}
+            transient = self.transient_needs(segments)
+            trains = [not trained.isdisjoint(segment.parameters) for segment in segments]
             stages = [segment.stage for segment in segments]
             receives = [stage > 0 or any(trains[: n + 1]) for n, stage in enumerate(stages)]
             uses = use_order(passes, stages, transient, receives, regions)
-            slots = self.residency.slots or sum(state.is_transient for state in self.chunks)
+            slots = self.residency.slots or sum(chunk.is_transient for chunk in self._all)
             self.params.cache(self._needs(segments), uses, slots)
         self.gradients.attach(segments, early)
         frees_early = early and self.residency.divides_gradients
@@ -187,7 +207,7 @@ class ChunkEngine:
     def transient_needs(self, segments: Iterable[ModelSegment]) -> list[frozenset[int]]:
         """Return the numbers of the transient chunks that each segment needs."""
         return [
-            frozenset(number for number in needs if self.chunks[number].is_transient)
+            frozenset(number for number in needs if self._all[number].is_transient)
             for needs in self._needs(segments)
         ]
 
@@ -196,9 +216,10 @@ class ChunkEngine:
         return [frozenset(chunk_of[n] for n in s.parameters if n in chunk_of) for s in segments]
 
     def _chunk_of(self) -> dict[str, int]:
-        """Return the chunk number of each trained parameter and of each further use."""
+        """Return the chunk number of each parameter and of each further use."""
         chunk_of = {name: slot.chunk for name, slot in self.slots.items()}
-        return chunk_of | {use: chunk_of[name] for use, name in self.gradients.owner_of.items()}
+        owner_of = self.gradients.owner_of | self._frozen_uses
+        return chunk_of | {use: chunk_of[name] for use, name in owner_of.items()}
 
     def gather(self, names: Collection[str]) -> None:
         """Gather parameters that code outside of any segment reads. They stay whole until the next
@@ -212,17 +233,20 @@ class ChunkEngine:
     # -- a step ----------------------------------------------------------------------------------
 
     def add_use(self, use: FurtherUse) -> None:
-        """Add a gradient buffer for a further use of a parameter that is not frozen."""
+        """Add a further use of a parameter, and a gradient buffer unless the parameter is
+        frozen."""
         if use.owner in self.frozen:
             use.leaf.requires_grad_(False)
+            self._frozen_uses[use.name] = use.owner
         else:
             self.gradients.add_use(use, self._groups[use.owner])
 
     def gradient(self, name: str) -> Tensor:
         """Return the view to which backward adds the gradient of a parameter. Modules that compute
         the gradient without autograd add to this view. It is valid until the next step."""
-        slot = self.slots[name]
-        return self.chunks[slot.chunk].grad_views[name]
+        chunk = self._all[self.slots[name].chunk]
+        assert isinstance(chunk, ChunkState), f"{name} is frozen and has no gradient"
+        return chunk.grad_views[name]
 
     def start_step(self) -> None:
         """Clear the gradients and the cache of parameters before the first pass of a step."""
@@ -258,6 +282,8 @@ class ChunkEngine:
             if state.shard.data_ptr() != state.master.data_ptr():
                 state.shard.copy_(state.master)
             self.params.gather_updated(state)
+        for chunk in self.frozen.chunks:
+            self.params.gather_updated(chunk)
         self.params.invalidate()
         self.wait()
 
@@ -297,14 +323,9 @@ class ChunkEngine:
             self.frozen.put(name, values, start)
             return
         slot = self.slots[name]
-        chunk_state = self.chunks[slot.chunk]
-        if (local := chunk_state.local_slice(chunk_state.states[state], slot)) is None:
-            return
-        shard, where = local
-        low, high = max(where.start, start), min(where.stop, start + len(values))
-        if low < high:
-            target = shard[low - where.start : high - where.start]
-            target.copy_(values[low - start : high - start])
+        chunk = self._all[slot.chunk]
+        assert isinstance(chunk, ChunkState)
+        write_slice(chunk.local_slice(chunk.states[state], slot), values, start)
 
     def first_shard(self, state: str, is_bad: Callable[[Tensor], bool]) -> ShardSlice | None:
         """Return the first bad slice of a parameter in this rank's shards of a state.
@@ -324,11 +345,8 @@ class ChunkEngine:
                     local = chunk_state.local_slice(flat, slot)
                     if local is not None and is_bad(local[0]):
                         return ShardSlice(slot.name, slot.shape, local[1].start, local[0])
-        if state == "master":
-            for name, values in self.frozen.parameters().items():
-                if is_bad(values):
-                    return ShardSlice(name, tuple(values.shape), 0, values.view(-1))
-        return None
+        frozen = self.frozen.slices() if state == "master" else ()
+        return next((piece for piece in frozen if is_bad(piece.values)), None)
 
     def first_parameter(self, is_bad: Callable[[Tensor], bool]) -> str:
         """Return the name of the first parameter whose values are bad, or "" if none is.
@@ -338,16 +356,15 @@ class ChunkEngine:
         """
         self.wait()
         for name, slot in self.slots.items():
-            state = self.chunks[slot.chunk]
-            if state.is_transient:
-                local = state.local_slice(state.shard, slot)
+            chunk = self._all[slot.chunk]
+            if chunk.is_transient:
+                local = chunk.local_slice(chunk.shard, slot)
                 values = local[0] if local is not None else None
             else:
-                values = state.view(state.params, slot)
+                values = chunk.view(chunk.params, slot)
             if values is not None and is_bad(values):
                 return name
-        frozen = self.frozen.parameters().items()
-        return next((name for name, values in frozen if is_bad(values)), "")
+        return ""
 
     def state_bytes(self) -> dict[str, int]:
         """Count the bytes of this rank's model states between updates.
@@ -356,10 +373,8 @@ class ChunkEngine:
             The bytes of each of KINDS and "padding", in all tiers; "host", the bytes in host
             memory; and "total", the bytes on the device.
         """
-        tensors = [tensor for state in self.chunks for tensor in state.state_tensors()]
-        sizes = count_bytes(
-            [*tensors, *self.gradients.state_tensors(), *self.frozen.state_tensors()]
-        )
+        tensors = [tensor for chunk in self._all for tensor in chunk.state_tensors()]
+        sizes = count_bytes([*tensors, *self.gradients.state_tensors()])
         host = self.memory.num_bytes[Tier.HOST]
         return sizes | {"total": sizes["total"] - host, "host": host}
 
@@ -367,5 +382,5 @@ class ChunkEngine:
     def cache_bytes(self) -> int:
         """Upper limit of the bytes in the cache of transient parameters: the bytes of the largest
         chunks, one for each slot."""
-        sizes = sorted(state.params.nbytes for state in self.chunks if state.is_transient)
+        sizes = sorted(chunk.params.nbytes for chunk in self._all if chunk.is_transient)
         return sum(sizes[-self.residency.slots :])

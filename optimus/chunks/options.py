@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
+
 from optimus.config import MAX_PATTERNS, OptimConfig
 from optimus.errors import ConfigError
 
@@ -22,6 +24,8 @@ class ParamOptions:
     """Factor of the learning rate."""
     frozen: bool = False
     """True for a parameter that is not trained; it has neither gradient nor optimizer state."""
+    dtype: torch.dtype | None = None
+    """Dtype of the parameter. None selects the training dtype."""
 
 
 DEFAULT_OPTIONS = ParamOptions()

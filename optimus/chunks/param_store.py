@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from optimus.chunks.buffers import ChunkState, Memory, Tier
+from optimus.chunks.buffers import Memory, ParamChunk, Tier
 from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
 from optimus.distributed.collectives import Transfer, all_gather
 
@@ -29,7 +29,7 @@ class ParamStore:
         memory: Frees and allocates the parameters of transient chunks.
     """
 
-    def __init__(self, chunk_states: Sequence[ChunkState], memory: Memory) -> None:
+    def __init__(self, chunk_states: Sequence[ParamChunk], memory: Memory) -> None:
         self._chunks = {state.chunk.number: state for state in chunk_states}
         self._memory = memory
         self._in_flight: dict[int, Transfer] = {}
@@ -118,7 +118,7 @@ class ParamStore:
             self._begin_gather(missing)
         self._wait_for(numbers)
 
-    def gather_updated(self, state: ChunkState) -> None:
+    def gather_updated(self, state: ParamChunk) -> None:
         """Gather a chunk after the update of its shards, unless it is transient. A collective of
         the shard group; all ranks gather chunks in the same order."""
         if state.is_transient:
@@ -152,7 +152,7 @@ class ParamStore:
             self._start_gather(state)
             self._cached.add(number)
 
-    def _start_gather(self, state: ChunkState) -> None:
+    def _start_gather(self, state: ParamChunk) -> None:
         """Start to gather the parameters of a chunk."""
         shard = state.shard
         if state.home is not Tier.DEVICE:

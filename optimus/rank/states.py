@@ -115,7 +115,8 @@ def groups_of_param(
     # tp together.
     reducing = tuple(axis for axis in kind.sum_axes if axis not in kind.partial)
     options = options_of(name, optim)
-    sharding = () if options.frozen else kind.shard_axes(optim.sharding)
+    is_whole = options.frozen and optim.resident != "cache"
+    sharding = () if is_whole else kind.shard_axes(optim.sharding)
     replicas = tuple(axis for axis in reducing if axis not in sharding)
     copies = kind.copy_axes(sharding)
     return ParamProcessGroups(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from optimus.chunks import grad_reducer
-from optimus.chunks.buffers import ChunkState, FrozenParams, FurtherUse
+from optimus.chunks.buffers import ChunkState, FurtherUse
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import ALIGNMENT
 from optimus.chunks.optimizer import AdamW
 from optimus.chunks.options import ParamOptions
-from optimus.chunks.residency import Residency
+from optimus.chunks.residency import Pass, Residency
+from optimus.chunks.segments import ModelSegment, register_module
 from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
 from optimus.model.init import initialise_
@@ -174,11 +176,11 @@ def test_frozen_parameters_put_after_shards_keep_the_new_values():
     """`shards` makes an fp32 copy of a frozen parameter, and then `put` sets two elements of the
     parameter. `settle` does not restore their old values from the copy."""
     named = {"a": nn.Parameter(torch.zeros(3))}
-    groups = {"a": ParamProcessGroups()}
-    frozen = FrozenParams(named, groups, lambda name: torch.zeros(3), torch.bfloat16, 4)
-    shards = list(frozen.shards())
-    frozen.put("a", torch.ones(2), 1)
-    frozen.settle()
+    groups = {"a": ParamProcessGroups(options=ParamOptions(frozen=True))}
+    engine = ChunkEngine(named, groups.get, AdamW(OPTIM), dtype=torch.bfloat16, chunk_length=4)
+    shards = list(engine.frozen.shards())
+    engine.put("master", "a", torch.ones(2), 1)
+    engine.frozen.settle()
     assert shards and named["a"].tolist() == [0, 1, 1]
 
 
@@ -253,3 +255,54 @@ def test_norm_of_gradients_whose_squares_overflow_is_finite():
     engine = make_engine(make_model())
     engine.chunks[0].grads[0] = 1e30
     assert engine.grad_norm() == pytest.approx(1e30)
+
+
+def test_parameters_of_several_dtypes_train_in_their_dtypes():
+    """Train a bf16 model with an fp32 output layer and a frozen fp16 input layer, with all states
+    on the device and with states on the host. Each parameter keeps its dtype, the bits are equal,
+    and the fp32 layer equals that of torch's AdamW."""
+    finals = []
+    for share in (0.0, 0.7, 1.0):
+        torch.manual_seed(3)
+        layers = [nn.Linear(8, 8).half(), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)]
+        net = nn.ModuleList(layers)
+        head = copy.deepcopy(net[2])
+        adamw = torch.optim.AdamW(head.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps)
+        adamw.param_groups[0]["weight_decay"] = OPTIM.weight_decay
+
+        def groups_of(name: str, net: nn.ModuleList = net) -> ParamProcessGroups:
+            dtype = net.get_parameter(name).dtype
+            return ParamProcessGroups(options=ParamOptions(frozen=name[0] == "0", dtype=dtype))
+
+        engine = ChunkEngine(
+            dict(net.named_parameters()),
+            groups_of,
+            AdamW(OPTIM),
+            dtype=torch.bfloat16,
+            chunk_length=64,
+            deterministic=True,
+            residency=Residency(share > 0, host_share=share, poison=True),
+        )
+        segments = [
+            ModelSegment(str(n), 0, (f"{n}.weight", f"{n}.bias"), partial(register_module, layer))
+            for n, layer in enumerate(net)
+        ]
+        engine.attach(segments, [Pass(0, False), Pass(0, True)])
+        for step in range(3):
+            engine.start_step()
+            hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).half()
+            hidden = net[1](net[0](hidden).bfloat16()).float()
+            net[2](hidden).square().mean().backward()
+            head(hidden.detach()).square().mean().backward()
+            engine.gradients.reduce(0)
+            engine.gradients.finish()
+            engine.update(OPTIM.lr)
+            adamw.step()
+            adamw.zero_grad()
+        engine.gather([f"{n}.{name}" for n in range(3) for name in ("weight", "bias")])
+        dtypes = [layer.weight.dtype for layer in net]
+        assert dtypes == [torch.float16, torch.bfloat16, torch.float32]
+        finals.append([parameter.detach().clone() for parameter in net.parameters()])
+        torch.testing.assert_close(net[2].weight, head.weight, rtol=1e-5, atol=1e-6)
+    for final in finals[1:]:
+        assert all(map(torch.equal, final, finals[0]))

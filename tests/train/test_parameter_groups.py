@@ -77,7 +77,7 @@ def test_chunk_has_parameters_of_equal_settings():
         names = [slot.name for slot in chunk_state.chunk.slots]
         assert len({("norm" in name, "experts" in name) for name in names}) == 1
         assert not any(map(is_frozen, names))
-    frozen = [slot.name for slot in states.frozen.layout.slots]
+    frozen = [slot.name for c in states.frozen.chunks for slot in c.chunk.slots]
     assert frozen and all(map(is_frozen, frozen))
     names = {name for name, _ in shard.model.named_parameters()}
     assert set(whole_of(states, "exp_avg")) == {name for name in names if not is_frozen(name)}
@@ -93,6 +93,8 @@ def test_layouts_train_to_the_same_bits(ranks, tiny_data, tmp_path):
         (4, {"parallel__pp": 2, "optim__sharding": "epso"}),
         (2, {"optim__resident": "parameters"}),
         (4, {"parallel__pp": 2, "optim__sharding": "epso", "optim__resident": "cache"}),
+        (1, {"offload__mode": "manual", "offload__host_share": 0.6}),
+        (2, {"offload__mode": "manual", "offload__host_share": 1, "optim__sharding": "so"}),
     ):
         other = tmp_path / "-".join([str(size), *map(str, layout.values())])
         train_on(ranks, size, tiny_tree(tiny_data, other, **RUN, **FEW, **model, **layout))

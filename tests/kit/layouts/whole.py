@@ -38,7 +38,9 @@ def whole_of(engine: ChunkEngine, state: str) -> dict[str, Tensor]:
         flat = chunk.gather(chunk.grad if state == "grad" else chunk.states[state])
         local |= {slot.name: chunk.view(flat, slot) for slot in chunk.chunk.slots}
     if state == "master":
-        local |= {name: view.float() for name, view in engine.frozen.parameters().items()}
+        for frozen in engine.frozen.chunks:
+            flat = frozen.gather(frozen.shard).float()
+            local |= {slot.name: frozen.view(flat, slot) for slot in frozen.chunk.slots}
     return local
 
 
