@@ -28,7 +28,7 @@ from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups, check_same_params, groups_of_params
 from optimus.chunks.layout import Parameter, lay_out
 from optimus.chunks.norm import exact_norm, fast_norm
-from optimus.chunks.optimizer import Optimizer
+from optimus.chunks.optimizer import Optimizer, UpdateQueue
 from optimus.chunks.param_store import ParamStore
 from optimus.chunks.residency import ALL_RESIDENT, Pass, Residency, use_order
 from optimus.chunks.segments import ModelSegment, register_uses
@@ -128,7 +128,8 @@ class ChunkEngine:
         self.frozen = FrozenParams([c for c in self._all if not isinstance(c, ChunkState)])
         self._frozen_uses: dict[str, str] = {}
         """For each further use of a frozen parameter, the parameter."""
-        self.params = ParamStore(self._all, memory)
+        self._updates = UpdateQueue(optimizer)
+        self.params = ParamStore(self._all, memory, self._updates)
         ordered = [self._all[chunk.number] for chunk in by_first_use]
         self._by_first_use = [chunk for chunk in ordered if isinstance(chunk, ChunkState)]
         self.gradients = GradReducer(
@@ -136,6 +137,7 @@ class ChunkEngine:
             self._by_first_use,
             self.stage_groups,
             memory,
+            self._updates,
             deterministic=deterministic,
             reduce_dtype=reduce_dtype,
             grad_dtype=grad_dtype,
@@ -227,7 +229,8 @@ class ChunkEngine:
         self.params.gather({self.slots[name].chunk for name in names if name in self.slots})
 
     def wait(self) -> None:
-        """Wait until all updated parameters are gathered."""
+        """Wait until all chunks are updated, and all updated parameters are gathered."""
+        self._updates.wait_for_all()
         self.params.wait()
 
     # -- a step ----------------------------------------------------------------------------------
@@ -264,10 +267,14 @@ class ChunkEngine:
 
     def update(self, lr: float, grad_scale: float = 1.0) -> None:
         """Update this rank's shards from the gradients times `grad_scale`, and gather the updated
-        parameters. With `overlap` in `attach`, the gathers continue until the first use."""
+        parameters. With `overlap` in `attach`, the gathers continue until the first use. The host
+        updates the chunks whose home is the host in the background, until their first use."""
         self.wait()  # for parameters that no forward pass has read since the last update
         self.optimizer.num_updates += 1
         for state in self._by_first_use:
+            if state.home is not Tier.DEVICE:
+                self._updates.add(state, lr, grad_scale)
+                continue
             self.optimizer.update(state, lr, grad_scale)
             self.params.gather_updated(state)
         self.gradients.release()
@@ -297,6 +304,7 @@ class ChunkEngine:
 
     def shards(self) -> list[StateShard]:
         """Return this rank's shards of the states, chunk by chunk."""
+        self.wait()
         return [
             StateShard(state.chunk, state.shard_range.start, state.groups, state.states)
             for state in self.chunks
@@ -304,6 +312,7 @@ class ChunkEngine:
 
     def clear_moments(self) -> None:
         """Set all moments to zero."""
+        self.wait()
         for state in self.chunks:
             for moment in state.moments.values():
                 moment.zero_()
@@ -317,6 +326,7 @@ class ChunkEngine:
             values: Elements of the flattened parameter.
             start: Index of the first element of `values` in the flattened parameter.
         """
+        self.wait()
         values = values.reshape(-1)
         if name in self.frozen:
             assert state == "master", f"{name} is frozen and has no {state}"

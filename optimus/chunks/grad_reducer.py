@@ -33,6 +33,7 @@ from optimus.chunks.buffers import (
 )
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Slot
+from optimus.chunks.optimizer import UpdateQueue
 from optimus.chunks.segments import ModelSegment
 from optimus.distributed.collectives import (
     Group,
@@ -144,11 +145,21 @@ class _ReducePerMicrobatch:
     A buffer on the device to which only one rank adds is not reduced.
     """
 
-    def __init__(self, is_ordered: bool, dtype: torch.dtype, memory: Memory, frees: bool) -> None:
+    def __init__(
+        self,
+        is_ordered: bool,
+        dtype: torch.dtype,
+        memory: Memory,
+        frees: bool,
+        updates: UpdateQueue,
+    ) -> None:
         self._is_ordered, self._dtype = is_ordered, dtype
-        self.memory, self._frees = memory, frees
+        self.memory, self._frees, self._updates = memory, frees, updates
         self._buffers: list[GradBuffer] = []
         self._pieces: dict[GradBuffer, Tensor] = {}
+        self._outdated: set[GradBuffer] = set()
+        """Buffers on the host whose piece still has the sum of the last step. The update may still
+        read it."""
 
     def add(self, buffer: GradBuffer) -> None:
         self._buffers.append(buffer)
@@ -177,7 +188,10 @@ class _ReducePerMicrobatch:
     def start(self) -> None:
         self.release()
         for buffer in self._buffers:
-            self._pieces.get(buffer, buffer.grads).zero_()
+            if buffer.home is Tier.DEVICE:
+                self._pieces.get(buffer, buffer.grads).zero_()
+            else:
+                self._outdated.add(buffer)
 
     def allocate(self, buffer: GradBuffer) -> None:
         """Allocate a freed buffer and set it to zero, before a backward adds to it."""
@@ -191,24 +205,36 @@ class _ReducePerMicrobatch:
         if buffer not in self._pieces or not self.memory.has(buffer.grads):
             return
         piece, group = self._pieces[buffer], buffer.groups.reduce_group
+        contributions: Sequence[Tensor]
         if group.size == 1:
-            piece.add_(buffer.grads.to(piece.device))
+            contributions = [buffer.grads.to(piece.device)]
         elif self._is_ordered:
             received = torch.empty_like(buffer.grads)
             # On Intel GPUs, all-to-all has killed processes under expert parallelism (autotune.py).
             # This use is not known to be safe there; check on the first run.
             all_to_all(received, buffer.grads, group)
-            for contribution in received.to(piece.device).chunk(group.size):
-                piece.add_(contribution)
+            contributions = received.to(piece.device).chunk(group.size)
         else:
             sent = buffer.grads.to(self._dtype)
             received = sent.new_empty(len(piece))
             reduce_scatter_sum(received, sent, group)
-            piece.add_(received.to(piece.device))
+            contributions = [received.to(piece.device)]
+        self._prepare(buffer)
+        for contribution in contributions:
+            piece.add_(contribution)
         self._clear(buffer)
+
+    def _prepare(self, buffer: GradBuffer) -> None:
+        """Set a piece that has the sum of the last step to zero, after the update has read it."""
+        if buffer in self._outdated:
+            self._outdated.remove(buffer)
+            if isinstance(buffer, ChunkState):
+                self._updates.wait(buffer.chunk.number)
+            self._pieces[buffer].zero_()
 
     def finish(self) -> None:
         for buffer in self._buffers:
+            self._prepare(buffer)
             groups, device = buffer.groups, buffer.grads.device
             if buffer in self._pieces:
                 if buffer.grad is buffer.grads and not self.memory.has(buffer.grads):
@@ -251,6 +277,7 @@ class GradReducer:
         stage_groups: For each parameter that several pipeline stages have, the ranks of these
             stages. Each stage computes the gradient of one use, and all receive the sum.
         memory: Memory of the chunks.
+        updates: Queue of the chunks that the host has not updated yet.
         deterministic: `train.deterministic`.
         reduce_dtype: The dtype of reductions; deterministic mode always uses fp32.
         grad_dtype: The dtype of accumulation.
@@ -268,6 +295,7 @@ class GradReducer:
         chunk_states: Sequence[ChunkState],
         stage_groups: Mapping[str, Group],
         memory: Memory,
+        updates: UpdateQueue,
         *,
         deterministic: bool,
         reduce_dtype: torch.dtype,
@@ -292,7 +320,7 @@ class GradReducer:
         self._strategy: _ReduceOnce | _ReducePerMicrobatch
         if frees_buffers or (deterministic and several):
             self._strategy = _ReducePerMicrobatch(
-                deterministic, reduce_dtype, memory, frees_buffers
+                deterministic, reduce_dtype, memory, frees_buffers, updates
             )
         else:
             self._strategy = _ReduceOnce(reduce_dtype, overlap)

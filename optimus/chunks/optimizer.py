@@ -10,6 +10,7 @@ shard group, with a sum (Adafactor) or a maximum (SM3).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -64,6 +65,38 @@ class AdamW:
             self.num_updates,
             grad_scale,
         )
+
+
+class UpdateQueue:
+    """Chunks that a thread of the host updates, one after the other.
+
+    The next forward may begin before all updates are complete. Code that reads or writes the states
+    or the gradients of a chunk must first wait for its update.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: dict[int, Future[None]] = {}
+
+    def add(self, state: ChunkState, lr: float, grad_scale: float) -> None:
+        """Add a chunk to the queue. The arguments are those of `Optimizer.update`."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "optimizer")
+        number = state.chunk.number
+        assert number not in self._pending, f"chunk {number} is in the queue already"
+        self._pending[number] = self._thread.submit(self._optimizer.update, state, lr, grad_scale)
+
+    def wait(self, number: int) -> None:
+        """Wait for the update of chunk `number`, if it is in the queue. Raises the error of the
+        update."""
+        if self._pending and (update := self._pending.pop(number, None)) is not None:
+            update.result()
+
+    def wait_for_all(self) -> None:
+        """Wait for all updates."""
+        for number in list(self._pending):
+            self.wait(number)
 
 
 def make_optimizer(optim: OptimConfig) -> Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from optimus.chunks.buffers import Memory, ParamChunk, Tier
+from optimus.chunks.optimizer import UpdateQueue
 from optimus.chunks.residency import ResidencyPlan, Use, farthest, plan_residency
 from optimus.distributed.collectives import Transfer, all_gather
 
@@ -27,11 +28,14 @@ class ParamStore:
     Args:
         chunk_states: All chunks of this rank.
         memory: Frees and allocates the parameters of transient chunks.
+        updates: Queue of the chunks whose shards are not updated yet.
     """
 
-    def __init__(self, chunk_states: Sequence[ParamChunk], memory: Memory) -> None:
+    def __init__(
+        self, chunk_states: Sequence[ParamChunk], memory: Memory, updates: UpdateQueue
+    ) -> None:
         self._chunks = {state.chunk.number: state for state in chunk_states}
-        self._memory = memory
+        self._memory, self._updates = memory, updates
         self._in_flight: dict[int, Transfer] = {}
         self._overlaps = False
         self._needs: Sequence[frozenset[int]] = ()
@@ -153,7 +157,8 @@ class ParamStore:
             self._cached.add(number)
 
     def _start_gather(self, state: ParamChunk) -> None:
-        """Start to gather the parameters of a chunk."""
+        """Start to gather the parameters of a chunk, as soon as its shard is updated."""
+        self._updates.wait(state.chunk.number)
         shard = state.shard
         if state.home is not Tier.DEVICE:
             shard = state.params[state.shard_range]

@@ -13,7 +13,9 @@ from optimus.chunks.buffers import ChunkState, Memory
 from optimus.chunks.grad_reducer import GradReducer
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.layout import Parameter, lay_out
+from optimus.chunks.optimizer import AdamW, UpdateQueue
 from optimus.chunks.segments import ModelSegment, register_module, register_uses
+from optimus.config import OptimConfig
 from optimus.distributed.collectives import Group
 
 
@@ -61,6 +63,7 @@ def make_reducer(
         states,
         {},
         memory,
+        UpdateQueue(AdamW(OptimConfig(lr=1.0))),
         deterministic=False,
         reduce_dtype=torch.float32,
         grad_dtype=torch.float32,

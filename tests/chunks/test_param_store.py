@@ -4,10 +4,12 @@ the Elixir papers."""
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
 
+from optimus.chunks.optimizer import UpdateQueue
 from tests.chunks.test_residency import fewest_gathers, forward_uses
 from tests.kit.layouts.tower import (
     ALL_HOOKS,
@@ -87,6 +89,34 @@ def test_another_order_of_use_costs_time_and_changes_no_bit(order):
         results.append(train_in_order(case._replace(**changes), order))
     assert results[0][:2] == results[1][:2]
     assert results[0][2] == 0 and results[1][2] > 0
+
+
+@pytest.mark.parametrize("order", ["forward", "skip", "alternate"])
+def test_updates_of_the_host_in_the_background_change_no_bit(order):
+    """Each update of a chunk takes 10 ms in addition. The host updates during the next forward."""
+    case = Case(5, 2, 2, steps=3, poison=True, parameters=False)
+    whole = train_in_order(case._replace(gradients=False), order)
+    for share in (0.4, 1.0):
+        offloaded = train_in_order(case._replace(host_share=share, delay_s=0.01), order)
+        assert offloaded[:2] == whole[:2]
+
+
+@pytest.mark.parametrize("user", ["optimus.chunks.param_store", "optimus.chunks.grad_reducer"])
+def test_a_missing_wait_for_an_update_changes_bits(monkeypatch, user):
+    """Without the wait of the parameters, a forward uses old parameters. Without the wait of the
+    gradients, an update reads gradients of the next step. A layer that computes waits for its
+    parameters, so only a layer that does not compute in the next step needs the second wait."""
+    order = "forward" if user.endswith("store") else "alternate"
+    case = Case(5, 2, steps=3, parameters=False, host_share=1.0, delay_s=0.01)
+    expected = train_in_order(case, order)
+    wait = UpdateQueue.wait
+
+    def wait_unless_user(queue: UpdateQueue, number: int) -> None:
+        if sys._getframe(1).f_globals["__name__"] != user:
+            wait(queue, number)
+
+    monkeypatch.setattr(UpdateQueue, "wait", wait_unless_user)
+    assert train_in_order(case, order)[:2] != expected[:2]
 
 
 CASES = [

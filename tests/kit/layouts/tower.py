@@ -6,6 +6,7 @@ The number of gathers of its chunks must follow the formulas in `optimus/chunks/
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from optimus.chunks.buffers import ChunkState
 from optimus.chunks.engine import ChunkEngine
 from optimus.chunks.groups import ParamProcessGroups
 from optimus.chunks.optimizer import AdamW
@@ -91,6 +93,8 @@ class Case(NamedTuple):
     poison: bool = False
     host_share: float = 0.0
     """Share of the layers whose home is the host."""
+    delay_s: float = 0.0
+    """Time that each update of a chunk takes in addition."""
 
 
 class Outcome(NamedTuple):
@@ -142,6 +146,18 @@ def _register_single_hook(
     register_module(layer, *hooks)
 
 
+class _SlowAdamW(AdamW):
+    """AdamW that first sleeps for `delay_s` seconds in each update of a chunk."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__(OptimConfig(lr=LR, min_lr=0.0))
+        self._delay_s = delay_s
+
+    def update(self, state: ChunkState, lr: float, grad_scale: float) -> None:
+        time.sleep(self._delay_s)
+        super().update(state, lr, grad_scale)
+
+
 def make_engine(
     tower: Tower, case: Case, world: Group, missing_hook: tuple[int, bool] = ALL_HOOKS
 ) -> ChunkEngine:
@@ -152,7 +168,7 @@ def make_engine(
     engine = ChunkEngine(
         dict(tower.named_parameters()),
         lambda name: groups,
-        AdamW(OptimConfig(lr=LR, min_lr=0.0)),
+        _SlowAdamW(case.delay_s),
         dtype=case.dtype,
         chunk_length=CHUNK,
         deterministic=case.deterministic,
@@ -246,7 +262,9 @@ def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
 
     Args:
         case: Settings.
-        order: "reverse"; "twice": each layer computes twice; "skip": each second layer computes.
+        order: "forward": the order of the plan; "reverse"; "twice": each layer computes twice;
+            "skip": each second layer computes; "alternate": all layers compute in every second
+            step, and only the first two in the others.
 
     Returns:
         The losses, the SHA-256 of the master parameters, and the number of unplanned uses in the
@@ -255,12 +273,14 @@ def train_in_order(case: Case, order: str) -> tuple[list[float], str, int]:
     tower = Tower(case.n)
     engine = make_engine(tower, case, ALONE)
     layers = {
+        "forward": range(case.n),
         "reverse": range(case.n)[::-1],
         "twice": [layer for layer in range(case.n) for _ in range(2)],
         "skip": range(0, case.n, 2),
     }
     losses = []
     for step in range(case.steps):
+        layers["alternate"] = range(2 if step % 2 else case.n)
         engine.start_step()
         for microbatch in range(case.microbatches):
             out = batch(step * case.microbatches + microbatch, case.dtype)
