@@ -160,7 +160,7 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv:
     if local_rank is None and job_rank.world > 1 and launcher is not _BY_HAND:
         raise LaunchError(
             f"{launcher.rank} is set, but the local rank, which selects the device, is in none of "
-            f"{', '.join(launcher.local_ranks)}; export LOCAL_RANK"
+            f"the variables {', '.join(launcher.local_ranks)}; export LOCAL_RANK"
         )
     if local_rank is not None and local_world is not None and local_rank >= local_world:
         raise LaunchError(
@@ -205,16 +205,17 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_started_by_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if srun or mpiexec has started this process.
-
-    If RANK is set, torchrun or `--nproc` has started it.
-    """
+    """Return True if srun or mpiexec has started this process. Return False if torchrun or
+    `--nproc`, which set RANK, has started it."""
     return "RANK" not in environ and is_launched(environ)
 
 
 def prints_start(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process prints the messages about the start of a command. With `--nproc`,
-    the parent process prints them. It sets RENDEZVOUS for the ranks."""
+    """Return True if this process prints the messages about the start of a command.
+
+    Without `--nproc`, rank 0 prints these messages. With `--nproc`, the parent process prints them,
+    and the ranks, for which it sets RENDEZVOUS, do not.
+    """
     return RENDEZVOUS not in environ and read_rank(environ) == 0
 
 
@@ -274,7 +275,7 @@ def _launched(environ: Mapping[str, str], world: int | None = None) -> JobRank:
     if not names:
         raise LaunchError(
             f"{launcher.rank}={environ[launcher.rank]} is set, but the world size is in none of "
-            f"{', '.join(launcher.worlds)}; export WORLD_SIZE"
+            f"the variables {', '.join(launcher.worlds)}; export WORLD_SIZE"
         )
     if "WORLD_SIZE" in environ and environ["WORLD_SIZE"] != environ[names[0]]:
         raise LaunchError(
@@ -321,8 +322,8 @@ def _init_method(
 
 
 def _first_machine(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """Return the first host in the scheduler's node list, or "" if there is no list. Rank 0 runs on
-    this host."""
+    """Return the first host in the scheduler's node list, on which rank 0 runs; "" without a
+    list."""
     step = environ.get("SLURM_STEP_NODELIST", "") if launcher.is_step else ""
     if nodes := step or environ.get("SLURM_JOB_NODELIST", ""):
         return first_of_nodelist(nodes)

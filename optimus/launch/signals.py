@@ -35,8 +35,8 @@ def signal_label(number: int) -> str:
 
 
 def _start_new_line(number: int) -> None:
-    """After Ctrl-C on a terminal, start a new line: the terminal shows ^C, perhaps next to the
-    progress bar of another process."""
+    """If the signal is Ctrl-C and standard error is a terminal, print a newline. Otherwise, the
+    next message would follow the ^C, which the terminal shows, on the same line."""
     if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
         with contextlib.suppress(OSError):
             # Not sys.stderr.write: the signal may have interrupted another call of it.

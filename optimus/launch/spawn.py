@@ -34,14 +34,14 @@ _POLL_S = 0.05
 _GRACE_S = 5.0
 """Seconds from the failure of a rank until the other ranks are killed."""
 _STOP_GRACE_S = 60.0
-"""Seconds from the end of the first rank of a stopped run until the remaining ranks are killed.
-They may still be closing files."""
+"""Seconds from the end of the first rank of a stopped run until the remaining ranks are killed. The
+remaining ranks may still be closing files."""
 _STOPPED = OutcomeKind.STOPPED.exit_status
 _PR_SET_PDEATHSIG = 1
 _CAUSES = (OutcomeKind.NONFINITE, OutcomeKind.USAGE, OutcomeKind.STOPPED, OutcomeKind.FAILED)
-"""Kinds of outcome in order of precedence. The first kind that is the outcome of a rank gives
-the exit status of the run. If no rank has an outcome of these kinds, but the exit status of a rank
-is not 0, the run has the exit status of LOST_PEER."""
+"""Kinds of outcome in order of precedence. The exit status of the run is that of the first kind in
+this order with which any rank has ended. If no rank has ended with one of these kinds, but the exit
+status of a rank is not 0, the run has the exit status of LOST_PEER."""
 
 
 def spawn_local(arguments: Sequence[str], nproc: int) -> int:

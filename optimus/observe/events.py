@@ -101,7 +101,8 @@ class EvalRecord:
 
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> EvalRecord | None:
-        """Return the record of a parsed line, or None if a field is missing or has a wrong type."""
+        """Return the record for `values`, the parsed JSON object of a line of eval.jsonl; None if a
+        field is missing or has a wrong type."""
         kinds = {"step": int, "source": str, "loss": float, "tokens": int}
         if any(type(values.get(name)) is not kind for name, kind in kinds.items()):
             return None
@@ -149,7 +150,8 @@ class Traffic(NamedTuple):
 class PipelineTimes(NamedTuple):
     """Time that one rank spent in the actions of the pipeline schedule in one update.
 
-    On a GPU, only the kernel launches are timed.
+    An action is the forward or backward pass of one microbatch, for example. On a GPU, only the
+    kernel launches are timed.
     """
 
     step: int
@@ -190,7 +192,10 @@ Record = StepRecord | EvalRecord | ExpertLoad | Traffic | PipelineTimes | StartU
 
 
 class Recorder:
-    """Base class of the sinks; ignores all records. A sink overrides the methods that it needs."""
+    """Base class of the sinks, which write metrics, TensorBoard events, progress or the log.
+
+    The base class ignores all records. A sink overrides the methods that it needs.
+    """
 
     records_actions = False
     """True if the recorder needs calls of `action`. If False, the pipeline executor does not time
@@ -200,7 +205,7 @@ class Recorder:
         """Receive a record of the run."""
 
     def collective(self, axes: str, operation: str, num_bytes: int) -> None:
-        """Receive one collective or point-to-point message of this rank.
+        """Receive the description of one collective or point-to-point message of this rank.
 
         Args:
             axes: Mesh axes of the process group, such as `dp x ep`.
@@ -211,7 +216,8 @@ class Recorder:
         """
 
     def action(self, event: ActionEvent) -> None:
-        """Receive one action of the pipeline schedule. Called only if `records_actions` is True."""
+        """Receive one executed action of the pipeline schedule. The executor calls this only if
+        `records_actions` is True."""
 
 
 NO_RECORDER = Recorder()
@@ -282,7 +288,8 @@ class ActionTrace(Recorder):
         self.events.append(event)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return `PipelineTimes.seconds_by_kind` of the collected events."""
+        """Return the seconds of the collected events for each kind of action. The value of the key
+        `wait` is the sum of the times for which actions waited for other stages."""
         seconds = {"wait": sum(event.waited_ns for event in self.events) / 1e9}
         for event in self.events:
             seconds[event.kind] = seconds.get(event.kind, 0.0) + event.busy_ns / 1e9

@@ -46,7 +46,8 @@ def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
     the experts of its layer.
 
     Args:
-        expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum experts].
+        expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, largest number of
+            experts of a layer].
         model: Configuration of the model.
 
     Returns:
@@ -58,11 +59,12 @@ def expert_loads(expert_rows: Tensor, model: ModelConfig) -> list[Tensor]:
 
 
 def measure_expert_load(step: int, expert_rows: Tensor, model: ModelConfig) -> ExpertLoad:
-    """Return the ExpertLoad record of an update.
+    """Return the ExpertLoad record of an update: the smallest and largest expert load per layer.
 
     Args:
         step: Number of the update.
-        expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, maximum experts].
+        expert_rows: `UpdateResult.expert_rows` on the host, int64 [MoE layers, largest number of
+            experts of a layer].
         model: Configuration of the model.
     """
     loads = zip(model.sparse_layers, expert_loads(expert_rows, model), strict=True)
@@ -116,7 +118,7 @@ class _Alarm:
         self._next, self._pause, self._reported = 0, _FIRST_PAUSE, False
 
     def warn(self, step: int, text: str) -> list[Notice]:
-        """Return a warning, or no notice if a repetition is not allowed yet."""
+        """Return a list with one warning; [] if a repetition of the warning is not allowed yet."""
         if step < self._next:
             return []
         self._next, self._pause = step + self._pause, 2 * self._pause
@@ -124,7 +126,7 @@ class _Alarm:
         return [Notice(logging.WARNING, f"step {step}: {text}")]
 
     def end(self, step: int, text: str) -> list[Notice]:
-        """Return a notice of the recovery, or no notice if no fault has been reported."""
+        """Return a list with one notice of the recovery; [] if no fault has been reported."""
         if not self._reported:
             return []
         self._reported = False
@@ -151,7 +153,11 @@ class _GradNorm:
             return self._alarm.end(step, f"the gradient norm is {norm:.4g}, near its median again")
         if norm <= _SPIKE * median:
             return []
-        earlier = f" ({self._unprinted} more since the last warning)" if self._unprinted else ""
+        earlier = (
+            f" (spikes since the last warning that were not reported: {self._unprinted})"
+            if self._unprinted
+            else ""
+        )
         notices = self._alarm.warn(
             step,
             f"gradient norm {norm:.4g} is {norm / median:.0f} times the median of the last "
@@ -163,13 +169,13 @@ class _GradNorm:
 
 
 class _ExpertBalance:
-    """Detects layers whose router sends nearly all rows to few experts.
+    """Detects layers whose router sends nearly all tokens to few experts.
 
     A layer is unbalanced if one of two rules applies to the last 10 updates:
 
-    - Overload: in each update, some expert got far more rows than an equal share. This expert may
-      differ between updates.
-    - Idleness: in all updates together, an expert got almost no rows.
+    - Overload: in each update, some expert got far more tokens than the mean over the experts of
+      the layer. This expert may differ between updates.
+    - Idleness: in all updates together, an expert got almost no tokens.
     """
 
     def __init__(self, model: ModelConfig) -> None:

@@ -98,7 +98,7 @@ class LogRecorder(Recorder):
                 self._logged_traffic = True
                 sizes = [f"{axes} {size:,} bytes" for axes, size in record.bytes_by_axes.items()]
                 if sizes:  # a single rank sends nothing
-                    logger.info("payload of rank 0 in an update: %s", ", ".join(sizes))
+                    logger.info("communication of rank 0 in one update: %s", ", ".join(sizes))
 
 
 def redirect_lines(write: Callable[[str], None] | None) -> None:

@@ -1,7 +1,7 @@
-"""Files of a run's figures: metrics.jsonl and eval.jsonl, and TensorBoard events.
+"""Files with the metrics of a run: metrics.jsonl, eval.jsonl and TensorBoard events.
 
-Files of metrics and evaluations have one JSON object per line. When a run resumes at a step, the
-lines of later steps are removed.
+metrics.jsonl and eval.jsonl have one JSON object per line. When a run resumes at a step, the lines
+of later steps are removed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, fd: int, copy: Path, copy_fd: int) -> None:
-        """Use two files that are open for appending. `close` closes both.
+        """Use two files that are open for appending. `close` closes both files.
 
         Args:
             path: Path of the file.
@@ -204,7 +204,7 @@ class JsonLines:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                _warn(self._path, f"{error.strerror}; new lines wait in memory")
+                _warn(self._path, f"{error.strerror}; new lines wait in memory for the next write")
             self._warned = True
         if len(self._uncopied) >= _BATCH_BYTES:
             self._write_copy()
@@ -250,7 +250,10 @@ class JsonLines:
                 with self._lock:
                     self._uncopied = lines + self._uncopied
                 if not self._copy_failed:
-                    _warn(self._copy, f"{error.strerror}; its new lines wait in memory")
+                    _warn(
+                        self._copy,
+                        f"{error.strerror}; its new lines wait in memory for the next write",
+                    )
                 self._copy_failed = True
 
     def _write(self) -> None:
@@ -317,7 +320,8 @@ def _others(lines: Iterable[bytes], kept: Iterable[bytes]) -> list[bytes]:
 
 
 def spell_steps(steps: Iterable[int]) -> str:
-    """Format steps as ranges, such as "steps 3-7, 9". Only the first eight ranges are named."""
+    """Format steps as ranges, such as "steps 3-7, 9". If there are more than eight ranges, name the
+    first eight and the number of the remaining ranges."""
     ranges: list[list[int]] = []
     for step in sorted(set(steps)):
         if ranges and step == ranges[-1][1] + 1:
@@ -328,7 +332,8 @@ def spell_steps(steps: Iterable[int]) -> str:
 
 
 def spell_ranges(ranges: Sequence[Sequence[int]]) -> str:
-    """Format ascending pairs (first step, last step) as "steps 3-7, 9". At most eight are named."""
+    """Format ascending ranges (first step, last step) as "steps 3-7, 9". If there are more than
+    eight ranges, name the first eight and the number of the remaining ranges."""
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     word = "steps" if ranges[-1][1] > ranges[0][0] else "step"

@@ -23,7 +23,7 @@ def _check_size(value: float) -> float:
     """Return the value; raise ValueError if its magnitude is above 1e300. NaN is accepted, so that
     the summary and the plot show it."""
     if abs(value) > 1e300:
-        raise ValueError("the value is too large for the plot")
+        raise ValueError("the magnitude of the value is above 1e300, too large for the plot")
     return value
 
 
@@ -31,8 +31,8 @@ _Loss = Annotated[float, AfterValidator(_check_size)]
 
 
 class _Line(BaseModel):
-    """Fields of a line that the report uses. A line is invalid if a field is missing, has a wrong
-    type or is out of range."""
+    """Base class: the fields that the report reads from a line of a JSON Lines file. A line is
+    invalid if a field is missing, has a wrong type or is out of range."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

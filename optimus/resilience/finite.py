@@ -37,16 +37,16 @@ def is_finite(flat: Tensor) -> bool:
 
 
 class BadState(NamedTuple):
-    """The first non-finite value in this rank's shards of optimizer states.
+    """The first non-finite value in a rank's shards of the optimizer states.
 
     Attributes:
-        state: Name of the state: "master" or a moment.
+        state: Name of the state: "master" (the fp32 copy of a parameter) or the name of a moment.
         parameter: Name of the parameter.
-        element: Index of the value along each dim of this rank's slice of the parameter.
+        element: Index of the value along each dim of the rank's slice of the parameter.
         value: The value as text, such as "nan".
         largest: Greatest magnitude of the finite values in the same shard.
-        rank: This rank.
-        host: Host name of this rank's machine.
+        rank: The rank whose shard contains the value.
+        host: Host name of the rank's machine.
     """
 
     state: str
@@ -75,8 +75,11 @@ def find_bad_state(states: ChunkEngine, rank: int) -> BadState | None:
 
 
 def _search_order(states: ChunkEngine) -> list[str]:
-    """Return the names of the states. Moments come first, because a NaN in a moment spreads to the
-    master."""
+    """Return the names of the optimizer states in the order in which they are searched.
+
+    Moments come before the fp32 master weights, because an update spreads a NaN in a moment to the
+    master weights.
+    """
     return [*states.optimizer.moments, "master"]
 
 
@@ -98,7 +101,7 @@ def refuse_bad_states(
         optim: `[optim]`, for the advice in the message.
         states: Optimizer states of this rank.
         everyone: Group of all ranks.
-        workspace: The workspace of the run; None writes no file.
+        workspace: Workspace through which the file is written; None to write no file.
         step: Number of the current step, for the message and the file.
         updated: Number of the last step that has updated the weights: `step` or `step` - 1.
 
@@ -137,7 +140,14 @@ def refuse_bad_states(
 
 
 def _explanation(bad: BadState, dtype: str, optim: OptimConfig, step: int) -> tuple[str, str]:
-    """Return a description of the bad value, and advice for the user."""
+    """Return (description of the non-finite value, advice for the user).
+
+    Args:
+        bad: The non-finite value.
+        dtype: `train.dtype`.
+        optim: Section `[optim]` of the configuration.
+        step: Number of the last update.
+    """
     is_wide = dtype == "fp32" or options_of(bad.parameter, optim).frozen
     label = (
         "parameter"

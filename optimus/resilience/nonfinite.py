@@ -47,7 +47,8 @@ class ForwardWatch(Recorder):
     Collectives spread non-finite values to other ranks. If several ranks of a pipeline stage find
     such a module, the rank with the smallest `when` computed the first non-finite value.
 
-    As the recorder of an executor, it also finds the microbatch of each value.
+    If this object is the recorder of a pipeline executor, it also finds the microbatch of the
+    non-finite value and of each measured output.
     """
 
     records_actions = True
@@ -70,7 +71,7 @@ class ForwardWatch(Recorder):
 
     @contextlib.contextmanager
     def over(self, model: nn.Module) -> Iterator[None]:
-        """Return a context that checks all forward passes of `model`."""
+        """Return a context that checks the outputs of all modules in forward passes of `model`."""
         handles = []
         for name, module in model.named_modules():
             if name:
@@ -114,11 +115,11 @@ class ForwardWatch(Recorder):
 
 
 class _GradientWatch(Recorder):
-    """Finds the microbatch whose backward pass makes the first non-finite gradient of this rank.
+    """Finds the microbatch whose backward pass computes the first non-finite gradient of this rank.
 
     Args:
         is_reduced_bad: Returns True if a gradient was non-finite just before its reduction.
-        gradients: The gradients of the rank.
+        gradients: Contains the gradient buffers of the rank and reduces them.
     """
 
     records_actions = True
@@ -139,10 +140,10 @@ class _GradientWatch(Recorder):
 
 
 def measure(values: Tensor) -> dict[str, float | None]:
-    """Return figures of the values of a tensor: {"min", "max", "mean", "nonfinite"}.
+    """Return statistics of a tensor's values, with the keys "min", "max", "mean" and "nonfinite".
 
-    The first three cover the finite values; they are None if no value is finite. "nonfinite" is the
-    share of non-finite values.
+    "min", "max" and "mean" are those of the finite values; they are None if no value is finite.
+    "nonfinite" is the fraction of all values that are not finite, from 0 to 1.
     """
     is_value = values.isfinite()
     finite = values[is_value].double()
@@ -211,9 +212,9 @@ _ONCE = 3
 
 
 class Watch:
-    """Checks the losses and gradients of one rank.
+    """Checks the losses and gradients of one rank for non-finite values.
 
-    Before each update, the ranks find out if any of them has a non-finite value.
+    Before each update, a collective shows all ranks if any of them has a non-finite value.
 
     A rank with a non-finite value still completes its pipeline schedule, because other ranks wait
     for its messages.
@@ -237,9 +238,11 @@ class Watch:
             groups: Groups of this rank.
             rank_model: Model of this rank.
             states: Parameters, gradients and optimizer states of this rank.
-            workspace: The workspace of the run, for the marker; None writes no marker.
+            workspace: Workspace through which this rank writes a marker, a JSON file that describes
+                a non-finite value; None to write no marker.
             batch: The batch sizes of an update.
-            data: The training data, to name instances in the marker; None names no instances.
+            data: The training data, from which the marker names the instances (sequences) of the
+                microbatch; None to name no instances.
         """
         self._train, self._optim, self._workspace = train, optim, workspace
         self._groups, self._rank_model, self._states = groups, rank_model, states
@@ -267,7 +270,7 @@ class Watch:
 
     def any_rank_is_nonfinite(self) -> bool:
         """Return True if any rank has a non-finite loss or gradient. All ranks must call this. The
-        call waits for the device once."""
+        host waits for the device once."""
         values = [pair for _, extremes in self._extremes for pair in extremes]
         values += [loss.reshape(-1) for loss in self._losses()]
         nonfinite = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -299,8 +302,9 @@ class Watch:
                     yield microbatch, value
 
     def _bad_gradient(self) -> tuple[str, int]:
-        """Return the name of the first non-finite gradient, and its index in its buffer, counted
-        from the last layer; ("", 0) if all gradients are finite."""
+        """Return (parameter, index) of the first non-finite gradient in the order of the backward
+        pass; ("", 0) if all gradients are finite. The index is the number of parameters after this
+        parameter in its gradient buffer."""
         for names, extremes in self._extremes:
             for index, pair in enumerate(extremes):
                 if not is_finite(pair):
@@ -310,8 +314,8 @@ class Watch:
     def explain(self, microbatches: list[Microbatch], circumstance: str = "") -> NoReturn:
         """Find the cause of a non-finite value and raise the same NonFiniteError on all ranks.
 
-        All ranks must call this, after `any_rank_is_nonfinite` has returned True. The ranks may run
-        the passes of the step again to find the cause.
+        All ranks must call this, after `any_rank_is_nonfinite` has returned True. To find the
+        cause, the ranks may run the forward and backward passes of the step again.
 
         Args:
             microbatches: This rank's microbatches of the step.
@@ -398,8 +402,8 @@ class Watch:
         return Finding(distance, stage, when, depth, rank, text, host, *where)
 
     def _find_in_forward(self, microbatches: list[Microbatch]) -> Finding | None:
-        """Find this rank's first non-finite parameter or, if there is none, its first non-finite
-        output."""
+        """Run the forward passes again. Return this rank's first non-finite parameter or, if there
+        is none, its first non-finite module output; None if all of them are finite."""
         watch, stage = ForwardWatch(), self._groups.coordinate.pp
         executor = self._rank_model.executor
         parameter = self._states.first_parameter(lambda values: not is_finite(values))
@@ -445,11 +449,12 @@ class Watch:
         return self._finding(2, -stage, when, depth, text, name, "backward", watch.microbatch)
 
     def _once_finding(self, gradient: str, losses: list[int]) -> Finding:
-        """Return the finding of a value that is finite when it is computed again.
+        """Return the Finding for an update whose non-finite values are finite when computed again.
 
         Args:
-            gradient: Name of the first gradient of the update that was not finite; "" if all were.
-            losses: Microbatches of the update whose loss was not finite.
+            gradient: Name of the first gradient of the update that was not finite; "" if all
+                gradients were finite.
+            losses: Indices of the microbatches of the update whose loss was not finite.
         """
         values = f"the gradient of {gradient} is" if gradient else "the values are"
         text = f"{values} finite when computed again, which points to the hardware"

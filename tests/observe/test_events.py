@@ -124,7 +124,7 @@ def test_the_log_has_evaluations_phases_and_traffic_once(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "optimus: start-up 1.75 s: imports 1.50 s, first update 0.25 s; processor time 1.00 s",
         "optimus: held-out loss 2.7500 at step 4",
-        "optimus: payload of rank 0 in an update: dp 4,096 bytes, ep 12 bytes",
+        "optimus: communication of rank 0 in one update: dp 4,096 bytes, ep 12 bytes",
     ]
 
 

@@ -20,7 +20,7 @@ def test_actions_traffic_start_up_and_load_reach_the_sinks(ranks, tiny_data, tmp
         r"^optimus: start-up .* first update [\d.]+ s; processor time ", printed, re.MULTILINE
     )
     (payload,) = re.findall(
-        r"^optimus: payload of rank 0 in an update: (.*)", printed, re.MULTILINE
+        r"^optimus: communication of rank 0 in one update: (.*)", printed, re.MULTILINE
     )
     log = dict(re.findall(r"([\w ]+) ([\d,]+) bytes", payload))
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
