@@ -54,7 +54,8 @@ to be used. If the quotient is lower, other programs interrupted the product."""
 
 @dataclass(frozen=True)
 class Setup:
-    """Conditions of a measurement. A cached peak is used only under the same conditions."""
+    """Conditions under which a peak was measured: device, dtype, software and threads. A cached
+    peak is used only under the same conditions."""
 
     device: str
     """Device type, such as `cuda`."""
@@ -80,10 +81,10 @@ class Peak:
     setup: Setup
     flops: float
     spread: float | None
-    """Relative difference between the rates of the fastest matrix product and the third fastest (of
-    30 or more products, the product at the 10th percentile). A large spread means an unreliable
-    measurement. None if `flops` is an estimate, because other programs interrupted too many
-    products."""
+    """Relative difference between the rates of two measured matrix products. They are the fastest
+    product and the third fastest or, if 30 or more products were measured, the product at the 10th
+    percentile. A large spread means an unreliable measurement. None if `flops` is an estimate,
+    because other programs interrupted too many products."""
     method: str
     """Phrase for log lines that says how `flops` was found, such as "measured 512^3 matmul"."""
     measured_at: str
@@ -158,9 +159,10 @@ def setup_of(device: torch.device, dtype: torch.dtype, library: str) -> Setup:
 def measure(device: torch.device, dtype: torch.dtype, setup: Setup) -> Peak:
     """Measure the peak: the rate of the fastest of many short matrix products on this rank.
 
-    On a CPU with several threads, products that other programs interrupt do not count. If too few
-    products count, the peak is the rate of one thread times the number of threads, but at most
-    times the number of cores. The spread is then None, and `find_peak` does not cache the peak.
+    On a CPU with several threads, products that other programs interrupted are ignored. If fewer
+    than _MIN_RUNS products remain, the peak is the rate of one thread times the number of threads
+    or cores, whichever is smaller. The spread is then None, and `find_peak` does not cache the
+    peak.
     """
     size, threads = 8192, setup.threads
     if device.type == "cpu":
@@ -342,8 +344,8 @@ def _cache(peak: Peak, log: Callable[[str], None]) -> None:
 
 
 def write_peak(path: Path, peak: Peak, workspace: Workspace | None = None) -> None:
-    """Write a peak atomically to the file `path`. If `workspace` is given, write through it.
-    Raises OSError."""
+    """Write a peak atomically to the file `path`. `workspace`, if given, determines the path of the
+    temporary file. Raises OSError."""
     with files.atomic_writer(path, workspace.temporary(path) if workspace else None) as file:
         file.write(files.checked_json({"format": _FORMAT, **dataclasses.asdict(peak)}))
 
@@ -384,7 +386,7 @@ class RunPeak:
             log(f"MFU refers to {recorded}, as before in this run")
             return
         self.peak = find_peak(device, dtype, library, log)
-        change = f"; before it was {recorded}" if isinstance(recorded, Peak) else ""
+        change = f"; before, MFU referred to {recorded}" if isinstance(recorded, Peak) else ""
         log(f"MFU refers to {self.peak}{change}")
         self._record()
 

@@ -1,10 +1,11 @@
 """The warm process of a node: it has imported all modules of a run, and forks ranks on request.
 
-The agent starts `python -P -m optimus.warm` with a socket as standard input. The process
-initialises no device and computes nothing. A forked rank therefore starts like a new interpreter,
-but needs no seconds for imports. Each request is a JSON object with the environment and the
-arguments of a rank, together with the descriptor of a pipe for the rank's output. The answers are
-the process ids and, later, the exit statuses of the ranks.
+The agent, which starts the ranks of a supervised run on its node, starts this process as `python -P
+-m optimus.warm` with a socket as standard input. The warm process initialises no device and
+computes nothing. A forked rank therefore starts like a new interpreter, but needs no seconds for
+imports. Each request is a JSON object with the environment and the arguments of a rank, together
+with the descriptor of a pipe for the rank's output. The answers are the process ids and, later, the
+exit statuses of the ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _MODULES = (
 
 
 def main() -> NoReturn:
-    """Serve requests until the agent closes the socket."""
+    """Import the modules of a run, and fork a rank for each request of the agent, until the agent
+    closes the socket."""
     from optimus.cli import set_library_variables
     from optimus.resilience.supervision.warm_process import MAX_BYTES
 
@@ -103,8 +105,10 @@ def _single_blas_thread() -> Iterator[None]:
 
 
 def _import_all() -> None:
-    """Import the modules that a rank uses, including those that it imports late. A forked rank then
-    opens no module file (tests/bench/test_supervision.py)."""
+    """Import all modules that a rank uses, including modules that it imports after its start.
+
+    A forked rank then opens no module file (tests/bench/test_supervision.py).
+    """
     for name in _MODULES:
         importlib.import_module(name)
     with contextlib.suppress(ImportError):  # a run without TensorBoard needs no package for it
@@ -118,7 +122,13 @@ def _import_all() -> None:
 
 
 def _become_rank(request: dict[str, Any], output: int, parent: int) -> NoReturn:
-    """Run `optimus` in this child process, as a new interpreter would."""
+    """Run `optimus` in this child process, as a new interpreter would.
+
+    Args:
+        request: Environment variables (`environ`) and arguments (`arguments`) of the rank.
+        output: Descriptor of the pipe for the rank's standard output and standard error.
+        parent: Process ID of the warm process.
+    """
     from optimus.cli import process
 
     os.setsid()

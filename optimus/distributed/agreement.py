@@ -87,11 +87,11 @@ class RunEnded(OptimusError):
         return f"optimus:{where}{kind} {one_line(outcome.message)}"
 
     def leave(self) -> None:
-        """Leave the agreement, so that this rank may exit.
+        """End the agreement for this rank. After this call, this rank may exit.
 
         A rank whose `prints` is True must print `line` before this call. On the other ranks, the
-        call waits until that has happened, because a launcher ends all ranks when the first rank
-        exits. Rank 0 leaves last.
+        call waits until `line` is printed, because a launcher ends all ranks when the first rank
+        exits. On rank 0, the call also waits a limited time until all ranks have called this.
         """
         if self._agreement is not None:
             self._agreement.leave(self.prints)
@@ -131,8 +131,8 @@ def end_without_store(outcome: Outcome, launch: LaunchEnv) -> RunEnded:
 
 
 def _mark_printed(launch: LaunchEnv) -> bool:
-    """Record in a file that a rank of this machine prints the loss of the store. Return False if
-    another rank of this run has already recorded it."""
+    """Record in a file that a rank of this machine prints the message about the lost store. Return
+    False if another rank of this run has already recorded this."""
     # The mark is a file, because it must outlive the process. A file older than this process is
     # from an earlier run at the same address.
     user = os.geteuid()
@@ -212,13 +212,13 @@ class Agreement:
     def publish(self, outcome: Outcome) -> None:
         """Write an Outcome to the store, without waiting until the ranks agree on one.
 
-        If the end of this rank lets other ranks fail, they find the cause in the store.
+        If other ranks fail because this rank ends, they find the cause in the store.
         """
         self._within(0.0, lambda: self._publish(outcome), lambda: None)
 
     def leave(self, has_printed: bool) -> None:
-        """Leave the agreement, as `RunEnded.leave` describes. `has_printed` is True if this rank
-        has printed the message that says why the run ended."""
+        """End the agreement for this rank, as `RunEnded.leave` describes. `has_printed` is True if
+        this rank has printed the message that says why the run ended."""
 
         def ask() -> None:
             if has_printed:
@@ -252,7 +252,7 @@ class Agreement:
         write the decision. `all_are_here` is True if all ranks have called `end`."""
         key = next(filter(self._has, _CAUSES), None)
         if key is None:  # the file of a FileStore was removed
-            raise RuntimeError("the store has lost its keys")
+            raise RuntimeError("the store has lost its keys: it contains no Outcome of any rank")
         text = self._store.compare_set(_DECISION, "", self._store.get(key).decode())
         # Wake the ranks that still wait for all ranks to reach the round.
         self._store.compare_set(f"optimus/all-at-{self._round}", "", "decided")

@@ -97,8 +97,8 @@ def observing_contributions(observe: Callable[[torch.Tensor], None]) -> Iterator
 def _record(
     operation: str, group: Group, payload: torch.Tensor, contribution: torch.Tensor | None = None
 ) -> None:
-    """Report an operation to the group's recorder. Then call the observers with the operation's
-    input, unless it is a send or a broadcast."""
+    """Report an operation to the group's recorder. Unless the operation is a send or a broadcast,
+    also call the observers with this rank's input."""
     group.recorder.collective(group.axes, operation, payload.nbytes)
     if operation in ("send", "broadcast"):
         return
@@ -117,7 +117,8 @@ _PEER_IS_GONE = re.compile(
 
 
 def _why_lost(error: RuntimeError) -> str:
-    """Return a phrase that explains the loss of another rank; "" if `error` has another cause."""
+    """Return a phrase that says why another rank is lost; "" if `error` does not show a lost
+    rank."""
     if isinstance(error, torch.OutOfMemoryError):
         return ""
     text = str(error)
@@ -445,7 +446,8 @@ def _received(data: bytes, kind: Any, rank: int, group: Group) -> Any:
         raise ConfigError(
             f"rank {rank} of the group over {group.axes} sent a value that is not of type "
             f"{getattr(kind, '__name__', kind)}: either ranks have different versions of Optimus, "
-            "or a process of another run has joined them; install the same version on all machines "
+            "or a process of another run has joined the group; install the same version on all "
+            "machines "
             f"({one_line(error)[:200]})"
         ) from None
 

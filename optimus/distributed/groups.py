@@ -17,14 +17,16 @@ from optimus.distributed.world import World, silent_libraries
 from optimus.observe.events import NO_RECORDER, Recorder
 
 Handles = dict[tuple[bool, tuple[int, ...]], weakref.ref | None]
-"""References to process groups. A key is a pair (carries_states, ranks). `carries_states` is True
-if the group carries gradients and parameters; `ranks` are the global ranks of the group."""
+"""Weak references to torch's process groups. A key is a pair (carries_states, ranks).
+`carries_states` is True if gradients and parameters are sent over the group; `ranks` are the global
+ranks of the group."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Channels of a pipeline rank to and from its neighbours. If a neighbour does not exist, its
-    channels are `ALONE`, a Group that does not communicate.
+    """Channels of a pipeline rank to and from its neighbours: groups of two ranks for messages.
+
+    If a neighbour does not exist, its channels are `ALONE`, a Group that does not communicate.
 
     With several stages per rank, the first and the last rank are neighbours, too. Each channel has
     one direction and a separate communicator. NCCL and XCCL complete the messages of a communicator
@@ -136,7 +138,8 @@ def _gather(
 
 
 def _carries_states(axes: Axes) -> bool:
-    """Return True if gradients and parameters are sent over these axes while the model computes."""
+    """Return True if gradients and parameters are sent over the group along `axes` while the model
+    computes."""
     # They have separate process groups, so that other collectives do not wait for their transfers.
     return "dp" in axes
 
@@ -191,8 +194,8 @@ def _open_channels(
 
 
 def _rounds(size: int, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Divide the pairs of neighbouring ranks into rounds, and return the rounds. Each rank is in at
-    most one pair of a round."""
+    """Return all pairs of neighbouring pipeline ranks, divided into rounds. Each rank is in at most
+    one pair of a round. With `is_ring`, the last and the first rank are neighbours, too."""
     # All channels of a round open at the same time, so ranks cannot wait for each other in a cycle.
     edges = [(rank, rank + 1) for rank in range(size - 1)]
     rounds = [edges[::2], edges[1::2], []]

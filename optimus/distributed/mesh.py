@@ -164,13 +164,14 @@ class ParameterKind:
 
     @property
     def sum_axes(self) -> Axes:
-        """Axes over which gradients are summed. They are not averaged, because each rank divides
-        its loss by the global number of targets."""
+        """Axes over which gradients are summed. Gradients are not averaged, because each rank
+        divides its loss by the global number of targets."""
         assert not set(self.divided) & set(self.partial), self
         return self.shard_axes("epso") + self.partial
 
     def shard_axes(self, sharding: Literal["none", "so", "epso"]) -> Axes:
-        """Return the axes over which optimizer states are sharded."""
+        """Return the axes over which optimizer states are sharded. `sharding` is the setting
+        `optim.sharding`."""
         undivided = tuple(axis for axis in GRAD_SUM if axis not in self.divided)
         return {"none": (), "so": ("dp",), "epso": undivided}[sharding]
 

@@ -19,7 +19,8 @@ from optimus.launch.environment import ATTEMPT, LaunchEnv
 def check_meeting_point(launch: LaunchEnv) -> None:
     """Raise LaunchError if the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
 
-    Causes are an unknown host name, an address that is not rank 0's, and a port in use.
+    Possible causes are a host name that is unknown, an address that is not an address of rank 0's
+    machine, and a port that is in use.
     """
     if not launch.init_method.startswith("tcp://"):
         return  # the store is a file, or that of torchrun, which may be at another address
@@ -111,7 +112,7 @@ def _no_listener(error: OSError, where: SplitResult) -> OptimusError:
     if error.errno == errno.EADDRINUSE and ATTEMPT in os.environ:
         return LostPeerError(
             f"port {where.port} of {where.hostname} is in use; the supervisor starts the ranks "
-            "again with another one"
+            "again with another port"
         )
     if error.errno == errno.EADDRINUSE:
         return LaunchError(

@@ -299,7 +299,7 @@ def leaves_at_once() -> bool:
     """Return True if this process must end by os._exit, without the interpreter's shutdown.
 
     During the shutdown, the process could wait for collectives in progress, or a thread of gloo
-    could abort it.
+    could abort the process.
     """
     # With gloo, a library may keep a process group after `end_world`, as FSDP2 does. Other backends
     # need the shutdown: oneCCL finalizes MPI in it.
