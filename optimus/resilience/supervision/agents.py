@@ -75,7 +75,7 @@ _MAX_PROBLEMS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """A run inside an allocation."""
+    """A supervised run in one job of the scheduler: its nodes and settings."""
 
     run_dir: Path
     config: str
@@ -101,7 +101,7 @@ class Job:
     margin_s: float = 120.0
     """Time before the end of the job at which ranks begin to save."""
     pardoned: tuple[str, ...] = ()
-    """Excluded nodes that the user permits again (`--pardon`)."""
+    """Excluded nodes that may get ranks again, because the user has named them with `--pardon`."""
     stage: Path | None = None
     """Folder on a disk of each node for a copy of the Python environment; None to copy nothing."""
     chain: Chain | None = None
@@ -116,7 +116,7 @@ class Job:
 
 @dataclass
 class Node:
-    """A node of the allocation, as the supervisor sees it."""
+    """State of a node of the allocation, as far as the supervisor knows the state."""
 
     name: str
     channel: Channel | None = None
@@ -144,23 +144,27 @@ class Node:
 
 
 class Agents:
-    """The agents of the nodes of a job. They authenticate with the launch secret."""
+    """Starts the agents of a job, receives their reports, and sends them requests.
+
+    An agent is a process that starts and observes the ranks of one node. It authenticates with the
+    launch secret.
+    """
 
     def __init__(self, job: Job, history: History, secret: bytes) -> None:
         """Store the arguments; start no agent.
 
         Args:
             job: The job.
-            history: History of the run. The supervisor adds events to it.
-            secret: The launch secret.
+            history: History of the run, to which the supervisor adds events later.
+            secret: The launch secret, which all processes of this launch know.
         """
         self._job, self._history, self._secret = job, history, secret
         self._folder = job.run_dir / SUPERVISOR
         self.nodes = {name: Node(name) for name in job.nodes}
         self.clock_s = 0.0
-        """Time in seconds for which this process has run, by which the silence of agents is
-        measured. The clock stops while this process is suspended or waits for a disk. Otherwise,
-        all agents would then seem to be silent."""
+        """Seconds for which this process has run. The silence of agents is measured with this
+        clock. The clock stops while this process is suspended or waits for a disk, so that agents
+        do not seem to be silent only because this process has read no messages."""
         self.commands: list[subprocess.Popen[bytes]] = []
         """Launcher commands that started agents or ranks. They are not started by asyncio, which
         would kill them when this supervisor ends, although the next supervisor uses the agents."""
@@ -180,7 +184,7 @@ class Agents:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> tuple[list[str], int]:
-        """Listen at the addresses of this machine. Return the addresses and the port.
+        """Listen for agents at the addresses of this machine. Return the addresses and the port.
 
         Raises:
             OSError: This machine cannot listen at any address.
@@ -203,7 +207,7 @@ class Agents:
         return hosts, port
 
     async def close(self) -> None:
-        """Close all connections, and do not accept others."""
+        """Close all connections, and accept no new ones."""
         for server in self._servers:
             server.close()
         for task in self._connections:
@@ -283,7 +287,7 @@ class Agents:
             raise ConfigError(
                 f"--nodes {policy.sizes[-1]}: only {counted(len(usable), 'node')} can be used "
                 f"({', '.join(usable) or 'none'}; {'; '.join(problems)}); check that the launcher "
-                f"{launcher.name!r} reaches the others, use an excluded node again with "
+                f"{launcher.name!r} reaches the other nodes, use an excluded node again with "
                 "--pardon NODE, or request more nodes"
             )
 
@@ -385,11 +389,14 @@ class Agents:
             if node is not None and node.channel is channel:
                 node.channel = None
                 if node.answer is not None and not node.answer.done():
-                    node.answer.set_exception(OSError(f"the agent of {node.name} is gone"))
+                    node.answer.set_exception(
+                        OSError(f"the connection to the agent of {node.name} is lost")
+                    )
             await channel.close()
 
     def _welcome(self, channel: Channel, hello: Hello) -> Node | None:
-        """Return the node of an agent that has connected; warn and return None to refuse it."""
+        """Check the first message of an agent that has connected, and return the agent's node. If
+        the agent must be refused, log a warning and return None."""
         node, problem = self.nodes.get(hello.node), ""
         if node is None:
             problem = f"{hello.node!r} is not a node of the allocation"
@@ -445,7 +452,7 @@ class Agents:
             except OSError as error:  # lost output must not end the run
                 self._log_dropped += len(message.lines)
                 if self._log_dropped < 1000:
-                    logger.warning("output of ranks is not kept: %s", error.strerror)
+                    logger.warning("output of ranks is not written to log/: %s", error.strerror)
         elif isinstance(message, node.asked) and node.answer and not node.answer.done():
             node.answer.set_result(message)
 
@@ -493,7 +500,7 @@ class Agents:
             TimeoutError: The agent does not answer in time.
         """
         if node.channel is None:
-            raise OSError(f"the agent of {node.name} is gone")
+            raise OSError(f"the connection to the agent of {node.name} is lost")
         node.asked, node.answer = answer, asyncio.get_running_loop().create_future()
         await self.say(node, message)
         async with asyncio.timeout(limit_s or self._job.heartbeat_s + KILLED_S):
@@ -527,8 +534,8 @@ class Agents:
     def is_cut_off(self, now: float) -> bool:
         """Return True if this machine seems to be cut off from all other machines.
 
-        The agents of the other machines, at least two, have then become silent at the same time,
-        while the agents of this machine answer.
+        This requires that all agents of other machines are silent, that at least two of them have
+        become silent at the same time, and that all agents of this machine answer.
         """
         limit_s, host = self._job.heartbeat_s, socket.gethostname()
         heard = [(node.hello.host, node.heard_at) for node in self.nodes.values() if node.hello]

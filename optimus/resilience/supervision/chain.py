@@ -1,4 +1,4 @@
-"""Chains of jobs: the job that continues a run after the present one.
+"""Chain of scheduler jobs: submission of the job that continues a run after the present job.
 
 This module imports no torch.
 """
@@ -45,7 +45,7 @@ class Chain:
         """Submit the next job. Return its name. Raises OSError if the scheduler refuses it."""
         output = (await self._run("bash", "-c", self.command)).split()
         if not output:
-            raise OSError("the command of --next-job prints no job")
+            raise OSError("the command of --next-job prints no job name; print it as the last word")
         return output[-1].partition(";")[0]  # sbatch prints JOB;CLUSTER
 
     async def remove(self, job: str) -> None:

@@ -38,7 +38,8 @@ _SECRET_BYTES = 64
 HANDSHAKE_S = 5.0
 """Time limit of the first messages of a connection."""
 _CLOSE_S = 1.0
-"""Time limit for sending the last messages of a connection: a suspended process reads none."""
+"""Time limit for sending the last messages of a connection. A limit is needed because the process
+at the other end may be suspended, and then reads nothing."""
 _LENGTH = struct.Struct(">I")
 _SIOCOUTQNSD = 0x894B
 """Linux: request for the number of bytes in the send buffer that have not been sent."""
@@ -59,7 +60,8 @@ class PeerError(OptimusError):
 
 
 class Channel:
-    """An authenticated connection. One task may send while another task receives."""
+    """An authenticated connection between the supervisor and an agent. One task may send while
+    another task receives."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: Side
@@ -78,7 +80,7 @@ class Channel:
         side: Side,
         secret: bytes,
     ) -> Self:
-        """Authenticate both sides of a new connection.
+        """Authenticate both sides of a new connection, and return its Channel.
 
         Args:
             reader: Stream from the other side.
@@ -137,14 +139,14 @@ class Channel:
                 one_line(f"message with a wrong field: {field}: {first['msg']}")
             ) from None
         if not isinstance(message, kind):
-            raise PeerError(f"message {message.kind!r} instead of {kind.__name__}")
+            raise PeerError(f"received the message {message.kind!r} instead of {kind.__name__}")
         return message
 
     async def _receive(self, most_bytes: int) -> bytes:
         header = await self._reader.readexactly(_LENGTH.size + _MAC_BYTES)
         (length,) = _LENGTH.unpack_from(header)
         if length > most_bytes:
-            raise PeerError(f"message of {length} bytes")
+            raise PeerError(f"message of {length} bytes; at most {most_bytes} bytes are accepted")
         body = await self._reader.readexactly(length)
         mac = self._mac(_OTHER[self._side], self._received, body)
         if not hmac.compare_digest(mac, header[_LENGTH.size :]):
@@ -185,7 +187,8 @@ class Channel:
 
 
 def create_secret(path: Path) -> bytes:
-    """Write a new launch secret to a file that only this user may read, and return it."""
+    """Create a launch secret, with which the processes of one launch authenticate. Write the secret
+    to a file that only this user may read, and return the secret."""
     secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
     with contextlib.suppress(FileNotFoundError):
         path.unlink()

@@ -25,11 +25,11 @@ from optimus.resilience.supervision.ledger import (
 from optimus.resilience.supervision.markers import LayerOutput, Marker
 
 Marks: TypeAlias = Mapping[str, tuple[Standing, str]]
-"""New standings of nodes, with reasons."""
+"""For each node whose standing changes: (new standing, reason)."""
 STOPPED_BY_SUPERVISOR = 6
 """Exit status of `optimus launch` if the supervisor stops the run."""
 _SILENT = "silent"
-"""Signature of the failure of a node whose agent is silent."""
+"""Signature of a failure in which the agent of a node has become silent."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _STATE = "nonfinite state"
 """Signature of a non-finite value that is not due to data, as in a damaged optimizer state."""
@@ -76,7 +76,8 @@ class RankProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Observations on an attempt, from which the cause of its end is found."""
+    """Observations on an attempt (a launch of all ranks), from which `find_cause` finds the cause
+    of its end."""
 
     attempt: int
     step: int
@@ -87,12 +88,13 @@ class Evidence:
     nodes: tuple[str, ...] = ()
     """All nodes with ranks of the attempt."""
     unreachable: tuple[str, ...] = ()
-    """Nodes of the attempt whose agent is silent, the longest silence first."""
+    """Nodes of the attempt whose agent has sent no message for `heartbeat_s`, the longest silence
+    first."""
     restarted: tuple[str, ...] = ()
     """Nodes whose agent was started again while no supervisor ran, so that the ranks are gone."""
     progress: tuple[RankProgress, ...] = ()
     stalled_s: float = 0.0
-    """Time for which no rank has started a collective; 0 if it is below the limit."""
+    """Time for which no rank has started a collective; 0 if this time is below the limit."""
     has_progressed: bool = False
     """True if an attempt of the job has started an update, so its settings must be valid."""
     launch_problem: str = ""
@@ -110,19 +112,20 @@ class _Cause(NamedTuple):
     nodes: Sequence[str] = ()
     signature: str = ""
     lines: Sequence[str] = ()
-    """Further observations."""
+    """Further observations for `AttemptEnded.evidence`."""
     step: int | None = None
     """Step of the failure; None for the last step of the attempt."""
 
 
 def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
-    """Return the event for the end of an attempt of `ranks` ranks.
+    """Return the event for the end of an attempt of `ranks` ranks, with the cause of the end.
 
-    The strongest evidence shows the cause. From strongest to weakest, the kinds of evidence are: a
-    marker; all ranks that ended without an error; a silent agent; an mpiexec that has not started
-    all ranks; ranks that refused their configuration; the first exit status or signal that is not
-    the result of another rank's failure; the rank with the fewest collectives or, among several,
-    with the longest time in its phase. The last kind is ambiguous.
+    The cause is taken from the strongest kind of evidence that is present. From strongest to
+    weakest, the kinds are: a marker, in which a rank describes a non-finite value; all ranks have
+    ended without an error; an agent is silent; an mpiexec has not started all ranks; ranks have
+    refused their configuration; the first exit status or signal that is not the result of another
+    rank's failure; the rank with the fewest collectives or, among several, with the longest time
+    in its phase. A failure that only the last kind shows is ambiguous.
     """
     markers = sorted(evidence.markers, key=lambda marker: (marker.step, marker.rank))
     lines = [
@@ -159,7 +162,8 @@ def find_cause(evidence: Evidence, ranks: int, now: float) -> AttemptEnded:
 
 
 def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
-    """Return the cause if all ranks have ended without an error, even if agents were lost later."""
+    """Return the cause if all ranks have ended without an error, even if agents were lost later;
+    else None."""
     statuses = {end.status for end in evidence.ends}
     if len(evidence.ends) != ranks or not statuses <= {0, OutcomeKind.STOPPED.exit_status}:
         return None
@@ -167,7 +171,7 @@ def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
 
 
 def _cause_in_silence(evidence: Evidence) -> _Cause | None:
-    """Return the cause if agents are silent or have lost their ranks."""
+    """Return the cause if agents are silent or have lost their ranks; else None."""
     if evidence.is_cut_off:
         line = "the node of the supervisor is cut off from all others"
         return _Cause("interrupted", lines=[line])
@@ -182,17 +186,18 @@ def _cause_in_silence(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_launch(evidence: Evidence) -> _Cause | None:
-    """Return the cause if mpiexec has not started all ranks. No node is known to be the reason."""
+    """Return the cause if mpiexec has not started all ranks; else None. The failure is attributed
+    to no node."""
     if not evidence.launch_problem:
         return None
     return _Cause("failed", "shared", signature="mpiexec", lines=[evidence.launch_problem])
 
 
 def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
-    """Return the cause if ranks have refused their configuration.
+    """Return the cause if ranks have refused their configuration; else None.
 
     After an update, the configuration is known to be valid. A refusal then has another cause, such
-    as a file system that does not answer.
+    as a file system that does not answer, and the function returns None.
     """
     if evidence.has_progressed:
         return None
@@ -206,7 +211,7 @@ def _cause_in_refusals(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
-    """Return the cause if exit statuses of ranks show it."""
+    """Return the cause if exit statuses of ranks show the cause; else None."""
     causes = [end for end in evidence.ends if _is_cause(end)]
     if causes:
         signature, nodes = _signature(causes[0]), [cause.node for cause in causes]
@@ -225,7 +230,8 @@ def _cause_in_statuses(evidence: Evidence) -> _Cause | None:
 
 
 def _cause_in_progress(evidence: Evidence) -> _Cause:
-    """Return the cause if no rank has ended with an error: the rank with the least progress."""
+    """Return the cause if no rank has ended with an error. The failure is attributed to the node of
+    the running rank with the least progress, or to no node if no running rank has a progress."""
     if evidence.progress:
         slowest = min(evidence.progress, key=lambda rank: (rank.collectives, -rank.phase_s))
         line = (
@@ -240,9 +246,11 @@ def _cause_in_progress(evidence: Evidence) -> _Cause:
 
 
 def names_cause(evidence: Evidence) -> bool:
-    """Return True if a rank has ended with its own error, and no running rank has raised an error.
+    """Return True if the ends of ranks already show the cause of a failure.
 
-    A running rank that has raised an error may end with the same error, which is then shared.
+    This requires that a rank has ended with an error that is not the result of another rank's
+    failure, and that no running rank has raised an error. A running rank that has raised an error
+    may end with the same error, and the failure is then attributed to no node.
     """
     has_ended = any(_is_cause(rank_end) for rank_end in evidence.ends)
     return has_ended and all(rank.failure in _NO_EVIDENCE for rank in evidence.progress)
@@ -266,7 +274,7 @@ def _describe(end: RankEnd) -> str:
 
 
 def _describe_marker(marker: Marker) -> list[str]:
-    """Return lines with the content of a marker."""
+    """Return lines of text that describe a non-finite value, for the evidence of a failure."""
     lines = [f"marker of rank {marker.rank} on {marker.node}: {marker.text}"]
     where = [f"step {marker.step}"]
     if marker.microbatch is not None:
@@ -321,7 +329,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """The next action of the supervisor. Marks are stored before any process is ended."""
+    """The next action of the supervisor, and the nodes whose standing changes. The supervisor adds
+    `marks` to the ledger before it carries out the action."""
 
     action: Literal["start", "done", "continue", "stop"]
     """start: launch an attempt. The other actions end the job. done: the run is complete. continue:
@@ -417,8 +426,8 @@ def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> Atte
     """Return the last earlier failure that `end` repeats on another node; None if there is none.
 
     Both failures have the same signature and step. If `end` is attributed to no node, the earlier
-    failure must be attributed to no node, too. After a start from the older checkpoint, both may be
-    of the same node, since the failure has already occurred on two nodes.
+    failure must be attributed to no node, too. After a start from the older checkpoint, both
+    failures may be on the same node, since the failure has already occurred on two nodes.
 
     Non-finite values are compared with all earlier failures of the run. Any other failure is
     compared only with the failure directly before it in this job, and only after the first update,
@@ -441,7 +450,8 @@ def _repeated(history: History, last: AttemptStarted, end: AttemptEnded) -> Atte
 
 
 def _attempts_without_progress(history: History) -> int:
-    """Return how many attempts in a row, up to the last of this job, committed no checkpoint."""
+    """Return the number of consecutive attempts, counted back from the last attempt of this job,
+    that committed no checkpoint."""
     number = 0
     for attempt in reversed(history.attempts[history.first_of_job :]):
         if attempt.attempt in history.checkpoints:
@@ -451,7 +461,8 @@ def _attempts_without_progress(history: History) -> int:
 
 
 def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[str]:
-    """Return the reachable nodes that are not excluded. Suspect nodes come last."""
+    """Return the reachable nodes that are not excluded. Suspect nodes come last. `marks` are new
+    standings that `history` does not contain yet."""
 
     def standing(node: str) -> Standing:
         return marks[node][0] if node in marks else history.standing(node)
@@ -461,12 +472,12 @@ def _usable(history: History, reachable: Sequence[str], marks: Marks) -> list[st
 
 
 def _assign(before: Sequence[str], usable: Sequence[str], policy: Policy) -> tuple[str, ...] | None:
-    """Return the nodes of the next attempt; None if there are too few.
+    """Return the nodes of the next attempt in the order of their ranks; None if too few are usable.
 
     Each node that is still usable keeps its ranks. A free node takes the ranks of a failed node.
 
     Args:
-        before: Nodes of the last attempt, () if there was none.
+        before: Nodes of the last attempt; () if there was no attempt.
         usable: Nodes that can be used, in the order of preference.
         policy: Settings.
     """

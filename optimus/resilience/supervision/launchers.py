@@ -33,7 +33,7 @@ _AGENT = ("-P", "-m", "optimus.resilience.supervision.agent")
 
 
 class Launcher(ABC):
-    """A way to start one agent on each node.
+    """Base class of the ways to start one agent, which starts and observes ranks, on each node.
 
     Args:
         machine: Definition of the machine; None if there is none.
@@ -54,8 +54,8 @@ class Launcher(ABC):
     def addresses(self) -> list[str]:
         """Return the addresses of this machine at which the supervisor listens.
 
-        They are those of its interfaces, since some systems map the host name to a loopback
-        address.
+        They are the addresses of the machine's network interfaces. The host name is not used, since
+        some systems map it to a loopback address.
         """
         addresses = [
             entry.address
@@ -93,7 +93,7 @@ class Launcher(ABC):
 
 
 class Local(Launcher):
-    """All nodes are emulated on this machine."""
+    """Launcher that emulates all nodes on this machine."""
 
     name = "local"
 
@@ -112,10 +112,10 @@ class Local(Launcher):
 
 
 class Srun(Launcher):
-    """Slurm: one job step for each node.
+    """Launcher for Slurm. It starts the agent of each node in a separate job step.
 
-    A step of several nodes would be cancelled as a whole if one of its nodes did not answer at the
-    start, or reset its connections later.
+    Slurm would cancel a job step of several nodes as a whole if one of the nodes did not answer at
+    the start, or reset its connections later.
     """
 
     name = "srun"
@@ -128,7 +128,7 @@ class Srun(Launcher):
 
 
 class Ssh(Launcher):
-    """One ssh for each node."""
+    """Launcher that starts the agent of each node with ssh."""
 
     name = "ssh"
 
@@ -144,12 +144,14 @@ class Ssh(Launcher):
 
 
 class Mpiexec(Launcher):
-    """PALS or Hydra: one mpiexec for each node, since mpiexec ends on all nodes if one is lost.
+    """Launcher for mpiexec of PALS or Hydra. It starts one mpiexec for the agent of each node.
+
+    If a node is lost, an mpiexec over several nodes ends its processes on all of them.
 
     Args:
-        machine, nodes: As for all launchers.
-        starts_ranks: True if another mpiexec per attempt starts the ranks instead of the agents.
-            Transports over MPI need this.
+        machine, nodes: As for Launcher.
+        starts_ranks: True if, in each attempt, another mpiexec starts the ranks on all nodes, and
+            the agents start no ranks. Transports over MPI need this.
     """
 
     name = "mpiexec"

@@ -1,8 +1,9 @@
 """The ledger of a supervised run, `events.jsonl`, and the state of the run that its events define.
 
-The ledger is the only source of truth. Each line is a JSON object with one event. Its key `hash`
-covers the line and, through the hash of the previous line, all lines before it. A new supervisor
-replays the events and continues with the same state.
+The ledger is a file to which the supervisor appends an event for each change of the run's state. It
+is the only source of truth: a new supervisor replays the events and continues with the same state.
+Each line is a JSON object with one event. The value of its key `hash` covers the line and, through
+the hash of the previous line, all lines before it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ FailureKind = Literal["hard", "soft", "ambiguous", "shared"]
 evidence does not name a node with certainty. shared: the failure is not attributed to a node,
 because all ranks agreed on it or another node repeated it."""
 Standing = Literal["good", "suspect", "excluded"]
-"""Standing of a node. Excluded nodes get no ranks in the present and later jobs of the run."""
+"""State of a node in the judgement of the supervisor. good: no failure is attributed to the node.
+suspect: a failure may be due to the node. excluded: the node gets no ranks in the present and later
+jobs of the run."""
 
 
 _Number = Annotated[int, Field(ge=1)]
@@ -50,7 +53,7 @@ class _Record(BaseModel):
 
 
 class SupervisorStarted(_Record):
-    """A supervisor has taken over the run."""
+    """Event: a supervisor has started, and supervises the run from now on."""
 
     kind: Literal["supervisor_started"] = "supervisor_started"
     time: float
@@ -67,7 +70,7 @@ class SupervisorStarted(_Record):
 
 
 class AttemptStarted(_Record):
-    """The supervisor is about to launch the ranks of an attempt."""
+    """Event: the supervisor is about to launch all ranks of the run (an attempt)."""
 
     kind: Literal["attempt_started"] = "attempt_started"
     time: float
@@ -77,8 +80,9 @@ class AttemptStarted(_Record):
     ranks_per_node: _Number
     port: Annotated[int, Field(ge=1, lt=1 << 16)]
     workspace: Annotated[str, Field(pattern="^[a-z0-9-]*$")] = ""
-    """Unique name of the attempt's workspace and of the folder of its markers. The number of the
-    attempt is not unique: numbers repeat after a user has moved the ledger away."""
+    """Unique name of the attempt's workspace and of the folder in which its ranks describe
+    non-finite values. The number of the attempt is not unique: numbers repeat after a user has
+    moved the ledger away."""
     load: Literal["newest", "older"] = "newest"
     """Checkpoint from which the attempt starts: the newest, or the one before it."""
     skipped_steps: tuple[_Count, ...] = ()
@@ -86,7 +90,8 @@ class AttemptStarted(_Record):
 
 
 class Progress(_Record):
-    """The ranks of an attempt have started their first update, or a checkpoint is committed."""
+    """Event: the ranks of an attempt have started their first update, or a checkpoint is
+    committed."""
 
     kind: Literal["progress"] = "progress"
     time: float
@@ -96,7 +101,8 @@ class Progress(_Record):
 
 
 class AttemptEnded(_Record):
-    """An attempt has ended. Next, the supervisor kills those of its processes that it can reach."""
+    """Event: an attempt (a launch of all ranks) has ended. After this event, the supervisor kills
+    the remaining processes of the attempt on all nodes that it can reach."""
 
     kind: Literal["attempt_ended"] = "attempt_ended"
     time: float
@@ -119,7 +125,7 @@ class AttemptEnded(_Record):
 
 
 class NodeMarked(_Record):
-    """The standing of a node has changed."""
+    """Event: the supervisor has changed the standing of a node: good, suspect or excluded."""
 
     kind: Literal["node_marked"] = "node_marked"
     time: float
@@ -129,19 +135,19 @@ class NodeMarked(_Record):
 
 
 class NextJob(_Record):
-    """The supervisor has submitted the job that continues the run after this one, or the scheduler
-    has refused it."""
+    """Event: the supervisor has submitted the job that continues the run after the present job, or
+    the scheduler has refused the submission."""
 
     kind: Literal["next_job"] = "next_job"
     time: float
     job: str
-    """Name of the next job; "" if it was refused."""
+    """Name of the next job; "" if the scheduler has refused it."""
     problem: str = ""
-    """Reason why it was refused."""
+    """Reason why the scheduler has refused the job; "" if it has accepted the job."""
 
 
 class VerdictReached(_Record):
-    """The supervisor has decided how the job ends."""
+    """Event: the supervisor has decided that the job ends, and if another job continues the run."""
 
     kind: Literal["verdict"] = "verdict"
     time: float
@@ -172,13 +178,13 @@ class History:
         self.supervisors = 0
         """Number of supervisors that have taken over the run."""
         self.standings: dict[str, NodeMarked] = {}
-        """The last mark of each node that has a mark."""
+        """The last NodeMarked event of each node that has one."""
         self.attempts: list[AttemptStarted] = []
         self.first_of_job = 0
         """Index in `attempts` of the first attempt of the present job."""
         self.job = ""
         self.ends: dict[int, AttemptEnded] = {}
-        """Ends of attempts, by their numbers."""
+        """Ends of attempts, by the number of the attempt."""
         self.checkpoints: dict[int, int] = {}
         """Last committed step of each attempt that has committed a checkpoint."""
         self.verdict: VerdictReached | None = None
@@ -189,7 +195,7 @@ class History:
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """Apply an event to the state."""
+        """Append an event to `events`, and update the other attributes."""
         self.events.append(event)
         match event:
             case SupervisorStarted():
@@ -241,7 +247,7 @@ class History:
         return mark.standing if mark is not None else "good"
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of `nodes.json`."""
+        """Return the present state of the run as a JSON object, for the file `nodes.json`."""
         verdict = self.verdict
         return {
             "verdict": verdict.verdict if verdict else None,
@@ -258,12 +264,16 @@ class History:
 
 
 class Ledger:
-    """Appends events to the ledger of a run. Only the run's present supervisor has a Ledger."""
+    """Appends events to the file `events.jsonl` of a supervised run.
+
+    Only the present supervisor of the run has a Ledger.
+    """
 
     def __init__(self, run_dir: Path, workspace: Workspace) -> None:
         """Read the ledger, and replace it by a new file with the same events.
 
-        Supervisors that were started earlier can no longer write to the ledger.
+        Supervisors that were started earlier can then no longer change the ledger, because they
+        have opened the old file.
 
         Args:
             run_dir: The run directory.
@@ -285,7 +295,7 @@ class Ledger:
 
         Raises:
             OSError: The event cannot be written, for example because the disk is full. The ledger
-                is as before, and the caller may try again.
+                is unchanged, and the caller may try again.
         """
         text = json.dumps(event.model_dump(), ensure_ascii=False)
         body = text.encode("utf-8", "replace").decode()[:-1]  # without the closing brace
@@ -328,8 +338,8 @@ def _load(run_dir: Path) -> tuple[History, list[str]]:
     """Return the state of a run, and the lines of its ledger.
 
     `nodes.json` is written after each event and contains the number of events and the last hash.
-    They show whether lines are missing at the end of the ledger. `nodes.json` is read before the
-    ledger, since a supervisor may add events in the meantime.
+    These two values show if lines are missing at the end of the ledger. `nodes.json` is read before
+    the ledger, since a supervisor may add events in the meantime.
 
     Raises:
         ConfigError: The ledger is damaged or cannot be read.
@@ -344,8 +354,8 @@ def _load(run_dir: Path) -> tuple[History, list[str]]:
     is_lost = number > len(lines) or (number > 0 and _hash_of(lines[number - 1]) != last_hash)
     if is_lost and path.exists():
         raise ConfigError(
-            f"{path}: event {number}, which {NODES} names, is missing or has changed; restore the "
-            f"file from a backup, or remove {NODES} to continue with the first "
+            f"{path}: event {number}, which {NODES} names, is missing or has changed; restore "
+            f"{LEDGER} from a backup, or remove {NODES} to continue with the first "
             f"{counted(len(lines), 'event')}"
         )
     return history, lines
@@ -354,15 +364,15 @@ def _load(run_dir: Path) -> tuple[History, list[str]]:
 def _damage(path: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"{path}: {reason}, so the states of nodes are unknown; restore the file from a backup, or "
-        "move it away to forget which nodes failed"
+        "move the file away to continue without a record of failed nodes"
     )
 
 
 def read_lines(path: Path) -> list[str]:
     """Return the complete lines of the ledger.
 
-    A last line without a newline is left out: a crash cut it short while it was written, so no
-    supervisor has acted on its event.
+    A last line without a newline is left out: a crash interrupted its write, so no supervisor has
+    acted on the event.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -423,7 +433,7 @@ def _follow(event: Event, running: int, last: int) -> tuple[int, int]:
             return 0, last
         case SupervisorStarted() | NodeMarked() | NextJob() | VerdictReached():
             return running, last
-    raise ValueError("an event that cannot follow those before it")
+    raise ValueError(f"the event {event.kind} cannot follow the events before it")
 
 
 def _hash_of(line: str) -> str:

@@ -33,7 +33,7 @@ class _Record(BaseModel):
 
 
 class Instance(_Record):
-    """An instance of a data set."""
+    """An instance (a sequence of tokens) of a data set."""
 
     data: _Text
     """Directory of the data set."""
@@ -41,18 +41,19 @@ class Instance(_Record):
 
 
 class LayerOutput(_Record):
-    """Figures of the output of a block."""
+    """Statistics of the output of a transformer block."""
 
     min: float | None
     """Least finite value; None if no value is finite. The same holds for `max` and `mean`."""
     max: float | None
     mean: float | None
     nonfinite: float
-    """Share of non-finite values."""
+    """Fraction of the values that are not finite, from 0 to 1."""
 
 
 class Marker(_Record):
-    """A non-finite value, as the rank that computed it has stored it."""
+    """Description of a non-finite value, which the rank that computed the value writes to a JSON
+    file."""
 
     rank: _Count
     step: _Count
@@ -69,7 +70,8 @@ class Marker(_Record):
     layer: _Text = ""
     """Name of the module or parameter; "" if it is unknown."""
     direction: Literal["forward", "backward"] | None = None
-    """The pass that computed the value; None if neither."""
+    """The pass that computed the value; None if no pass computed the value, as in an optimizer
+    state."""
     was_repeated: bool = False
     """True if a second computation on the same node gave a non-finite value again."""
     instances: tuple[Instance, ...] = ()
@@ -79,7 +81,7 @@ class Marker(_Record):
     layers: dict[_Text, LayerOutput] = {}
     """Outputs of the rank's blocks for the microbatch, in order."""
     state: _Text = ""
-    """Name of the optimizer state that contains the value; "" if it is not in one."""
+    """Name of the optimizer state that contains the value; "" if no optimizer state does."""
     parameter: _Text = ""
     """Name of the parameter to which the state belongs."""
     element: tuple[int, ...] = ()
@@ -103,10 +105,11 @@ def marker_dir(run_dir: str | os.PathLike, workspace: str) -> Path:
 def write_marker(
     workspace: Workspace, run_dir: str | os.PathLike, rank: int, step: int, **figures: Any
 ) -> None:
-    """Write the marker of a rank. If this fails, log a warning.
+    """Write the marker of a rank, a JSON file that describes a non-finite value. If the write
+    fails, log a warning.
 
-    The file is `log/nonfinite-rank{rank}.json` in the run directory. In a supervised run, it is in
-    the directory of `marker_dir`. It contains only attributes that have been set.
+    The file is `log/nonfinite-rank{rank}.json` in the run directory. In a supervised run, the file
+    is in the directory of `marker_dir`. The file contains only attributes that have been set.
 
     Args:
         workspace: The workspace of the run.

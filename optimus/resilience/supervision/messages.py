@@ -14,7 +14,7 @@ from optimus.resilience.supervision.attempt import Progress
 
 
 class Message(BaseModel):
-    """A message, or a record in a message."""
+    """Base class of the messages between the supervisor and its agents, and of records in them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -22,7 +22,7 @@ class Message(BaseModel):
 def _check_progress(progress: Progress) -> Progress:
     counts = (progress.step, progress.collectives, progress.updates)
     if min(*counts, progress.phase_s, *progress.seconds.values()) < 0:
-        raise ValueError("negative progress")
+        raise ValueError("negative progress: steps, counts and seconds must be at least 0")
     return progress
 
 
@@ -34,7 +34,7 @@ _Seconds = Annotated[float, Field(ge=0)]
 
 
 class Hello(Message):
-    """The first message of an agent."""
+    """The first message that an agent sends to the supervisor. It describes the agent's node."""
 
     # Additional fields of another version are ignored here: the supervisor then refuses the agent
     # because `code` differs, with a clearer message.
@@ -57,7 +57,7 @@ class Hello(Message):
 
 
 class RankReport(Message):
-    """A rank, as its agent has observed it."""
+    """State of a rank and its process, as the agent of its node has observed them."""
 
     rank: _Count
     pid: _Count
@@ -79,23 +79,23 @@ class Report(Message):
     lines: tuple[str, ...]
     """Output of ranks since the last report."""
     dropped: _Count = 0
-    """Number of lines of output that the agent has not kept."""
+    """Number of lines of output that the agent has dropped since the last report."""
     failure: str = ""
-    """Reason why the ranks of the attempt cannot be started; "" if they can."""
+    """Reason why the ranks of the attempt cannot be started on the node; "" if they can."""
 
 
 class FreePort(Message):
-    """Answer to FindPort."""
+    """Answer to FindPort: a free port of the node."""
 
     kind: Literal["free_port"] = "free_port"
     port: Annotated[int, Field(ge=0, lt=1 << 16)]
-    """The port; 0 if there is none."""
+    """The port; 0 if the node has none."""
     problem: str = ""
     """Reason why the node cannot listen at the address; "" if it can."""
 
 
 class Staged(Message):
-    """Answer to Stage."""
+    """Answer to Stage: the agent has unpacked the Python environment, or could not do so."""
 
     kind: Literal["staged"] = "staged"
     problem: str
@@ -117,11 +117,11 @@ AgentMessage: TypeAlias = Annotated[
 
 
 class Welcome(Message):
-    """Answer to Hello."""
+    """Answer to Hello: the supervisor accepts the agent and sends settings."""
 
     kind: Literal["welcome"] = "welcome"
     orphan_s: _Seconds
-    """Time without a supervisor after which the ranks save and end."""
+    """Time without a supervisor after which the ranks save a checkpoint and end."""
     beat_s: _Seconds
     """Longest time between two reports."""
     variables: dict[str, str]
@@ -139,18 +139,18 @@ class FindPort(Message):
 
 
 class Stage(Message):
-    """Unpack the environment of the ranks on a disk of the node."""
+    """Unpack the Python environment of the ranks on a disk of the node."""
 
     kind: Literal["stage"] = "stage"
     archive: str
     parent: str
-    """Folder for the copy."""
+    """Folder in which the agent creates the unpacked copy."""
     digest: str
     """Hash of the archive."""
 
 
 class Start(Message):
-    """Start the ranks of an attempt."""
+    """Start the ranks of an attempt on the node."""
 
     kind: Literal["start"] = "start"
     attempt: _Number
@@ -167,21 +167,21 @@ class Start(Message):
 
 
 class Signal(Message):
-    """Send a signal to all ranks."""
+    """Send a signal to all ranks on the node."""
 
     kind: Literal["signal"] = "signal"
     number: Annotated[int, Field(ge=1, le=64)]
 
 
 class Kill(Message):
-    """Kill the ranks of an attempt and of all attempts before it."""
+    """Kill the ranks of an attempt and of all earlier attempts on the node."""
 
     kind: Literal["kill"] = "kill"
     attempt: _Number
 
 
 class End(Message):
-    """Kill all ranks, and end."""
+    """Kill all ranks on the node, and end the agent."""
 
     kind: Literal["end"] = "end"
 

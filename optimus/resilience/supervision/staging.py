@@ -38,10 +38,10 @@ def check_environment() -> None:
 
 
 def pack_environment(path: Path, workspace: Workspace) -> str:
-    """Write the archive `path`, and return its hash.
+    """Write the Python environment of the ranks to an archive, and return the archive's hash.
 
-    It contains the virtual environment of this interpreter and the packages of Optimus. The same
-    files give the same hash.
+    The archive contains the virtual environment of this interpreter and the packages of Optimus.
+    The same files give the same hash.
 
     Args:
         path: The archive.
@@ -66,7 +66,7 @@ def pack_environment(path: Path, workspace: Workspace) -> str:
 
 
 def staged_folder(parent: Path, digest: str) -> Path:
-    """Return the folder of the copy of an environment on each node.
+    """Return the folder that contains a node's copy of the environment, the same on all nodes.
 
     Args:
         parent: Folder on a disk of the node.
@@ -76,7 +76,7 @@ def staged_folder(parent: Path, digest: str) -> Path:
 
 
 def staged_python(folder: Path) -> str:
-    """Return the path of the Python interpreter in a copy."""
+    """Return the path of the Python interpreter in a copy of the environment."""
     return str(folder / _PREFIX / "bin" / "python")
 
 
@@ -87,7 +87,7 @@ def staged_variables(folder: Path, environ: Mapping[str, str] = os.environ) -> d
 
 
 def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
-    """Unpack an environment on this node, if no agent of this node has done so already.
+    """Unpack the archive of an environment on this node, unless the node has a copy already.
 
     Raises:
         OSError: A file cannot be read or written, the content of the archive has another hash, or
@@ -96,7 +96,9 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
     folder, status = staged_folder(parent, digest), os.stat(parent)
     is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if is_shared or status.st_uid not in (0, os.geteuid()):
-        raise OSError(f"others may replace folders of {parent}; use another --stage")
+        raise OSError(
+            f"other users may replace folders of {parent}; pass another folder with --stage"
+        )
     with contextlib.suppress(FileNotFoundError):
         _check_copy(folder)
         return
@@ -120,13 +122,14 @@ def unpack_environment(archive: Path, digest: str, parent: Path) -> None:
 
 
 def _check_copy(folder: Path) -> None:
-    """Raise OSError if another user may have made or changed a copy; FileNotFoundError if there is
-    none."""
+    """Raise OSError if another user may have made or changed the copy in `folder`; raise
+    FileNotFoundError if the folder does not exist."""
     status = os.lstat(folder)
     is_writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_writable:
         raise OSError(
-            f"{folder} is not a directory that only this user can write; use another --stage"
+            f"{folder} is not a directory that only this user can write; pass another folder with "
+            "--stage"
         )
 
 
