@@ -195,7 +195,7 @@ def test_next_job_of_an_ended_run_ends_at_once(submission, expected):
     cluster.wait_until_idle(LIMIT_S)
     assert curve(submission.run_dir) == expected, submission.outputs()
     assert submission.states() == [(True, 0), (True, 0)]
-    assert "job 2.pbs is not removed: exit status 1: qdel: no server" in cluster.output(1)
+    assert "2.pbs is not removed from the queue: exit status 1: qdel: no" in cluster.output(1)
     (line,) = cluster.output(2).splitlines()
     assert "the run has ended (done: " in line
     assert len(submission.history().attempts) == 1

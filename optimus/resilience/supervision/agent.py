@@ -87,8 +87,8 @@ _LINES = 10_000
 counted."""
 _LINE_BYTES = 16_384
 _REPORT_CHARS = 100_000
-"""Number of characters of output after which a report takes no more lines. JSON needs up to 6 bytes
-for a character."""
+"""If the output lines of a report have at least this number of characters, the remaining lines wait
+for the next report. JSON needs up to 6 bytes for a character."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _Rank:
 
 @dataclass
 class Agent:
-    """The agent of one node."""
+    """Process that starts the ranks of one node, observes them, and reports to the supervisor."""
 
     run_dir: Path
     node: str
@@ -134,7 +134,7 @@ class Agent:
     """Number of the last attempt that this agent has started."""
     ranks: dict[int, _Rank] = field(default_factory=dict)
     failure: str = ""
-    """Reason why the ranks of the attempt cannot be started."""
+    """Reason why the ranks of the attempt cannot be started; "" if they can."""
     stop_signal: int = 0
     """Last signal that the supervisor has sent to the ranks of the attempt; 0 if none. Ranks that
     start later also receive it."""
@@ -148,7 +148,7 @@ class Agent:
     lines: deque[str] = field(default_factory=deque)
     """Output of ranks that has not been sent to a supervisor."""
     dropped: int = 0
-    """Number of output lines that were not kept."""
+    """Number of output lines that were dropped and are not reported yet."""
     address: bytes = b""
     """Content of the address file of the supervisor to which this agent is connected."""
     staged: tuple[str, Path] | None = None
@@ -157,7 +157,11 @@ class Agent:
     """Time without a supervisor after which the ranks save and end. Supervisors may change it."""
 
     async def run(self) -> None:
-        """Obey supervisors until one ends this agent, or none has answered for `orphan_s`."""
+        """Carry out the requests of the supervisor, and of supervisors that take over later.
+
+        Return when a supervisor ends this agent, or when no supervisor has answered for `orphan_s`
+        seconds.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             # The scheduler sends these signals before the end of a job. The ranks then save.
@@ -203,7 +207,7 @@ class Agent:
         secret = await asyncio.to_thread(read_secret, folder / SECRET)
         self.address = await asyncio.to_thread(self._read_address)
         hosts, port = parse_address(self.address)
-        problem: Exception = OSError("the supervisor has no address")
+        problem: Exception = OSError("the address file of the supervisor names no host")
         for host in hosts:
             try:
                 async with asyncio.timeout(limit_s):
@@ -219,7 +223,8 @@ class Agent:
     async def _check_supervisor(self) -> None:
         """Raise OSError if another supervisor has taken over.
 
-        The connection does not show this: if the earlier supervisor is suspended, it stays open.
+        The connection does not show this: if the earlier supervisor is suspended, its connection
+        stays open.
         """
         # In a thread: reports must continue while the shared file system does not answer.
         if await asyncio.to_thread(self._read_address) != self.address:
@@ -231,7 +236,8 @@ class Agent:
             await asyncio.sleep(_ADDRESS_S)
 
     async def _serve(self, channel: Channel) -> bool:
-        """Obey a supervisor and report to it. Return True if it has ended this agent.
+        """Carry out the requests of a supervisor, and send reports. Return True if the supervisor
+        ends this agent.
 
         Raises:
             OSError, EOFError, PeerError: The connection is lost.
@@ -241,7 +247,7 @@ class Agent:
         if isinstance(welcome, End):
             return True
         if not isinstance(welcome, Welcome):
-            raise PeerError(f"message {type(welcome).__name__} instead of Welcome")
+            raise PeerError(f"received the message {type(welcome).__name__} instead of Welcome")
         self.orphan_s, self.variables = welcome.orphan_s, welcome.variables
         if welcome.forks_ranks:
             await self.warm.start(self.variables)
@@ -310,7 +316,8 @@ class Agent:
         return False
 
     def _stage(self, archive: Path) -> str:
-        """Unpack the environment of the ranks. Return the problem; "" if there is none."""
+        """Unpack the Python environment of the ranks from `archive`. Return the reason of a
+        failure; "" if the environment is unpacked."""
         assert self.staged is not None
         try:
             unpack_environment(archive, *self.staged)
@@ -355,7 +362,8 @@ class Agent:
     async def _start_process(
         self, environ: Mapping[str, str], arguments: Sequence[str]
     ) -> asyncio.subprocess.Process | ForkedProcess:
-        """Start `optimus ARGUMENTS`. If possible, fork it from the warm process."""
+        """Start `optimus ARGUMENTS`: if possible, by a fork of the warm process, else as a new
+        interpreter."""
         if await self.warm.wait_until_ready(_WARM_S):
             try:
                 return await self.warm.fork(environ, arguments)
@@ -404,7 +412,7 @@ class Agent:
                 self.dropped += 1
 
     def _take_lines(self) -> list[str]:
-        """Remove the output lines of the next report from the queue, and return them."""
+        """Remove output lines from `lines` for the next report, and return the removed lines."""
         lines: list[str] = []
         length = 0
         while self.lines and length < _REPORT_CHARS:
@@ -495,7 +503,7 @@ class Agent:
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
     """Return the next line; b"" at the end of the stream.
 
-    If a line is longer than _LINE_BYTES, each call returns the next piece of it.
+    If a line is longer than _LINE_BYTES, several calls return the line in pieces.
     """
     try:
         return await stream.readuntil(b"\n")
@@ -511,13 +519,18 @@ def parse_address(content: bytes) -> tuple[list[str], int]:
         value = json.loads(content)
         hosts, port = [str(host) for host in value["hosts"]], int(value["port"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        raise ConfigError(f"{ADDRESS} is damaged; launch again") from None
-    refuse_if(not 0 < port < 1 << 16, f"{ADDRESS} has the port {port}; launch again")
+        raise ConfigError(f"{SUPERVISOR}/{ADDRESS} is damaged; launch the run again") from None
+    refuse_if(
+        not 0 < port < 1 << 16,
+        f"{SUPERVISOR}/{ADDRESS} has the port {port}, which is not from 1 to 65535; launch the run "
+        "again",
+    )
     return hosts, port
 
 
 def hash_code() -> str:
-    """Return a hash of all Python files of Optimus. All nodes must have the same files."""
+    """Return a hash of all Python files of Optimus. The supervisor refuses an agent whose hash
+    differs, because all nodes must have the same files."""
     root = Path(__file__).resolve().parents[2]
     content = b""
     for path in sorted(root.rglob("*.py")):
@@ -526,7 +539,7 @@ def hash_code() -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a port at which no process listens. Raises OSError."""
+    """Return a port of the address `host` at which no process listens. Raises OSError."""
     with socket.create_server((host, 0)) as server:
         return server.getsockname()[1]
 

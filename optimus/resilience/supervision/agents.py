@@ -189,7 +189,7 @@ class Agents:
         Raises:
             OSError: This machine cannot listen at any address.
         """
-        hosts, port, problem = [], 0, OSError("this machine has no address")
+        hosts, port, problem = [], 0, OSError("this machine has no address to listen at")
         for host in self._job.launcher.addresses():
             try:
                 # asyncio accepts up to `backlog` connections at once, before any is refused.

@@ -32,13 +32,14 @@ RankPhase: TypeAlias = Literal["start", "load", "update", "evaluation", "save"]
 """Phase of a rank. start: everything before the first update, except loading the states."""
 _PHASES = get_args(RankPhase)
 _COLLECTIVES, _STEP, _PHASE, _BEGAN, _UPDATES, _FAILURE, _TOTALS = range(7)
-"""Indices of the words of a page. From _TOTALS on, there is a word for each phase."""
+"""Indices of the int64 values of a ProgressPage. From index _TOTALS on, there is a value for each
+phase."""
 _WORDS = _TOTALS + len(_PHASES)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The attempt of a supervised run to which this rank belongs."""
+    """The attempt (launch of all ranks of a supervised run) to which this rank belongs."""
 
     number: int
     node: str
@@ -134,7 +135,8 @@ class ProgressPage(Recorder):
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Map the file `path`, or memory without a file if it is None. Raises OSError."""
+        """Map the file `path` into memory. If `path` is None, use memory without a file. Raises
+        OSError."""
         if path is None:
             self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
         else:
@@ -167,7 +169,7 @@ def create_page(path: Path) -> None:
 
 
 def read_page(path: Path) -> Progress:
-    """Return the progress of a rank. Raises OSError."""
+    """Return the progress of a rank from the file of its ProgressPage. Raises OSError."""
     words = memoryview(path.read_bytes()[: 8 * _WORDS]).cast("q")
     totals = zip(_PHASES, words[_TOTALS:], strict=True)
     return Progress(

@@ -173,7 +173,7 @@ def _cause_in_success(evidence: Evidence, ranks: int) -> _Cause | None:
 def _cause_in_silence(evidence: Evidence) -> _Cause | None:
     """Return the cause if agents are silent or have lost their ranks; else None."""
     if evidence.is_cut_off:
-        line = "the node of the supervisor is cut off from all others"
+        line = "the node of the supervisor is cut off from all other nodes"
         return _Cause("interrupted", lines=[line])
     gone = {*evidence.unreachable, *evidence.restarted}
     if gone == {*evidence.nodes} and (len(gone) > 1 or evidence.restarted):

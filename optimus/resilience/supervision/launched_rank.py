@@ -64,7 +64,7 @@ def _check_user(connection: socket.socket) -> None:
     size = _CREDENTIALS.size
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
-        raise OSError("a process of another user has connected")
+        raise OSError("the process at the other end of the connection belongs to another user")
 
 
 # -- The agent's side -----------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class LaunchedProcess(ForkedProcess):
         self.has_pid.set()
 
     def close(self) -> None:
-        """Close the connection. The parent process of the rank then kills the rank and ends."""
+        """Close the connection to the rank's parent process, which then kills the rank and ends."""
         self._observer.cancel()
         self._connection.close()
         if self.returncode is None:
@@ -173,7 +173,8 @@ async def receive_rank(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start a rank for the agent of this node. Return 1 if no agent can be reached, else 0."""
+    """Start a rank for the agent of this node. Return exit status 1 if no agent can be reached,
+    else 0."""
     secret_file, workspace = argv
     for number in STOP_SIGNALS:  # mpiexec passes on signals; the agent ends the rank
         signal.signal(number, lambda number, frame: None)

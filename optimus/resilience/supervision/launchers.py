@@ -217,8 +217,8 @@ def read_nodes(
         origin = "PBS_NODEFILE"
     else:
         raise ConfigError(
-            "there is no allocation (SLURM_JOB_NODELIST, PBS_NODEFILE); run optimus launch in a "
-            "job, name the nodes with --hosts FILE, or use --launcher local"
+            "there is no allocation: SLURM_JOB_NODELIST and PBS_NODEFILE are not set; run optimus "
+            "launch in a job, name the nodes with --hosts FILE, or use --launcher local"
         )
     nodes = tuple(dict.fromkeys(names))
     if len(nodes) < number:

@@ -79,7 +79,7 @@ class Report(Message):
     lines: tuple[str, ...]
     """Output of ranks since the last report."""
     dropped: _Count = 0
-    """Number of lines of output that the agent has dropped since the last report."""
+    """Number of lines of output that the agent has dropped and has not reported before."""
     failure: str = ""
     """Reason why the ranks of the attempt cannot be started on the node; "" if they can."""
 

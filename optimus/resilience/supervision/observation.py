@@ -37,13 +37,15 @@ Ranks that wait for each other have ended before, since their own limit is `para
 _STOP_S = 60.0
 """Time to wait for the other ranks after a rank has ended because the run stops."""
 _CANNOT_START = 127
-"""Exit status in the evidence if an agent cannot start its ranks."""
+"""Exit status that the evidence contains for the first rank of a node whose agent cannot start the
+ranks."""
 _NONFINITE = OutcomeKind.NONFINITE.exit_status
 _LOST_PEER = OutcomeKind.LOST_PEER.exit_status
 
 
 class Observer:
-    """Observes the attempts of a job, and adds their milestones to the ledger."""
+    """Observes attempts (launches of all ranks) until they end or fail. Adds the first update and
+    the checkpoints of each attempt to the ledger."""
 
     def __init__(self, job: Job, agents: Agents, ledger: Ledger) -> None:
         self._job, self._agents = job, agents
@@ -51,7 +53,8 @@ class Observer:
         self.stopped_at_s = math.inf
         """Time of the stop signal to the ranks, by the supervisor's clock; infinity without one."""
         self._cut_off_at_s = -math.inf
-        """Last time by the supervisor's clock at which this node was cut off from all others."""
+        """Last time, by the supervisor's clock, at which this node was cut off from all other
+        nodes."""
 
     async def observe(
         self,
@@ -171,7 +174,7 @@ class Observer:
         )
 
     def markers(self, attempt: AttemptStarted) -> tuple[Marker, ...]:
-        """Return the markers of an attempt."""
+        """Return the markers of an attempt, in which its ranks describe non-finite values."""
         markers = read_markers(self._job.run_dir, attempt.workspace)
         return tuple(marker for marker in markers if marker.node in attempt.nodes)
 
@@ -217,7 +220,8 @@ class Observer:
 def _launch_problem(
     mpiexec: subprocess.Popen[bytes] | OSError | None, world: int, nodes: Sequence[Node]
 ) -> str:
-    """Return the reason why mpiexec will not start all ranks; "" if it has, or may still do so."""
+    """Return the reason why mpiexec will not start all ranks; "" if it has started all ranks or may
+    still start them."""
     if isinstance(mpiexec, OSError):
         return f"mpiexec cannot be started: {mpiexec.strerror}"
     if mpiexec is None or mpiexec.poll() is None or sum(len(n.ranks) for n in nodes) == world:
@@ -226,7 +230,7 @@ def _launch_problem(
 
 
 def _are_equal(progress: Sequence[RankProgress], last: Sequence[RankProgress]) -> bool:
-    """Return True if several ranks compute updates, and none has started a collective since
-    `last`."""
+    """Return True if the progress of several ranks that compute updates equals `last`: none of
+    them has started a collective or another step."""
     is_update = len(progress) > 1 and all(rank.phase == "update" for rank in progress)
     return is_update and [rank[:4] for rank in progress] == [rank[:4] for rank in last]

@@ -25,11 +25,12 @@ from optimus.resilience.supervision.ledger import (
 )
 
 CATEGORIES = ("step", "repeated", "save", "start", "load", "detection", "queue")
-"""Categories of the time of a run. step: evaluations, and updates whose results were kept.
-repeated: updates that a later attempt computed again. start: from the launch of an attempt to its
-first update, without load. detection: from the end of the last complete phase to the end of the
-attempt. queue: between two jobs. If an attempt ended together with its job, the time after its last
-milestone in the ledger counts as queue, since no later time is known."""
+"""Categories into which the time of a run is divided. step: evaluations, and updates whose results
+were kept. repeated: updates that a later attempt computed again. save, load: saving and loading the
+states. start: from the launch of an attempt to its first update, without load. detection: from the
+end of the last complete phase to the end of the attempt. queue: between two jobs. If an attempt
+ended together with its job, the time after the attempt's last event in the ledger belongs to queue,
+since no later time is known."""
 
 
 _QUIET_S = 3600.0
@@ -38,7 +39,9 @@ ended."""
 
 
 def goodput(history: History, now: float) -> dict[str, float]:
-    """Return the seconds in each category. Their sum is the time from the first event to `now`.
+    """Return the seconds that a run has spent in each of CATEGORIES.
+
+    The sum of the seconds is the time from the first event of the run to `now`.
 
     Args:
         history: The state of the run.
@@ -82,7 +85,8 @@ def _add_interrupted(
 ) -> None:
     """Add to `seconds` the time of an attempt whose ranks ended without a report.
 
-    A later supervisor, perhaps days later, has stored the end of the attempt.
+    The time after the last milestone is added to the category `queue`, because a later supervisor
+    has stored the end of the attempt, perhaps days later.
     """
     times = [began, *(milestone.time for milestone in milestones)]
     first = times[1] if milestones else began
@@ -94,7 +98,8 @@ def _add_interrupted(
 def _add_attempt(
     seconds: dict[str, float], end: AttemptEnded, wall_s: float, kept_step: int
 ) -> None:
-    """Add the time `wall_s` of an attempt, divided into categories, to `seconds`."""
+    """Divide the time `wall_s` of an attempt into categories, and add it to `seconds`. `kept_step`
+    is the last step whose result no later attempt computes again."""
     phases = dict(end.seconds)
     updates = phases.get("update", 0.0)
     repeated = min(end.updates, max(0, end.step - kept_step))
@@ -160,7 +165,7 @@ def read_status(run_dir: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def _next_decision(history: History) -> str:
-    """Return what happens next, as far as the files show it."""
+    """Return a phrase that says what happens next in the run, as far as its files show this."""
     if history.verdict is not None:
         return {
             "done": "nothing: the run is complete",
@@ -173,7 +178,7 @@ def _next_decision(history: History) -> str:
 
 
 def format_status(status: dict[str, Any]) -> str:
-    """Return the text of `optimus status`."""
+    """Format the result of `read_status` as the text that `optimus status` prints."""
     nodes = ", ".join(status["nodes"]) or "none"
     lines = [
         f"{status['run_dir']}: {status['state']}"

@@ -91,10 +91,11 @@ _MAX_DOCUMENTS = 8
 
 
 class Supervisor:
-    """Runs attempts until the run is done, must continue in another job, or must stop."""
+    """Launches the ranks of a run, and launches them again after failures. The supervisor ends when
+    the run is complete, must continue in another job, or must stop."""
 
     def __init__(self, job: Job) -> None:
-        """Take over the run directory, and read its ledger.
+        """Lock the run directory, read the ledger of the run, and open the ledger for appending.
 
         Raises:
             ConfigError: Another supervisor or run uses the directory, the ledger or SKIPPED_STEPS
@@ -229,13 +230,14 @@ class Supervisor:
             self._lock.close()
 
     async def _add(self, event: Event) -> None:
-        """Add an event to the ledger."""
+        """Add an event to the ledger. Repeat the write until it succeeds."""
         await self._store(LEDGER, lambda: self._ledger.add(event))
 
     async def _store(self, name: str, write: Callable[[], None]) -> None:
         """Call `write`, which changes the file `name`, until it raises no OSError.
 
-        A write may fail because the disk is full, for example. The ranks train meanwhile.
+        A write may fail because the disk is full, for example. The ranks continue to train in the
+        meantime.
 
         Raises:
             OptimusError: Another supervisor has taken over.
@@ -247,7 +249,8 @@ class Supervisor:
             except OSError as error:
                 if not self._workspace.is_open():
                     raise OptimusError(
-                        f"{self._job.run_dir}: another supervisor has taken over; this one ends"
+                        f"{self._job.run_dir}: another supervisor has taken over the run; this "
+                        "supervisor ends"
                     ) from None
                 logger.error("%s: %s; trying again", name, error.strerror)
                 await asyncio.sleep(_RETRY_S)
@@ -275,7 +278,8 @@ class Supervisor:
         return decision
 
     async def _end(self, decision: Decision) -> int:
-        """Add the verdict to the ledger, and return the exit status."""
+        """Carry out a decision that ends the job: add the verdict to the ledger, and remove or
+        submit the next job. Return the exit status of `optimus launch`."""
         assert decision.action != "start"
         reason = decision.reason
         if decision.action == "stop" and (documents := self._bad_documents()):
@@ -339,7 +343,11 @@ class Supervisor:
             await self._job.chain.remove(next_job.job)
             logger.info("job %s is removed from the queue", next_job.job)
         except OSError as error:  # the next job then ends at its start (--unless-ended)
-            logger.error("job %s is not removed: %s; remove it", next_job.job, one_line(error))
+            logger.error(
+                "the next job %s is not removed from the queue: %s; remove this job",
+                next_job.job,
+                one_line(error),
+            )
 
     def _bad_documents(self) -> list[str]:
         """Return the documents whose instances gave non-finite values in the last attempt.
@@ -357,7 +365,8 @@ class Supervisor:
         return [one_line(document) for document in documents[:_MAX_DOCUMENTS]]
 
     def _on_signal(self, number: int) -> None:
-        """Let the ranks save and end. The scheduler sends a signal before the end of a job."""
+        """Let the ranks save a checkpoint and end. The scheduler sends a signal, which calls this,
+        before the end of a job."""
         if not self._stop_signal:
             logger.info("%s: the ranks save a checkpoint and end", signal.Signals(number).name)
         self._stop_signal = number
@@ -423,9 +432,9 @@ class Supervisor:
             await self._agents.say_to_all(Signal(number=signal.SIGTERM))
 
     async def _stage(self, names: Sequence[str]) -> bool:
-        """Let each agent unpack the Python environment on its node, once per job.
+        """Let each agent unpack a copy of the Python environment on its node, once per job.
 
-        Exclude the nodes on which this fails. Return False if there are such nodes.
+        Exclude the nodes on which this fails. Return False if it fails on any node.
         """
         job = self._job
         if job.stage is None:
@@ -455,7 +464,8 @@ class Supervisor:
         return not any(problems)
 
     async def _finish_attempt(self, attempt: AttemptStarted) -> None:
-        """Wait for the end of an attempt, store the cause of the end, and kill the processes."""
+        """Wait until an attempt ends or fails, add the cause to the ledger, and kill the remaining
+        processes of the attempt."""
         has_updated = self._history.has_updated(attempt)
         by_mpiexec = self._agents.rank_command(attempt.nodes, attempt.workspace) is not None
         if by_mpiexec and self._mpiexec is None and not has_updated:

@@ -1,4 +1,4 @@
-"""The agent's side of a warm process, which forks ranks (optimus/warm.py).
+"""Use of the warm process (optimus/warm.py), which forks ranks, by the agent of a node.
 
 This module imports no torch.
 """
@@ -46,7 +46,8 @@ class ForkedProcess:
 
 
 class WarmProcess:
-    """The agent's side of a warm process."""
+    """The agent's connection to the warm process of its node, which has imported all modules of a
+    run and forks ranks (optimus/warm.py)."""
 
     def __init__(self) -> None:
         self.is_ready = False
@@ -93,14 +94,14 @@ class WarmProcess:
         """Fork a rank that runs `optimus ARGUMENTS`.
 
         Raises:
-            ValueError: The environment is too large.
+            ValueError: The environment and the arguments are too large for a request.
             OSError, TimeoutError: The warm process is lost or does not answer. The caller
                 must end it, since it may still fork the rank.
         """
         assert self._socket is not None and self.is_ready
         request = json.dumps({"environ": dict(environ), "arguments": list(arguments)}).encode()
         if len(request) > MAX_BYTES:
-            raise ValueError("the environment is too large for a request")
+            raise ValueError("the environment and the arguments are too large for a request")
         read_end, write_end = os.pipe()
         stream = asyncio.StreamReader(limit=1 << 14)
         protocol = asyncio.StreamReaderProtocol(stream)
