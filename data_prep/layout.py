@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 1
-"""Version of all file formats, except that a plan or the sidecar of a unit may have PLAN_VERSION.
-Readers refuse later versions."""
+"""Version of the formats of all files. Only a plan.json and the sidecar of a unit may have
+PLAN_VERSION instead. Readers refuse later versions."""
 PLAN_VERSION = 2
-"""Version of a plan, or of the sidecar of a unit, if it has keys that version 1 lacks."""
+"""Version of a plan.json, or of the sidecar of a unit, that has keys which version 1 lacks."""
 
 MANIFEST = "manifest.json"
 ORDER = "order.json"
@@ -48,8 +48,9 @@ MAX_COUNT = 1 << 56
 """Counts of tokens, bytes or instances are below this, so that 64 * count fits into int64."""
 
 ARRAY_BYTES, TOKENIZER_BYTES, _JSON_BYTES = 1 << 34, 1 << 28, 1 << 28
-"""Largest sizes in bytes of files that are read whole: the table of a unit's documents, a
-tokenizer, and a JSON file, which may list a million inputs."""
+"""Largest sizes in bytes of files that are read into memory at once. ARRAY_BYTES: the table of a
+unit's documents. TOKENIZER_BYTES: a tokenizer. _JSON_BYTES: a JSON file, which may list a million
+inputs."""
 HEADER_BYTES = 128
 """Length in bytes of the headers that `npy_header` makes. It aligns the data to 64 bytes."""
 
@@ -75,12 +76,15 @@ def shard_name(shard: int) -> str:
 
 
 def dtype_name(vocab_size: int) -> str:
-    """Return the dtype of ids below `vocab_size`: "uint16" or "uint32".
+    """Return the dtype in which token ids below `vocab_size` are stored: "uint16" or "uint32".
 
-    Raises DataError if the ids do not fit in uint32.
+    Raises DataError if `vocab_size` is not from 1 to 2^32.
     """
     if not 1 <= vocab_size <= 1 << 32:
-        raise DataError(f"a vocabulary of {vocab_size} ids does not fit in uint32")
+        raise DataError(
+            f"vocab_size = {vocab_size} is not from 1 to 2^32, but ids are stored as uint16 or "
+            "uint32; use another tokenizer"
+        )
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -120,7 +124,7 @@ def require_npy(path: Path, size: int, *headers: bytes) -> None:
         raise DataError(f"{path}: is missing")
     actual = os.path.getsize(path)
     if actual != size:
-        raise DamageError(f"{path}: has size {actual}, not the {size} of its sidecar")
+        raise DamageError(f"{path}: has {actual} bytes, but its sidecar (.json) lists {size}")
     require_header(path, *headers)
 
 
@@ -152,7 +156,7 @@ def write_checked_json(path: str | os.PathLike, value: dict[str, Any]) -> None:
 def read_checked_json(
     path: str | os.PathLike, *forms: str, newest: int = VERSION, xxh3: str | None = None
 ) -> dict[str, Any]:
-    """Return the object that `write_checked_json` wrote.
+    """Read a file that `write_checked_json` wrote, and return its JSON object.
 
     Args:
         path: The file.
@@ -172,7 +176,7 @@ def read_checked_json(
     except ValueError as error:
         raise DamageError(f"{path}: {error}") from None
     except RecursionError:
-        raise foreign(path, "its objects are nested too deep") from None
+        raise foreign(path, "its JSON objects are nested too deeply") from None
     version = value.get("version")
     known = type(version) is int and 1 <= version <= newest  # not True or 1.0, which equal 1
     if value.get("format") not in forms or not known:
@@ -231,14 +235,19 @@ def as_record(kind: type[_Record], value: dict[str, Any], path: str | os.PathLik
 
 
 def require(path: str | os.PathLike, *checks: tuple[bool, str]) -> None:
-    """Raise DataError with the text of the first check (condition, text) with a False condition."""
+    """Raise DataError if a condition is False.
+
+    Args:
+        path: The file with the checked values, for the error message.
+        checks: Pairs (condition, text). The message has the text of the first False condition.
+    """
     for holds, problem in checks:
         if not holds:
             raise foreign(path, problem)
 
 
 def are_hashes(texts: Sequence[str]) -> bool:
-    """Return whether all texts are xxh3-64 hashes in hexadecimal, as data_prep writes them."""
+    """Return whether all texts are like xxh3-64 hashes: 16 lowercase hexadecimal digits."""
     return set(map(len, texts)) <= {16} and not "".join(texts).strip("0123456789abcdef")
 
 
@@ -248,7 +257,7 @@ def are_counts(numbers: Sequence[int]) -> bool:
 
 
 def are_paths(texts: Iterable[str]) -> bool:
-    """Return whether all texts are valid paths: encodable and without NUL."""
+    """Return whether all texts can be paths: encodable for the file system and without NUL."""
     try:
         return b"\0" not in os.fsencode("".join(texts))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -261,7 +270,8 @@ def is_relative_path(text: str) -> bool:
 
 
 def foreign(path: str | os.PathLike, problem: object) -> DataError:
-    """Return the error for a file that another program wrote, although its hash is correct."""
+    """Return the error for a file that has the correct hash, but content that optimus-data does not
+    write: `problem`."""
     return DataError(
         f"{path}: {problem}; optimus-data did not write this file: copy it again or make it again"
     )

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 """Exit status after Ctrl-C and after SIGTERM."""
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-"""Exit status if the output pipe is closed: a shell reports it for a program that SIGPIPE kills."""
+"""Exit status if the output pipe is closed: the same that a shell reports after SIGPIPE has killed
+a program."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -81,9 +82,9 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _discard_output() -> None:
-    """Flush stdout and stderr, and discard the output of a closed pipe.
+    """Flush stdout and stderr. Connect a stream whose pipe is closed to /dev/null.
 
-    Otherwise, Python's flush at exit would fail.
+    Without this, Python's flush at exit would fail.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
@@ -98,7 +99,7 @@ def _stop_line(number: int, kept: Iterable[object] = ()) -> str:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     line = f"optimus-data: stopped by {name}"
     if folders := ", ".join(map(str, kept)):
-        line += f"; what is complete in {folders} is kept, give the same command again to continue"
+        line += f"; complete files in {folders} are kept; give the same command again to continue"
     return line
 
 
@@ -112,11 +113,11 @@ class _StopSignals:
     """
 
     def take_over(self) -> None:
-        """Set the handlers. A signal that this process ignores at its start stays ignored.
+        """Set the handlers of SIGINT (Ctrl-C) and SIGTERM.
 
-        nohup and `&` start a process that ignores signals. A second thread also waits for the
-        signals, because Python runs no handler while the main thread is inside a library call. The
-        call that trains a tokenizer takes minutes.
+        A signal that is already ignored stays ignored: nohup and `&` start a process in this state.
+        Python runs no handler while the main thread is inside a library call, and the call that
+        trains a tokenizer takes minutes. Therefore a second thread also waits for the signals.
         """
         self._pid, self._ending = os.getpid(), _thread.allocate_lock()
         self._read, write = os.pipe()
@@ -148,10 +149,10 @@ class _StopSignals:
 
 
 def _kill_and_clean() -> list[object]:
-    """Kill the workers, remove the temporary files, and return the directories with output.
+    """Kill the workers, remove the temporary files, and return the output directories in use.
 
-    No module is imported here, because a module that is not yet imported has started no workers
-    and written no files.
+    The function imports no module: a module that is not imported yet has started no workers and
+    written no files.
     """
     pids = {os.getpid()}
     module = sys.modules.get("multiprocessing.process")

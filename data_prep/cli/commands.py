@@ -308,7 +308,7 @@ def _shuffle(args: argparse.Namespace) -> int:
     }
     lines = [
         f"{target}: {split}: {counted(order['instances'], 'instance')} for "
-        f"{counted(order['shards'], 'shard')}, {counted(order['tail_tokens'], 'token')} in tails"
+        f"{counted(order['shards'], 'shard')}, {counted(order['tail_tokens'], 'token')} left over"
         for split, order in value.items()
     ]
     return _answer(args, {"out": str(target), **value}, lines)
@@ -377,7 +377,7 @@ def _verify(args: argparse.Namespace) -> int:
     _answer(
         args,
         {"dataset": args.dataset, "whole": not damage, "damage": damage},
-        [f"{args.dataset}: {counted(len(damage), 'problem') if damage else 'whole'}"],
+        [f"{args.dataset}: {counted(len(damage), 'problem') if damage else 'no damage found'}"],
     )
     return 1 if damage else 0
 

@@ -36,7 +36,7 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def fraction(text: str) -> float:
-    """Return the number in [0, 1) that `text` represents."""
+    """Return the number that `text` represents. Raises ArgumentTypeError unless it is in [0, 1)."""
     try:
         value = float(text)
     except ValueError:
@@ -52,7 +52,7 @@ def folder(text: str) -> str:
     pathlib would read an empty path as the working directory.
     """
     if not text:
-        raise argparse.ArgumentTypeError("'' is no name; use . for the working directory")
+        raise argparse.ArgumentTypeError("the path is empty; use . for the working directory")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -246,7 +246,7 @@ def add_blend(parser: argparse.ArgumentParser) -> None:
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the way to read token arrays."""
+    """Add the option that selects the strategy to read token arrays: gather or bucket."""
     parser.add_argument(
         "--strategy",
         choices=("auto", "gather", "bucket"),
@@ -285,7 +285,7 @@ def worker_group_of(args: argparse.Namespace) -> WorkerGroup:
     """Return the rank and the number of ranks, from the options and the launcher.
 
     Args:
-        args: Values of the options of `add_ranks`.
+        args: Parsed arguments of a command that has the options of `add_ranks`.
 
     Raises:
         ConfigError: The rank is not below the number of ranks.

@@ -1,4 +1,4 @@
-"""Finished data sets: the only module of data_prep that `optimus` imports."""
+"""Names for reading finished data sets. `optimus` imports no other module of data_prep."""
 
 from data_prep.dataset.describe import MAX_EPOCHS, documents_of
 from data_prep.dataset.manifest import (

@@ -35,7 +35,8 @@ MIN_HELD_OUT_TOKENS = 10_000
 noise: docs/formats/dataset.md, "Documents and tokens"."""
 _MIN_LONG_DOCUMENTS = 10
 _MIN_TOKENS_OF_LONG_DOCUMENTS = 200_000
-"""A split that reaches both of these minimums causes no warning either: its documents are long."""
+"""A held-out split of long documents causes no warning either: it has at least this number of
+documents and at least this number of tokens."""
 _EXAMPLE_BATCH_TOKENS = 4096
 """Tokens per training step that reports assume: `train.global_batch_tokens` of
 configs/run/demo.toml."""
@@ -74,7 +75,10 @@ def report(
             f"{counted(manifest.tokens, 'token')} left over as tails"
         )
         if manifest.num_instances == 0:
-            lines.append(f"{out}: {manifest.part}: too little for one instance; it cannot be used")
+            lines.append(
+                f"{out}: {manifest.part}: the text is too short for one instance, so this split "
+                "cannot be used"
+            )
     train = manifests[0]
     lines.append(f"{out}: {for_training(train)}")
     if train.blend:
@@ -95,12 +99,13 @@ def report(
 
 
 def for_training(manifest: Manifest) -> str:
-    """Return a line of text with training settings for a data set and the length of an epoch."""
+    """Return a line of text: the training settings that a data set needs, and the length of its
+    epoch."""
     tokens = manifest.num_instances * manifest.context
     number_steps = tokens // _EXAMPLE_BATCH_TOKENS
     steps = counted(number_steps, "step") if number_steps else "less than one step"
     return (
-        f"to train on it: train.seq_len = {manifest.context}, model.vocab_size = "
+        f"to train on this data set: train.seq_len = {manifest.context}, model.vocab_size = "
         f"{manifest.vocab_size} or more; one epoch is {counted(tokens, 'token')}, {steps} of "
         f"{_EXAMPLE_BATCH_TOKENS:,} tokens (train.global_batch_tokens)"
     )
@@ -139,16 +144,17 @@ def _warnings(train: Manifest, held_out_parts: Sequence[Manifest]) -> list[str]:
         if fraction > _MAX_SUGGESTED_FRACTION:
             remedy = "give more text, or evaluate on a data set of other text (data.eval_path)"
         warnings.append(
-            f"the held-out part is {counted(held_out.documents, 'document')} with "
-            f"{counted(in_instances, 'token')} in instances, too little "
-            f"for its loss to mean much (at least {MIN_HELD_OUT_DOCUMENTS} documents and "
-            f"{MIN_HELD_OUT_TOKENS:,} tokens); {remedy}"
+            f"the held-out split has {counted(held_out.documents, 'document')} with "
+            f"{counted(in_instances, 'token')} in instances, too few for a meaningful loss (which "
+            f"needs at least {MIN_HELD_OUT_DOCUMENTS} documents and {MIN_HELD_OUT_TOKENS:,} "
+            f"tokens); {remedy}"
         )
     return warnings
 
 
 def _is_large_enough(documents: int, tokens: int) -> bool:
-    """Return whether a held-out split is large enough for a meaningful loss."""
+    """Return whether a held-out split of `documents` documents, with `tokens` tokens in instances,
+    is large enough for a meaningful loss."""
     if documents >= _MIN_LONG_DOCUMENTS and tokens >= _MIN_TOKENS_OF_LONG_DOCUMENTS:
         return True
     return documents >= MIN_HELD_OUT_DOCUMENTS and tokens >= MIN_HELD_OUT_TOKENS
@@ -178,7 +184,7 @@ def stats(dataset: Path, held_out: Path | None = None) -> dict[str, Any]:
 
     Raises:
         DamageError: A data set is damaged.
-        DataError: A data set cannot be read, or the two have different tokenizers.
+        DataError: A data set cannot be read, or `held_out` has another tokenizer than `dataset`.
     """
     manifest = read_manifest(dataset)
     result: dict[str, Any] = {
@@ -253,8 +259,9 @@ def _count(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the counts of ids, int64 [largest id + 1], and of bigrams, uint32 [V*V].
 
-    No bigram spans two instances. The second value is None if `with_pairs` is False, or if the
-    vocabulary size V is too large. Raises DamageError for an id that no tokenizer has.
+    V is the vocabulary size. No bigram spans two instances. The counts of bigrams are None if
+    `with_pairs` is False, or if V^2 is above MAX_BIGRAM_CELLS. Raises DamageError for an id of
+    MAX_IDS or more.
     """
     size = manifest.vocab_size
     counts = np.zeros(0, np.int64)
@@ -274,9 +281,17 @@ def _count(
 def _losses(
     held_out: Path, manifest: Manifest, counts: np.ndarray, pairs: np.ndarray | None, size: int
 ) -> dict[str, float | None]:
-    """Return the mean losses on `held_out` of the add-one unigram and bigram models, in nats.
+    """Return the mean losses on a data set of the add-one unigram and bigram models, in nats.
 
-    Both are None if there are no targets. The bigram loss is None if `pairs` is None.
+    Args:
+        held_out: Directory of the data set.
+        manifest: Its manifest.
+        counts: Counts of the ids of another data set, on which the models are based.
+        pairs: Counts of its bigrams. None: the bigram loss is None.
+        size: Size of its vocabulary.
+
+    Returns:
+        `unigram_loss` and `bigram_loss`. Both are None if there are no targets.
     """
     targets = manifest.num_instances * (manifest.context - 1)
     if targets == 0:
@@ -389,10 +404,11 @@ def inspect(dataset: Path, number: int) -> dict[str, Any]:
 
 
 def _decode(tokenizer_path: Path, ids: np.ndarray) -> str:
-    """Return the text of an instance.
+    """Return the text of the instance with these ids.
 
-    Raises DataError if the text has more than MAX_CHARACTERS characters. A few ids can have such a
-    text, because the text of a token may be as long as the file of the tokenizer.
+    Raises DataError if the text has more than MAX_CHARACTERS characters. This is checked before the
+    ids are decoded together, because the text of a single token may be as long as the file of the
+    tokenizer.
     """
     tokenizer = open_tokenizer(tokenizer_path)
     if isinstance(tokenizer, SentencePieceTokenizer) and ids.max() >= tokenizer.vocab_size:
@@ -433,7 +449,10 @@ def _segments(dataset: Path, order: Order | BlendOrder, source: int) -> list[dic
         offset = position - int(starts[unit])
         index = int(np.searchsorted(docs[:, 0], offset, side="right"))
         if index == len(docs) or not 0 <= docs[index, 1] < len(plan.inputs):
-            raise DamageError(f"{docs_path(tokens_dir, unit)}: has no input for token {offset}")
+            raise DamageError(
+                f"{docs_path(tokens_dir, unit)}: lists no document, or no valid input, for token "
+                f"{offset} of its token array"
+            )
         doc_end, source_file, line = (int(value) for value in docs[index])
         doc_start = int(docs[index - 1, 0]) if index else 0
         count = min(doc_end - offset, end - position, int(starts[unit + 1]) - position)

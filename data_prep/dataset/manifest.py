@@ -24,7 +24,8 @@ FORM = "optimus-dataset"
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """Entry of a shard. `name` is its path relative to the data set."""
+    """Entry of a shard in the manifest. `name` is the path of the shard's file, relative to the
+    directory of the data set. `size` is the size of the file in bytes."""
 
     name: str
     instances: int
@@ -34,7 +35,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class InputEntry:
-    """Entry of an input file, with the hash of its bytes."""
+    """Entry of an input file in the manifest: its path, its size in bytes, and its hash."""
 
     name: str
     size: int
@@ -43,7 +44,11 @@ class InputEntry:
 
 @dataclass(frozen=True)
 class QuarantineEntry:
-    """Number of quarantined documents and files, and the size and hash of quarantine.jsonl."""
+    """Entry of quarantine.jsonl in the manifest.
+
+    `count` is the number of documents and files that quarantine.jsonl lists. `size` and `xxh3` are
+    the size in bytes and the hash of quarantine.jsonl.
+    """
 
     count: int
     size: int = 0
@@ -52,7 +57,7 @@ class QuarantineEntry:
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """Entry of a source of a blend."""
+    """Entry of a blend's source (a set of token arrays) in the manifest."""
 
     tokens_dir: str
     weight: str
@@ -172,7 +177,8 @@ def _check(manifest: Manifest, path: Path) -> None:
         path,
         (
             manifest.dtype == dtype,
-            f"dtype = {manifest.dtype!r:.80}, a vocabulary of {manifest.vocab_size} has {dtype}",
+            f"dtype = {manifest.dtype!r:.80}, but a vocabulary of {manifest.vocab_size} ids needs "
+            f"{dtype}",
         ),
         (
             0 <= manifest.eos_id < manifest.vocab_size,
@@ -182,7 +188,7 @@ def _check(manifest: Manifest, path: Path) -> None:
             re.fullmatch("[0-9a-f]{64}", manifest.tokenizer_sha256) is not None,
             "tokenizer_sha256 is not 64 hexadecimal digits",
         ),
-        (0 <= manifest.seed < 1 << 64, f"seed = {manifest.seed} is not below 2^64"),
+        (0 <= manifest.seed < 1 << 64, f"seed = {manifest.seed} is not from 0 to 2^64 - 1"),
         (
             0 <= manifest.eval_fraction < 1,
             f"eval_fraction = {manifest.eval_fraction} is not from 0 to below 1",
@@ -205,7 +211,7 @@ def _check(manifest: Manifest, path: Path) -> None:
     layout.require(
         path,
         (layout.are_counts(counts), "a count or size is negative or too large"),
-        (layout.are_hashes(hashes), "an xxh3 is not 16 hexadecimal digits"),
+        (layout.are_hashes(hashes), "an xxh3 hash is not 16 hexadecimal digits"),
         (layout.are_paths(file.name for file in inputs), "the name of an input is not a path"),
         (all(map(layout.is_relative_path, folders)), "a tokens_dir is not a relative path"),
         (sum(manifest.tails) == manifest.tail_tokens, "tail_tokens is not the sum of tails"),
@@ -221,7 +227,11 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
     """Raise DataError if the shards contradict num_instances, instances_per_shard or context."""
     shards, full = manifest.shards, manifest.instances_per_shard
     layout.require(
-        path, (0 < full < layout.MAX_COUNT, f"instances_per_shard = {full} is not above 0")
+        path,
+        (
+            0 < full < layout.MAX_COUNT,
+            f"instances_per_shard = {full} is not from 1 to 2^56 - 1",
+        ),
     )
     number = -(-manifest.num_instances // full)
     layout.require(
@@ -243,22 +253,27 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
     for key, values in expected:
         for shard, value in zip(shards, values, strict=True):
             if (actual := getattr(shard, key)) != value:
-                problem = f"shard with {key} = {actual!r:.80} where num_instances and context give "
-                layout.require(path, (False, problem + repr(value)))
+                problem = f"a shard has {key} = {actual!r:.80}, but num_instances, "
+                problem += f"instances_per_shard and context give {value!r}"
+                layout.require(path, (False, problem))
 
 
 @dataclass(frozen=True)
 class HeldOutRule:
-    """Rule by which documents are held out for evaluation."""
+    """Rule by which documents are held out for evaluation: those whose hash is below a limit."""
 
     fraction: float
+    """Expected fraction of the documents that are held out (`--eval-fraction`)."""
     by_ids: bool
     """True: the hash of a document's imported token ids decides whether the document is held out.
     False: the hash of its text decides this."""
 
 
 def held_out_rule(rules: TokenPlan | Manifest) -> HeldOutRule:
-    """Return the held-out rule of a plan, or of the manifest of a data set that is no blend."""
+    """Return the held-out rule in a plan.json or a manifest.
+
+    The manifest of a blend does not contain the rule, so it must not be passed.
+    """
     return HeldOutRule(rules.eval_fraction, is_import(rules.text_field))
 
 
@@ -270,9 +285,9 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
         manifest: Its manifest.
 
     Returns:
-        The rule. All sources of a blend have the same rule, which is read from the first source.
-        None for a blend if its order is missing, or if its first source is missing or was made
-        again with another plan.
+        The rule. The rule of a blend is read from its first source, because all sources have the
+        same rule. The result is None if the order.json of a blend is missing, or if its first
+        source is missing or was made again with another plan.
 
     Raises:
         DataError: The order of a blend is damaged.
@@ -289,7 +304,8 @@ def dataset_held_out_rule(dataset: Path, manifest: Manifest) -> HeldOutRule | No
 
 
 def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutRule) -> None:
-    """Check that no training document of one data set is a held-out document of the other.
+    """Check that two data sets hold out documents by the same rule. Otherwise, a training document
+    of one data set could be a held-out document of the other.
 
     Args:
         first: Directory of a data set, for the message.
@@ -298,17 +314,17 @@ def check_held_out(first: Path, rule: HeldOutRule, second: Path, other: HeldOutR
         other: Rule of the other data set.
 
     Raises:
-        DataError: The rules differ.
+        DataError: The fractions differ, or they are above 0 and only one rule is by ids.
     """
     if other.fraction != rule.fraction:
         raise DataError(
             f"{second} holds out the fraction {other.fraction:g} of its documents and {first} the "
-            f"fraction {rule.fraction:g}: training could use documents that the other one holds "
-            "out; make both with the same --eval-fraction"
+            f"fraction {rule.fraction:g}: training on one data set could use documents that the "
+            "other data set holds out; make both with the same --eval-fraction"
         )
     if other.fraction and other.by_ids != rule.by_ids:
         raise DataError(
-            f"{first} and {second} select held-out documents differently, by text and by imported "
-            "ids: training could use documents that the other one holds out; make both without "
-            "--eval-fraction"
+            f"{first} and {second} select held-out documents differently, one by their text and "
+            "one by their imported ids: training on one data set could use documents that the "
+            "other data set holds out; make both without --eval-fraction"
         )

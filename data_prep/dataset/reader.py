@@ -1,4 +1,4 @@
-"""Reader of the rows of a finished data set, which are in memory-mapped shards."""
+"""Reader of the rows (instances) of a finished data set. The shards are memory-mapped."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ _STAT_THREADS = 16
 
 
 class ShardReader:
-    """Reader of rows of the shards, numbered in their stored order. Threads may share it.
+    """Reader of the rows (instances) of a data set. Threads may share a reader.
 
-    A shard is mapped at the first read of one of its rows. At most 64 shards are mapped at a time,
-    so that the number of descriptors and the mapped memory do not grow with the number of shards.
+    Rows are numbered from 0 in the order in which the shards store them. A shard is mapped at the
+    first read of one of its rows. At most 64 shards are mapped at a time, so that the number of
+    descriptors and the mapped memory do not grow with the number of shards.
 
     Args:
         dataset: Directory of the data set.
         manifest: Its manifest.
 
     Raises:
-        DataError: On a read: a shard cannot be read, or its size differs from the manifest.
+        DataError: From a method that reads: a shard cannot be read, or its size is not the size in
+            the manifest.
     """
 
     def __init__(self, dataset: Path, manifest: Manifest):
@@ -70,9 +72,7 @@ class ShardReader:
     def pick_into(
         self, out: np.ndarray, rows: np.ndarray, targets: np.ndarray | None = None
     ) -> None:
-        """Copy row `rows[i]` to `out[targets[i]]` for each i.
-
-        Rows are read in ascending order.
+        """Copy row `rows[i]` to `out[targets[i]]` for each i. Rows are read in ascending order.
 
         Args:
             out: The target [_, C], of any dtype that can represent the ids.
@@ -127,7 +127,7 @@ class ShardReader:
 
     @contextlib.contextmanager
     def _readable(self, path: Path) -> Iterator[None]:
-        """Convert an OSError for a shard to DataError."""
+        """Return a context that converts an OSError of the shard `path` to a DataError."""
         try:
             yield
         except OSError as error:

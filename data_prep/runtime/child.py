@@ -24,8 +24,8 @@ _MESSAGE_BYTES = 4096
 """Longest message of an exception, in bytes. A pipe accepts it in a single write."""
 
 _PID = struct.Struct("q")
-"""Format of the process id of the child, which the child writes first. The parent reads it if a
-signal handler raises an exception before `fork` returns the id."""
+"""Format of the child's process id, which the child writes to the pipe before its result. The
+parent uses this id if a signal handler raises an exception before `fork` returns the id."""
 
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent ends."""
@@ -35,15 +35,13 @@ too, and its handler should run before an error is raised."""
 
 
 class CrashError(Exception):
-    """The call crashed the process, such as by a segmentation fault, or exceeded `cpu_s`. The
-    message gives the signal or the limit."""
+    """The function that `run` called crashed its process (for example by a segmentation fault), or
+    exceeded the limit of processor time or memory. The message gives the signal or the limit."""
 
 
 class UnfinishedError(Exception):
-    """The child process did not start, or had no result for a reason outside the call.
-
-    The message gives the reason.
-    """
+    """The child process of `run` did not start, or ended without a result for a reason that is not
+    the called function. The message gives the reason."""
 
 
 def run(
@@ -61,7 +59,7 @@ def run(
         None if `call` returned, else the message of its exception.
 
     Raises:
-        CrashError: `call` ended the process or exceeded `cpu_s`.
+        CrashError: `call` crashed the process, or exceeded `cpu_s` or `memory_bytes`.
         UnfinishedError: The process cannot be started, has no result within `limit_s`, or ended for
             another reason, such as a lack of memory.
     """
@@ -125,8 +123,8 @@ def _error_of(status: int, cpu_s: int) -> CrashError | UnfinishedError:
 def _pipe() -> tuple[int, int]:
     """Return the descriptors of a new pipe: one to read, one to write.
 
-    The descriptor to write is above 2. In a process without standard error it could otherwise be
-    descriptor 2, which the child replaces.
+    The descriptor to write is above 2. In a process without standard error, the pipe could
+    otherwise get descriptor 2, which the child redirects to /dev/null.
     """
     reader, writer = os.pipe()
     try:
@@ -143,8 +141,9 @@ def _child_statuses() -> Iterator[None]:
     """Return a context in which the system keeps the exit status of a child process.
 
     The system discards the status if this process ignores SIGCHLD, so the context restores the
-    default action. Only the main thread can do this. In other threads a crash is then reported as a
-    lack of memory. Any other child that ends in the context remains a zombie.
+    default action. Only the main thread can do this. In another thread, the status is discarded,
+    and `run` reports a crash as a lack of memory. Other children of this process that end while the
+    context is active remain zombies.
     """
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if not is_ignored or threading.current_thread() is not threading.main_thread():
@@ -161,7 +160,7 @@ def _child_statuses() -> Iterator[None]:
 def _blocked_signals() -> Iterator[set[int]]:
     """Return a context in which this thread receives no signals. Its value is the previous mask.
 
-    A forked child could otherwise call a signal handler of its parent.
+    Without this, a child that is forked in the context could call a signal handler of its parent.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -201,7 +200,8 @@ def _run_and_exit(
 
 
 def _isolate(cpu_s: int, memory_bytes: int) -> None:
-    """Set the limits of this child process, its handling of stop signals and its standard error."""
+    """Set the resource limits of this child process, the default action of stop signals that have a
+    handler, and /dev/null as standard error."""
     faulthandler.disable()
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:

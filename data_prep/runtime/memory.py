@@ -50,8 +50,8 @@ def _limits() -> Iterator[int]:
 
 _PARENT_BYTES = 64 << 20
 _BASE_BYTES = 192 << 20
-"""Memory of a worker without its tokenizer and document: measured 150 to 170 MB, of which 90 MB are
-a cache of pieces."""
+"""Memory of a worker without its tokenizer and document. Measured: 150 to 170 MB, of which 90 MB
+are the encoder's cache of the ids of words."""
 _TOKENIZER_FACTOR = 16
 """Bytes of memory per byte of tokenizer.json, for the loaded tokenizer and a copy of its merges."""
 _LEAST_ROOM_BYTES = 32 << 20
@@ -70,9 +70,13 @@ class Limits:
     a decompressed text file."""
 
     def refuse(self, where: str, label: str, needs: int, or_else: str = _LEAVE_OUT) -> None:
-        """Raise DataError if `needs` bytes are more than a worker has for a document.
+        """Raise DataError if a document needs more memory than a worker has for it.
 
-        The message begins with `where` (file and line) and `label`, and ends with `or_else`.
+        Args:
+            where: File and line of the document, for the message.
+            label: Name of the document or of the work that needs the memory, for the message.
+            needs: The needed memory in bytes.
+            or_else: A remedy other than more memory, for the end of the message.
         """
         if self.room_bytes is None or needs <= self.room_bytes:
             return
@@ -120,7 +124,8 @@ def divide_memory(
 
 
 def default_bytes() -> int:
-    """Return half of the usable memory, but at least 2 GB."""
+    """Return the default of `--memory` for tokenizing, in bytes: half of the usable memory, but at
+    least 2 GB."""
     return max(_DEFAULT_BYTES, usable_memory() // 2)
 
 
@@ -130,7 +135,7 @@ def _reserve(tokenizer: Path) -> int:
 
 
 def bytes_for(workers: int, tokenizer: Path) -> int:
-    """Return the smallest memory with which `workers` workers can tokenize at once."""
+    """Return the smallest memory, in bytes, with which `workers` workers can tokenize at once."""
     return workers * (_reserve(tokenizer) + _LEAST_ROOM_BYTES) + _PARENT_BYTES + 10**6
 
 
@@ -148,12 +153,12 @@ def bytes_of_line(line: bytes) -> int:
 
 
 def bytes_of_text(data: bytes) -> int:
-    """Return the bytes of memory of a text in UTF-8: the decoded string and a copy of `data`."""
+    """Return the bytes of memory that the UTF-8 text `data` and its decoded string take."""
     return len(data) * (1 + _width(data))
 
 
 def _width(data: bytes) -> int:
-    """Return the bytes per character of this UTF-8 after it is decoded to a string."""
+    """Return an upper limit of the bytes per character of the string that UTF-8 `data` encodes."""
     if data.isascii():
         return 1
     beyond_basic_plane = any(bytes([lead]) in data for lead in range(0xF0, 0xF5))

@@ -1,4 +1,4 @@
-"""Independent jobs in local worker processes. If there is only one worker, it is this process."""
+"""Independent jobs in local worker processes. With one worker, this process does all jobs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from optimus.launch.environment import available_cores, read_local_size
 _POLL_S = 0.2
 
 Job = Callable[[Any, int, Callable[[int], None]], Any]
-"""`job(context, index, advance) -> result`. A job calls `advance(n)` when n more bytes or instances
-are done."""
+"""A function that does one item of work: `job(context, index, advance) -> result`. The function
+calls `advance(n)` when it has processed n more bytes or instances."""
 
 _state: tuple[Any, Any, Any] | None = None  # (context, counter, stop flag) of a worker process
 
 
 class _Cancelled(Exception):
-    """Ends a job whose result is no longer needed."""
+    """Raised by the `advance` of a job, to end the job, if its result is no longer needed."""
 
 
 def cores_of_this_rank() -> int:
@@ -52,7 +52,7 @@ def run_jobs(
         The result for each index.
 
     Raises:
-        OptimusError: a worker was killed from outside.
+        OptimusError: a worker process was killed, for example because memory was short.
     """
     if workers == 1 or len(order) <= 1:
         return {index: job(context, index, progress.advance) for index in order}
@@ -85,8 +85,8 @@ def run_jobs(
 def _end_with_each_other(workers: Sequence[Any]) -> None:
     """Wait until all workers have ended. If a worker was killed, kill the other workers.
 
-    The other workers might never end: a worker that is killed while it receives a message holds a
-    lock for which they wait. The executor would wait for them without a limit.
+    Otherwise, the other workers and the executor could wait forever for a lock: that of a worker
+    that was killed while it received a message.
     """
     while alive := [worker for worker in workers if worker.is_alive()]:
         if any(worker.exitcode not in (None, 0) for worker in workers):
@@ -116,7 +116,8 @@ def _start_worker(context: Any, counter: Any, stop: Any, parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this process soon after its parent ends, because nothing would then read its results."""
+    """Wait until the process `parent` has ended. Then end this process, because no process would
+    read its results."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)

@@ -23,12 +23,13 @@ def short(value: float) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line for people on standard error."""
+    """Print a message on standard error as one line that begins with the program's name."""
     _print(f"optimus-data: {one_line(line)}")
 
 
 def _print(line: str) -> None:
-    """Print to standard error, and continue if its reader has ended, as with `2>&1 | head`."""
+    """Print a line to standard error. If its pipe is closed, as by `2>&1 | head`, discard this and
+    later output."""
     try:
         # One write: with PYTHONUNBUFFERED, `print` would write the line end separately, so that
         # lines of several workers could mix.
@@ -41,7 +42,10 @@ def _print(line: str) -> None:
 
 
 class Progress:
-    """Shows on standard error how much of `total` is done, in `unit`. A context manager."""
+    """Context manager that shows on standard error how much of `total` is done.
+
+    `unit` is the unit of `total`, such as "B" or " instances".
+    """
 
     def __init__(self, label: str, total: int, unit: str):
         self._label, self._total, self._unit = label, total, unit
@@ -63,7 +67,7 @@ class Progress:
             self._line()
 
     def advance(self, amount: int) -> None:
-        """Add `amount` to the count."""
+        """Add `amount` to the count of what is done, and show the progress from time to time."""
         self._done += amount
         if self._bar is not None:
             self._bar.update(amount)

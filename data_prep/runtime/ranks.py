@@ -1,9 +1,10 @@
-"""Processes on any number of machines that share work through the output directory alone.
+"""Processes (ranks) that share work only through files in the output directory.
 
-A rank that ends in an error leaves its message in the output directory. A rank that works gives
-signs of life there. No rank therefore waits for files that no other rank will write:
-docs/formats/dataset.md, "Many machines". Every item of work is idempotent: if two ranks do it, both
-write the same bytes under the same name.
+The ranks may be on any number of machines. A rank that ends in an error writes its message to the
+output directory. A rank that works regularly updates a file there, as a sign of life. A waiting
+rank can therefore detect that another rank has failed or was lost: docs/formats/dataset.md, "Many
+machines". Every item of work is idempotent: if two ranks do an item, both write the same bytes
+under the same name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from optimus.errors import LostPeerError, counted, one_line
 from optimus.io import files
 
 _FAILED, _ALIVE = ".failed-rank-", ".alive-rank-"
-"""Start of the names of a rank's files. The rank and a dot follow."""
+"""Prefixes of the names of the files by which a rank reports its failure (_FAILED) or shows that it
+works (_ALIVE). The number of the rank and a dot follow."""
 _MESSAGE_BYTES = 1 << 20
 _SIGNS_PER_SILENCE = 8
 _END_S = 1.0
@@ -64,11 +66,15 @@ class RankFiles:
                 )
                 rank = name.removeprefix(_FAILED).partition(".")[0]
                 raise LostPeerError(
-                    f"rank {rank} failed: {reason}; then give the command again on all ranks"
+                    f"rank {rank} failed: {reason}; remove the cause and give the command again on "
+                    "all ranks"
                 )
 
     def write_failure(self, rank: int, error: Exception) -> None:
-        """Write the message of `error` if the directory exists and has space."""
+        """Write the message of `error` to the output directory as the failure of `rank`.
+
+        Nothing is written, and no error is raised, if the directory is missing or full.
+        """
         text = one_line(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = one_line(f"{error.filename or self._out}: {error.strerror}")
@@ -80,8 +86,8 @@ class RankFiles:
 
     @contextlib.contextmanager
     def alive(self, rank: int, every_s: float) -> Iterator[None]:
-        """Return a context in which a thread gives a sign of life of `rank` every `every_s`
-        seconds."""
+        """Return a context in which a thread updates the file `.alive-rank-R.*.tmp` of `rank` every
+        `every_s` seconds, as a sign of life."""
         path, end = files.temporary_name(self._out / f"{_ALIVE[1:]}{rank}"), threading.Event()
 
         def give_signs() -> None:
@@ -92,7 +98,10 @@ class RankFiles:
                 except OSError as error:
                     if not warned and self._out.is_dir():  # else the work begins later
                         warned = True
-                        say(f"{path}: {error.strerror}; other ranks may take this rank for lost")
+                        say(
+                            f"{path}: cannot be updated: {error.strerror}; other ranks may "
+                            "conclude that this rank was lost, and end with an error"
+                        )
                 end.wait(every_s)
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -112,10 +121,15 @@ class RankFiles:
             thread.join(_END_S)
 
     def signs(self, ranks: Collection[int]) -> dict[int, set[tuple[str, int]]]:
-        """Return the signs of life of each rank: the names of its files and their modification
-        times in ns. A file that is older than this object counts only after its time has changed
-        since the first call. Clocks of machines differ, so compare a time only with an earlier time
-        of the same file."""
+        """Return the signs of life of each of `ranks`: its files `.alive-rank-R.*.tmp`.
+
+        Clocks of machines differ, so compare a time only with an earlier time of the same file.
+
+        Returns:
+            For each rank, pairs of the name and the modification time in ns of a file. A file that
+            existed before this object was made is left out, until its time is another than at the
+            first call.
+        """
         signs: dict[int, set[tuple[str, int]]] = {rank: set() for rank in ranks}
         for name in self._names(_ALIVE):
             number = name.removeprefix(_ALIVE).partition(".")[0]
@@ -150,12 +164,13 @@ _SILENCE_S = 120.0
 """Default of `WorkerGroup.silence_s`. It is longer than file systems take to show files that other
 machines have written."""
 _STUCK_FACTOR = 30
-"""Ranks wait this multiple of `silence_s` for a rank that gives signs of life but makes no
-progress. Work such as the comparison of ids may write no files for a long time."""
+"""If no rank makes progress, a waiting rank ends with an error after this multiple of `silence_s`,
+even if the other ranks give signs of life. The multiple is large because some work, such as the
+comparison of ids, writes no files for a long time."""
 _MOST_WATCHED = 16
-"""Largest number of ranks whose signs of life a waiting rank reads. It begins with the ranks above
-its own and continues with the ranks from 0. Without a limit, each rank might read the signs of all
-others."""
+"""Largest number of ranks whose signs of life a waiting rank reads. Rank r reads those of ranks
+r + 1, r + 2 and so on first, then those of the ranks from 0. Without a limit, each rank might read
+the signs of all other ranks."""
 _POLL_S = (0.05, 5.0)
 _RANKS_PER_POLL_S = 50.0
 """The polling interval is the number of ranks divided by this, in seconds, within the limits
@@ -169,8 +184,8 @@ class WorkerGroup:
     rank: int = 0
     world: int = 1
     silence_s: float = _SILENCE_S
-    """Time in seconds after which a rank ends with an error, if a rank for which it waits gives no
-    sign of life."""
+    """Seconds without a sign of life (an update of the file `.alive-rank-R.*.tmp`) after which a
+    rank is lost. A rank that waits for a lost rank ends with an error."""
     files: RankFiles | None = None
     """Files by which the ranks inform each other; set by `failure_scope`."""
 
@@ -199,7 +214,8 @@ ALONE = WorkerGroup()
 
 @contextlib.contextmanager
 def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
-    """Return a context for a command that writes to `out`. Its value is the group to use.
+    """Return a context for a command that writes to `out`. Its value is the group that the command
+    must use: if there are several ranks, a copy of `group` that detects failures of other ranks.
 
     If a rank fails or is killed in the context, the other ranks finish their shares, which a later
     run can use. They then raise LostPeerError instead of waiting for the lost rank.
@@ -220,7 +236,7 @@ def failure_scope(group: WorkerGroup, out: Path) -> Iterator[WorkerGroup]:
 
 
 def assign(sizes: Sequence[int], world: int) -> list[int]:
-    """Return the rank of each item.
+    """Return the rank that does each item.
 
     Items are assigned in the order of decreasing size, each to the rank with the smallest sum of
     sizes. The largest sum is at most 4/3 of the best possible one (Graham 1969). All ranks compute
@@ -246,14 +262,17 @@ def _by_size(sizes: Sequence[int]) -> list[int]:
 
 
 class PrepTask(Protocol):
-    """Items of work that ranks share. Each item is idempotent."""
+    """A step of data preparation, divided into items of work that ranks share. Each item is
+    idempotent."""
 
     @property
     def folder(self) -> Path:
-        """Return the directory to which items are written. Its unfinished files show progress."""
+        """Return the directory to which ranks write the results of items. Ranks detect progress by
+        the growth of its unfinished files."""
 
     def plan(self) -> Sequence[int]:
-        """Return the size of each item. The sizes decide the shares and are equal on all ranks."""
+        """Return the size of each item. All ranks must return equal sizes, because the sizes decide
+        which rank does which item."""
 
     def missing(self) -> list[int]:
         """Return the indices of items that are not done, as cheaply as possible."""
@@ -313,7 +332,7 @@ def wait_for(group: WorkerGroup, done: Callable[[], bool], do: Callable[[], obje
 
 
 class _Watch:
-    """Periodic observations of the ranks for which this rank waits.
+    """Detector of lost ranks and missing progress, for a rank that waits for other ranks.
 
     Time is counted in calls of `look` instead of seconds, so that a period in which this process or
     its file system was suspended does not count.
@@ -324,7 +343,7 @@ class _Watch:
         self._looks = 0
         self._signs: dict[int, tuple[int, object]] = {}
         self._silent: Counter[int] = Counter()
-        """For each rank, calls of `look` since its last sign of life or completed item."""
+        """Number of calls of `look` since the last sign of life or completed item of each rank."""
         self._heard: set[int] = set()
         """Ranks that gave a sign of life in this run or completed an item."""
         self._progress: object = None
@@ -332,14 +351,18 @@ class _Watch:
         """Periods of `_SIGNS_PER_SILENCE` calls of `look` without progress."""
 
     def look(self, left: Counter[int], progress: Callable[[], object]) -> tuple[list[int], bool]:
-        """Return the ranks that are lost, and whether there was no progress for too long.
+        """Check the ranks that have items left, once per call.
 
         A rank is lost if its signs of life have stopped for `silence_s`. A rank that never gave a
-        sign may only be late: it is lost if the others also made no progress for `silence_s`.
+        sign may only start late: it is lost if, in addition, no rank made progress for `silence_s`.
 
         Args:
             left: The number of items that each rank has left.
             progress: Returns a value that changes while ranks work.
+
+        Returns:
+            The ranks that are lost, and True if no rank made progress for `_STUCK_FACTOR` times
+            `silence_s`.
         """
         if self._looks % _SIGNS_PER_SILENCE == 0:  # rare, because it lists many files
             before, self._progress = self._progress, (left, progress())
@@ -389,7 +412,7 @@ def _wait(
             if lost:
                 if group.files:  # for the ranks that do not watch it
                     silence = LostPeerError(
-                        f"no sign of life for {group.silence_s:g} s; check its process"
+                        f"no sign of life of this rank for {group.silence_s:g} s; check its process"
                     )
                     group.files.write_failure(lost[0], silence)
                 raise LostPeerError(

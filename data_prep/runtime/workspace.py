@@ -27,7 +27,11 @@ _in_use: list[Path] = []
 
 
 def make_folder(folder: Path, out: Path) -> None:
-    """Make a folder for the output directory `out`.
+    """Make a directory, unless it exists, and check that it is writable.
+
+    Args:
+        folder: The directory to make.
+        out: The path that `--out` gives, for the error message.
 
     Raises:
         DataError: the folder cannot be made or is not writable.
@@ -46,9 +50,10 @@ def working_in(directory: str | os.PathLike, rank: int = 0) -> Iterator[Path]:
 
     At its start and end, the context removes the incomplete files of killed runs. Several runs at
     once are allowed: every commit is atomic, and all runs write the same bytes. A lock shows
-    whether another run of this user works in the directory. If no other run does, incomplete files
-    of this user and machine are removed. Because the lock may not be visible on other machines,
-    rank 0 removes other incomplete files only if nobody has written to them for a day.
+    whether another run of this user works in the directory. If no other run does, the context
+    removes all incomplete files that this user wrote from this machine. The lock may not be visible
+    on other machines. Rank 0 therefore removes any other incomplete file only if no process has
+    written to it for a day.
 
     Raises:
         DataError: the directory cannot be made, is not writable or stays locked.
@@ -87,11 +92,12 @@ def remove_temporaries(pids: Collection[int]) -> list[Path]:
 
 
 class _Lock:
-    """A file that every run of this user locks while it works.
+    """Lock of an output directory: a file that every run of this user locks while the run works.
 
-    The lock is shared, but exclusive while a run removes leftovers. The file has mode 0600, because
-    a user who can read a file can lock it and so stop a run. If the file cannot be made or belongs
-    to another user, there is no lock, and `is_alone` returns False.
+    Runs take the lock as a shared lock. A run that removes incomplete files of killed runs takes it
+    as an exclusive lock. The file has mode 0600, because a user who can read a file can lock it and
+    so stop a run. If the file cannot be made or belongs to another user, there is no lock, and
+    `is_alone` returns False.
     """
 
     def __init__(self, path: Path):

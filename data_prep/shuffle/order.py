@@ -259,7 +259,7 @@ def check_in_shards(order: InShards, path: Path) -> None:
             1 <= order.context <= layout.MAX_CONTEXT,
             f"context = {order.context} is not from 1 to {layout.MAX_CONTEXT}",
         ),
-        (0 <= order.seed < 1 << 64, f"seed = {order.seed} is not below 2^64"),
+        (0 <= order.seed < 1 << 64, f"seed = {order.seed} is not from 0 to 2^64 - 1"),
         (
             order.permutation == PERMUTATION_ALGORITHM,
             f"permutation = {order.permutation!r:.80}, this version supports only "
@@ -267,7 +267,7 @@ def check_in_shards(order: InShards, path: Path) -> None:
         ),
         (
             0 < order.instances_per_shard < layout.MAX_COUNT,
-            f"instances_per_shard = {order.instances_per_shard} is not above 0",
+            f"instances_per_shard = {order.instances_per_shard} is not from 1 to 2^56 - 1",
         ),
     )
 

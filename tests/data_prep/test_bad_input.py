@@ -172,7 +172,7 @@ MISTAKES = {
     "unknown option": (["verify", "x", "--fast"], "unrecognized arguments: --fast"),
     "abbreviated option": (["run", "--inp", "x"], "required: --input"),
     "missing option": (["run", "--input", "x"], "--tokenizer, --context, --out"),
-    "empty output": (["--out", ""], "--out: '' is no name"),
+    "empty output": (["--out", ""], "--out: the path is empty"),
     "empty input": (["--input", ""], "--input '' names nothing"),
     "no such input": (["--input", "nowhere/*.txt"], "--input 'nowhere/*.txt' matches no file"),
     "all excluded": (["--exclude", "*"], "--exclude leaves none of the"),

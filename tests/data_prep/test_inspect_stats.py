@@ -220,14 +220,15 @@ def test_run_and_stats_print_settings_of_a_training_run(made, tmp_path, capsys):
     run = capsys.readouterr().out
     tokens = len(shards(made.data)) * CONTEXT
     needs = (
-        f"to train on it: train.seq_len = {CONTEXT}, model.vocab_size = 400 or more; one epoch is "
-        f"{tokens:,} tokens, {tokens // 4096} steps of 4,096 tokens (train.global_batch_tokens)"
+        f"to train on this data set: train.seq_len = {CONTEXT}, model.vocab_size = 400 or more; "
+        f"one epoch is {tokens:,} tokens, {tokens // 4096} steps of 4,096 tokens "
+        "(train.global_batch_tokens)"
     )
     assert f"{tmp_path / 'data'}: {needs}" in run
     assert main(["stats", str(made.data)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == needs
     assert main(["stats", str(made.data / "eval")]) == 0
-    assert "to train on it" not in capsys.readouterr().out
+    assert "to train on this data set" not in capsys.readouterr().out
 
 
 def test_epoch_shorter_than_a_step_is_less_than_a_step(made):

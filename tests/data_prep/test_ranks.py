@@ -185,7 +185,7 @@ def test_rank_waits_while_another_rank_gives_signs_of_life(tmp_path):
     (left,) = tmp_path.glob(".alive-rank-*")
     assert left.name.startswith(".alive-rank-1.")
     assert [path.read_text() for path in tmp_path.glob(".failed-rank-1.*")] == [
-        "no sign of life for 0.4 s; check its process"
+        "no sign of life of this rank for 0.4 s; check its process"
     ]
     with working_in(tmp_path), failure_scope(WorkerGroup(0, 2), tmp_path):
         pass
@@ -430,6 +430,8 @@ def test_failure_with_a_non_utf8_name_reaches_the_other_ranks(made, tmp_path, ca
     rank_files.write_failure(1, OSError(5, "broken", os.fsdecode(b"x\xff\ny")))
     mark.with_name(".failed-rank-2.a.1.b.tmp").write_bytes(b"\xff")
     for rank in ("1", "2"):
-        with pytest.raises(LostPeerError, match=f"rank {rank} failed: .+; then give"):
+        with pytest.raises(
+            LostPeerError, match=f"rank {rank} failed: .+; remove the cause and give"
+        ):
             rank_files.check()
         next(out.glob(f".failed-rank-{rank}.*")).unlink()
