@@ -253,9 +253,11 @@ def _check_shards(manifest: Manifest, path: Path) -> None:
     for key, values in expected:
         for shard, value in zip(shards, values, strict=True):
             if (actual := getattr(shard, key)) != value:
-                problem = f"a shard has {key} = {actual!r:.80}, but num_instances, "
-                problem += f"instances_per_shard and context give {value!r}"
-                layout.require(path, (False, problem))
+                problem = (
+                    f"a shard has {key} = {actual!r:.80}, but num_instances, instances_per_shard "
+                    "and context give "
+                )
+                layout.require(path, (False, problem + repr(value)))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def begin(
     quarantine: bool,
     limits: Limits = NO_LIMITS,
 ) -> TokenizeWork:
-    """Write the plan and a copy of the tokenizer to each split, and return the work for workers.
+    """Write the plan and a copy of the tokenizer to each split, and return the values that workers
+    need to tokenize.
 
     Files that exist already are checked and not written again.
 
@@ -77,13 +78,19 @@ def _check_output(
 
 
 def require_tokens(tokens_dir: Path) -> None:
-    """Raise DataError unless the token arrays exist and tokenization is complete."""
+    """Raise DataError if `--fused` has removed the token arrays, or if their ids have not been
+    checked for duplicates, which is the end of tokenization."""
     require_arrays(tokens_dir)
     require_distinct(tokens_dir)
 
 
 def check_tokenizer(source: Path, folder: Path) -> None:
-    """Raise DataError if `folder` has no order.json, but a tokenizer that differs from `source`."""
+    """Raise DataError if a data set without order.json has a tokenizer that differs from `source`.
+
+    Args:
+        source: The tokenizer file of the user.
+        folder: The directory of the data set.
+    """
     if (folder / layout.ORDER).exists():
         return  # order.json determines the tokenizer; a damaged copy is written again
     copy = layout.tokenizer_file(folder)
@@ -117,7 +124,8 @@ def write_once(path: Path, content: bytes) -> None:
 
 
 def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
-    """Yield the differences between two plans, such as `eval_fraction = 0.0, now 0.1`."""
+    """Yield a text for each difference between the plan of an earlier run and the plan of this run,
+    such as `eval_fraction = 0.0, now 0.1`."""
     for key in ("sha256", "eos_token", "vocab_size"):
         then, now = getattr(old.tokenizer, key), getattr(new.tokenizer, key)
         if then != now:
@@ -135,15 +143,15 @@ def differences(old: TokenPlan, new: TokenPlan) -> Iterator[str]:
     yield from _input_differences(old.inputs, new.inputs)
     if old.units != new.units:
         yield (
-            f"{counted(len(old.units), 'unit')} of work, now {len(new.units)}: keep "
-            "--unit-size as it was"
+            f"{counted(len(old.units), 'unit')} (token arrays per split), now {len(new.units)}: "
+            "give the same --unit-size as before"
         )
 
 
 def _input_differences(old: tuple[InputFile, ...], new: tuple[InputFile, ...]) -> Iterator[str]:
     then, now = ({file.name: file.size for file in files} for files in (old, new))
     for name in then.keys() - now.keys():
-        yield f"the input {name}, which is not named now"
+        yield f"the input {name}, which is not among the inputs now"
     for name in sorted(now.keys() - then.keys()):
         yield f"{counted(len(then), 'input')}, and {name} was not among them"
     for name in sorted(then.keys() & now.keys()):

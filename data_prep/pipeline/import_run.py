@@ -60,8 +60,8 @@ def import_tokens(request: ImportRequest, group: WorkerGroup = ALONE) -> dict[st
     """Convert all input token files to token arrays in the directory `request.out`.
 
     Returns:
-        The numbers of repaired documents: `eos_added`, which had no EOS, and `empty_documents`,
-        which were left out.
+        The numbers of documents that were changed: `eos_added`, to which EOS was added, and
+        `empty_documents`, which were left out.
 
     Raises:
         DataError: a file is not a token file, or contains an id outside the vocabulary.
@@ -147,9 +147,10 @@ def _import_unit(work: TokenizeWork, unit: int) -> None:
 
 
 def _divide(block: list[np.ndarray], below: int) -> dict[str, list[int]]:
-    """Return, by split, the indices of its documents in `block`. Empty splits are left out.
+    """Return the indices in `block` of the documents of each split, by the name of the split.
 
-    A document is held out if the hash of its ids is less than `below`.
+    A document is held out if the hash of its ids is less than `below`. A split without documents in
+    `block` is left out.
     """
     if not below:
         return {layout.SPLITS[0]: list(range(len(block)))}
@@ -193,7 +194,8 @@ def _blocks(name: str, foreign: Foreign, facts: TokenizerFacts) -> Iterator[list
 
 
 def _checked(name: str, ids: np.ndarray, start: int, vocab_size: int) -> np.ndarray:
-    """Return the block at `start` as uint32. Raises DataError for an id outside the vocabulary."""
+    """Return at most _BLOCK_TOKENS ids from index `start` as uint32. Raises DataError for an id
+    outside the vocabulary."""
     block = ids[start : start + _BLOCK_TOKENS]
     wrong = (block < 0) | (block >= vocab_size)
     if wrong.any():

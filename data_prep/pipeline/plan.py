@@ -36,7 +36,8 @@ _SAMPLE_FILES = 16
 _SAMPLE_TEXT_BYTES = 256 << 10
 """Bytes of text of each sampled file to tokenize."""
 _SAMPLE_DISK_BYTES = 8 << 20
-"""Bytes of each sampled file to read, to measure the ratio of its text to its size."""
+"""Bytes to read of each sampled file, to measure the ratio of the size of the text to the size of
+the file."""
 _LARGEST_WHOLE = 64 << 20
 """Text files above this size are not sampled, because a text file is read whole."""
 _DOC_BYTES = 40
@@ -46,7 +47,8 @@ _PROBE_BYTES = 32 << 20
 
 @dataclass
 class Sample:
-    """Estimated sums over all inputs, from one sampled file of each stratum of similar files."""
+    """Estimated sums over all inputs. They are extrapolated from one sampled file for each group of
+    files with the same suffix and similar sizes."""
 
     text_bytes: float = 0.0
     documents: float = 0.0
@@ -81,7 +83,7 @@ def estimate(
         strategy: `--strategy` of the run: "auto", "gather" or "bucket".
 
     Returns:
-        Counts, bytes and seconds, and `fits`: whether the disk has enough free space.
+        Counts, bytes and seconds, and `fits`: True if the disk has enough free space.
 
     Raises:
         DataError, ConfigError: the run would fail with the same error.
@@ -175,7 +177,7 @@ def take_sample(
         for first, stop in itertools.pairwise(edges):
             _sample_stratum(similar[first:stop], text_field, tokenizer, sample, limits)
     if not sample.encoded_bytes:
-        reason = sample.problem or "the parts that were read contain no text"
+        reason = sample.problem or "the start of each sampled file contains no text"
         if not known:
             size = f"{_LARGEST_WHOLE >> 20} MiB"
             reason = f"all are text files above {size}, which plan does not read"
@@ -253,7 +255,7 @@ def _write_speed(folder: Path) -> float | None:
 
 
 def describe(value: dict[str, Any]) -> list[str]:
-    """Return the estimate as lines of text."""
+    """Return the estimate `value`, which `estimate` returned, as lines of text."""
     shard_s = "?" if value["shard_s"] is None else duration(value["shard_s"])
     peak, free = short(value["disk_peak_bytes"]), short(value["disk_free_bytes"])
     verdict = "fits" if value["fits"] else "does NOT fit: use another disk, --fused or less text"
@@ -267,7 +269,7 @@ def describe(value: dict[str, Any]) -> list[str]:
         + (f", {short(value['eval_instances'])} held out" if value["eval_instances"] else ""),
         f"disk    {peak}B at most, {short(value['disk_final_bytes'])}B at the end, {free}B free: "
         f"{verdict}",
-        f"memory  {short(value['memory_bytes'])}B at most while sharding, by --memory",
+        f"memory  {short(value['memory_bytes'])}B at most while sharding, limited by --memory",
         f"time    {duration(value['tokenize_s'])} to tokenize with "
         f"{counted(value['workers'], 'worker')} "
         f"on {counted(value['world'], 'rank')}, {shard_s} to shard ({value['strategy']})",

@@ -73,7 +73,8 @@ class TokenizeRequest:
     """Memory limit of this rank. None: half of the usable memory, but at least 2 GB."""
     max_document: int | None = None
     id_field: str | None = None
-    """Field with document ids. "": no ids. None: "id", or "" if `out` has a plan without ids."""
+    """Field with the ids of documents. "": ids are not read. None: "id", or "" if `out` contains
+    the plan of an earlier run that did not read ids."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def tokenize(request: TokenizeRequest, group: WorkerGroup = ALONE, packed: bool 
         work = begin(request.out, tokenizer, plan, request.quarantine, limits)
         if request.id_field is None and not plan.id_field:
             group.say(
-                f"{request.out} was started without ids of documents: duplicates are not found"
+                f"{request.out} was started without ids of documents, so duplicate documents are "
+                "not detected"
             )
         work = dataclasses.replace(work, packed=packed)
         make_distinct_units(work, workers, group)
@@ -179,7 +181,8 @@ def memory_of(request: TokenizeRequest, tokenizer: Path) -> tuple[int, Limits]:
 def plan_of(
     request: TokenizeRequest, facts: TokenizerFacts, inputs: Sequence[InputFile]
 ) -> TokenPlan:
-    """Return the plan of tokenization for these inputs."""
+    """Return the plan of tokenization for these inputs: the rules and values that determine the
+    token arrays."""
     id_field = request.id_field
     if id_field is None:
         tokens_dir = request.out / layout.TOKENS_DIR
@@ -290,7 +293,10 @@ def find_finished(
 
 
 def _check_finished(dataset: Path) -> Manifest:
-    """Return the manifest of a split. Raises DataError if a file of it is missing or damaged."""
+    """Check the shards and sidecars of a split, and the hashes of a sample of the shards.
+
+    Return the manifest of the split. Raises DataError if a file is missing or damaged.
+    """
     manifest, order = read_manifest(dataset), read_order(dataset)
     for number in range(order.num_shards):
         read_shard_record(dataset, order, manifest.order_xxh3, number)

@@ -1,4 +1,5 @@
-"""The third step: write shards in permuted order, and the manifest that completes a data set."""
+"""The third step of `optimus-data run`: write the shards in permuted order, and then the manifest,
+which completes a data set."""
 
 from __future__ import annotations
 
@@ -57,11 +58,12 @@ PROCESS_BYTES = 100 << 20
 """Bytes of memory of a process without data: the interpreter, numpy and indices of arrays."""
 _LEAST_BLOCK_BYTES = 4 << 20
 _ROWS_HELD = 3
-"""Number of copies in memory of a row larger than the block: for reading, gathering and writing."""
+"""Number of copies in memory of a row that is larger than the memory for rows: one each to read, to
+gather and to write it."""
 _SPARE_BYTES = 16 << 20
 """Bytes of PROCESS_BYTES that are free for copies of large rows."""
 _GOOD_BLOCK_BYTES = 28 << 20
-"""Bytes that `memory_for` plans for the rows of each worker if the machine has enough memory."""
+"""Memory for rows, in bytes per worker, that `memory_for` includes if the machine has enough."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ShardWork:
     order: Order | BlendOrder
     order_xxh3: str
     block_bytes: int
-    """Bytes of memory of a worker for rows, their indices and the window of tokens of a read."""
+    """Memory of a worker in bytes for rows, their indices, and the tokens of a sequential read."""
     spill: Spill | None = None
     """The sorted runs to read. None: read the token arrays."""
     sample: frozenset[int] = frozenset()
@@ -80,7 +82,8 @@ class ShardWork:
 
 
 class ShardRecord(TypedDict):
-    """The sidecar of a shard."""
+    """Content of the sidecar of a shard, which is a JSON file. `order` is the hash of order.json,
+    `first` is the row number of the first instance, and `size` is in bytes."""
 
     order: str
     first: int
@@ -104,11 +107,11 @@ def divide_memory(memory_bytes: int, workers: int, row_bytes: int = 0) -> tuple[
 
     Args:
         memory_bytes: Memory of all processes together.
-        workers: The number of workers if the memory is enough.
+        workers: The largest number of workers.
         row_bytes: Bytes of a row, which is an instance.
 
     Returns:
-        The number of workers that can run at once, and the bytes of memory of each for its rows.
+        The number of workers that can run at once, and the memory of each worker for rows in bytes.
 
     Raises:
         ConfigError: the memory is not enough for one worker.
@@ -138,9 +141,9 @@ def memory_for(workers: int) -> int:
 
 
 def fewer_workers(step: str, memory_bytes: int, workers: int, asked: int, enough: int) -> str:
-    """Return a message that only `workers` of the `asked` workers fit in `memory_bytes`.
+    """Return a message that only `workers` of the `asked` workers fit in `memory_bytes` bytes.
 
-    All of them fit in `enough` bytes.
+    `enough` is the memory in bytes in which all `asked` workers fit.
     """
     return (
         f"{step}: {workers} of {counted(asked, 'worker')}, because more do not fit in --memory "
@@ -244,7 +247,7 @@ class ShardTask:
             run_jobs(_do_shard, self.work, sorted(shards), self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return the shards that `read_shard_record` refuses: incomplete or of another order."""
+        """Return the shards that are incomplete or were written for another order.json."""
         incorrect, work = [], self.work
         for shard in range(work.order.num_shards):
             try:
@@ -293,7 +296,7 @@ def read_shard_record(
         raise DataError(f"{path}: is missing")
     size = path.stat().st_size
     if size != record["size"]:
-        raise DataError(f"{path}: has size {size}, not the {record['size']} of its sidecar")
+        raise DataError(f"{path}: has {size} bytes, but its sidecar (.json) lists {record['size']}")
     layout.require_header(path, layout.npy_header((stop - first, order.context), order.dtype))
     return record
 
@@ -307,7 +310,7 @@ def is_whole(dataset: Path, shard: int) -> bool:
 def _promised_hash(work: ShardWork, shard: int) -> str | None:
     """Return the hash of a shard that an earlier run wrote to its sidecar or to the manifest.
 
-    None if no sidecar or manifest of this order has one.
+    Return None if neither file has a hash for the order of `work`.
     """
     with contextlib.suppress(DataError):
         record = layout.read_record(sidecar_path(work.dataset, shard), ShardRecord, FORM)
@@ -375,13 +378,18 @@ def _do_shard(work: ShardWork, shard: int, advance: Callable[[int], None]) -> No
 
 @functools.lru_cache(maxsize=1)
 def _buffer(rows: int, context: int, dtype: str) -> np.ndarray:
-    """Return the array [rows, context], which this process reuses for each shard."""
+    """Return an array [rows, context] with arbitrary values, which this process reuses for each
+    shard."""
     return np.empty((rows, context), layout.little_endian(dtype))
 
 
 @dataclass(frozen=True)
 class Source:
-    """A complete set of token arrays: its plan, its inputs with their hashes, and its sidecars."""
+    """Description of a complete set of token arrays.
+
+    `plan` is its plan.json, `inputs` are the input files with their hashes, and `records` are the
+    contents of the sidecars of its units.
+    """
 
     plan: TokenPlan
     inputs: tuple[InputEntry, ...]
@@ -472,7 +480,10 @@ def read_source(dataset: Path, order: Order, has_arrays: bool = True) -> Source:
     """
     plan, plan_xxh3, records = read_token_set(dataset / order.tokens_dir, has_arrays)
     if plan_xxh3 != order.plan:
-        raise DataError(f"{dataset / layout.ORDER}: belongs to other token arrays; shuffle again")
+        raise DataError(
+            f"{dataset / layout.ORDER}: belongs to other token arrays than those that exist; run "
+            "optimus-data shuffle again"
+        )
     hashes = [xxh3 for record in records for xxh3 in record["inputs"]]
     inputs = tuple(
         InputEntry(file.name, file.size, xxh3)

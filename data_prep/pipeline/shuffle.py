@@ -1,4 +1,5 @@
-"""The second step: write the order.json of a data set or a blend, or check an existing one."""
+"""The second step of `optimus-data run`: write the order.json of a data set or of a blend, or check
+an existing order.json."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ from optimus.io import files
 
 @dataclass(frozen=True)
 class ShuffleRequest:
-    """The parameters of instances and shards, for `shuffle`, `blend` and `run`."""
+    """The parameters that divide tokens into instances and instances into shards, for `shuffle`,
+    `blend` and `run`."""
 
     context: int
     """Tokens of an instance."""
     seed: int = 0
     carry_tails: bool = False
-    """True: an instance may continue in the next unit, so that only the last unit has a tail."""
+    """True: an instance may continue in the next token array. False: the tokens after the last
+    complete instance of each array (its tail) are in no instance."""
     shard_bytes: int = 0
     """Bytes of a shard. 0: the default of `order.rows_of_shard`."""
 
@@ -46,8 +49,9 @@ def shuffle(
 ) -> list[Order]:
     """Write an order.json for the token arrays of each split. Rank 0 does this for all ranks.
 
-    Instances of the held-out split always continue in the next unit (`carry_tails`), because a unit
-    has few held-out documents: without this, most of their tokens could be in tails.
+    Instances of the held-out split always continue in the next token array (`carry_tails`). A token
+    array of this split has few documents, so that most of its tokens could otherwise be in a tail,
+    which no instance contains.
 
     Args:
         source: The directory that contains the token arrays.
@@ -120,7 +124,7 @@ def read_requested_order(dataset: Path, request: ShuffleRequest, held_out: bool)
     Args:
         dataset: The directory of the data set.
         request: The parameters of instances and shards.
-        held_out: True: the data set is the held-out split, in which tails are always carried.
+        held_out: True: the data set is the held-out split, for which carry_tails is always True.
 
     Raises:
         DataError: the order is missing or was made for another request.
@@ -137,7 +141,8 @@ def _check_request(
     carry_tails: bool,
     **more: Any,
 ) -> None:
-    """Raise DataError if a value of an order differs from the request or from `more`."""
+    """Raise DataError if a value of an order differs from the request, from `carry_tails`, or from
+    `more`: the expected values of other attributes of the order."""
     length = rows_of_shard(order.num_instances, order.row_bytes, request.shard_bytes)
     values = {"context": request.context, "seed": request.seed, "carry_tails": carry_tails, **more}
     for key, now in {**values, "instances_per_shard": length}.items():
@@ -151,15 +156,16 @@ def _another_order(
     if isinstance(order, BlendOrder):
         return f"{dataset} is a blend with {key} = {then}, now {now}; choose another --out"
     return (
-        f"{dataset} was shuffled with {key} = {then}, now {now}; another order of the same tokens "
-        "goes elsewhere: optimus-data shuffle OUT --to NEW"
+        f"{dataset} was shuffled with {key} = {then}, now {now}; to write another order of the "
+        "same tokens to another directory, use optimus-data shuffle OUT --to NEW"
     )
 
 
 def check_order(dataset: Path, order: Order | BlendOrder, tokenizer: Path) -> None:
-    """Raise DataError if `dataset` has another order, or token arrays that `order` does not use.
+    """Check, without writing, that `order` and a copy of `tokenizer` can be written to `dataset`.
 
-    Writes nothing.
+    Raises DataError if `dataset` has another order, or, without an order, another tokenizer or
+    token arrays that `order` does not use.
     """
     path = dataset / layout.ORDER
     if not path.exists():
@@ -265,7 +271,7 @@ def _parse(sources: Sequence[str], out: Path) -> tuple[list[Path], list[str]]:
         if real.count(path) > 1:
             raise ConfigError(f"--source {folder} is named twice; give it one weight")
         if path == out.resolve():
-            raise ConfigError(f"--out {out} is a source of the blend; choose another")
+            raise ConfigError(f"--out {out} is a source of the blend; choose another --out")
     return folders, weights
 
 
@@ -289,7 +295,10 @@ def _check_together(folders: Sequence[Path]) -> list[str]:
             )
         first = first or plan
         if plan.tokenizer != first.tokenizer:
-            raise DataError(f"{folder} was made with another tokenizer or --eos than {folders[0]}")
+            raise DataError(
+                f"{folder} was made with another tokenizer or --eos than {folders[0]}; make both "
+                "with the same --tokenizer and --eos"
+            )
         check_held_out(folders[0], held_out_rule(first), folder, held_out_rule(plan))
         plans.append(files.xxh3_file(tokens_dir / layout.PLAN))
     return plans

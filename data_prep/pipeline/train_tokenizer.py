@@ -17,7 +17,7 @@ from optimus.io import files
 EOS = "<|endoftext|>"
 """The special token after each document. It gets id 0."""
 MIN_VOCAB = 257
-"""256 bytes and EOS."""
+"""Smallest number of ids: one for each of the 256 byte values, and one for EOS."""
 
 _BATCH_BYTES = 4 << 20
 
@@ -30,7 +30,7 @@ def train_tokenizer(
     text_field: str = "text",
     quarantine: bool = False,
 ) -> tuple[int, list[str]]:
-    """Train a tokenizer with the pre-tokenizer and the byte alphabet of GPT-2, and write it.
+    """Train a BPE tokenizer with the pre-tokenizer and byte alphabet of GPT-2, and write the file.
 
     Args:
         inputs: The files with the text.
@@ -47,7 +47,10 @@ def train_tokenizer(
         DataError: `out` or a text cannot be used.
     """
     if vocab_size < MIN_VOCAB:
-        raise ConfigError(f"--vocab-size {vocab_size} must be at least {MIN_VOCAB}: 256 bytes, EOS")
+        raise ConfigError(
+            f"--vocab-size {vocab_size} must be at least {MIN_VOCAB}: one id for each of the 256 "
+            "byte values, and one for EOS"
+        )
     out = Path(out)
     if out.is_dir():
         raise DataError(f"--out {str(out)!r} is a directory; name a file, such as tokenizer.json")

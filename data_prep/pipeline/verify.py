@@ -85,7 +85,7 @@ def verify(dataset: Path) -> Iterator[str]:
             plans = [o.plan for o in (order, held_out_order) if isinstance(o, Order)]
             if not problem and len({*plans}) > 1:
                 path = held_out / layout.ORDER
-                problem = f"{path}: has another plan than {dataset}, so it is not its held-out part"
+                problem = f"{path}: has another plan than {dataset}, so it is not the held-out part"
         except DataError:
             problem = ""  # the check of the held-out split reports it
         if problem:
@@ -108,7 +108,8 @@ class Repairs:
             self._out = above
 
     def of_shards(self, *paths: Path) -> str:
-        """Return commands that repair files of `shard`: shards, manifest.json, quarantine.jsonl."""
+        """Return commands that repair files which `optimus-data shard` writes: shards and their
+        sidecars, manifest.json and quarantine.jsonl."""
         assert self._order is not None
         has_tokens = any(map(self._is_inside, self._order.sources))
         if has_tokens and _is_fused(self._dataset / layout.TOKENS_DIR):
@@ -147,7 +148,8 @@ class Repairs:
         return _again(makers, self._out)
 
     def _is_inside(self, source: Order | BlendOrder) -> bool:
-        """Return whether the data set contains the token arrays itself, not by a symbolic link."""
+        """Return whether the token arrays of `source` are in the data set, and not a symbolic link
+        to another folder."""
         if not isinstance(source, Order) or source.tokens_dir != layout.TOKENS_DIR:
             return False
         return not (self._dataset / layout.TOKENS_DIR).is_symlink()
@@ -181,11 +183,15 @@ def _repair(paths: Iterable[Path], command: str) -> str:
 
 
 def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder) -> Iterator[str]:
-    """Compare the manifest with order.json, and with the plans and sidecars of the token arrays."""
+    """Compare the manifest with order.json, and with the plans and sidecars of the token arrays.
+
+    Yields:
+        A line for each difference. Damage to the token arrays is not reported.
+    """
     path = dataset / layout.MANIFEST
     order_xxh3 = files.xxh3_file(dataset / layout.ORDER)
     if manifest.order_xxh3 != order_xxh3:
-        yield f"{dataset / layout.ORDER}: is not the order that {path} names"
+        yield f"{dataset / layout.ORDER}: its hash is not the one in {path}"
         return
     sources = []
     try:
@@ -201,9 +207,9 @@ def _check_manifest(dataset: Path, manifest: Manifest, order: Order | BlendOrder
         if value != right:
             name = f"{path}: {field.name}"
             if isinstance(right, (str, int, float)):
-                yield f"{name} = {one_line(value)}, its order and tokens give {one_line(right)}"
+                yield f"{name} = {one_line(value)}, but order and tokens give {one_line(right)}"
             else:
-                yield f"{name} differs from the value that its order and tokens give"
+                yield f"{name} differs from the value that order and tokens give"
 
 
 def _check_small_files(dataset: Path, manifest: Manifest, repairs: Repairs) -> Iterator[str]:
@@ -273,14 +279,14 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
     for key, value in expected.items():
         if record.get(key) != value:
             path = sidecar_path(tokens_dir, number)
-            yield f"{path}: {key} = {record.get(key)}, {layout.ORDER} says {value}"
+            yield f"{path}: {key} = {record.get(key)}, but {layout.ORDER} says {value}"
     array = array_path(tokens_dir, number)
     if (record["array"]["xxh3"], record["docs"]["xxh3"]) != (unit.xxh3, unit.docs_xxh3):
         yield f"{array}: the hashes in its sidecar are not those in {layout.ORDER}"
     itemsize = layout.little_endian(plan.dtype).itemsize
     if record["array"]["size"] != layout.HEADER_BYTES + unit.tokens * itemsize:
         size = counted(record["array"]["size"], "byte")
-        yield f"{array}: cannot hold {counted(unit.tokens, 'token')} in {size}"
+        yield f"{array}: {size} is not the size of an array of {counted(unit.tokens, 'token')}"
     ends = None
     try:
         table = read_docs(tokens_dir, number, unit.docs_xxh3)
@@ -303,7 +309,10 @@ def _check_unit(tokens_dir: Path, number: int, order: Order, plan: TokenPlan) ->
 
 
 def _problem_of_docs(table: np.ndarray, unit: Unit, inputs: range) -> str:
-    """Return the problem of the table of documents of a unit, or ""."""
+    """Check the table of documents of a unit, int64 [D, 3].
+
+    Return a description of the first problem, or "" if there is none.
+    """
     tokens = int(table[-1, 0]) if len(table) else 0
     if (len(table), tokens) != (unit.documents, unit.tokens):
         actual = f"{counted(len(table), 'document')} with {counted(tokens, 'token')}"
@@ -334,7 +343,7 @@ def _check_sidecar(path: Path, manifest: Manifest, shard: ShardEntry, first: int
 
 
 def _check_shard(dataset: Path, manifest: Manifest, shard: ShardEntry) -> Iterator[str]:
-    """Compare a shard with the manifest."""
+    """Compare a shard with the manifest. Yield a line that describes the first problem, if any."""
     path = dataset / shard.name
     header = layout.npy_header((shard.instances, manifest.context), manifest.dtype)
     dtype = layout.little_endian(manifest.dtype)

@@ -102,7 +102,8 @@ class Mixing:
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each instance in [start, stop), and its number within the source.
 
-        The instances of a source have consecutive numbers, which continue in its next epoch.
+        The instances of a source have the numbers 0, 1, 2 and so on. If the source has N instances,
+        number n is instance n % N of its epoch n // N.
 
         Returns:
             Sources, and numbers within the sources, both int64 [n].
@@ -113,7 +114,7 @@ class Mixing:
         return sources, rounds * self._weights[sources] + self._before[positions]
 
     def before_repeating(self, available: Sequence[int]) -> int:
-        """Return the largest number of instances of a mix that repeats no instance.
+        """Return the largest number of instances of a mix in which no instance of a source repeats.
 
         Source i has available[i] instances.
         """
@@ -136,10 +137,12 @@ class Mixing:
 FORM = "optimus-blend-order"
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _MAX_PICKS = 1 << 28
-"""Largest product of the period of a blend and its sources for which quotas are checked."""
+"""Quotas of a blend are checked only if the period of its `Mixing` times its number of sources is
+at most this. Larger checks take minutes."""
 _PASS_KEYS = 1 << 32
-"""A pass uses each instance of a source once. If the last pass p of source s is partial, it has the
-permutation of epoch (s + 1) * 2^32 + p. Training never reaches such an epoch."""
+"""A pass uses each instance of a source once. If pass p of source s is the last one and partial, it
+uses the first instances in the permutation of epoch (s + 1) * 2^32 + p. Training never reaches such
+an epoch."""
 
 
 def parse_weight(text: str) -> Fraction:
@@ -153,13 +156,17 @@ def parse_weight(text: str) -> Fraction:
 
 
 def mixing_of(weights: Sequence[str]) -> Mixing:
-    """Return the `Mixing` for decimal weights such as "0.3". Raises ConfigError if one is wrong."""
+    """Return the `Mixing` for decimal weights such as "0.3".
+
+    Raises ConfigError if a weight is not a decimal number above 0.
+    """
     return Mixing(integer_weights([parse_weight(weight) for weight in weights]))
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A source of a blend. `order` defines its instances, but the permutation is not used."""
+    """A source of a blend: a set of token arrays. `order` divides them into instances. The
+    permutation of `order` is not used."""
 
     weight: str
     quota: int
@@ -169,7 +176,8 @@ class BlendSource:
 
 @dataclass(frozen=True)
 class BlendOrder(InShards):
-    """Order of the instances of a blend. With the token arrays, it determines all shards."""
+    """Order of the instances of a blend. This order and the token arrays of the sources determine
+    the bytes of all shards."""
 
     part: str
     context: int
@@ -185,7 +193,7 @@ class BlendOrder(InShards):
 
     @property
     def sources(self) -> tuple[Order, ...]:
-        """Return the `Order` of each source, in the sequence of the command line."""
+        """Return the `Order` of each source, in the sequence of the `--source` arguments."""
         return tuple(source.order for source in self.blended)
 
     @property
@@ -202,7 +210,8 @@ class BlendOrder(InShards):
         return sum(order.tail_tokens for order in self.sources)
 
     def tails(self) -> tuple[int, ...]:
-        """Return the number of tokens in no instance of a source, for each unit of each source."""
+        """Return, for each unit (token array) of each source, the number of tokens that are in no
+        instance of the source."""
         return tuple(tail for order in self.sources for tail in order.tails())
 
     def split(self, instances: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -274,14 +283,17 @@ def read_any_order(dataset: Path) -> Order | BlendOrder:
         (
             {(o.context, o.dtype, o.part) for o in blend.sources}
             == {(blend.context, blend.dtype, blend.part)},
-            "its sources have another context, dtype or part",
+            "a source has another context, dtype or part than the blend",
         ),
     )
     return blend
 
 
 def quota_problem(blend: BlendOrder) -> str:
-    """Return the reason why the quotas of a blend do not follow from its weights, or ""."""
+    """Check that the quotas of a blend follow from its weights.
+
+    Return a description of the problem, or "" if there is none or the check would take minutes.
+    """
     try:
         weights = integer_weights([parse_weight(weight) for weight in blend.weights])
     except ConfigError as error:
@@ -303,7 +315,7 @@ def make_blend(
         weights: The weight of each source, a decimal number.
         seed: Seed of the permutations.
         total: The number of instances. 0: the largest number that repeats no instance.
-        shard_bytes: As in `order.rows_of_shard`.
+        shard_bytes: Bytes of a shard, as in `order.rows_of_shard`.
 
     Raises:
         ConfigError: a weight is not a decimal above 0, or a source has no instances.

@@ -1,10 +1,11 @@
 """Reads of instances from token arrays in the order of the shards, in bounded memory.
 
 A row is an instance. Legend: R requested rows, C tokens of a row (context). Two strategies produce
-the same bytes. `gather` reads rows at random positions. `bucket` first writes runs. A run contains
-consecutive instances of the token arrays, sorted by their row in the shards. The rows of a run that
-belong to the same shard are therefore adjacent. They are a piece of the run. A shard is made of one
-piece of each run, so that all reads are long (docs/formats/dataset.md, "Strategies").
+the same bytes. `gather` reads rows at random positions. `bucket` first writes sorted runs, like an
+external sort. A run contains consecutive instances of the token arrays, sorted by their row in the
+shards. The rows of a run that belong to the same shard are therefore adjacent, and are called a
+piece of the run. A shard is made of one piece of each run, so that all reads are long
+(docs/formats/dataset.md, "Strategies").
 
 Files of run 0, where ORDER is the hash of order.json and ROWS is the number of rows of a run:
 
@@ -44,15 +45,15 @@ INDEX_BYTES = 80
 """Bytes of memory per row, in addition to its tokens: ten 8-byte temporaries of `Gatherer.rows`."""
 
 _DENSE = 4
-"""A range is read whole if the requested rows are at least a quarter of it, because one sequential
-read costs less than the random reads that it replaces."""
+"""A range of a token array is read as a whole if the requested rows are at least a quarter of the
+range, because one sequential read costs less than the random reads that it replaces."""
 
 
 class Gatherer:
-    """Reader of instances of a data set or a blend. Threads must not share it."""
+    """Reader of the instances of an order, from token arrays. Threads must not share a reader."""
 
     def __init__(self, dataset: Path, order: Order | BlendOrder, window_bytes: int):
-        """Open the token arrays of an order. A sequential read has about `window_bytes` bytes."""
+        """Open the token arrays of `order`. A sequential read has about `window_bytes` bytes."""
         self._order = order
         self._sources = [_SourceReader(dataset, source, window_bytes) for source in order.sources]
 
@@ -76,7 +77,7 @@ class Gatherer:
 
 
 class _SourceReader:
-    """Reader of instances of a source."""
+    """Reader of the instances of one source: a set of token arrays."""
 
     def __init__(self, dataset: Path, order: Order, window_bytes: int):
         self._context = order.context
@@ -136,12 +137,15 @@ class _SourceReader:
 
 SPILL_DIR = "spill"
 _VERSION = 2
-"""Version of the layout of runs. Runs of another version are not read."""
+"""Version of the layout of the files of runs. Runs of another version are not read."""
 
 
 @dataclass(frozen=True)
 class Spill:
-    """Task that writes the sorted runs of one order. Each work item is a run."""
+    """Task that writes the sorted runs of one order for the strategy `bucket`.
+
+    Each work item is a run: a file of consecutive instances, sorted by their row in the shards.
+    """
 
     dataset: Path
     order: Order | BlendOrder
@@ -179,7 +183,7 @@ class Spill:
             run_jobs(_do_run, self, runs, self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return []. `SpillReader` checks the hash of each piece when it reads the piece."""
+        """Return [], because `SpillReader` checks the hashes of runs when it reads them."""
         return []
 
 
@@ -197,7 +201,7 @@ def open_spill(
         dataset: The directory of the data set.
         order: Its order.
         order_xxh3: The hash of order.json.
-        block_bytes: Memory of a worker for rows, in bytes. It decides the length of runs.
+        block_bytes: Memory of a worker for rows, in bytes. It determines the length of runs.
         workers: Number of worker processes of this rank.
         label: Name of the step in progress messages.
     """
@@ -208,7 +212,7 @@ def open_spill(
 
 
 def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
-    """Return the number of rows of a run.
+    """Return the number of rows of a sorted run that a worker can make in `block_bytes` of memory.
 
     The number is a power of two, so that small differences in memory do not change it.
     """
@@ -217,7 +221,7 @@ def rows_of_run(order: Order | BlendOrder, block_bytes: int) -> int:
 
 
 def remove_spill(dataset: Path) -> None:
-    """Remove all runs of a data set."""
+    """Remove the sorted runs of the strategy `bucket` from a data set."""
     shutil.rmtree(dataset / SPILL_DIR, ignore_errors=True)
 
 
@@ -255,7 +259,7 @@ def _signed(value: int) -> int:
 
 
 class SpillReader:
-    """Reader of the rows of a shard, in order, from the runs."""
+    """Reader of the rows of a shard from sorted runs, in the order in which the shard has them."""
 
     def __init__(self, spill: Spill, shard: int):
         self._context, self._run_rows = spill.order.context, spill.run_rows
@@ -295,9 +299,10 @@ class SpillReader:
         return out
 
     def _check(self, run: int, piece: np.ndarray) -> None:
-        """Add the tokens in `piece` to the hash of this shard's piece of a run.
+        """Add tokens that were read from a run, `piece`, to the hash of all rows of this shard in
+        the run.
 
-        Raises DamageError if this is the end of that piece and the hash is wrong.
+        Raises DamageError if these are the last tokens and the hash is wrong.
         """
         digest = self._digests.setdefault(run, xxhash.xxh3_64())
         digest.update(piece.data)
@@ -312,8 +317,9 @@ class SpillReader:
 
 _PROBE_ROWS = 128
 _LEAST_PIECE_ROWS = 8
-"""`bucket` is faster than `gather` only if its pieces have at least this number of rows. Reads of
-smaller pieces are as slow as random reads, and `bucket` writes twice as much as `gather`."""
+"""`bucket` is faster than `gather` only if a shard has at least this number of adjacent rows in
+each run. Shorter reads are as slow as random reads, and `bucket` writes twice as much as
+`gather`."""
 _WORTH_IT = 3.0
 """For V bytes of tokens, `gather` reads V in random reads and writes V. `bucket` moves 4 V in long
 reads and writes. `bucket` is faster if random reads take more than three times as long as a
@@ -323,10 +329,10 @@ sequential read of as many bytes."""
 def choose_strategy(
     dataset: Path, order: Order | BlendOrder, strategy: str, group: WorkerGroup, run_rows: int
 ) -> str:
-    """Return "gather" or "bucket".
+    """Return the strategy to read token arrays, "gather" or "bucket".
 
     With several ranks, "auto" selects "gather", because ranks have to agree, and parallel file
-    systems serve many readers. Otherwise, it measures the disk if this can change the result.
+    systems serve many readers. With one rank, "auto" measures the disk if the result depends on it.
 
     Args:
         dataset: The directory of the data set.
@@ -339,8 +345,9 @@ def choose_strategy(
     small = order.num_instances > run_rows and piece_rows < _LEAST_PIECE_ROWS
     if strategy == "bucket" and small:
         group.say(
-            f"--strategy bucket reads pieces of {piece_rows:.2g} rows here, no faster than gather; "
-            f"{_LEAST_PIECE_ROWS / piece_rows:.0f} times the --memory or --shard-size helps"
+            f"--strategy bucket can read only {piece_rows:.2g} adjacent rows at a time, so it is "
+            "not faster than gather; use --strategy gather, or increase --memory or --shard-size "
+            f"by a factor of {_LEAST_PIECE_ROWS / piece_rows:.0f}"
         )
     if strategy != "auto":
         return strategy
@@ -354,8 +361,9 @@ def choose_strategy(
 def random_read_cost(dataset: Path, order: Order | BlendOrder) -> float:
     """Return the ratio of the time of random reads to the time of a sequential read.
 
-    Both read the same number of bytes of the largest token array. The ratio is 1 if the array is
-    too small to measure, or compressed.
+    The random reads together and the sequential read have the same number of bytes. The file is the
+    largest token array of the largest source. The ratio is 1 if this array is too small to measure,
+    or compressed.
     """
     row_bytes, source = order.row_bytes, max(order.sources, key=lambda source: source.num_instances)
     unit = max(range(len(source.units)), key=lambda unit: source.units[unit].tokens)

@@ -37,7 +37,10 @@ _CHUNK = 1 << 15  # indices per chunk, so that temporaries fit into the L2 cache
 
 
 class Permutation:
-    """A bijection of [0, n). `apply(i)` is the number at position i."""
+    """Pseudorandom permutation of [0, n) that `seed` and `epoch` determine.
+
+    `apply` maps positions to their images, and `inverse` maps images to their positions.
+    """
 
     def __init__(self, n: int, seed: int, epoch: int = 0):
         assert n >= 0 and 0 <= seed <= MAX_SEED and 0 <= epoch <= MAX_SEED, (n, seed, epoch)
@@ -51,7 +54,7 @@ class Permutation:
         self._rounds = list(enumerate(round_keys))
 
     def apply(self, positions: np.ndarray) -> np.ndarray:
-        """Return the images of positions.
+        """Return the images of these positions.
 
         Args:
             positions: [k], of any integer dtype, in [0, n).
@@ -62,7 +65,7 @@ class Permutation:
         return self._walk(positions, self._rounds)
 
     def inverse(self, images: np.ndarray) -> np.ndarray:
-        """Return the positions with these images: inverse(apply(i)) == i. Shapes as in `apply`."""
+        """Return the positions of these images: inverse(apply(i)) == i. Shapes as in `apply`."""
         return self._walk(images, self._rounds[::-1])
 
     def _walk(self, values: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
@@ -79,7 +82,8 @@ class Permutation:
         return out
 
     def _feistel(self, value: np.ndarray, rounds: Sequence[tuple[int, np.uint64]]) -> np.ndarray:
-        """Apply the network. With the rounds in reverse order, this is its inverse."""
+        """Apply the Feistel network to uint64 values. If `rounds` are in reverse order, apply the
+        inverse of the network."""
         right_bits = np.uint64(self._right_bits)
         left_drop = np.uint64(64 - self._left_bits)
         right_drop = np.uint64(64 - self._right_bits)
@@ -108,12 +112,16 @@ FORM = "optimus-order"
 
 @dataclass(frozen=True)
 class Unit:
-    """A token array in an order. It has the tokens of one unit, which is a range of input files."""
+    """Entry of a token array in an order.
+
+    The array contains the tokens of one unit: a range of input files that are tokenized together.
+    """
 
     tokens: int
     documents: int
     kept: int
-    """Number of tokens, from the start, that instances can contain. The others are the tail."""
+    """Number of tokens, from the start of the array, that instances can contain. The remaining
+    tokens are the tail of the array."""
     xxh3: str
     """Hash of the file of the array."""
     docs_xxh3: str
@@ -121,7 +129,7 @@ class Unit:
 
 
 class InShards(ABC):
-    """Base class of orders: the division of instances into shards."""
+    """Base class of Order and BlendOrder, which divides the instances into shards."""
 
     part: str
     context: int
@@ -155,7 +163,8 @@ class InShards(ABC):
 
 @dataclass(frozen=True)
 class Order(InShards):
-    """Order of the instances of a set of token arrays. Both determine the bytes of all shards."""
+    """Order of the instances of a set of token arrays. The order and the token arrays determine the
+    bytes of all shards."""
 
     part: str
     plan: str
@@ -185,7 +194,7 @@ class Order(InShards):
 
     @property
     def tail_tokens(self) -> int:
-        """Return the number of tokens that are in no instance."""
+        """Return the number of tokens that are in no instance, over all token arrays."""
         return sum(unit.tokens for unit in self.units) - self.num_instances * self.context
 
     def tails(self) -> tuple[int, ...]:
@@ -230,12 +239,12 @@ def check_order_values(order: Order, path: Path) -> None:
     hashes = [text for unit in units for text in (unit.xxh3, unit.docs_xxh3)]
     layout.require(
         path,
-        (bool(units), "it has no units"),
+        (bool(units), "it lists no units, which are token arrays"),
         (
             layout.are_counts([*tokens, *kept, *(unit.documents for unit in units)])
             and sum(tokens) < layout.MAX_COUNT
             and all(map(operator.le, kept, tokens)),
-            "a count of units is negative, too large or above the tokens of its unit",
+            "a count of a unit is negative or too large, or kept is above the tokens of the unit",
         ),
         (
             kept == (tokens if order.carry_tails else [n // size * size for n in tokens]),
@@ -250,7 +259,8 @@ def check_order_values(order: Order, path: Path) -> None:
 
 
 def check_in_shards(order: InShards, path: Path) -> None:
-    """Raise DataError if the split, context, dtype, seed or length of shards is impossible."""
+    """Raise DataError if the split, context, dtype, seed, permutation or number of instances per
+    shard of an order, read from `path`, is impossible."""
     layout.require(
         path,
         (order.part in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
@@ -262,8 +272,8 @@ def check_in_shards(order: InShards, path: Path) -> None:
         (0 <= order.seed < 1 << 64, f"seed = {order.seed} is not from 0 to 2^64 - 1"),
         (
             order.permutation == PERMUTATION_ALGORITHM,
-            f"permutation = {order.permutation!r:.80}, this version supports only "
-            f"{PERMUTATION_ALGORITHM}",
+            f"permutation = {order.permutation!r:.80}, but this version of optimus-data supports "
+            f"only {PERMUTATION_ALGORITHM}",
         ),
         (
             0 < order.instances_per_shard < layout.MAX_COUNT,
@@ -273,7 +283,7 @@ def check_in_shards(order: InShards, path: Path) -> None:
 
 
 def rows_of_shard(num_instances: int, row_bytes: int, shard_bytes: int) -> int:
-    """Return the number of rows of each shard except the last one.
+    """Return the number of instances of each shard except the last, which may have fewer.
 
     Args:
         num_instances: The number of instances of the data set.
@@ -297,12 +307,12 @@ def make_order(
 
     Args:
         tokens_dir: The folder of token arrays.
-        dataset: The directory of the data set for which the order is.
+        dataset: The directory of the data set to which the order belongs.
         context: Tokens of an instance.
         seed: Seed of the permutation.
-        carry_tails: True: instances may continue in the next unit, so that only the last unit has a
-            tail.
-        shard_bytes: As in `rows_of_shard`.
+        carry_tails: True: instances may continue in the next token array, so that only tokens at
+            the end of the last arrays are in no instance.
+        shard_bytes: Bytes of a shard, as in `rows_of_shard`.
 
     Raises:
         DataError: token arrays are missing or damaged.

@@ -234,12 +234,12 @@ def test_impossible_table_of_documents_with_correct_hashes_is_damage(restored, c
         ("order.json", {"instances_per_shard": 0}, "instances_per_shard = 0 is not from 1 to"),
         ("order.json", {"dtype": "zzz"}, "dtype is none of uint16, uint32"),
         ("order.json", {"seed": 1 << 64}, "seed is not a number between -2^64 and 2^64"),
-        ("order.json", {"units": []}, "it has no units"),
-        ("order.json", {"units.0.kept": 1 << 40}, "a count of units is negative, too large or"),
+        ("order.json", {"units": []}, "it lists no units"),
+        ("order.json", {"units.0.kept": 1 << 40}, "a count of a unit is negative or too large, or"),
         ("order.json", {"units.0.tokens": "x"}, "units.tokens is not a whole number"),
         ("order.json", {"units.0.xxh3": None}, "units.xxh3 is missing"),
         ("order.json", {"units": f"raw:{DEEP}"}, "its JSON objects are nested too deeply"),
-        ("order.json", {"permutation": "x"}, "permutation = 'x', this version supports only"),
+        ("order.json", {"permutation": "x"}, "permutation = 'x', but this version of optimus-data"),
         ("order.json", {"carry_tails": True}, "the kept tokens of a unit do not follow from"),
         ("order.json", {"units.0.kept": 7}, "the kept tokens of a unit do not follow from"),
         ("order.json", {"tokens_dir": "\0"}, "tokens_dir is not a relative path"),
@@ -279,7 +279,7 @@ def test_other_json_with_impossible_values_is_damage(restored, name, changes, pr
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"part": "held-out"}, "part = held-out, order.json says train"),
+        ({"part": "held-out"}, "part = held-out, but order.json says train"),
         ({"documents": 1}, "docs.npy: its header is damaged"),
     ],
 )

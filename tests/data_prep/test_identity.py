@@ -108,7 +108,7 @@ def test_changed_inputs_are_refused(finished, capsys):
     victim.write_bytes(original + b"more")
     refused(capsys, arguments, "m01.py", f"of {len(original)} bytes, now {len(original) + 4}")
     victim.unlink()
-    refused(capsys, arguments, "m01.py", "not named now")
+    refused(capsys, arguments, "m01.py", "not among the inputs now")
     victim.write_bytes(original)
     (text / "new.txt").write_text("new")
     refused(capsys, arguments, "new.txt", "not among them")

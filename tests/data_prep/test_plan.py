@@ -42,7 +42,7 @@ def test_plan_of_a_run_larger_than_the_disk_exits_with_1(made, tmp_path, capsys,
 
 
 WITHOUT_TEXT = {
-    "empty files": ("", "the parts that were read contain no text"),
+    "empty files": ("", "the start of each sampled file contains no text"),
     "another field": ('{"body": "x"}\n', "a.jsonl:1: no field 'text'"),
     "no JSON": ("x\n", "a.jsonl:1: invalid JSON"),
 }

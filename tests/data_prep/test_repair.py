@@ -182,7 +182,7 @@ def test_run_reports_a_missing_or_short_shard_that_it_makes_again(made, tmp_path
     assert main(run_arguments(made.text, made.tokenizer, out)) == 0
     assert tree(out) == tree(made.data)
     error = capfd.readouterr().err
-    problem = "is missing" if size is None else f"has size {size}, not the "
+    problem = "is missing" if size is None else f"has {size} bytes, but its sidecar "
     assert f"{shard}: {problem}" in error and "the shard is made again" in error
 
 

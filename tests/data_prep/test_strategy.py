@@ -20,7 +20,7 @@ def test_auto_strategy_depends_on_the_cost_of_reads(made, monkeypatch, capsys):
     assert choose(run_rows=16) == "gather", "a run has 2.6 rows per shard"
     assert capsys.readouterr().err == ""
     assert choose(run_rows=16, how="bucket") == "bucket"
-    assert "bucket reads pieces of 2.6 rows here" in capsys.readouterr().err
+    assert "bucket can read only 2.6 adjacent rows" in capsys.readouterr().err
     monkeypatch.setattr(gather, "random_read_cost", lambda *_: 2.5)
     assert choose() == "gather"
     monkeypatch.undo()
