@@ -38,16 +38,17 @@ class Survey:
     xxh3: int
     """xxh3-64 of the decompressed file."""
     problem: tuple[int, str] | None = None
-    """Line and reason, if the text is not UTF-8."""
+    """Line and description of the first bytes that are not UTF-8. None: the text is UTF-8."""
 
 
 @dataclass
 class LongText:
-    """A long document. Read its blocks of text before you ask the reader for the next document."""
+    """A document that is not read at once, because it is a text file above LONG_BYTES."""
 
     size: int
     xxh3: int
     blocks: Iterator[str]
+    """The text in blocks. All blocks must be read before InputReader yields the next document."""
     line: int = 0
 
     @property
@@ -57,7 +58,7 @@ class LongText:
 
 
 def survey(stream: IO[bytes]) -> Survey:
-    """Read a text to its end and return its size, its hash and its first problem."""
+    """Read the bytes of a text to the end, and return their size, hash and first problem."""
     digest, decoder = xxhash.xxh3_64(), codecs.getincrementaldecoder("utf-8")()
     size, line, problem = 0, 1, None
     while True:
@@ -85,13 +86,14 @@ LONG_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """One text, its UTF-8 bytes, and its line in the file (0: the whole file)."""
+    """A text, its UTF-8 bytes, and its line in the input file (0: the text is the whole file)."""
 
     text: str
     data: bytes
     line: int
     id: object = None
-    """The value of the id field. None if it has no value, or if the reader has no id field."""
+    """The value of the field `id_field` of InputReader. None: the document has no such value, or
+    `id_field` is empty."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class InputReader:
             raise DamagedFile(line, f"damaged {packing}: {reason}") from None
 
     def _text(self, stream: IO[bytes]) -> Document | Problem | LongText:
-        """Return the document of a text file.
+        """Return the document of a text file, or its problem if the file cannot be used.
 
         A file above LONG_BYTES is decompressed twice: to check it, and while its blocks are read.
         """
@@ -255,14 +257,14 @@ class InputReader:
         return LongText(checked.size, checked.xxh3, codecs.iterdecode(blocks, "utf-8"))
 
     def _skip(self, stream: IO[bytes]) -> None:
-        """Read up to the position at which a checkpoint of an earlier run ended."""
+        """Read and discard the bytes before the start position, which an earlier run processed."""
         left = self._offset
         while left and (block := stream.read(min(left, READ_BYTES))):
             left -= len(block)
         if left:
             raise DataError(
-                f"{self._file.name}: ends before the position of its checkpoint; remove the output "
-                "and start again"
+                f"{self._file.name}: ends before the position that a checkpoint of an earlier run "
+                "states; remove the output and start again"
             )
 
     def _lines(self, stream: IO[bytes]) -> Iterator[Document | Problem]:
@@ -306,7 +308,13 @@ class InputReader:
             raise DamagedFile(self._line + 1, f"damaged parquet: {error}") from None
 
     def _from_row(self, value: Any, document_id: Any, batch_bytes: int) -> Document | Problem:
-        """Return the document of a row, given its text and id as pyarrow scalars."""
+        """Return the document of a row, or its problem if the row cannot be used.
+
+        Args:
+            value: The text, as a pyarrow scalar.
+            document_id: The id, as a pyarrow scalar. None: there is no id column.
+            batch_bytes: Bytes of memory that it takes to read the batch of the row.
+        """
         size = value.as_buffer().size if value.is_valid else 0
         if reason := self._limits.too_long(size):
             return Problem(self._line, "a value of " + reason)

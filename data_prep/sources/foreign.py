@@ -1,4 +1,4 @@
-"""Reader of token files of other programs: a flat array of ids, and the ends of documents.
+"""Reader of token files that other programs wrote: a flat array of ids, and the ends of documents.
 
 Megatron-LM: `NAME.bin` contains the ids of all sequences; `NAME.idx` contains the dtype of the ids,
 the length of each sequence and the first sequence of each document (version 1 of
@@ -30,13 +30,13 @@ _NPY_ERRORS = (
     *(ValueError, TypeError, OverflowError, RecursionError, MemoryError, SyntaxError),
     TokenError,
 )
-"""Exceptions that numpy raises for a damaged header: it parses the header as Python and does not
-check the shape."""
+"""Exceptions that numpy raises for a damaged header, because numpy parses the header as Python and
+does not check the shape."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """The ids of one token file."""
+    """Token ids and ends of documents in a token file that another program wrote."""
 
     ids: np.ndarray
     """[T] of any integer dtype, memory-mapped from the file."""
@@ -49,7 +49,7 @@ def open_foreign(name: str, dtype: str | None) -> Foreign:
     """Memory-map the ids of a token file.
 
     Args:
-        name: A .bin file, whose .idx has the same stem, or a .npy file.
+        name: A .npy file, or a Megatron-LM .bin file with an .idx file of the same stem.
         dtype: The dtype of a .npy file without a header. None: a .npy file must have a header.
 
     Raises:
@@ -62,7 +62,7 @@ def open_foreign(name: str, dtype: str | None) -> Foreign:
 
 
 def index_of(name: str) -> str:
-    """Return the name of the index of a .bin file."""
+    """Return the name of the .idx file (the index) of a Megatron-LM .bin file."""
     return name.removesuffix(".bin") + ".idx"
 
 
@@ -95,7 +95,10 @@ def _megatron(path: Path) -> Foreign:
     dtype = np.dtype(_IDX_TYPES[code])
     stops = np.cumsum(lengths)
     if (lengths < 0).any() or not np.array_equal(pointers, (stops - lengths) * dtype.itemsize):
-        raise DataError(f"{idx}: its sequences are not adjacent; make the data set again")
+        raise DataError(
+            f"{idx}: the offsets of its sequences do not match their lengths; make the data set "
+            "again"
+        )
     ascending = documents == 0 or (indices[0] == 0 and (np.diff(indices) >= 0).all())
     if not ascending or (documents and indices[-1] != sequences):
         raise DataError(
@@ -119,8 +122,8 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
     if not has_header:
         if dtype is None:
             raise DataError(
-                f"{path}: has no header with the type of its ids; give --dtype uint16 or "
-                "--dtype uint32, as it was written"
+                f"{path}: has no header with the dtype of its ids; set --dtype to the dtype with "
+                "which the file was written, uint16 or uint32"
             )
         return Foreign(_raw(path, np.dtype(dtype).newbyteorder("<")), no_ends)
     try:
@@ -132,8 +135,8 @@ def _npy(path: Path, dtype: str | None) -> Foreign:
         raise DataError(f"{path}: is a damaged .npy file: {one_line(error)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(
-            f"{path}: is an array {ids.dtype} {list(ids.shape)}; write a one-dimensional array of "
-            "integers"
+            f"{path}: is an array of dtype {ids.dtype} and shape {list(ids.shape)}; write a "
+            "one-dimensional array of integers"
         )
     if dtype is not None and ids.dtype != np.dtype(dtype):
         raise DataError(f"{path}: its ids are {ids.dtype}, not --dtype {dtype}; leave out --dtype")

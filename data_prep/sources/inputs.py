@@ -2,8 +2,8 @@
 
 A unit is a range of consecutive input files, which becomes one token array per split. Units depend
 only on names and sizes, so that all workers and all later runs have the same units. Each directory
-is read once, under its shortest path. `**` of the module glob would read a directory again through
-each link: a directory with two links to itself would have 2^40 names.
+is read once, under its shortest path. In contrast, `**` of Python's glob module follows each link
+again: a directory with two links to itself would have 2^40 paths.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def _folders(top: str, skipped: _Skipped) -> Iterator[str]:
 
 
 def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
-    """Return the directories in a folder whose names do not begin with a dot."""
+    """Return the directories in `folder`. Names with a leading dot are added to `skipped` instead.
+
+    If `folder` cannot be read, add it to `skipped` and return no directories.
+    """
     folders = []
     try:
         with os.scandir(folder or os.curdir) as entries:
@@ -95,8 +98,9 @@ def _in_folder(folder: str, skipped: _Skipped) -> list[str]:
 
 
 UNIT_BYTES = 4 << 20
-"""Default of `--unit-size`, in bytes. A unit takes 3 s to tokenize. A larger file is its own unit.
-Smaller files share a unit, so that a million source files do not become a million token arrays."""
+"""Default of `--unit-size`, in bytes. A unit of this size takes 3 s to tokenize. A larger file is a
+unit by itself. Smaller files share a unit, so that a million source files do not become a million
+token arrays."""
 
 _JSON_LINES = (
     *(".jsonl", ".ndjson"),
@@ -104,9 +108,9 @@ _JSON_LINES = (
 )
 _COMMENT = re.compile(r"(^|\s)#.*")
 _REFUSED = {
-    ".json": "rename it to .jsonl if it holds one JSON object a line",
-    ".parquet.gz": "unpack it first (parquet packs its own columns)",
-    ".parquet.zst": "unpack it first (parquet packs its own columns)",
+    ".json": "rename it to .jsonl if it contains one JSON object per line",
+    ".parquet.gz": "unpack it first (Parquet compresses each column itself)",
+    ".parquet.zst": "unpack it first (Parquet compresses each column itself)",
     ".tar.zst": "unpack it first",
     ".tzst": "unpack it first",
     ".bz2": "unpack it with bunzip2 first",
@@ -171,7 +175,8 @@ def find_inputs(
         )
     if not kept:
         raise DataError(
-            f"--exclude leaves none of the {counted(len(names), 'file')} that --input names"
+            f"--exclude leaves none of the {counted(len(names), 'file')} that --input names; "
+            "change the patterns of --exclude"
         )
     for name in kept:
         kind_of(name)
@@ -189,7 +194,7 @@ def _matches(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _below(name: str, out: str | os.PathLike | None) -> bool:
-    """Return whether a name is in the output directory."""
+    """Return whether the path `name` is below the output directory `out`."""
     if out is None:
         return False
     folder, base = os.path.split(name)

@@ -1,9 +1,9 @@
 """Reader of a text column of a Parquet file, a few rows at a time in bounded memory. Needs pyarrow.
 
-The bound is computed for each row group from the sizes in the metadata of the file. A value or a
-page is at most as large as the stored column of its row group. Several values together may be
-larger than the stored column, because the file stores repeated values, or repeated beginnings of
-values, once.
+The bound of the memory is computed for each row group from the sizes in the metadata of the file.
+A value or a page is at most as large as its uncompressed column chunk, which contains the values of
+a column in a row group. Several values together may be larger than the column chunk, because it
+stores repeated values, or repeated beginnings of values, once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from optimus.errors import DataError, OptimusError, counted, one_line
 
 _ROWS = 256
 _BATCH_BYTES = 8 << 20
-"""Bytes of text that are read at a time. They are divided by the mean size of a row to get the
-number of rows."""
+"""Bytes of text to read at a time. The number of rows to read at a time is this number divided by
+the mean size of a row."""
 _TEXT_FACTOR = 2
-"""Memory of an ASCII text and of its copy as UTF-8, as a multiple of its bytes."""
+"""Memory of an ASCII text and of its copy in UTF-8 together, as a multiple of the bytes of the
+text."""
 _NO_LIMITS = Limits()
 _CHECK_S = 300.0
-"""Time limit in seconds for the check of the descriptions of all columns. A million columns take a
-few seconds."""
+"""Time limit of `_check_metadata` in seconds. A million columns take a few seconds."""
 
 
 class DamagedTable(Exception):
@@ -47,13 +47,12 @@ class RowGroup:
     """Decompressed size in bytes of each column that is read, the text column first."""
 
     def needs(self, rows: int) -> int:
-        """Return the bytes of memory that reading `rows` rows at a time takes. The texts that the
-        reader returns are not included.
+        """Return the bytes of memory that it takes to read `rows` rows at a time.
 
         The memory is for the compressed column, a decompressed page, and the array of decoded
-        values. With more than one row, this array took up to 4 times the bytes of its values in
-        measurements, because it is reallocated while it grows and the allocator does not reuse all
-        memory that is freed.
+        values, but not for the texts that the reader returns. With more than one row, this array
+        took up to 4 times the bytes of its values in measurements, because it is reallocated while
+        it grows and the allocator does not reuse all memory that is freed.
         """
         times = 2 if rows == 1 else 4 * rows
         return sum((2 + times) * size for size in self.sizes)
@@ -71,7 +70,7 @@ def read_column(
     Args:
         name: The path of the file.
         column: The name of the text column.
-        id_column: The name of the id column. If the table has no such column, the ids are None.
+        id_column: The name of the id column. If the table has no such column, each id is None.
         skip: The number of rows to skip at the start of the table.
         limits: Limits of the size of a document and of the memory to read it.
 
@@ -81,9 +80,10 @@ def read_column(
 
     Raises:
         DamagedTable: the table cannot be read to its end.
-        DataError: pyarrow or a column of text with that name is missing, or a row group does not
-            fit in memory.
-        OptimusError: the machine lacks memory or processes to check the table.
+        DataError: pyarrow is not installed; the table has no text column `column`, or several
+            columns with the name of a column to read; or a row group does not fit in memory.
+        OptimusError: the metadata cannot be checked, because memory is too small or no process can
+            be started.
     """
     try:
         import pyarrow
@@ -139,10 +139,10 @@ def _read_group(
 
 
 def _rows_at_once(name: str, group: RowGroup, limits: Limits) -> int:
-    """Return the number of rows of the group to read at a time, so that they fit in memory.
+    """Return how many rows of `group` to read at a time, so that they fit in memory.
 
     A value that is larger than --max-document is read to get its size, but not converted to text.
-    Raises DataError if a single row may not fit.
+    Raises DataError if a single row may not fit in memory.
     """
     size = group.sizes[0]
     rows = max(1, min(_ROWS, group.rows * _BATCH_BYTES // max(1, size)))
@@ -163,7 +163,7 @@ def _rows_at_once(name: str, group: RowGroup, limits: Limits) -> int:
 def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
     """Return the names of the columns to read, the text column first.
 
-    Raises DataError if `column` is missing or is not text, or if several columns have one name.
+    Raises DataError if `column` is missing or is not text, or if a name belongs to several columns.
     """
     from pyarrow import types
 
@@ -185,15 +185,16 @@ def _columns(name: str, schema: Any, column: str, id_column: str) -> list[str]:
 
 
 def _check_metadata(name: str, metadata: Any) -> None:
-    """Check the descriptions of columns and the numbers of rows, which pyarrow does not check.
+    """Check the metadata of each column chunk, and the numbers of rows, because pyarrow does not.
 
-    A child process reads the descriptions, because for some damaged statistics pyarrow throws a C++
-    exception that nothing catches, which ends the process.
+    A child process reads the metadata of the column chunks, because for some damaged statistics
+    pyarrow throws a C++ exception that nothing catches, which ends the process.
 
     Raises:
-        DamagedTable: the description of a column cannot be read, or the rows of the row groups do
-            not add up to the rows of the table.
-        OptimusError: the child cannot be started, or ends without a result for another reason.
+        DamagedTable: the metadata of a column chunk cannot be read, or the rows of the row groups
+            do not add up to the rows of the table.
+        OptimusError: the child process cannot be started, or returns no result for a reason other
+            than the metadata.
     """
 
     def read_all() -> None:
@@ -208,7 +209,7 @@ def _check_metadata(name: str, metadata: Any) -> None:
         is_damaged = True
     except child.UnfinishedError as error:
         raise OptimusError(
-            f"{name}: cannot check the description of its columns: {error}; make more memory "
+            f"{name}: cannot check the metadata of its columns: {error}; make more memory "
             "available or end other processes, and give the command again"
         ) from None
     if is_damaged:
@@ -222,7 +223,7 @@ def _check_metadata(name: str, metadata: Any) -> None:
 
 
 def _group(metadata: Any, number: int, first: int, wanted: Sequence[str]) -> RowGroup:
-    """Return row group `number`. Its `sizes` has an entry for each leaf of the `wanted` columns."""
+    """Return row group `number`. Its `sizes` has an entry for each leaf column of `wanted`."""
     group = metadata.row_group(number)
     chunks = [group.column(index) for index in range(group.num_columns)]
     sizes = tuple(

@@ -24,7 +24,7 @@ were compressed with this option take so much memory."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPED_MAGIC = b"\x2a\x4d\x18"
-"""Last three bytes of the magic number of a skippable frame. Its first byte is 0x50 to 0x5f."""
+"""Last three bytes of the magic number of a skippable frame. The first byte is 0x50 to 0x5f."""
 
 
 class DamagedStream(Exception):
@@ -32,10 +32,13 @@ class DamagedStream(Exception):
 
 
 class HashingFile(io.RawIOBase):
-    """Reads a file, hashes its bytes and calls `advance` with the number of bytes of each read.
+    """Reads a file, and hashes the bytes that were read.
 
-    `expected` is the number and the xxh3-64 of the first bytes of the file, as an earlier run read
-    them. A read raises DataError if these bytes now have another hash.
+    Args:
+        name: The path of the file.
+        advance: Called after each read with the number of bytes that were read.
+        expected: Number n of bytes that an earlier run read from the start of the file, and their
+            xxh3-64. A read raises DataError if the first n bytes now have another hash.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class HashingFile(io.RawIOBase):
         return True
 
     def so_far(self) -> tuple[int, str]:
-        """Return the number and the xxh3-64 of the bytes that have been read so far."""
+        """Return the number of bytes that have been read so far, and their xxh3-64."""
         return self.size, self._digest.hexdigest()
 
     def readinto(self, buffer: Any) -> int:
@@ -67,7 +70,7 @@ class HashingFile(io.RawIOBase):
         if self._expected and (self.size == self._expected[0] or count == 0):
             if self.so_far() != self._expected:
                 raise DataError(
-                    f"{self._file.name}: changed since its tokenizing was interrupted; remove the "
+                    f"{self._file.name}: changed since an earlier run read the file; remove the "
                     "output and start again"
                 )
             self._expected = None
@@ -90,12 +93,12 @@ class _ZstdReader(io.RawIOBase):
     """The content of consecutive zstd frames as one stream.
 
     A call of `zstandard` decompresses all its input at once, and four bytes of input may become 128
-    KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The file
-    states the compressed length of each block (RFC 8878).
+    KiB. Each call therefore receives a single block, whose content is at most 128 KiB. The
+    compressed length of each block is stored in front of the block (RFC 8878).
 
     `backports.zstd` can limit its output but is not used, because at an error it discards content
-    that precedes the damage. In 539 of 600 damaged files, it ended at an earlier line than this
-    reader, so the line numbers in quarantine.jsonl would be too small.
+    that precedes the damage. In 539 of 600 damaged files, `backports.zstd` ended at an earlier line
+    than this reader, so the line numbers in quarantine.jsonl would be too small.
     """
 
     def __init__(self, file: IO[bytes], name: str):
@@ -209,9 +212,9 @@ def unpack(file: IO[bytes], name: str) -> IO[bytes]:
 
 
 def damage_of_gzip(name: str) -> tuple[int, str]:
-    """Return the line at which the standard library stops in a damaged gzip file, and the reason.
+    """Return the line at which Python's gzip module stops in a damaged file, and its error message.
 
-    Other libraries stop at another line with another message, but the list of quarantined files
+    The isal library stops at another line with another message, but the list of quarantined files
     must not depend on the installed library.
     """
     line, block = 0, b"\n"
@@ -221,4 +224,4 @@ def damage_of_gzip(name: str) -> tuple[int, str]:
                 line, block = line + more.count(b"\n"), more
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         return line + 1, one_line(error)
-    return line + (not block.endswith(b"\n")), "readers of gzip differ about it"
+    return line + (not block.endswith(b"\n")), "isal finds damage, Python's gzip does not"

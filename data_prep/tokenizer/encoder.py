@@ -1,16 +1,17 @@
-"""Byte-level BPE with a cache of pieces of text, for tokenizers that are recognised.
+"""Byte-level BPE with a cache of the ids of pieces of text, for the tokenizers of common models.
 
-A recognised tokenizer divides a text into pieces and encodes each piece separately. Few pieces are
-distinct: 0.3 M of the 18.9 M pieces of documentation and code. A tokenizer is recognised if its
-configuration shows that a pattern for Python's `re` finds exactly the pieces of its pre-tokenizer.
-The patterns are those in tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo
-2 (`Split`, three digits) and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white
-space come from the tokenizers library, whose Unicode version may differ from Python's. If the
-patterns do not apply to a text or a tokenizer, the tokenizers library encodes the text.
+A byte-level BPE tokenizer divides a text into pieces (pre-tokens) and encodes each piece
+separately. Few pieces are distinct: 0.3 M of the 18.9 M pieces of documentation and code. This
+module supports a tokenizer, which is then called recognised, if its configuration shows that a
+pattern for Python's `re` finds exactly the pieces of its pre-tokenizer. The patterns are those in
+tokenizer.json of GPT-2, GPT-NeoX and OLMo (`ByteLevel`), Llama 3 and OLMo 2 (`Split`, three digits)
+and Qwen 2 (`Split`, one digit). The classes of letters, numbers and white space come from the
+tokenizers library, whose Unicode version may differ from Python's. If the patterns do not apply to
+a text or a tokenizer, the tokenizers library encodes the text.
 
-A long text is cut into sections whose concatenated ids are the ids of the text. A cut is a position
-where every normalizer and pre-tokenizer starts again, independently of the text before it, and that
-no added token can cross. The positions of cuts depend on the text only.
+A long text is cut into sections whose concatenated ids are the ids of the text. No added token can
+cross a cut, and the normalizer and pre-tokenizer process the text after a cut independently of the
+text before it. The positions of cuts depend only on the text and the added tokens.
 """
 
 from __future__ import annotations
@@ -44,21 +45,23 @@ _TEMPLATES = {
 """Map from each pattern of the library to the same pattern for `re`, in which {L}, {N} and {S} are
 the classes of letters, numbers and white space."""
 NOT_SPACE = r"[^\s\u180e\u200b\ufeff]"
-"""Characters that are not white space in any version of Unicode, and do not become it by NFC."""
+"""Regular expression of a character that is not white space in any version of Unicode, neither
+before nor after NFC."""
 CUT = re.compile(f" (?={NOT_SPACE})")
-"""Positions before the last of consecutive spaces. Every template begins a piece there: the space
-is in one piece with the following letter, number or sign, or is a piece alone. The pieces before
-the position do not depend on the text after it, and NFC joins no character to a space."""
+"""Matches the last of consecutive spaces. A text can be cut before this space, because every
+pattern in _TEMPLATES begins a piece at the space: the piece is the space alone, or the space and
+the following letters, numbers or punctuation. The pieces before the space do not depend on the text
+after it, and NFC joins no character to a space."""
 
 _ASCII = {"L": "A-Za-z", "N": "0-9", "S": "\t-\r "}
 _LAST = 0x1FFFF
-"""Last code point in the classes of characters. The library encodes texts that have later code
-points (rare ideographs)."""
+"""Last code point in the classes of characters. A text with later code points (rare ideographs) is
+encoded by the tokenizers library."""
 BEYOND = re.compile("[\U00020000-\U0010ffff]")
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")
-"""Code points outside the basic plane. If a class contains such code points, `re` searches its
-ranges instead of a table, which is 10 times slower. Texts without such code points therefore have
-separate patterns."""
+"""Matches a code point outside the basic plane. If a class contains such code points, `re` searches
+the ranges of the class instead of a table, which is 10 times slower. For texts without such code
+points, the classes of the pattern therefore do not contain them."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def _template(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 
 
 def pattern_for(template: str, text: str) -> re.Pattern[str]:
-    """Return the pattern that finds the pieces of `text`, whose code points are at most _LAST."""
+    """Return the compiled `template`, which finds the pieces of `text`.
+
+    The code points of `text` must be at most _LAST.
+    """
     if text.isascii():
         return _compile(template, tuple(_ASCII.items()))
     return _compile(template, _classes(_ASTRAL.search(text) is not None))
@@ -136,9 +142,16 @@ def _compile(template: str, classes: tuple[tuple[str, str], ...]) -> re.Pattern[
 
 @functools.cache
 def _classes(astral: bool) -> tuple[tuple[str, str], ...]:
-    """Return the names L, N and S, each with the characters that the library has in this class.
+    """Return the characters in the classes L (letters), N (numbers) and S (white space).
 
-    `astral` includes the code points outside the basic plane. The first call takes 0.3 s.
+    The first call takes 0.3 s.
+
+    Args:
+        astral: Include the code points outside the basic plane.
+
+    Returns:
+        For each class: its name, and the ranges of its characters in the tokenizers library, as in
+        the brackets of a regular expression.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -171,8 +184,10 @@ def may_change_by_nfc(text: str) -> bool:
 
 @functools.cache
 def _changed_by_nfc() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two patterns of the code points that NFC changes or joins to others: those of the
-    basic plane, and those of other planes."""
+    """Return two patterns that match the code points that NFC changes or joins to others.
+
+    The first pattern matches those in the basic plane, the second those in other planes.
+    """
     changed = {*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)}  # Hangul vowels and finals
     for code in range(0xC0, _LAST + 1):
         char = chr(code)
@@ -197,7 +212,8 @@ def _pattern_of(codes: set[int]) -> re.Pattern[str]:
 
 
 SECTION_CHARS = 1 << 18
-"""A section ends at the first cut after half of this number of characters."""
+"""Number of characters above which a text is cut. A section ends at the first position for a cut
+after half of this number of characters."""
 
 _LETTERS = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 """Kana, ideographs and Hangul: letters that NFC joins to no character before them."""
@@ -207,20 +223,22 @@ _CUT = re.compile(
     f"|(?<={NOT_SPACE}\n)(?={NOT_SPACE})"
     f"|(?<=[{_LETTERS}])(?=[{_SIGNS}][{_LETTERS}])"
 )
-"""Positions where every template begins a piece and NFC joins no characters:
+"""Matches positions where every pattern in _TEMPLATES begins a piece and NFC joins no characters:
 
 - Before the last of consecutive spaces (CUT).
-- After a single newline. The newline is a piece, or ends the piece of the sign before it.
-- Before a single sign between letters of scripts without spaces. The sign is a piece, or begins a
-  piece.
+- After a single newline. The newline is a piece, or ends the piece of the punctuation before it.
+- Before a single punctuation character between letters of scripts without spaces. This character
+  is a piece, or begins a piece.
 """
 
 _TO_ASCII = re.compile("[\u037e\u1fef\u212a]")
-"""All characters that NFC replaces by an ASCII character. NFC joins none of them to another."""
+"""Matches all characters that NFC replaces by an ASCII character. NFC joins none of them to another
+character."""
 
 
 class NoCut(Exception):
-    """A section would exceed the limit of memory. The argument is the section's size in bytes."""
+    """A section would be larger than `max_bytes`. The argument is the size of the section in
+    bytes."""
 
 
 class Cutter:
@@ -241,8 +259,8 @@ class Cutter:
 
         Args:
             blocks: Consecutive blocks of the text.
-            max_bytes: Largest size of a section in UTF-8. None: no limit. A section of at most
-                SECTION_CHARS characters may exceed it.
+            max_bytes: Largest size in bytes, in UTF-8, of a section of more than SECTION_CHARS
+                characters. None: no limit. Shorter sections have no limit.
 
         Raises:
             NoCut: A section would exceed `max_bytes`.
@@ -281,8 +299,12 @@ class Cutter:
         return size
 
     def _find(self, text: str, start: int) -> tuple[int | None, int]:
-        """Return the first cut at or after `start`, or None, and the position at which the search
-        continues in a longer text."""
+        """Find the first position at or after `start` where `text` can be cut.
+
+        Returns:
+            The position, or None if there is none; and the position at which to start the search
+            again when more text has been appended to `text`.
+        """
         stop = len(text) - self._reach
         for match in _CUT.finditer(text, start):
             if (cut := match.start()) >= stop:
@@ -303,7 +325,8 @@ class Cutter:
 
 
 REFERENCE_ONLY = "OPTIMUS_DATA_ENCODER"
-"""Environment variable; with the value `reference`, the library encodes all texts."""
+"""Name of an environment variable. If its value is `reference`, the tokenizers library encodes all
+texts."""
 
 _MEMO_PIECES = 1 << 19
 """Largest number of pieces in the cache of a process. A full cache takes 90 MB."""
@@ -323,12 +346,12 @@ SAMPLES = (
     "\U00020000b",
     "  \n  \n\t\t if x:\n        return  y ;;  \r\r  ",
 )
-"""Texts for which the ids of this module and those of the library are compared when a recognised
-tokenizer is opened."""
+"""Texts whose ids from this module are compared with those from the tokenizers library when a
+recognised tokenizer is opened."""
 
 
 def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the library's ids of each text, uint32 [T].
+    """Encode texts with the tokenizers library. Return the ids of each text, uint32 [T].
 
     The texts are encoded in batches, because the library takes 100 times the memory of a text.
     """
@@ -344,8 +367,10 @@ def reference_encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
 
 
 class _Memo(dict[str, bytes]):
-    """Cache from a piece to its ids as native uint32 bytes. A full cache is cleared, which
-    removes the pieces of older texts."""
+    """Cache that maps a piece of text to its ids, as bytes of native uint32.
+
+    A full cache is cleared, which removes the pieces of older texts.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         super().__init__()
@@ -361,11 +386,11 @@ class _Memo(dict[str, bytes]):
 
 
 class MemoEncoder:
-    """Encoder with a cache of pieces. It returns the same ids as `tokenizer`.
+    """Encodes texts to the same ids as `tokenizer`, with a cache of the ids of pieces of text.
 
     Args:
-        tokenizer: A recognised tokenizer.
-        recipe: The rules that `recognise` returned for it.
+        tokenizer: A tokenizer for which `recognise` did not return None.
+        recipe: The result of `recognise` for this tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe):
@@ -381,7 +406,8 @@ class MemoEncoder:
         self._unchecked = _CHECK_EVERY_CHARS  # so that the first text is checked
 
     def agrees(self) -> bool:
-        """Return whether the ids of SAMPLES and of all added tokens equal those of the library."""
+        """Return whether SAMPLES and all added tokens have the same ids as in the tokenizers
+        library."""
         samples = [*SAMPLES, *(f"a {token}b  {token} c" for token in self._recipe.added)]
         expected = reference_encode(self._tokenizer, samples)
         return all(
@@ -405,8 +431,9 @@ class MemoEncoder:
                 self._unchecked = 0
                 if not np.array_equal(ids, reference_encode(self._tokenizer, [text])[0]):
                     raise OptimusError(
-                        f"the fast encoder and the tokenizers library differ on {text[:60]!r}; set "
-                        f"{REFERENCE_ONLY}=reference, remove the output, and please report it"
+                        "the cached encoder of Optimus and the tokenizers library return different "
+                        f"ids for {text[:60]!r}; set {REFERENCE_ONLY}=reference, remove the "
+                        "output, give the command again, and please report this error"
                     )
             encoded.append(ids)
         return encoded
@@ -430,7 +457,10 @@ class MemoEncoder:
         return np.frombuffer(b"".join(ids), np.uint32)
 
     def _pieces(self, pattern: re.Pattern[str], text: str) -> bytes:
-        """Return the ids of a text without added tokens. A long text is encoded in windows."""
+        """Return the ids of a text that contains no added token, as bytes of native uint32.
+
+        A long text is encoded in windows.
+        """
         look_up = self._memo.__getitem__
         if len(text) <= _WINDOW_CHARS:
             return b"".join(map(look_up, pattern.findall(text)))

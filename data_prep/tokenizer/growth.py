@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 MAX_GROWTH = 32
-"""Largest accepted factor by which a text may grow, in bytes. The largest bound among usual
-tokenizers is 16, for a sentencepiece model."""
+"""Largest accepted factor by which a component may increase the bytes of a text. Among common
+tokenizers, the largest result of `max_growth` and `max_growth_by_map` is 16, for a sentencepiece
+model."""
 _LITERAL = re.compile(r"([^\\.^$*+?()\[\]{}|]+)(?:\+|\{([1-9]\d?),\})?")
-"""Recognises a regular expression that is plain text. `+` or `{n,}` may repeat its last
+"""Matches a regular expression that is plain text, in which `+` or `{n,}` may repeat the last
 character."""
 _CLASS = re.compile(r"(?:\\[sSwWdDnrt]|\[[^\[\]\\&]+\])(?:\+|\{[1-9]\d?,\})?")
-"""Recognises a regular expression that is a class of characters, such as `[a-z]`. `+` or `{n,}` may
-repeat it."""
+"""Matches a regular expression that is a class of characters, such as `[a-z]`. `+` or `{n,}` may
+repeat the class."""
 _MAP_KEY_BYTES = 5
 """Bytes of the longest key that the tokenizers library looks up in a character map. It looks up
 single characters, and clusters of characters that have fewer than 6 bytes."""
@@ -30,8 +31,8 @@ _MAX_KEY_BYTES, _MAX_NODES = 256, 1 << 21
 """Limits of a character map: bytes of a key, and nodes of the trie. A node with two parents counts
 twice. In the maps of the sentencepiece package, keys have up to 12 bytes."""
 _UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5}
-"""Largest factor by which the UTF-8 of a character grows. These characters reach it: U+1D1C0 (NFC),
-U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E (Lowercase)."""
+"""Largest factor by which each normalization lengthens a character in UTF-8. The factors are those
+of U+1D1C0 (NFC), U+0DDD (NFD), U+FDFA (NFKC, NFKD) and U+023E (Lowercase)."""
 _NEVER_LONGER = frozenset(
     ("Strip", "StripAccents", "ByteFallback", "Fuse", "Split", "Punctuation", "Digits")
 ).union(
@@ -45,16 +46,17 @@ _CHANGED = ((0, 0x3400), (0xA000, 0xD7A4), (0xF900, 0x20000), (0x2F800, 0x2FA20)
 
 
 def max_growth(component: dict[str, Any]) -> float:
-    """Return the largest factor by which a component of a tokenizer lengthens a text.
+    """Return an upper bound of the factor by which a component of a tokenizer lengthens a text.
 
     Args:
         component: The component as the tokenizers library writes it to tokenizer.json.
 
     Returns:
-        An upper bound of the bytes after the component divided by those before, at least 1.
+        An upper bound, at least 1, of the bytes of a text after the component divided by its bytes
+        before the component.
 
     Raises:
-        ValueError: A step or a character map is not known.
+        ValueError: The type of a step is not supported, or a character map is too large.
     """
     weights = _Weights()
     steps = list(_steps(component))
@@ -64,8 +66,9 @@ def max_growth(component: dict[str, Any]) -> float:
 
 
 def max_growth_by_map(charsmap: bytes) -> float:
-    """Return the largest factor by which a character map of a sentencepiece model lengthens a text.
-    The model also replaces each space by a longer character, which the factor includes.
+    """Return an upper bound of the factor by which a sentencepiece character map lengthens a text.
+
+    The factor includes that the model replaces each space by U+2581, which has 3 bytes.
 
     Raises:
         ValueError: The map is too large.
@@ -86,27 +89,29 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Weights:
-    """Weights of characters. A weight is the largest growth factor in the steps added so far.
+    """Upper bounds of the growth of each character in the steps of a tokenizer's component.
 
-    The growth factor is the number of bytes that a character can become, divided by the bytes of
-    the character. Steps are added from the last to the first. If a step replaces a pattern, the
-    weight of the pattern's characters is the number of bytes that the replacement can become in the
-    later steps, divided by the bytes of the pattern. The factors of two replacements are therefore
-    multiplied only if one writes characters that the other replaces.
+    The weight of a character is the number of bytes that the character can become in the steps that
+    were added so far, divided by the bytes of the character. Steps are added from the last to the
+    first. If a step replaces a pattern, the weight of the pattern's characters is the number of
+    bytes that the replacement can become in the later steps, divided by the bytes of the pattern.
+    The factors of two replacements are therefore multiplied only if the first writes characters
+    that the second replaces.
     """
 
     def __init__(self) -> None:
         self._by_character = np.zeros(0x110000)
-        """Value of each code point, whose weight is the maximum of this value and `_of_all`."""
+        """A value for each code point. The weight of a code point is the maximum of its value and
+        `_of_all`."""
         self._of_all = 1.0
         self.top = 1.0
         """Largest weight of a character."""
         self.prefixes = 0.0
-        """Bytes that steps put before a text."""
+        """Largest number of bytes that Prepend steps add at the start of a text."""
 
     def add(self, step: dict[str, Any], first: bool = False) -> None:
-        """Add a step. Steps are added in reverse order, so that the first step of the component is
-        added last. `first` is True for this step."""
+        """Add the step that precedes the steps added so far. `first` is True for the first step of
+        the component, which is added last."""
         kind = step["type"]
         if kind == "Replace":
             self._replace(*_pattern(step["pattern"]), step["content"])
@@ -138,10 +143,11 @@ class _Weights:
         elif kind == "ByteLevel":  # a byte becomes a character of at most 2 bytes
             self._raise_all((4 if step.get("add_prefix_space") else 2) * self.top)
         elif kind not in _NEVER_LONGER:
-            raise ValueError(f"Optimus does not know the kind {kind} of its processing steps")
+            raise ValueError(f"has a step of type {kind}, which Optimus does not support")
 
     def map_characters(self, charsmap: bytes, key_bytes: int) -> None:
-        """Add a sentencepiece character map as a step. Keys above `key_bytes` bytes are ignored."""
+        """Add a sentencepiece character map as a step. Keys of more than `key_bytes` bytes are
+        ignored."""
         text = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
         sums = np.concatenate(([0.0], np.cumsum(self._of_bytes(text))))
         ends = np.append(np.flatnonzero(np.frombuffer(text, np.uint8) == 0), len(text))
@@ -160,7 +166,8 @@ class _Weights:
         self._raise_all(of_clusters)
 
     def _normalize(self, kinds: Sequence[str], first: bool) -> None:
-        """Add Unicode normalizations, in the order in which the library applies them."""
+        """Add the Unicode normalizations `kinds`, which the tokenizers library applies in this
+        order."""
         if first and self.top == self._of_all:  # then only the largest factor of a kind matters
             self._raise_all(self.top * max(_UNICODE_GROWTH[kind] for kind in kinds))
             return
@@ -175,8 +182,8 @@ class _Weights:
 
     def _compose(self) -> None:
         """Add the step that composes a character and its marks, or Hangul letters, into one
-        character. A mark, or a letter after the first, gets the weight that it would have if it
-        alone became the composed character."""
+        character. Each mark, and each Hangul letter after the first, gets the weight that it would
+        have if this mark or letter alone became the composed character."""
         codes = np.flatnonzero(self._by_character > self._of_all)
         for start, stop in _CHINESE:  # these compose with no character
             codes = codes[(codes < start) | (codes >= stop)]
@@ -209,7 +216,7 @@ class _Weights:
 
         Args:
             characters: Characters of the pattern. None: they are unknown.
-            size: Fewest bytes that the pattern matches. 0: it may match between two characters.
+            size: Smallest size of a match in bytes. 0: the pattern may match between characters.
             content: The replacement.
         """
         weight = self._of(content)
@@ -249,7 +256,10 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _code_point(key: int, size: int) -> int | None:
-    """Return the character whose UTF-8 is a big-endian integer of `size` bytes, or None."""
+    """Return the code point of the character whose UTF-8 is `key`, or None if there is none.
+
+    `key` is a big-endian integer of `size` bytes.
+    """
     if size > 4:
         return None
     try:
@@ -260,7 +270,7 @@ def _code_point(key: int, size: int) -> int | None:
 
 
 def _sizes(codes: np.ndarray) -> np.ndarray:
-    """Return the bytes of characters in UTF-8."""
+    """Return the number of bytes of each code point in UTF-8."""
     return 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
 
 
@@ -269,7 +279,7 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the code points that a Unicode normalization changes, and their replacements.
 
     Args:
-        kind: The class in `tokenizers.normalizers`. Its first use takes 0.2 s.
+        kind: Name of a class in `tokenizers.normalizers`. The first call with a name takes 0.2 s.
 
     Returns:
         The changed code points; the concatenated replacements of these code points; and the index
@@ -291,24 +301,23 @@ def _unicode_table(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Read a sentencepiece character map, the shortest keys first.
+    """Read a sentencepiece character map, which maps keys to replacement texts.
 
-    A map consists of the size of a trie in bytes (4 bytes, little-endian), the trie, and texts that
-    end with NUL. The trie is a double array (github.com/s-yata/darts-clone) of 4-byte units. Its
-    values are offsets of texts. Two nodes may have the same children.
+    A map consists of the size of a trie in bytes (4 bytes, little-endian), the trie, and the texts,
+    each of which ends with NUL. The trie is a double array (github.com/s-yata/darts-clone) of
+    4-byte units. It maps a key to the offset of a text. Two nodes may have the same children.
 
     Args:
         charsmap: The map.
-        key_bytes: Number of bytes of the longest keys to read.
+        key_bytes: Size of the longest keys to read, in bytes.
 
     Yields:
-        For each number of bytes from 1: the number, the keys that have this number of bytes, and
-        the offsets of their texts. Keys are big-endian integers, or 0 if they have more than 4
-        bytes.
+        For each key size in ascending order: the size in bytes, the keys of this size, and the
+        offsets of their texts. Keys are big-endian integers, or 0 if the size is above 4.
 
     Raises:
-        ValueError: Keys have `_MAX_KEY_BYTES` bytes or more, or the trie has more than `_MAX_NODES`
-            nodes.
+        ValueError: One of the keys to read has `_MAX_KEY_BYTES` bytes, or these keys have more than
+            `_MAX_NODES` nodes in the trie.
     """
     trie_bytes = int.from_bytes(charsmap[:4], "little")
     count = max(0, min(trie_bytes, len(charsmap) - 4)) // 4
@@ -333,7 +342,7 @@ def _map_entries(charsmap: bytes, key_bytes: int) -> Iterator[tuple[int, np.ndar
             return
         visited += total
         if visited > _MAX_NODES or depth == _MAX_KEY_BYTES:
-            raise ValueError("its character map is too large")
+            raise ValueError("the character map is too large")
         index = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(total)
         children = nodes[index]
         keys = np.repeat(keys, counts) << 8 | labels[children]

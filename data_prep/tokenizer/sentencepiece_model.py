@@ -1,7 +1,8 @@
-"""Tokenizers in sentencepiece's `.model` format. Needs the sentencepiece package.
+"""Tokenizers in sentencepiece's `.model` format, which need the sentencepiece package.
 
-The package never encodes text as a control symbol (`<s>`, `</s>`): the text `<s>` is plain text. In
-contrast, the text of a user-defined symbol becomes the id of this symbol.
+The package never returns the id of a control symbol (`<s>`, `</s>`) for a text: it encodes the text
+`<s>` as plain text. In contrast, it encodes the text of a user-defined symbol as the id of this
+symbol.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from optimus.errors import DataError, one_line
 from optimus.io import files
 
 _NORMALIZER, _DENORMALIZER, _CHARSMAP = 3, 5, 2
-"""Field numbers in sentencepiece_model.proto: two of ModelProto, then one of NormalizerSpec."""
+"""Field numbers in sentencepiece_model.proto: `normalizer_spec` and `denormalizer_spec` of
+ModelProto, and `precompiled_charsmap` of NormalizerSpec."""
 
 
 def is_sentencepiece(path: str | os.PathLike) -> bool:
-    """Return whether a file is a sentencepiece model, by its first bytes. Return False if it cannot
-    be read."""
+    """Return whether the first bytes of a file are those of a sentencepiece model.
+
+    Return False if the file cannot be read.
+    """
     try:
         with files.open_regular(path) as file:
             head = file.read(65)
@@ -41,8 +45,8 @@ class SentencePieceTokenizer:
         path: A `.model` file.
 
     Raises:
-        DataError: The file is not a model, its normalizer may make a text more than MAX_GROWTH
-            times as long, or the package is missing.
+        DataError: The file is not a sentencepiece model; its normalizer or denormalizer may make a
+            text more than MAX_GROWTH times as long; or the sentencepiece package is not installed.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -50,7 +54,8 @@ class SentencePieceTokenizer:
             import sentencepiece
         except ImportError:
             raise DataError(
-                f"{path}: sentencepiece models need its package: pip install sentencepiece"
+                f"{path}: sentencepiece models need the sentencepiece package: "
+                "pip install sentencepiece"
             ) from None
         try:
             content = files.read_regular(path, TOKENIZER_BYTES)
@@ -60,13 +65,13 @@ class SentencePieceTokenizer:
             raise DataError(f"{path}: is not a sentencepiece model: {one_line(error)}") from None
         if growth > MAX_GROWTH:
             raise DataError(
-                f"{path}: its normalizer makes texts up to {growth:.3g} times as long; use a "
-                f"tokenizer that makes them at most {MAX_GROWTH} times as long"
+                f"{path}: its normalizer or denormalizer makes texts up to {growth:.3g} times as "
+                f"long; use a tokenizer that makes texts at most {MAX_GROWTH} times as long"
             )
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces, whose ids begin at 0."""
+        """Number of pieces (tokens) of the model. Their ids begin at 0."""
         return self._model.get_piece_size()
 
     @property
@@ -76,7 +81,7 @@ class SentencePieceTokenizer:
         return self._model.id_to_piece(eos) if eos >= 0 else None
 
     def control_id(self, piece: str) -> int | None:
-        """Return the id of a control symbol, which no text produces, or None for other pieces."""
+        """Return the id of `piece`, or None if `piece` is not a control symbol of the model."""
         number = self._model.piece_to_id(piece)
         known = self._model.id_to_piece(number) == piece
         return number if known and self._model.is_control(number) else None
@@ -86,7 +91,8 @@ class SentencePieceTokenizer:
         return [np.array(self._model.encode(text, out_type=int), np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`. The names of control symbols are included or skipped."""
+        """Return the text of `ids`. It includes the names of control symbols unless
+        `skip_special_tokens` is True."""
         texts: list[str] = []
         for is_control, run in itertools.groupby(ids, self._model.is_control):
             if not is_control:
@@ -113,7 +119,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
         value = 0
         for shift in range(0, 64, 7):
             if offset == len(message):
-                raise ValueError("the message ends within a number")
+                raise ValueError("the protobuf message ends within a varint")
             byte = message[offset]
             offset += 1
             value |= (byte & 127) << shift
@@ -134,7 +140,7 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
         size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
         value = message[offset : offset + size]
         if len(value) != size:
-            raise ValueError("the message ends within a field")
+            raise ValueError("the protobuf message ends within a field")
         offset += size
         yield number, struct.unpack("<f", value)[0] if wire == 5 else value
 
@@ -158,5 +164,5 @@ def _max_growth(model: bytes) -> float:
         if key == _CHARSMAP and isinstance(charsmap, bytes)
     ]
     if len(maps) > 2:  # a normalizer and a denormalizer; the check of each takes a second
-        raise ValueError(f"it has {len(maps)} character maps, more than 2")
+        raise ValueError(f"the model has {len(maps)} character maps instead of at most 2")
     return max(map(max_growth_by_map, maps), default=1.0)

@@ -40,11 +40,11 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Names of end-of-document tokens that are recognised without `--eos`."""
 
 _CHECK_S, _CHECK_BYTES = 300.0, 192 << 20
-"""Limits of the check of a tokenizer: seconds, and bytes of memory. The limit of memory increases
-by _BYTES_PER_BYTE for each byte of the file."""
+"""Limits of the check of a tokenizer: wall time in seconds, and memory in bytes. For each byte of
+the tokenizer file, the memory limit increases by _BYTES_PER_BYTE bytes."""
 _CHECK_CPU_S, _LOAD_BYTES_PER_S = 4, 4 << 20
-"""Limit of the processor time of the check: _CHECK_CPU_S for any file, plus the time to load the
-file twice at _LOAD_BYTES_PER_S."""
+"""Limit of the processor time of the check: _CHECK_CPU_S seconds, plus the time to load the
+tokenizer file twice at _LOAD_BYTES_PER_S bytes per second."""
 _BYTES_PER_BYTE = 32
 """Limit of the memory to load a tokenizer.json, as a multiple of its size. The tokenizers library
 was measured to take 11 times the size."""
@@ -79,12 +79,12 @@ def open_tokenizer(
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
-        check: True: try the file in a forked child process first. A fork is not safe after this
-            process has used a GPU or the network: in this case, check the file before, and pass
-            False here.
+        check: True: load and try the file in a forked child process first. A fork is not safe
+            after this process has used a GPU or the network. Therefore open the file once with
+            True before that, and pass False afterwards.
 
     Raises:
-        DataError: The file is not a tokenizer, or it crashes, hangs or fills memory.
+        DataError: The file is not a tokenizer, or its use crashes, hangs or takes too much memory.
     """
     if is_sentencepiece(path):
         if check:
@@ -135,16 +135,17 @@ def _in_child(path: str | os.PathLike, size: int, work: Callable[[], object]) ->
         problem = _failure(path, error)
     except child.UnfinishedError as error:
         raise OptimusError(
-            f"{path}: cannot check the tokenizer: {error}; free memory or processes and give the "
-            "command again"
+            f"{path}: cannot check the tokenizer: {error}; make more memory "
+            "available or end other processes, and give the command again"
         ) from None
     if problem is not None:
         raise DataError(problem)
 
 
 def _try(path: str | os.PathLike, content: bytes) -> None:
-    """Load a tokenizer.json and try it on a short text. Raise DataError if this fails or if a step
-    of the tokenizer makes texts much longer."""
+    """Load a tokenizer.json and try it on a short text. Raise DataError if the tokenizer cannot be
+    loaded, if the tokenizers library panics, or if a component of the tokenizer makes texts much
+    longer."""
     from tokenizers import Tokenizer
 
     # The steps are checked first, without the model if possible. The library normalizes each added
@@ -163,9 +164,9 @@ def _try(path: str | os.PathLike, content: bytes) -> None:
 
 
 def _without_model(content: bytes) -> bytes:
-    """Return `content` with a small model in place of its model.
+    """Return the content of a tokenizer.json with an empty model in place of its model.
 
-    Return `content` unchanged if the model is not its last key.
+    Return `content` unchanged if it cannot be shown that `model` is its last key.
     """
     if (model := _MODEL.search(content)) is None:
         return content
@@ -185,8 +186,15 @@ def _without_model(content: bytes) -> bytes:
 
 
 def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
-    """Raise DataError if a component may make a text more than MAX_GROWTH times as long. A few
-    steps that each replace a letter by a thousand letters would take all memory."""
+    """Raise DataError if a component may make a text more than MAX_GROWTH times as long.
+
+    A few steps that each replace a letter by a thousand letters would take all memory.
+
+    Args:
+        path: The tokenizer file, for the message.
+        name: "normalizer", "pre-tokenizer" or "decoder", for the message.
+        component: This component of the tokenizer, or None if the tokenizer lacks it.
+    """
     try:
         growth = 1.0 if component is None else max_growth(json.loads(component.__getstate__()))
     except ValueError as error:
@@ -194,7 +202,7 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
     if growth > MAX_GROWTH:
         raise DataError(
             f"{path}: its {name} makes texts up to {growth:.3g} times as long; use a tokenizer "
-            f"that makes them at most {MAX_GROWTH} times as long"
+            f"that makes texts at most {MAX_GROWTH} times as long"
         )
 
 
@@ -202,10 +210,11 @@ def _check_growth(path: str | os.PathLike, name: str, component: Any) -> None:
 def library_errors(path: str | os.PathLike) -> Iterator[None]:
     """Convert an error or a panic of the tokenizers library to DataError.
 
-    The library raises `Exception` itself for an error, for example for a text with an unknown word
-    if the vocabulary has no unknown token. It panics on a damaged table of a normalizer and on a
-    pattern that needs too many steps. The exception of a panic derives from BaseException, and its
-    class cannot be imported. The library also prints the panic.
+    For an error, the library raises an instance of `Exception`, and not of a subclass. An example
+    is a text with an unknown word if the vocabulary has no unknown token. The library panics on a
+    damaged table of a normalizer and on a pattern that needs too many steps. The exception of a
+    panic derives from BaseException, and its class cannot be imported. The library also prints the
+    panic.
 
     Args:
         path: The tokenizer, for the message.
@@ -238,8 +247,8 @@ def read_facts(path: str | os.PathLike, eos: str | None = None) -> TokenizerFact
             or the end-of-sentence symbol of a sentencepiece model.
 
     Raises:
-        DataError: The file is not a tokenizer; it has no such token, or several in EOS_NAMES; or
-            plain text can produce the token.
+        DataError: The file is not a tokenizer; `eos` is not one of its special tokens or control
+            symbols; or `eos` is None, and the file has no default token, or several.
     """
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -288,7 +297,7 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 class Encoder:
-    """Encoder of texts. It uses a single thread, because data preparation runs a process per core.
+    """Encodes texts in a single thread, because data preparation runs a process per core.
 
     Args:
         path: A tokenizer.json or a sentencepiece model.
@@ -305,7 +314,8 @@ class Encoder:
         """Divides a long text into sections that are encoded separately. None: the tokenizer has to
         encode each text whole."""
         self.bytes_per_byte = _SENTENCEPIECE_BYTES
-        """Bytes of memory that the library takes to encode a byte of text."""
+        """Bytes of memory that the tokenizers or sentencepiece library takes to encode a byte of
+        text."""
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return
         self.bytes_per_byte = _LIBRARY_BYTES
@@ -324,8 +334,8 @@ class Encoder:
         """Return the ids of each text, uint32 [T], without special tokens.
 
         Raises:
-            DataError: The library fails with this tokenizer.
-            OptimusError: The fast encoder and the library differ.
+            DataError: The tokenizers library fails with this tokenizer.
+            OptimusError: MemoEncoder and the tokenizers library return different ids.
         """
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             return self._tokenizer.encode(texts)
@@ -337,5 +347,8 @@ class Encoder:
 
 @functools.lru_cache(maxsize=1)
 def shared_encoder(path: str) -> Encoder:
-    """Return an encoder that all callers in this process share. Loading may take a second."""
+    """Return the Encoder of the tokenizer file `path`, which all callers in this process share.
+
+    The first call may take a second.
+    """
     return Encoder(path)

@@ -216,7 +216,7 @@ def test_damaged_token_files_are_refused(made, tmp_path, capsys):
     )
     (tmp_path / "b.idx").unlink()
     assert_not_imported(
-        made, tmp_path, capsys, "are not adjacent", write_megatron(a, good, shift=2)
+        made, tmp_path, capsys, "do not match their lengths", write_megatron(a, good, shift=2)
     )
     assert_not_imported(made, tmp_path, capsys, "version 2", write_megatron(a, good, version=2))
     assert_not_imported(made, tmp_path, capsys, "type 7", write_megatron(a, good, type=7))
