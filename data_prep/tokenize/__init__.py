@@ -1,1 +1,1 @@
-"""Token arrays: their plan, files, checkpoints and unique ids."""
+"""Writing of token arrays: plan, files, checkpoints and exclusion of duplicate document ids."""

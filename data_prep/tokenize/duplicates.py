@@ -35,16 +35,17 @@ _FORM = "optimus-duplicates"
 _MARK = "duplicates.json"
 _TABLE = "duplicates.npy"
 _ROW_BYTES = 120
-"""Bytes of memory for each document while the hashes of a bucket are sorted."""
+"""Bytes of memory for each document of a bucket while the hashes of the bucket are sorted."""
 _LEAST_BYTES_TO_COMPARE = 64 << 20
 _SHOWN_CHARS = 80
 
 
 def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) -> None:
-    """Tokenize all units, and exclude documents that have the id of an earlier document.
+    """Tokenize all inputs, and exclude documents that have the id of an earlier document.
 
-    Rank 0 compares the ids of all units. If `work.quarantine` is set, units with duplicates are
-    then tokenized again without the duplicates. Otherwise a duplicate is an error.
+    All units (ranges of inputs) are tokenized first. Then rank 0 compares the ids of all documents.
+    If `work.quarantine` is True, units with duplicates are tokenized again without the duplicates.
+    Otherwise a duplicate is an error.
 
     Raises:
         DataError: a document cannot be used or is a duplicate, or an input has changed.
@@ -63,7 +64,7 @@ def make_distinct_units(work: TokenizeWork, workers: int, group: WorkerGroup) ->
 
 @dataclass(frozen=True)
 class _Duplicates:
-    """The duplicates of a unit.
+    """The duplicates of a unit: its documents that have the id of an earlier document.
 
     `documents` maps each duplicate to the first document with the same id, both as (input, line).
     """
@@ -72,7 +73,8 @@ class _Duplicates:
     documents: Mapping[tuple[int, int], tuple[int, int]]
 
     def reason(self, source: int, document: Document) -> str | None:
-        """Return the reason to exclude `document` of input `source`. None: it is no duplicate."""
+        """Return the reason to exclude `document` of input `source`. Return None if the document is
+        not a duplicate."""
         first = self.documents.get((source, document.line))
         return _reason(self.plan, document.id, *first) if first else None
 
@@ -83,11 +85,11 @@ def _duplicates_of(work: TokenizeWork, unit: int, rows: np.ndarray | None) -> _D
 
 
 class _DistinctTask(UnitTask):
-    """Task that makes units. A unit excludes the duplicates that are known when it is made."""
+    """Task that tokenizes units without the duplicates that are known at this time."""
 
     @staticmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Make a unit without the known duplicates."""
+        """Tokenize a unit without the known duplicates."""
         rows = _read(work)
         while True:
             make_unit(work, unit, _duplicates_of(work, unit, rows), advance)
@@ -101,7 +103,7 @@ class _DistinctTask(UnitTask):
                 return
 
     def verify(self) -> list[int]:
-        """Return the units that are not complete, or contain a known duplicate."""
+        """Return the indices of units that are not complete or contain a known duplicate."""
         work, rows = self.work, _read(self.work)
         return [
             index
@@ -114,17 +116,21 @@ class _RepeatTask(_DistinctTask):
     """Task that tokenizes the units with duplicates again, to exclude the duplicates."""
 
     def missing(self) -> list[int]:
-        """Return the units that still contain duplicates."""
+        """Return the indices of units that still contain duplicates."""
         return self.verify()
 
     def do(self, items: Sequence[int]) -> None:
-        """Make the units that still contain duplicates."""
+        """Tokenize again those units of `items` that still contain duplicates."""
         if left := sorted({*items} & {*self.missing()}):
             super().do(left)
 
 
 def _compare(work: TokenizeWork) -> None:
-    """Compare the ids of all documents and write the list of duplicates."""
+    """Compare the ids of all documents, and write the list of duplicates if it does not exist.
+
+    Raises:
+        DataError: there are duplicates, but `work.quarantine` is False.
+    """
     if _read(work) is not None:
         return
     rows = _find(work, range(len(work.plan.units)))
@@ -139,10 +145,11 @@ def _compare(work: TokenizeWork) -> None:
 
 
 def _compare_neighbours(work: TokenizeWork, unit: int) -> None:
-    """Compare the ids of a unit with each other and with those of adjacent complete units.
+    """Compare the document ids of a unit with each other and with those of adjacent complete units.
 
-    The comparison of all ids needs all units, which may take hours to make. This comparison detects
-    early that a field is not an id, or that the ids of each file start with the same number.
+    The comparison of all ids needs all units, whose tokenization may take hours. This comparison
+    detects early that the values of the id field are not unique, for example because the ids of
+    each file start with the same number.
 
     Raises:
         DataError: two documents have the same id.
@@ -245,7 +252,7 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     """Read the list of duplicates of a folder of token arrays.
 
     Returns:
-        Rows like those of `find`.
+        int64 [n, 4], in the format of the result of `find`.
 
     Raises:
         DataError: the list is missing or belongs to another plan.
@@ -253,11 +260,13 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     """
     mark = layout.read_record(tokens_dir / _MARK, _Mark, _FORM)
     if mark["plan"] != plan_xxh3:
-        raise DataError(f"{tokens_dir / _MARK}: was not made with the plan in {layout.PLAN}")
+        raise DataError(f"{tokens_dir / _MARK}: was written for another plan than {layout.PLAN}")
     if not mark["count"]:
         empty = layout.npy_header((0, 4), "int64")
         is_empty = mark["xxh3"] == files.xxh3_bytes(empty)
-        layout.require(tokens_dir / _MARK, (is_empty, "its hash is not that of an empty list"))
+        layout.require(
+            tokens_dir / _MARK, (is_empty, "count is 0, but xxh3 is not the hash of an empty list")
+        )
         return np.empty((0, 4), np.int64)
     path = tokens_dir / _TABLE
     data = layout.read_bytes(path)
@@ -266,7 +275,7 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     shape = (mark["count"], 4)
     size = layout.HEADER_BYTES + 4 * 8 * mark["count"]
     is_whole = size == len(data) and data.startswith(layout.npy_header(shape, "int64"))
-    layout.require(path, (is_whole, "it does not hold the number of rows of its mark"))
+    layout.require(path, (is_whole, f"does not contain the number of rows in {_MARK}"))
     table = np.frombuffer(data, layout.little_endian("int64"), offset=layout.HEADER_BYTES)
     table = table.reshape(shape)
     # In the order of the documents, and each after the document that it repeats.
@@ -277,14 +286,18 @@ def read_duplicates(tokens_dir: Path, plan: TokenPlan, plan_xxh3: str) -> np.nda
     is_possible = (table >= 0).all() and (inputs < len(plan.inputs)).all()
     layout.require(
         path,
-        (bool(is_possible), "it names a document that does not exist"),
-        (bool(is_sorted.all() and is_later.all()), "its documents are not in their order"),
+        (bool(is_possible), "names a document that does not exist"),
+        (
+            bool(is_sorted.all() and is_later.all()),
+            "duplicates are not in the order of the documents, or precede the first document with "
+            "their id",
+        ),
     )
     return table
 
 
 def _read(work: TokenizeWork) -> np.ndarray | None:
-    """Return the list of duplicates, or None if this plan has no valid list."""
+    """Return the list of duplicates, or None if there is no valid list for `work.plan`."""
     try:
         if not work.plan.id_field:
             return None
@@ -300,12 +313,12 @@ def _of_inputs(rows: np.ndarray, inputs: tuple[int, int]) -> dict[tuple[int, int
 
 
 def require_distinct(tokens_dir: Path) -> None:
-    """Check that token arrays contain no document id twice, if the plan requires unique ids.
+    """Check that the documents of token arrays have different ids, if the plan has an id field.
 
     Only the folder of the training split is checked, because it has the list of duplicates.
 
     Raises:
-        DataError: tokenization did not reach its end.
+        DataError: the ids were not compared, or duplicates have not been excluded yet.
         DamageError: the list of duplicates is damaged.
     """
     plan = read_plan(tokens_dir)

@@ -1,10 +1,10 @@
 """Packed token arrays, which `--fused` writes instead of .npy files.
 
-`unit-*.packed` contains zstd frames, an index and _FOOT. A frame has BLOCK_TOKENS tokens; the last
-one may have fewer. The index is int64 [frames + 1, 2]: a row (number of the first token, offset in
-bytes) for each frame, and a last row (number of tokens, offset of the index). A file gets this name
-when it is complete. The size and hash in a sidecar are those of a .npy file with the same
-tokens, so that no other file depends on how tokens are stored.
+`unit-*.packed` contains zstd frames, an index and a foot (_FOOT). A frame has BLOCK_TOKENS tokens;
+the last frame may have fewer. The index is int64 [frames + 1, 2]: a row (index of the first token,
+offset in bytes) for each frame, and a last row (number of tokens, offset of the index). A file gets
+its name when it is complete. The sidecar of a packed array states the size and hash of a .npy file
+with the same tokens, so that no other file depends on how tokens are stored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from optimus.errors import ConfigError, DamageError
 from optimus.io import files
 
 BLOCK_TOKENS = 8192
-"""Tokens of a zstd frame. A row of 2048 tokens is read and decompressed in 30 us. Smaller frames
-would compress less well."""
+"""Number of tokens in a zstd frame. With this number, a row of 2048 tokens is read and decompressed
+in 30 us. Smaller frames would compress less well."""
 _READ_TOKENS = 128 * BLOCK_TOKENS
 _LEVEL = 3
 _MAGIC = b"OPTPACK1"
@@ -53,12 +53,13 @@ def _pack(ids: np.ndarray) -> bytes:
 
 
 def _unpack(data: bytes | memoryview, dtype: np.dtype, tokens: int) -> np.ndarray:
-    """Decompress a frame. Raises ValueError if it is damaged or does not have `tokens` tokens."""
+    """Decompress a frame. Raises ValueError if the frame is damaged or does not have `tokens`
+    tokens."""
     import zstandard
 
     try:
         if zstandard.frame_content_size(data) != tokens * dtype.itemsize:
-            raise ValueError("the number of tokens in a frame differs from its index")
+            raise ValueError("the size of a frame differs from the index of the file")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), dtype)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
@@ -68,19 +69,19 @@ def _unpack_blocks(data: bytes | memoryview, dtype: np.dtype) -> Iterator[np.nda
     """Decompress a frame of any length in blocks of at most _READ_TOKENS tokens.
 
     A few bytes may become gigabytes, so the frame is not decompressed at once. Raises ValueError if
-    it is damaged.
+    the frame is damaged.
     """
     import zstandard
 
     try:
         left = zstandard.frame_content_size(data)
         if left < 0 or left % dtype.itemsize:
-            raise ValueError("the size of a frame is not that of whole tokens")
+            raise ValueError("the size of a frame is not a multiple of the size of a token")
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             while left:
                 block = reader.read(min(left, _READ_TOKENS * dtype.itemsize))
                 if not block or len(block) % dtype.itemsize:
-                    raise ValueError("a frame ends before the size in its header")
+                    raise ValueError("the content of a frame is shorter than its header states")
                 left -= len(block)
                 yield np.frombuffer(block, dtype)
     except zstandard.ZstdError as error:
@@ -125,7 +126,7 @@ class PackedStore:
         self._open = kept
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """Return the ids [first, stop) of all ids that were appended."""
+        """Return the ids at the indices [first, stop) of all appended ids."""
         self._file.flush()
         frame = bisect.bisect_right(self._starts, first) - 1
         frames, begin = [], self._starts[frame]
@@ -139,11 +140,12 @@ class PackedStore:
         return ids[first - begin : stop - begin]
 
     def save(self, first: int, stop: int) -> bytes:
-        """Return the ids [first, stop) as a zstd frame, for a checkpoint."""
+        """Return the ids at the indices [first, stop) as a zstd frame, for a checkpoint."""
         return _pack(self.read(first, stop))
 
     def saved_ids(self, saved: bytes | memoryview) -> Iterator[np.ndarray]:
-        """Yield the ids in a result of `save` in blocks. Raises ValueError if it is damaged."""
+        """Yield, in blocks, the ids of `saved`, which `save` returned. Raises ValueError if `saved`
+        is damaged."""
         return _unpack_blocks(saved, self._dtype)
 
     def finish(self) -> dict[str, Any]:
@@ -160,10 +162,11 @@ class PackedStore:
 
 
 class PackedArray:
-    """Reads ids of a packed token array. A context manager. Threads must not share it."""
+    """Context manager that reads ids of a packed token array. Threads must not share one object."""
 
     def __init__(self, path: Path, dtype: str):
-        """Open the file. Raises DamageError if it is damaged, and OSError if it is missing."""
+        """Open the file `path`. Raises DamageError if the file is damaged, and OSError if it is
+        missing."""
         self._path, self._name, self._dtype = path, dtype, little_endian(dtype)
         self._file = files.open_regular(path)
         self._fd = self._file.fileno()
@@ -218,14 +221,14 @@ class PackedArray:
             filled, frame = filled + len(ids), frame + 1
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Fill each row out[rows[i]] with the ids that begin at starts[i]."""
+        """Fill out[rows[i]] with the ids that begin at starts[i], for each i."""
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             self.read_into(out[row], start)
 
     def _frame(self, frame: int) -> np.ndarray:
         if self._last[0] != frame:
             if frame + 1 >= len(self._starts):
-                raise self._damaged("is shorter than its sidecar says")
+                raise self._damaged("contains fewer tokens than its sidecar states")
             first, stop = self._offsets[frame : frame + 2].tolist()
             tokens = int(self._starts[frame + 1] - self._starts[frame])
             try:

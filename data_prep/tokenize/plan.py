@@ -1,7 +1,8 @@
-"""The plan of a set of token arrays: the inputs, tokenizer, rules and units of tokenization.
+"""The plan of a set of token arrays, which is stored in the file plan.json.
 
-The content of a unit depends only on the plan. `optimus-data import` also writes a plan, which
-`is_import` recognizes.
+The plan contains the inputs, the tokenizer, the options that affect the token arrays, and the
+division of the inputs into units. The token arrays of a unit depend only on the plan. A plan that
+`optimus-data import` wrote is recognized by `is_import`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SINCE_2 = ("max_document", "id_field")
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Everything that decides the token arrays: inputs, tokenizer, rules and units."""
+    """The values that determine the content of token arrays."""
 
     tokenizer: TokenizerFacts
     text_field: str
@@ -35,9 +36,10 @@ class TokenPlan:
     units: tuple[tuple[int, int], ...]
     """Range [first, stop) of the inputs of each unit. A unit becomes one token array per split."""
     id_field: str = ""
-    """Field with the id of a document. Ids must be unique. "": ids are not compared."""
+    """Field with the id of a document. Documents must have different ids. "": ids are not
+    compared."""
     max_document: int | None = None
-    """Bytes of the largest document that can be used. None: no limit; the JSON omits the key."""
+    """Largest size of a document in bytes. None: no limit, and plan.json has no such key."""
 
     @property
     def dtype(self) -> str:
@@ -49,7 +51,7 @@ class TokenPlan:
         return layout.SPLITS if self.eval_fraction > 0 else layout.SPLITS[:1]
 
     def unit_bytes(self, unit: int) -> int:
-        """Return the bytes of the inputs of a unit."""
+        """Return the total size of the inputs of a unit, in bytes."""
         first, stop = self.units[unit]
         return sum(file.size for file in self.inputs[first:stop])
 
@@ -92,13 +94,16 @@ def read_plan(tokens_dir: Path, xxh3: str | None = None) -> TokenPlan:
             layout.are_counts([file.size for file in plan.inputs]),
             "the size of an input is negative or too large",
         ),
-        (layout.are_paths([file.name for file in plan.inputs]), "the name of an input is no path"),
+        (
+            layout.are_paths([file.name for file in plan.inputs]),
+            "the name of an input is an invalid path",
+        ),
         (
             bool(edges)
             and edges == sorted(edges)
             and edges[1:-1:2] == edges[2::2]
             and (edges[0], edges[-1]) == (0, len(plan.inputs)),
-            "units do not divide the inputs",
+            "units are not consecutive ranges that contain all inputs",
         ),
         (plan.max_document is None or plan.max_document > 0, "max_document is not above 0"),
     )
@@ -109,7 +114,7 @@ def is_import(text_field: str) -> bool:
     """Return whether token arrays were imported from token files instead of made from text.
 
     Args:
-        text_field: The `text_field` of their plan or manifest.
+        text_field: The value of `text_field` in the plan or manifest of the token arrays.
     """
     return text_field.startswith(IMPORT_FIELD)
 

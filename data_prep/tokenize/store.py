@@ -1,9 +1,10 @@
 """Token arrays T_i and their tables of documents: written by tokenization, read by sharding.
 
-Shapes: T tokens of a unit, D documents. `unit-*.npy` is [T] in the dtype of the data set.
-`unit-*.docs.npy` is int64 [D, 3], a row (end, input, line) for each document: the offset after its
-EOS, the number of its input in the plan, and its line in that input (0: the whole file). If any
-document has an id, `unit-*.ids.npy` is uint8 [D, 16], the hashes of the ids.
+A unit is a range of input files. T is the number of its tokens, and D the number of its documents.
+`unit-*.npy` is [T] in the dtype of the data set. `unit-*.docs.npy` is int64 [D, 3], a row (end,
+input, line) for each document: the offset after its EOS, the number of its input in the plan, and
+its line in that input (0: the whole file). If any document has an id, `unit-*.ids.npy` is uint8
+[D, 16], the hashes of the ids.
 
 With `--fused`, `unit-*.packed` (data_prep/tokenize/packed.py) replaces `unit-*.npy`.
 """
@@ -57,17 +58,21 @@ def docs_path(tokens_dir: Path, unit: int) -> Path:
 
 
 def ids_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the hashes of the document ids of a unit, if any document has an id."""
+    """Return the path of the hashes of document ids of a unit.
+
+    The file exists if any document has an id.
+    """
     return tokens_dir / f"{unit_name(unit)}.ids.npy"
 
 
 def sidecar_path(tokens_dir: Path, unit: int) -> Path:
-    """Return the path of the sidecar of a unit. It is written last and marks the unit complete."""
+    """Return the path of the sidecar of a unit: the JSON file that is written last and shows that
+    the unit is complete."""
     return tokens_dir / f"{unit_name(unit)}.json"
 
 
 def plain_arrays(tokens_dir: Path, units: Iterable[int]) -> dict[int, Path]:
-    """Return the paths of the .npy arrays of `units` that exist, by unit.
+    """Return the path of each existing .npy token array of `units`, by unit.
 
     Packed arrays are not included: their hashes need no comparison, because every read checks them.
     """
@@ -113,12 +118,12 @@ def problem_of_rows(table: np.ndarray, inputs: range) -> str:
     """
     sources, lines = table[:, 1], table[:, 2]
     if len(table) and not (inputs[0] <= sources.min() and sources.max() <= inputs[-1]):
-        return "names an input outside its unit"
+        return "names an input outside the unit"
     if len(table) and not (lines.min() >= 0 and lines.max() < MAX_COUNT):
         return "names an impossible line of an input"
     steps = np.diff(sources)
     if (steps < 0).any() or (np.diff(lines)[steps == 0] < 0).any():
-        return "its documents are not in the order of their inputs and lines"
+        return "its documents are not sorted by input and line"
     return ""
 
 
@@ -142,7 +147,8 @@ def check_array(
         xxh3: The hash of the .npy file, also if the array is packed.
         vocab_size: The number of ids of the tokenizer.
         eos_id: The id that ends each document, and that is nowhere else.
-        ends: The offset after the last id of each document, int64 [D]; None: not known.
+        ends: The offset after the last id of each document, int64 [D]. None: the ends of documents
+            are not checked.
 
     Raises:
         DataError: the array cannot be read.
@@ -194,7 +200,7 @@ def check_array(
 
 
 class PlainStore:
-    """Writes the ids of a TokenArrayWriter to a .npy file. `file` must be empty at the start."""
+    """Writes the ids of a TokenArrayWriter to a .npy file. `file` must be empty."""
 
     def __init__(self, file: BinaryIO, dtype: str):
         self._file, self._dtype, self._itemsize = file, dtype, little_endian(dtype).itemsize
@@ -213,7 +219,7 @@ class PlainStore:
         return HEADER_BYTES + tokens * self._itemsize
 
     def save(self, first: int, stop: int) -> bytes:
-        """Return the ids [first, stop) for a checkpoint."""
+        """Return the ids at the indices [first, stop) as bytes, for a checkpoint."""
         self._file.flush()
         size = (stop - first) * self._itemsize
         with open(self._file.name, "rb") as written:
@@ -223,7 +229,7 @@ class PlainStore:
         return ids
 
     def saved_ids(self, saved: bytes | memoryview) -> Iterator[np.ndarray]:
-        """Yield the ids that `save` returned. Raises ValueError if they are damaged."""
+        """Yield the ids in `saved`, a result of `save`. Raises ValueError if it is damaged."""
         yield np.frombuffer(saved, little_endian(self._dtype))
 
     def finish(self) -> dict[str, Any]:
@@ -236,7 +242,7 @@ class PlainStore:
 
 
 class TokenArrayWriter:
-    """Appends documents to the token array of a unit. `file` must be empty at the start."""
+    """Appends documents to the token array of a unit. `file` must be empty."""
 
     def __init__(self, file: BinaryIO, vocab_size: int, dtype: str, eos_id: int, packed: bool):
         self._store = PackedStore(file, dtype) if packed else PlainStore(file, dtype)
@@ -285,10 +291,7 @@ class TokenArrayWriter:
         self._store.append(flat.astype(little_endian(self._dtype)))
 
     def extend(self, ids: np.ndarray, where: str = "") -> None:
-        """Append some ids of a document. They are checked as in `append`.
-
-        `close` ends the document.
-        """
+        """Append ids of a document that `close` ends. The ids are checked as in `append`."""
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise DataError(self._outside(int(ids.max())))
         if np.any(ids == self._eos_id):
@@ -306,11 +309,11 @@ class TokenArrayWriter:
     def _outside(self, token: int) -> str:
         return (
             f"the tokenizer returned id {token}, outside its vocabulary of {self._vocab_size}; its "
-            "tokenizer.json is inconsistent"
+            "tokenizer.json is inconsistent; use another tokenizer"
         )
 
     def drop_input(self, source: int) -> None:
-        """Remove all documents of an input. It must be the input that was appended last."""
+        """Remove all documents of input `source`. Its documents must be the last in the array."""
         while self._docs and self._docs[-2] == source:
             del self._docs[-3:]
         self.tokens = self._docs[-3] if self._docs else 0
@@ -336,14 +339,20 @@ class TokenArrayWriter:
         rows: bytes | memoryview,
         id_hashes: bytes | memoryview,
     ) -> None:
-        """Append the content of a checkpoint, whose documents may come from `inputs`.
+        """Append the content of a checkpoint, after a check of the content.
+
+        Args:
+            inputs: The inputs from which the documents may come.
+            ids: The token ids, from `checkpoint`.
+            rows: The rows of the table of documents, from `checkpoint`.
+            id_hashes: The hashes of document ids, from `checkpoint`.
 
         Raises:
-            ValueError: this class did not write the content.
+            ValueError: `checkpoint` cannot have returned this content.
         """
         table = np.frombuffer(rows, little_endian("int64")).reshape(-1, 3)
         if len(id_hashes) != len(table) * ID_BYTES:
-            raise ValueError("has another number of id hashes than of documents")
+            raise ValueError("its number of id hashes differs from its number of documents")
         last = np.array([[0, *self._docs[-2:]]]) if self._docs else np.array([[0, inputs[0], 0]])
         if problem := problem_of_rows(np.concatenate([last, table]), inputs):
             raise ValueError(problem)
@@ -399,7 +408,7 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
     Args:
         tokens_dir: The folder of token arrays.
         unit: The number of the unit.
-        xxh3: The hash that the file must have.
+        xxh3: The hash that the file must have. None: any hash.
 
     Returns:
         int64 [D, 3]: end, input and line of each document.
@@ -420,7 +429,8 @@ def read_docs(tokens_dir: Path, unit: int, xxh3: str | None = None) -> np.ndarra
 
 
 def read_ids(tokens_dir: Path, unit: int) -> np.ndarray | None:
-    """Read the hashes of document ids of a unit, uint8 [D, 16]; None if no document has an id."""
+    """Return the hashes of document ids of a unit, uint8 [D, 16], or None if no document has an
+    id."""
     try:
         data = files.read_regular(ids_path(tokens_dir, unit))
     except FileNotFoundError:
@@ -448,13 +458,13 @@ class _PlainArray:
         while view:
             count = os.preadv(self._file.fileno(), [view], offset)
             if count == 0:
-                raise DamageError(f"{self._path}: is shorter than its sidecar says")
+                raise DamageError(f"{self._path}: contains fewer tokens than its sidecar states")
             view, offset = view[count:], offset + count
 
     def read_rows(self, out: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Fill each row out[rows[i]] with the ids that begin at starts[i].
+        """Fill out[rows[i]] with the ids that begin at starts[i], for each i.
 
-        Each row takes a system call. These calls take most of the time.
+        Each row needs a system call. These calls take most of the time.
         """
         fd, size = self._file.fileno(), out.shape[1] * self._itemsize
         offsets = (HEADER_BYTES + starts * self._itemsize).tolist()
@@ -464,7 +474,7 @@ class _PlainArray:
 
 
 class TokenArrayReader:
-    """Reads ranges of token arrays, packed or not.
+    """Reads ranges of the token arrays (.npy or packed) of a folder.
 
     Files are not memory-mapped. At most 256 files are open at a time.
     """

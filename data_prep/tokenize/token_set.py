@@ -1,6 +1,8 @@
-"""Sets of token arrays: their sidecars, their check and their removal.
+"""Sets of token arrays: writing of sidecars, and the check and removal of the arrays.
 
-A unit is complete when its sidecars of all splits exist. They are written after its other files.
+A unit is a range of input files that becomes one token array per split. Its sidecar, one for each
+split, is a JSON file with the sizes and hashes of its other files. A unit is complete when its
+sidecars of all splits exist. They are written after its other files.
 
 A run with existing output checks the sizes and headers of all token arrays and shards. It compares
 the hashes of all these files if their total size is at most HASH_BYTES, and otherwise those of a
@@ -46,7 +48,7 @@ _SEED = os.urandom(8)
 
 
 def sample(sizes: Sequence[int], seed: str | bytes | None = None) -> frozenset[int]:
-    """Choose which files of an earlier run are compared with their hashes.
+    """Choose the files of an earlier run whose hashes are compared.
 
     Args:
         sizes: The size of each file, in bytes.
@@ -74,8 +76,8 @@ def say_sample(chosen: frozenset[int], sizes: Sequence[int], kind: str, dataset:
     Args:
         chosen: The indices from `sample`.
         sizes: The size of each file, in bytes.
-        kind: The name of such a file: "unit" or "shard".
-        dataset: The data set.
+        kind: The word for one of these files in the message: "unit" or "shard".
+        dataset: The directory of the data set.
     """
     if len(chosen) < len(sizes):
         size = sum(sizes[index] for index in chosen)
@@ -92,7 +94,8 @@ def damaged(promised: Mapping[Path, str]) -> list[Path]:
 
 
 def are_whole(promised: Mapping[Path, str]) -> bool:
-    """Return whether files have the hashes in `promised`. Print a line for each damaged file."""
+    """Return whether all files have their hashes in `promised`. Print a line for each damaged
+    file."""
     paths = damaged(promised)
     for path in paths:
         say(f"{path}: its content is damaged (hash differs); it is made again")
@@ -103,7 +106,10 @@ _FORM = "optimus-token-array"
 
 
 class Quarantined(TypedDict):
-    """A document or input that cannot be used. Line 0: no line is known."""
+    """A document or a whole input that is left out, because it cannot be used.
+
+    `input` is the number of the input in the plan. `line` is 0 if no line is known.
+    """
 
     input: int
     line: int
@@ -116,7 +122,7 @@ class _Repairs(TypedDict, total=False):
 
 
 class _EveryUnit(TypedDict):
-    """Keys that every sidecar of a unit contains. Keys that no code reads are not listed."""
+    """Keys that every sidecar of a unit has, except keys that no code reads."""
 
     plan: str
     part: str
@@ -147,9 +153,9 @@ def write_unit(
     more: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Complete a unit whose arrays exist: write its tables of documents, id hashes and sidecars.
+    """Write the tables of documents, id hashes and sidecars of a unit whose arrays exist.
 
-    The files of the training split are written last.
+    The unit is then complete. The files of the training split are written last.
 
     Args:
         folders: The folder of token arrays of each split.
@@ -157,9 +163,9 @@ def write_unit(
         plan_xxh3: The hash of the plan.
         writers: The writer of the array of each split.
         inputs: The hashes of the inputs of the unit.
-        set_aside: The quarantined documents of the unit.
+        set_aside: The quarantined documents and inputs of the unit.
         more: Additional keys of the sidecar of each split. If they include `dropped`, the number
-            of excluded documents, the sidecar is written in version 2 of its format.
+            of excluded documents, or if documents have ids, the sidecar has version 2.
         arrays: Size and hash of the array of each split.
     """
     for split in reversed(list(folders)):
@@ -203,7 +209,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
         has_array: False if the array may be missing, because `--fused` removed it.
 
     Raises:
-        DataError: a file is missing, or the sidecar is of another plan.
+        DataError: a file is missing, or the sidecar was written for another plan or unit.
         DamageError: a file is damaged.
     """
     path = sidecar_path(tokens_dir, unit)
@@ -213,7 +219,7 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
         path,
         (
             layout.are_counts([record["tokens"], record["documents"]]),
-            "a count is negative or too large",
+            "tokens or documents is negative or too large",
         ),
         (
             layout.are_counts(
@@ -222,12 +228,15 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
                     *(repairs.get(key, 0) for key in _Repairs.__annotations__),
                 ]
             ),
-            "a count of documents or of EOS ids is negative or too large",
+            "dropped, eos_added or empty_documents is negative or too large",
         ),
         (record["part"] in layout.SPLITS, f"part is none of {', '.join(layout.SPLITS)}"),
     )
     if record["plan"] != plan_xxh3 or record["unit"] != unit:
-        raise DataError(f"{path}: was not made with the plan in {tokens_dir / layout.PLAN}")
+        raise DataError(
+            f"{path}: was written for another unit, or for another plan than "
+            f"{tokens_dir / layout.PLAN}"
+        )
     documents = record["documents"]
     if has_array:
         require_array(tokens_dir, unit, record["tokens"], record["array"]["size"])
@@ -240,7 +249,8 @@ def read_unit(tokens_dir: Path, unit: int, plan_xxh3: str, has_array: bool = Tru
 
 
 def promises(tokens_dir: Path, unit: int, record: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the hash in the sidecar for each existing file of a unit, except packed arrays."""
+    """Return the hash that the sidecar states for each existing file of a unit, except packed
+    arrays."""
     paths = {"array": array_path, "docs": docs_path, "ids": ids_path}
     return {
         path(tokens_dir, unit): record[key]["xxh3"]
@@ -277,11 +287,11 @@ def read_token_set(
     for unit, ((first, stop), record) in enumerate(zip(plan.units, records, strict=True)):
         layout.require(
             sidecar_path(tokens_dir, unit),
-            (record["part"] == records[0]["part"], "its part is not that of the other units"),
+            (record["part"] == records[0]["part"], "part differs from the part of unit 0"),
             (
                 len(record["inputs"]) == stop - first
                 and all(first <= entry["input"] < stop for entry in record["set_aside"]),
-                "its inputs are not those of its unit",
+                "inputs or set_aside does not match the inputs of the unit in the plan",
             ),
         )
     return plan, plan_xxh3, records
@@ -292,7 +302,7 @@ MARK = "removed.json"
 
 
 def removed(tokens_dir: Path) -> bool:
-    """Return whether the arrays of a folder were removed on purpose."""
+    """Return whether `--fused` removed the arrays of a folder, as the file MARK shows."""
     try:
         mark = layout.read_checked_json(tokens_dir / MARK, FORM)
         return mark.get("plan") == files.xxh3_file(tokens_dir / layout.PLAN)
@@ -301,7 +311,8 @@ def removed(tokens_dir: Path) -> bool:
 
 
 def mark_removed(tokens_dir: Path) -> None:
-    """Write the mark that the arrays of a finished data set are removed on purpose."""
+    """Write the file MARK, which shows that the arrays of a finished data set are removed on
+    purpose."""
     plan_xxh3 = files.xxh3_file(tokens_dir / layout.PLAN)
     if not removed(tokens_dir):
         value = {"format": FORM, "version": layout.VERSION, "plan": plan_xxh3}
@@ -309,10 +320,10 @@ def mark_removed(tokens_dir: Path) -> None:
 
 
 def check_arrays(tokens_dir: Path) -> None:
-    """Compare plain arrays with the hashes in their sidecars before the arrays are removed.
+    """Compare .npy token arrays with the hashes in their sidecars before the arrays are removed.
 
-    After the removal, nobody could check that the shards are correct. Packed arrays need no
-    comparison here, because they are checked whenever they are read.
+    After the removal, damage of the arrays from which the shards were made could not be detected.
+    Packed arrays need no comparison here, because they are checked whenever they are read.
 
     Raises:
         DamageError: the hash of an array differs.
@@ -339,7 +350,7 @@ def remove_arrays(tokens_dir: Path) -> None:
 
 
 def unmark_removed(tokens_dir: Path) -> None:
-    """Remove the mark of removed arrays, so that the arrays are made again."""
+    """Remove the file MARK, so that the next run writes the arrays again."""
     (tokens_dir / MARK).unlink(missing_ok=True)
 
 

@@ -1,9 +1,9 @@
 """Tokenization of units of input files.
 
 A unit is a range of consecutive input files. Unit i becomes the token array T_i of the training
-split. Its held-out documents become a second array. The content of a unit depends only on the plan
-and on the excluded documents. Any process may therefore make any unit, in any order, and may make a
-unit again.
+split. Its held-out documents become a second array. The content of these arrays depends only on the
+plan and on the excluded documents. Any process may therefore tokenize any unit, in any order, and
+may tokenize a unit again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Exclusions(Protocol):
 
 @dataclass(frozen=True)
 class TokenizeWork:
-    """All values that a worker needs to make any unit."""
+    """The values that a worker process needs to tokenize any unit, which is a range of inputs."""
 
     plan: TokenPlan
     plan_xxh3: str
@@ -73,10 +73,11 @@ class TokenizeWork:
     quarantine: bool
     limits: Limits = NO_LIMITS
     packed: bool = False
-    """Write packed arrays, as `--fused` does. Existing plain arrays are still used."""
+    """Write compressed arrays (`packed.py`), as `--fused` does. Existing .npy arrays are still
+    used."""
     sample: frozenset[int] = frozenset()
-    """Units whose files are compared with their hashes if an earlier run made the unit
-    (`token_set.sample`)."""
+    """The result of `token_set.sample`: units whose existing files are compared with their
+    hashes."""
 
     @property
     def tokens_dir(self) -> Path:
@@ -86,7 +87,7 @@ class TokenizeWork:
 
 @dataclass(frozen=True)
 class UnitTask(ABC):
-    """A PrepTask that makes token arrays. Item i of the task is the unit `units[i]`."""
+    """A PrepTask that writes token arrays. Item i of the task is the unit `units[i]`."""
 
     work: TokenizeWork
     workers: int
@@ -96,7 +97,15 @@ class UnitTask(ABC):
     @staticmethod
     @abstractmethod
     def job(work: TokenizeWork, unit: int, advance: Callable[[int], None]) -> None:
-        """Make a unit, or check it if it is complete. Called in a worker process."""
+        """Write the token arrays of a unit, or check them if the unit is complete.
+
+        Called in a worker process.
+
+        Args:
+            work: The values that a worker needs.
+            unit: The number of the unit.
+            advance: Called with the number of input bytes that were read.
+        """
 
     @property
     def folder(self) -> Path:
@@ -104,39 +113,45 @@ class UnitTask(ABC):
         return self.work.tokens_dir
 
     def plan(self) -> list[int]:
-        """Return the input bytes of each unit."""
+        """Return the size of the inputs of each unit, in bytes."""
         return [self.work.plan.unit_bytes(unit) for unit in self.units]
 
     def missing(self) -> list[int]:
-        """Return the items whose unit has no sidecar of the training split. It is written last."""
+        """Return the indices of units without a sidecar of the training split, which is the last
+        file of a unit to be written."""
         names = set(os.listdir(self.folder))
         return [
             i for i, unit in enumerate(self.units) if f"{layout.unit_name(unit)}.json" not in names
         ]
 
     def do(self, items: Sequence[int]) -> None:
-        """Make these units, largest first. A unit that is complete already is only checked."""
+        """Write the token arrays of the units with the indices `items`, largest units first.
+
+        A unit that is already complete is only checked.
+        """
         sizes = {self.units[i]: self.work.plan.unit_bytes(self.units[i]) for i in items}
         order = sorted(sizes, key=lambda unit: -sizes[unit])
         with Progress(self.label, sum(sizes.values()), "B") as progress:
             run_jobs(self.job, self.work, order, self.workers, progress)
 
     def verify(self) -> list[int]:
-        """Return the units that are not complete."""
+        """Return the indices of units that are not complete."""
         return [i for i, unit in enumerate(self.units) if not complete(self.work, unit)]
 
 
 def make_units(
     task_type: type[UnitTask], work: TokenizeWork, workers: int, group: WorkerGroup, label: str
 ) -> None:
-    """Make all units, and check complete units of an earlier run. Ranks share the work.
+    """Write the token arrays of all units, and check complete units of an earlier run.
+
+    The ranks of `group` share the work.
 
     Args:
-        task_type: The task whose `job` makes a unit.
+        task_type: The task whose `job` writes the token arrays of a unit.
         work: The values that each worker needs.
-        workers: Processes of this rank.
+        workers: The number of worker processes of this rank.
         group: The ranks.
-        label: Name of the step in lines of progress.
+        label: Name of this step, for the progress lines.
 
     Raises:
         DataError: an input cannot be used or has changed.
@@ -155,7 +170,7 @@ def make_unit(
     """Tokenize a unit without the excluded documents. If the unit is complete, only check it.
 
     Args:
-        work: The work.
+        work: The values that a worker needs.
         unit: The number of the unit.
         exclusions: The documents to leave out.
         advance: Called with the number of input bytes that were read.
@@ -178,7 +193,7 @@ def make_unit(
 
 
 def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
-    """Compare the hashes of the inputs of units with those in the sidecars.
+    """Check that the input files of `units` still have the hashes that the units' sidecars state.
 
     The arrays of the units may be missing.
 
@@ -195,10 +210,10 @@ def check_inputs(work: TokenizeWork, units: Sequence[int]) -> None:
 def check_inputs_of(
     work: TokenizeWork, unit: int, record: Mapping[str, Any], advance: Callable[[int], None]
 ) -> None:
-    """Compare the hashes of the inputs of a unit with those in its sidecar.
+    """Check that the input files of a unit still have the hashes that its sidecar states.
 
     Args:
-        work: The work.
+        work: The values that a worker needs.
         unit: The number of the unit.
         record: The sidecar of the training split of the unit.
         advance: Called with the number of input bytes that were read.
@@ -214,7 +229,8 @@ def check_inputs_of(
 
 
 def _check_quarantined(work: TokenizeWork, entries: Sequence[Quarantined]) -> None:
-    """Raise DataError if an earlier run quarantined a document but this run may not."""
+    """Raise DataError if `entries`, the quarantined documents of an earlier run, are not empty but
+    this run does not use --on-error quarantine."""
     if entries and not work.quarantine:
         first = entries[0]
         problem = Problem(first["line"], first["reason"])
@@ -236,9 +252,10 @@ def _check_unchanged(
 def complete_and_whole(
     work: TokenizeWork, unit: int, num_excluded: int = 0
 ) -> Mapping[str, Any] | None:
-    """Return the result of `complete`, or None if a file differs from its hash in the sidecar.
+    """Return the result of `complete`, or None if a file does not have its hash in the sidecar.
 
-    Hashes are compared only if the unit is in `work.sample`. A line is printed per damaged file.
+    Hashes are compared only if the unit is in `work.sample`. For each damaged file, a line is
+    printed.
     """
     record = complete(work, unit, num_excluded, report=True)
     if record is None or unit not in work.sample:
@@ -254,9 +271,9 @@ def complete(
 ) -> Mapping[str, Any] | None:
     """Return the sidecar of the training split of a unit, or None if the unit is not complete.
 
-    A unit is also incomplete if it has a packed array but this run needs a plain one, or if its
-    number of excluded documents is not `num_excluded`. With `report`, a line is printed if a file
-    of the unit is damaged or missing.
+    A unit is also incomplete if its only array is packed but this run needs a .npy file, or if its
+    number of excluded documents is not `num_excluded`. If `report` is True and a file of the unit
+    is damaged or missing, a line is printed.
     """
     records = {}
     for split, folder in tokens_dirs(work.out, work.plan).items():
@@ -281,9 +298,12 @@ def open_writers(
     """Open the token array of each split of a unit for writing.
 
     Args:
-        work: The work.
+        work: The values that a worker needs.
         unit: The number of the unit.
-        stack: The context that commits the files when it exits without an error.
+        stack: When this context exits without an error, the files get their final names.
+
+    Returns:
+        The writer of the array of each split.
     """
     facts = work.plan.tokenizer
     return {
@@ -342,10 +362,18 @@ def _read_input(
     exclusions: Exclusions,
     advance: Callable[[int], None],
 ) -> str:
-    """Write the documents of an input from the position `start` on. None: from its beginning.
+    """Read the documents of input `source`, and add them to `unit_writer` unless they are excluded.
+
+    Args:
+        work: The values that a worker needs.
+        source: The number of the input in the plan.
+        start: The position at which to start. None: the beginning of the input.
+        unit_writer: The writer of the arrays of the unit.
+        exclusions: The documents to leave out.
+        advance: Called with the number of input bytes that were read.
 
     Returns:
-        The hash of the whole input.
+        The hash of the whole input file.
     """
     file = work.plan.inputs[source]
     reader = InputReader(

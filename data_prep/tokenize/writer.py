@@ -1,8 +1,8 @@
-"""Writer of a unit. It encodes documents in batches, writes their ids and saves checkpoints.
+"""Writer of the token arrays of a unit (a range of input files), and its checkpoints.
 
 A checkpoint contains the data since the previous checkpoint, so that a killed run loses only
-seconds of work: docs/formats/dataset.md, "Commit and resume". The text alone decides where
-checkpoints are saved. Two runs at the same time therefore write the same checkpoints.
+seconds of work: docs/formats/dataset.md, "Commit and resume". The positions of checkpoints depend
+only on the text. Two runs at the same time therefore write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ from optimus.errors import DataError
 from optimus.io import files
 
 SEGMENT_BYTES = 16 << 20
-"""Bytes of text between checkpoints. They take two seconds to tokenize and become 10 MB of ids."""
+"""Bytes of text between checkpoints. This text takes two seconds to tokenize and becomes 10 MB of
+ids."""
 _VERSION = 2
 """Version of checkpoints. Checkpoints of another version are ignored. Version 1 has no hashes of
 document ids."""
 _HASH_BYTES = 16
 _SOUND_BYTES = 1 << 30
-"""Size of a checkpoint above which it is compared with the memory of a worker. A checkpoint with
-many short documents is larger than the text since the checkpoint before."""
+"""Size in bytes above which a checkpoint is refused if a worker has too little memory to read it. A
+checkpoint of many short documents is larger than the text of these documents."""
 _REASON_CHARS = 1 << 16
 _REMOVE = "remove it: its documents are then tokenized again"
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of the writer of a unit at a checkpoint."""
+    """The state of a UnitWriter at a checkpoint."""
 
     source: int
-    """The input that a later run reads next."""
+    """The number of the input that a later run reads next."""
     start: Position | None
-    """The position at which the later run continues to read `source`. None: its start."""
+    """The position in `source` at which the later run continues. None: the start of `source`."""
     hashes: list[str]
     """The hashes of those inputs of the unit that precede `source`."""
     set_aside: list[Quarantined]
@@ -64,17 +65,21 @@ class State:
 class _Head:
     state: State
     blobs: list[int]
-    """The size of each blob in bytes."""
+    """The sizes in bytes of the byte strings that follow the head in the file."""
 
 
 class Segments:
-    """The checkpoints of one unit."""
+    """The checkpoint files of one unit."""
 
     def __init__(self, tokens_dir: Path, unit: int, work: str, limits: Limits = NO_LIMITS):
         """Initialize the object without reading a checkpoint.
 
-        `work` is a hash of everything that decides the content of the checkpoints. `read` ignores
-        checkpoints with another hash.
+        Args:
+            tokens_dir: The folder of token arrays.
+            unit: The number of the unit.
+            work: A hash of all values that determine the content of the checkpoints. `read` ignores
+                checkpoints with another hash.
+            limits: Limits of the memory to read a checkpoint.
         """
         self._dir, self._unit, self._limits = tokens_dir, unit, limits
         self._identity = {"version": _VERSION, "work": work, "unit": unit}
@@ -84,9 +89,9 @@ class Segments:
         return self._dir / f"{layout.unit_name(self._unit)}.part-{number:04d}"
 
     def read(self) -> Iterator[tuple[Path, State, list[memoryview]]]:
-        """Yield path, state and blobs of each checkpoint in order, up to the first damaged one.
+        """Yield path, state and blobs of each checkpoint in order, until one is missing or damaged.
 
-        `save` then writes the checkpoints after them.
+        `save` then writes its next checkpoint after the last one that was yielded.
 
         Raises:
             DataError: a checkpoint cannot be read, or another program wrote it.
@@ -123,7 +128,7 @@ class Segments:
         head = layout.as_record(_Head, value, path)
         sizes = head.blobs
         is_whole = layout.are_counts(sizes) and 8 + size + sum(sizes) == len(body)
-        layout.require(path, (is_whole, "has another size than its head states"))
+        layout.require(path, (is_whole, "its size is not the size that its head states"))
         blobs, start = [], 8 + size
         for length in sizes:
             blobs.append(body[start : start + length])
@@ -149,7 +154,7 @@ class Segments:
         self._next += 1
 
     def remove(self) -> None:
-        """Remove all checkpoints from the last to the first: a killed run then leaves no gap."""
+        """Remove all checkpoints. The last is removed first, so that a killed run leaves no gap."""
         number = self._next
         while self._path(number).exists():
             number += 1
@@ -165,9 +170,9 @@ _BATCH_DOCUMENTS = 1024
 
 
 class UnitWriter:
-    """Encodes the documents of a unit, writes them to token arrays, and saves checkpoints.
+    """Encodes the documents of a unit, writes their ids to token arrays, and saves checkpoints.
 
-    Each split has an array. Short documents are encoded in batches.
+    There is one array per split. Short documents are encoded in batches.
     """
 
     def __init__(
@@ -179,15 +184,15 @@ class UnitWriter:
         inputs: range,
         limits: Limits,
     ):
-        """Restore the arrays from the checkpoints. Raises DataError if one cannot be used.
+        """Restore the arrays from the checkpoints. Raises DataError if a checkpoint cannot be used.
 
         Args:
             encoder: The tokenizer.
             writers: The arrays of the training split and, if there is one, of the held-out split.
-            below: Documents whose hash is below this are held out.
+            below: Documents whose xxh3-64 is below this number are held out.
             checkpoints: The checkpoints of the unit.
-            inputs: The inputs of the unit.
-            limits: The memory that a document may take.
+            inputs: The numbers of the inputs of the unit.
+            limits: Limits of the memory that a document may take.
         """
         self._encoder, self._limits = encoder, limits
         self._below = below
@@ -209,22 +214,25 @@ class UnitWriter:
         self.hashes, self.set_aside = state.hashes, state.set_aside
         layout.require(
             path,
-            (self.source in inputs, "its next input is not an input of the unit"),
+            (self.source in inputs, "state.source is not an input of the unit"),
             (
                 len(self.hashes) == self.source - inputs[0] and layout.are_hashes(self.hashes),
-                "it does not have the hash of each input before the next one",
+                "state.hashes does not have one hash for each input before state.source",
             ),
             (
                 all(inputs[0] <= entry["input"] <= self.source for entry in self.set_aside)
                 and layout.are_counts([entry["line"] for entry in self.set_aside]),
-                "a quarantined document is not in an input before the next one",
+                "state.set_aside names an input after state.source, or an impossible line",
             ),
             (
                 all(len(entry["reason"]) <= _REASON_CHARS for entry in self.set_aside),
-                "the reason for a quarantined document is too long",
+                "a reason in state.set_aside is too long",
             ),
-            (self.start is None or self.start.is_possible(), "its position is impossible"),
-            (len(blobs) == 3 * len(self._writers), "has another number of blobs"),
+            (
+                self.start is None or self.start.is_possible(),
+                "state.start is an impossible position",
+            ),
+            (len(blobs) == 3 * len(self._writers), "does not have 3 blobs per split"),
         )
         for index, writer in enumerate(self._writers):
             try:
@@ -234,7 +242,7 @@ class UnitWriter:
                 raise layout.foreign(path, error) from None
 
     def add(self, source: int, document: Document, where: str) -> None:
-        """Add a document. `where` is its file and line, for messages."""
+        """Add a document of input `source`. `where` is its file and line, for messages."""
         if len(document.text) > SECTION_CHARS:
             self.flush()
             text, size = document.text, len(document.data)
@@ -256,7 +264,10 @@ class UnitWriter:
             self.flush()
 
     def add_long(self, source: int, long: LongText, reader: InputReader, where: str) -> None:
-        """Add a long text. Checkpoints may be saved between its sections."""
+        """Add a long document of input `source`. Checkpoints may be saved between its sections.
+
+        `where` is its file and line, for messages.
+        """
         self.flush()
         array = self._array_of(long.xxh3)
         if self._encoder.cutter is None:
@@ -280,9 +291,9 @@ class UnitWriter:
     def _write_sections(
         self, array: TokenArrayWriter, blocks: Iterable[str], where: str
     ) -> Iterator[str]:
-        """Encode and write a text in sections, and yield each section after it is written.
+        """Encode a text in sections, write the ids, and yield each section after it is written.
 
-        A text without a position where it may be cut is one section.
+        A text that can be cut nowhere is one section.
         """
         assert self._encoder.cutter is not None
         needs, room = self._encoder.bytes_per_byte, self._limits.room_bytes
@@ -299,7 +310,8 @@ class UnitWriter:
             raise AssertionError("a section above the memory limit was not refused") from error
 
     def _array_of(self, xxh3: int) -> TokenArrayWriter:
-        """Return the array of the split to which a document belongs, given the hash of its text."""
+        """Return the array of the split to which a document belongs. `xxh3` is the hash of its
+        text."""
         return self._writers[xxh3 < self._below]
 
     @property
@@ -316,7 +328,7 @@ class UnitWriter:
         self._unsaved_bytes = 0
 
     def flush(self) -> None:
-        """Encode and write the documents of the batch."""
+        """Encode and write the documents that were added but not written yet."""
         encoded = self._encoder.encode([document.text for _, document, _ in self._pending])
         by_split: list[list[int]] = [[] for _ in self._writers]
         for index, (_, document, _) in enumerate(self._pending):
@@ -331,7 +343,7 @@ class UnitWriter:
         self._pending, self._pending_bytes = [], 0
 
     def quarantine_input(self, source: int, problem: Problem) -> None:
-        """Remove the documents of a damaged input, and quarantine the input."""
+        """Remove the documents of the damaged input `source`, and quarantine this input."""
         self._pending = [entry for entry in self._pending if entry[0] != source]
         self._pending_bytes = sum(len(document.data) for _, document, _ in self._pending)
         for writer in self._writers:

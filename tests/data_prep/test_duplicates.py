@@ -120,12 +120,12 @@ def test_unit_whose_ids_are_all_duplicates_is_whole(made, tmp_path, fraction):
     [
         (lambda rows: np.add(rows, [99, 0, 0, 0]), "names a document that does not exist"),
         (lambda rows: np.subtract(rows, [99, 0, 0, 0]), "names a document that does not exist"),
-        (lambda rows: np.add(rows, [0, 0, 99, 0]), "are not in their order"),
-        (lambda rows: rows[[0, 0, 1, 2]], "are not in their order"),
-        (lambda rows: rows[:, [0, 1, 0, 1]], "are not in their order"),
+        (lambda rows: np.add(rows, [0, 0, 99, 0]), "not in the order of the documents"),
+        (lambda rows: rows[[0, 0, 1, 2]], "not in the order of the documents"),
+        (lambda rows: rows[:, [0, 1, 0, 1]], "not in the order of the documents"),
         (lambda rows: rows[:0], "tokenization is not complete"),
         (lambda rows: rows[:1], "tokenization is not complete"),
-        (lambda rows: rows[0], "does not hold the number of rows"),
+        (lambda rows: rows[0], "does not contain the number of rows"),
     ],
 )
 def test_forged_list_of_duplicates_is_refused(made, tmp_path, capsys, change, problem):

@@ -247,7 +247,7 @@ def test_packed_array_has_the_ids_and_hash_of_npy(tmp_path, dtype):
             out = np.empty(count, dtype)
             array.read_into(out, start)
             assert np.array_equal(out, ids[start : start + count])
-        with pytest.raises(DataError, match="shorter than its sidecar"):
+        with pytest.raises(DataError, match="fewer tokens than its sidecar"):
             array.read_into(np.empty(5, dtype), len(ids) - 4)
 
 

@@ -238,7 +238,7 @@ def test_ids_outside_the_vocabulary_are_refused(made, tmp_path, capsys, code):
 def test_unsuitable_npy_files_are_refused(made, tmp_path, capsys):
     path = tmp_path / "a.npy"
     path.write_bytes(struct.pack("<4H", 5, 6, 7, 8))
-    assert_not_imported(made, tmp_path, capsys, "give --dtype uint16 or", path)
+    assert_not_imported(made, tmp_path, capsys, "set --dtype to the dtype", path)
     assert_not_imported(
         made, tmp_path, capsys, "has no <|endoftext|>", path, more=("--dtype", "uint16")
     )
