@@ -108,17 +108,17 @@ class ChunkEngine:
             groups_of_chunk = chunk.key
             assert isinstance(groups_of_chunk, ParamProcessGroups)
             dtype_of_chunk = groups_of_chunk.options.dtype or dtype
-            place = (
+            in_tier = (
                 memory,
                 Tier.HOST if chunk.number in host else Tier.DEVICE,
                 residency.divides_parameters,
             )
             if groups_of_chunk.options.frozen:
-                self._all.append(ParamChunk(chunk, groups_of_chunk, dtype_of_chunk, *place))
+                self._all.append(ParamChunk(chunk, groups_of_chunk, dtype_of_chunk, *in_tier))
                 self._fill(self._all[-1], initial, memory)
                 continue
             dtypes = optimizer.moments, dtype_of_chunk, grad_dtype
-            state = ChunkState(chunk, groups_of_chunk, *dtypes, *place)
+            state = ChunkState(chunk, groups_of_chunk, *dtypes, *in_tier)
             self._all.append(state)
             self._fill(state, initial, memory)
             if residency.divides_gradients and (chunk.reduce_size > 1 or chunk.number in host):
